@@ -1,0 +1,42 @@
+VENV ?= .venv
+BIN := $(VENV)/bin
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export DO_NOT_TRACK := 1
+
+.PHONY: demo test test-slow check bench format
+.DEFAULT_GOAL := test
+
+$(VENV)/.base: pyproject.toml constraints.txt infra/install.sh
+	@echo "installing into $(VENV) (a minute or two)"
+	@infra/install.sh $(VENV)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	@infra/install.sh $(VENV) dev
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	@infra/install.sh $(VENV) dev bench
+	@touch $@
+
+demo: $(VENV)/.base  ## run the main job on this machine
+	@$(BIN)/rheostat train configs/demo.toml $(ARGS)
+
+test: $(VENV)/.dev  ## the default suite
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seeds, GSM8K
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(VENV)/.dev  ## format, lint, types, imports
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.bench  ## compare with other trainers on this machine
+	@$(BIN)/python -m tests.bench $(ARGS)

@@ -1,0 +1,36 @@
+"""The base of every configuration model, and the configuration of the worker pools."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    """Immutable settings: unknown keys are errors, field docstrings are the form's descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class PoolsConfig(Settings):
+    """The worker processes and where they run."""
+
+    ray_address: str | None = None
+    """Address of a Ray cluster (`ray://…`, `host:port` or `auto`); none starts an embedded one."""
+    rollout_workers: Annotated[int, Field(ge=1, le=4096)] = 2
+    """Processes that generate."""
+    scoring_workers: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Processes that score completions and assign credit."""
+    update_ranks: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Data-parallel DeepSpeed ranks; part of a run's identity."""
+    threads: Annotated[int, Field(ge=1, le=256)] = 1
+    """CPU threads per worker; part of a run's identity, since sums depend on it."""
+    gpus_per_rollout_worker: Annotated[float, Field(ge=0, le=16)] = 0
+    """GPUs reserved for each rollout worker."""
+    gpus_per_update_rank: Annotated[float, Field(ge=0, le=16)] = 0
+    """GPUs reserved for each update rank."""
+    start_seconds: Annotated[float, Field(gt=0)] = 180
+    """Longest time a worker may take to start, in seconds."""
+    stall_seconds: Annotated[float, Field(gt=0)] = 300
+    """Longest time without progress before a worker counts as stalled, in seconds."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often one piece of work is tried again after its worker died."""

@@ -1,0 +1,58 @@
+"""What can go wrong, by name.
+
+RheostatError
+├── BadInput            what a user wrote; one line, exit code 2, nothing written
+│   ├── RunHeld         another process holds the run
+│   └── RunChanged      the run was made by another configuration
+├── Damaged             an artefact is missing, torn or not what its digest says
+├── Fenced              a newer controller has taken the run over
+├── Conflict            two different results were committed under one name
+├── WorkerFailed        a worker raised; the work itself is at fault
+├── WorkerLost          a worker died; the work can be done again elsewhere
+│   └── WorkerStalled   a worker is alive but made no progress within its deadline
+└── Quarantined         a stage refused its result (too many failures, nothing to learn from)
+"""
+
+
+class RheostatError(Exception):
+    """Base of every error that Rheostat raises on purpose."""
+
+
+class BadInput(RheostatError, ValueError):
+    """What a user wrote is wrong; the message says what was expected, what came, and where."""
+
+
+class RunHeld(BadInput):
+    """Another live process holds the run."""
+
+
+class RunChanged(BadInput):
+    """The run on disk was made by another configuration."""
+
+
+class Damaged(RheostatError):
+    """An artefact is missing, torn, or does not match its digest."""
+
+
+class Fenced(RheostatError):
+    """A newer controller epoch has taken the run over; this one may not commit."""
+
+
+class Conflict(RheostatError):
+    """Two different results were committed under one manifest key."""
+
+
+class WorkerFailed(RheostatError):
+    """A worker raised while doing its work; doing it again elsewhere would raise again."""
+
+
+class WorkerLost(RheostatError):
+    """A worker process died; its work can be done again by another."""
+
+
+class WorkerStalled(WorkerLost):
+    """A worker is alive but reported no progress within its deadline."""
+
+
+class Quarantined(RheostatError):
+    """A stage refused its own result rather than pass it on."""

@@ -1,0 +1,366 @@
+"""Configuration of data, policy, generation, rewards, credit and update. Torch-free; defaults are the recipe we run."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from infra.config import Settings
+
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+# ---- data
+
+
+class ArithmeticData(Settings):
+    """Templated word problems made from a seed; their answers are checked by a program."""
+
+    kind: Literal["arithmetic"] = "arithmetic"
+    operations: Annotated[int, Field(ge=1, le=8)] = 4
+    """Additions or subtractions per problem."""
+    train_problems: Positive = 4096
+    """Problems to learn from."""
+    heldout_problems: Positive = 256
+    """Problems kept for evaluation; a hash of the question decides which, so the two never meet."""
+
+
+class FileData(Settings):
+    """Problems from a JSON Lines, Parquet or Arrow file."""
+
+    kind: Literal["file"] = "file"
+    path: Path
+    """Training problems: .jsonl, .parquet or .arrow."""
+    heldout_path: Path | None = None
+    """Evaluation problems; none keeps `heldout_fraction` of the training file back."""
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of problems kept for evaluation when there is no second file, chosen by a hash of the prompt."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
+    answer_column: str | None = "answer"
+    """Column with the reference answer; none where no reward needs one."""
+    template: str = "{prompt}"
+    """How plain text becomes a prompt; `{prompt}` is the column's text. Chat messages use the tokenizer's template."""
+    limit: Positive | None = None
+    """Read at most so many problems per file."""
+
+
+DataConfig = Annotated[ArithmeticData | FileData, Field(discriminator="kind")]
+
+
+# ---- policy
+
+
+class ScratchPolicy(Settings):
+    """A small decoder built from nothing, with a byte-level BPE trained on the data's text."""
+
+    kind: Literal["scratch"] = "scratch"
+    architecture: Literal["llama", "qwen3"] = "llama"
+    """Shape of the decoder."""
+    vocab_size: Annotated[int, Field(ge=300)] = 354
+    """Tokens of the tokenizer, 256 bytes and the special ones included."""
+    hidden_size: Annotated[int, Field(ge=8)] = 64
+    """Width."""
+    intermediate_size: Annotated[int, Field(ge=8)] = 192
+    """Width of the MLP."""
+    layers: Positive = 3
+    """Decoder blocks."""
+    heads: Positive = 4
+    """Attention heads."""
+    kv_heads: Positive = 2
+    """Key-value heads."""
+    context: Annotated[int, Field(ge=16)] = 256
+    """Longest sequence in tokens."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "ScratchPolicy":
+        if self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of heads {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        return self
+
+
+class DirectoryPolicy(Settings):
+    """Any causal language model directory in Hugging Face format."""
+
+    kind: Literal["directory"] = "directory"
+    path: Path
+    """Directory with config.json, safetensors and tokenizer."""
+
+
+PolicyConfig = Annotated[ScratchPolicy | DirectoryPolicy, Field(discriminator="kind")]
+
+
+class WarmupConfig(Settings):
+    """Supervised warm-up before the first iteration."""
+
+    steps: Positive = 700
+    """Optimizer steps."""
+    batch_size: Positive = 64
+    """Sequences per step."""
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    """Peak learning rate; linear warm-up over 5% of the steps, then cosine to a tenth."""
+    worked_fraction: Fraction = 0.2
+    """Share of arithmetic examples that show the worked answer; the others show a bare guess."""
+
+
+# ---- rollout
+
+
+class SamplingConfig(Settings):
+    """How completions are drawn."""
+
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    """Softmax temperature; 0 is greedy. Behaviour log-probs are those of the tempered, untruncated softmax."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Candidates kept; 0 keeps all."""
+    max_new_tokens: Positive = 64
+    """Longest completion in tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, beside EOS; the text stays in the completion."""
+
+
+class TransformersEngine(Settings):
+    """Generation inside the worker with a KV cache; finished rows leave the batch."""
+
+    kind: Literal["transformers"] = "transformers"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights and activations; resume is bit-identical in float32 on CPU."""
+    max_batch_rows: Positive = 512
+    """Completions decoded together."""
+
+
+EngineConfig = TransformersEngine
+
+
+class RolloutConfig(Settings):
+    """How many prompts and completions an iteration has."""
+
+    prompts: Positive = 64
+    """Prompts per iteration."""
+    group_size: Annotated[int, Field(ge=2, le=1024)] = 8
+    """Completions per prompt; credit is relative to their mean reward."""
+    shard_prompts: Positive = 32
+    """Prompts per shard: the unit of work, of commit and of loss when a worker dies."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How completions are drawn."""
+    engine: EngineConfig = TransformersEngine()
+    """What generates."""
+
+
+# ---- scoring
+
+
+class RewardTerm(Settings):
+    """What all reward terms share."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")] | None = None
+    """Column name of this term; by default its kind."""
+    weight: float = 1.0
+    """Factor of this term in the total."""
+
+
+class NumericReward(RewardTerm):
+    """1 if the number in the completion equals the number in the reference, else 0."""
+
+    kind: Literal["numeric"] = "numeric"
+    pattern: str = r"####\s*(-?[\d,]*\.?\d+)"
+    """Regular expression whose last match's first group is the answer, in completion and reference alike."""
+
+
+class MathReward(RewardTerm):
+    """1 if math-verify finds completion and reference equal, else 0."""
+
+    kind: Literal["math"] = "math"
+
+
+class RegexReward(RewardTerm):
+    """1 if the pattern is found in the completion, else 0."""
+
+    kind: Literal["regex"] = "regex"
+    pattern: str
+    """Regular expression searched for."""
+
+
+class TargetReward(RewardTerm):
+    """Any function `reward(prompt: str, completion: str, answer: str, **options) -> float`."""
+
+    kind: Literal["target"] = "target"
+    target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+    """`pkg.mod:function`."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments given to the function."""
+
+
+RewardConfig = Annotated[NumericReward | MathReward | RegexReward | TargetReward, Field(discriminator="kind")]
+
+
+class ScoringConfig(Settings):
+    """Which rewards are added up, and how long one may take."""
+
+    rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
+    """Reward terms; the total is their weighted sum."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 10
+    """Longest time for one completion, in seconds; then its score is missing."""
+    max_missing: Fraction = 0.05
+    """Share of missing scores in an iteration above which it fails."""
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Column names of the reward terms, in order."""
+        return tuple(reward.name or reward.kind for reward in self.rewards)
+
+    @model_validator(mode="after")
+    def _terms_differ(self) -> "ScoringConfig":
+        if len(set(self.terms)) < len(self.terms):
+            raise ValueError(f"reward terms need different names, found {', '.join(self.terms)}: set `name`")
+        return self
+
+
+# ---- credit
+
+
+class Grpo(Settings):
+    """Group-relative advantages (GRPO, arXiv 2402.03300; without the deviation: Dr. GRPO, 2503.20783)."""
+
+    kind: Literal["grpo"] = "grpo"
+    normalise_std: bool = True
+    """Divide by the group's standard deviation."""
+    keep_uninformative: bool = False
+    """Train on groups of equal rewards too; they only matter with a KL penalty, and dilute the loss."""
+
+
+AlgorithmConfig = Grpo
+
+
+# ---- update
+
+
+class TokenMean(Settings):
+    """Mean over all tokens of the batch (DAPO)."""
+
+    kind: Literal["token"] = "token"
+
+
+class SequenceMean(Settings):
+    """Mean over sequences of the mean over each sequence's tokens (GRPO)."""
+
+    kind: Literal["sequence"] = "sequence"
+
+
+class ConstantMean(Settings):
+    """Sum over tokens divided by the number of sequences times a fixed length (Dr. GRPO)."""
+
+    kind: Literal["constant"] = "constant"
+    length: Positive
+    """The fixed length in tokens."""
+
+
+Aggregation = Annotated[TokenMean | SequenceMean | ConstantMean, Field(discriminator="kind")]
+
+
+class PpoClip(Settings):
+    """Clipped surrogate (PPO, arXiv 1707.06347) with separate bounds (clip-higher, DAPO, 2503.14476)."""
+
+    kind: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """The ratio is clipped above 1 + clip_high."""
+    aggregation: Aggregation = TokenMean()
+    """How token losses become one number."""
+
+
+class NoKl(Settings):
+    """No penalty and no reference model."""
+
+    kind: Literal["none"] = "none"
+
+
+class KlPenalty(Settings):
+    """Penalty on the divergence from the initial policy, in the loss."""
+
+    kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the divergence per token."""
+    coefficient: Annotated[float, Field(gt=0)] = 1e-3
+    """Factor in the loss."""
+
+
+Kl = Annotated[NoKl | KlPenalty, Field(discriminator="kind")]
+
+
+class NoCorrection(Settings):
+    """Behaviour log-probs are taken as the old policy's; the mismatch is measured all the same."""
+
+    kind: Literal["none"] = "none"
+
+
+class TruncatedImportance(Settings):
+    """The loss is weighted by min(π_old / π_behaviour, cap); π_old is computed by the trainer."""
+
+    kind: Literal["truncated"] = "truncated"
+    cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest weight."""
+
+
+Correction = Annotated[NoCorrection | TruncatedImportance, Field(discriminator="kind")]
+
+
+class UpdateConfig(Settings):
+    """The optimizer steps of an iteration."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate over the run after its warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's first moment decay."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """AdamW's second moment decay."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this global norm."""
+    minibatches: Positive = 4
+    """Optimizer steps per iteration; groups are dealt to them by the seed."""
+    microbatch_tokens: Positive = 16384
+    """Tokens (padding included) per rank in one forward pass; gradients accumulate over the passes of a step."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """DeepSpeed ZeRO stage; part of a run's identity."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights and activations; optimizer moments and master weights are float32."""
+    loss: PpoClip = PpoClip()
+    """The policy loss."""
+    kl: Kl = NoKl()
+    """Divergence from the initial policy."""
+    correction: Correction = TruncatedImportance()
+    """What corrects the mismatch between the engine's log-probs and the trainer's."""
+
+
+# ---- evaluation
+
+
+class EvaluationConfig(Settings):
+    """Held-out evaluation before, during and after a run."""
+
+    problems: Positive = 256
+    """Held-out problems used, the first so many."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Iterations between evaluations; 0 evaluates only at the start and the end."""
+    temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Softmax temperature; 0 is greedy."""
+
+
+class RetentionConfig(Settings):
+    """Which policy versions keep their files; manifests always stay."""
+
+    keep_last: Annotated[int, Field(ge=2)] = 2
+    """Newest versions kept; resuming needs them."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Every n-th version is kept for good; 0 keeps none but the first and the newest."""
