@@ -5,6 +5,7 @@ RheostatError
 │   ├── RunHeld         another process holds the run
 │   └── RunChanged      the run was made by another configuration
 ├── Damaged             an artefact is missing, torn or not what its digest says
+├── StoreFailed         the store's medium fails: disk full, read-only, I/O error; resume when it is mended
 ├── Fenced              a newer controller has taken the run over
 ├── Conflict            two different results were committed under one name
 ├── WorkerFailed        a worker raised; the work itself is at fault
@@ -32,6 +33,10 @@ class RunChanged(BadInput):
 
 class Damaged(RheostatError):
     """An artefact is missing, torn, or does not match its digest."""
+
+
+class StoreFailed(RheostatError):
+    """The store's medium cannot be read or written; nothing torn was published, and the run resumes when it can."""
 
 
 class Fenced(RheostatError):

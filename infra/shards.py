@@ -1,0 +1,115 @@
+"""Shards: immutable tables in Arrow IPC files, named by the BLAKE3 of their bytes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import pyarrow as pa
+from blake3 import blake3
+from pydantic import Field
+
+from infra.config import Settings
+from infra.errors import BadInput, Damaged
+from infra.sealed import SCHEMA_VERSION, check_version
+from infra.storage import Store
+
+_OWN = "rheostat."  # prefix of the metadata that shards write themselves
+
+_verified: set[tuple[str, str]] = set()
+"""(store, key) of the shards whose digest this process has checked; they cannot change, so once is enough."""
+
+
+class ShardRef(Settings):
+    """Where a shard is and what it must be."""
+
+    key: str
+    """`shards/<digest>.arrow`."""
+    bytes: Annotated[int, Field(ge=0)]
+    """Size of the file."""
+    rows: Annotated[int, Field(ge=0)]
+    """Rows of the table."""
+    digest: str
+    """BLAKE3 of the file's bytes, in hexadecimal."""
+
+
+def write_shard(store: Store, table: pa.Table, *, kind: str, metadata: Mapping[str, str]) -> ShardRef:
+    """Publish a table; the same rows and metadata give the same bytes, whatever their chunks and slices were.
+
+    A damaged shard that already has the name is moved aside and replaced.
+    """
+    data = _encode(table, kind=kind, metadata=metadata)
+    digest = blake3(data).hexdigest()
+    ref = ShardRef(key=f"shards/{digest}.arrow", bytes=len(data), rows=table.num_rows, digest=digest)
+    if not store.put(ref.key, data) and quarantine(store, ref):
+        store.put(ref.key, data)
+    return ref
+
+
+def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
+    """Open a shard, mapped into memory where the store is local; its digest is verified at the first read."""
+    if (store.uri, ref.key) not in _verified:
+        verify_shard(store, ref)
+        _verified.add((store.uri, ref.key))
+    table = _decode(_sized(store, ref))
+    return table if columns is None else table.select(list(columns))
+
+
+def verify_shard(store: Store, ref: ShardRef) -> None:
+    """Raise Damaged unless the stored bytes are the ones that the reference names."""
+    where = f"shard {ref.key!r} in {store.uri}"
+    data = _sized(store, ref)
+    found = blake3(memoryview(data)).hexdigest()
+    if found != ref.digest:
+        raise Damaged(f"{where}: expected digest {ref.digest}, found {found}")
+    table = _decode(data)
+    own = table.schema.metadata or {}
+    check_version(own.get(b"rheostat.schema_version", b"none").decode(), where=where)
+    if table.num_rows != ref.rows:
+        raise Damaged(f"{where}: expected {ref.rows} rows, found {table.num_rows}")
+
+
+def quarantine(store: Store, ref: ShardRef) -> bool:
+    """Move a damaged shard aside so that it can be made again under its name; False if there is no damage."""
+    _verified.discard((store.uri, ref.key))
+    try:
+        verify_shard(store, ref)
+    except Damaged:
+        if store.exists(ref.key):
+            data = store.read(ref.key)
+            store.put(f"quarantine/{ref.digest[:16]}-{blake3(data).hexdigest()[:16]}.arrow", data)
+            store.delete(ref.key)
+        return True
+    return False
+
+
+def open_tables(store: Store, refs: Sequence[ShardRef]) -> list[Path]:
+    """Verify shards and return exactly their files, to be handed to DuckDB, Polars or datasets (never a glob)."""
+    for ref in refs:
+        read_shard(store, ref)
+    return [store.local(ref.key) for ref in refs]
+
+
+def _sized(store: Store, ref: ShardRef) -> pa.Buffer:
+    data = store.buffer(ref.key)
+    if data.size != ref.bytes:
+        raise Damaged(f"shard {ref.key!r} in {store.uri}: expected {ref.bytes} bytes, found {data.size}")
+    return data
+
+
+def _decode(data: pa.Buffer) -> pa.Table:
+    return pa.ipc.open_file(data).read_all()
+
+
+def _encode(table: pa.Table, *, kind: str, metadata: Mapping[str, str]) -> bytes:
+    if any(key.startswith(_OWN) for key in metadata):
+        raise BadInput(f"shard metadata {sorted(metadata)}: names that start with {_OWN!r} are the shard's own")
+    own = {"schema_version": SCHEMA_VERSION, "kind": kind, "rows": str(table.num_rows)}
+    merged = {**metadata, **{_OWN + key: value for key, value in own.items()}}
+    # Taking every row builds fresh, compact columns: no chunks, no slices, zeros under nulls.
+    rows = pa.array(range(table.num_rows), pa.int64())
+    compact = table.take(rows).combine_chunks().replace_schema_metadata(dict(sorted(merged.items())))
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V5, compression=None)
+    with pa.ipc.new_file(sink, compact.schema, options=options) as writer:
+        writer.write_table(compact)
+    return sink.getvalue().to_pybytes()

@@ -1,0 +1,307 @@
+"""Put-if-absent stores addressed by URI: the one contract on which runs, shards and manifests stand.
+
+An object appears whole or not at all and never changes afterwards; of many writers of one name exactly one wins.
+"""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import pyarrow as pa
+
+from infra.errors import BadInput, Damaged, StoreFailed
+
+_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._=+-]*"
+_KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")
+_TEMPORARY = ".tmp-"  # keys cannot begin with a dot, so no object is ever taken for a temporary file
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object as a listing shows it."""
+
+    key: str
+    bytes: int
+    modified: float
+    """Seconds by the store's own clock, to be compared with `Store.clock()` and nothing else."""
+
+
+class Store(Protocol):
+    """Immutable objects under names; every method raises StoreFailed where the medium itself fails."""
+
+    @property
+    def uri(self) -> str:
+        """Opens the same store in another process."""
+        ...
+
+    def put(self, key: str, data: bytes | Path) -> bool:
+        """Write durably if the name is free; False, with nothing changed but the object's age, if it is taken."""
+        ...
+
+    def read(self, key: str) -> bytes:
+        """Return the object, or raise Damaged if there is none."""
+        ...
+
+    def buffer(self, key: str) -> pa.Buffer:
+        """Return the object without copying it where the store is local, or raise Damaged if there is none."""
+        ...
+
+    def local(self, key: str) -> Path:
+        """Return a local file with the object's bytes; objects that share a folder share one here too."""
+        ...
+
+    def entries(self, prefix: str) -> list[Entry]:
+        """Return all objects whose key starts with the prefix, sorted by key, never a half-written one."""
+        ...
+
+    def children(self, folder: str) -> list[str]:
+        """Return the sorted names directly under a folder; "" is the root."""
+        ...
+
+    def exists(self, key: str) -> bool:
+        """Return whether the object is there."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove the object; one that is already gone is fine."""
+        ...
+
+    def hold(self, key: str) -> AbstractContextManager[bool]:
+        """Hold a name for this process alone, at most for its life; False when another has it. Sweeps leftovers."""
+        ...
+
+    def clock(self) -> float:
+        """Return the store's own time in seconds."""
+        ...
+
+
+def open_store(uri: str) -> Store:
+    """Open a store by path or file:// URI; nothing is written before the first put."""
+    if not uri or "::" in uri:
+        raise BadInput(f"store {uri!r}: expected a path or file://, without '::' chains")
+    scheme, separator, _ = uri.partition("://")
+    if not separator:
+        return LocalStore(Path(uri).expanduser().resolve())
+    parts = urlsplit(uri)
+    if scheme != "file":
+        raise BadInput(f"store {uri!r}: {scheme}:// is not available yet: expected a path or file://")
+    if parts.netloc not in ("", "localhost"):
+        raise BadInput(f"store {uri!r}: file:// names no host: expected file:///absolute/path")
+    return LocalStore(Path(url2pathname(parts.path)).resolve())
+
+
+def check_key(key: str) -> None:
+    """Refuse a name that could leave the store or be taken for a temporary file."""
+    if not _KEY.fullmatch(key) or ".." in key:
+        raise BadInput(f"key {key!r}: expected segments like {_SEGMENT} joined by '/', without '..'")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStore:
+    """A store in a directory: temporary file, fsync, link (fails if the name exists), fsync of the directory."""
+
+    root: Path
+
+    @property
+    def uri(self) -> str:
+        return self.root.as_uri()
+
+    def put(self, key: str, data: bytes | Path) -> bool:
+        path = self._path(key)
+        with self._failures(f"cannot write {key!r}"):
+            _make_directory(path.parent)
+            won = not path.exists() and _publish(path, data)
+            if not won:
+                os.utime(path)  # whoever relies on an object gets it as young as one just written: see retention
+            _sync_directory(path.parent)  # also for the loser: what it is told exists must survive a power cut
+            return won
+
+    def read(self, key: str) -> bytes:
+        with self._failures(f"cannot read {key!r}"):
+            return self.local(key).read_bytes()
+
+    def buffer(self, key: str) -> pa.Buffer:
+        path = self.local(key)
+        with self._failures(f"cannot read {key!r}"):
+            # An empty file cannot be mapped.
+            return pa.memory_map(str(path)).read_buffer() if path.stat().st_size else pa.py_buffer(b"")
+
+    def local(self, key: str) -> Path:
+        path = self._path(key)
+        if not path.is_file():
+            raise Damaged(f"{key!r} is missing from {self.uri}")
+        return path
+
+    def entries(self, prefix: str) -> list[Entry]:
+        with self._failures(f"cannot list {prefix!r}"):
+            return sorted(self._walk(prefix), key=lambda entry: entry.key)
+
+    def children(self, folder: str) -> list[str]:
+        path = self._path(folder) if folder else self.root
+        with self._failures(f"cannot list {folder!r}"):
+            try:
+                return sorted(name for name in os.listdir(path) if not name.startswith(_TEMPORARY))
+            except FileNotFoundError:
+                return []
+
+    def exists(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._failures(f"cannot delete {key!r}"):
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                return
+            _sync_directory(path.parent)
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[bool]:
+        path = self._path(key)
+        with self._failures(f"cannot lock {key!r}"):
+            _make_directory(path.parent)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            held = _lock(descriptor)
+            if held:
+                with self._failures(f"cannot lock {key!r}"):
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+                    self._sweep()
+            yield held
+        finally:
+            os.close(descriptor)
+
+    def clock(self) -> float:
+        with self._failures("cannot ask the time"):
+            _make_directory(self.root)
+            descriptor, temporary = _open_temporary(self.root)
+            try:
+                return os.fstat(descriptor).st_mtime
+            finally:
+                temporary.unlink()
+                os.close(descriptor)
+
+    def _path(self, key: str) -> Path:
+        check_key(key)
+        return self.root / key
+
+    def _walk(self, prefix: str) -> Iterator[Entry]:
+        if prefix:
+            check_key(prefix.removesuffix("/"))
+        folder = prefix.rpartition("/")[0]
+        for directory, name in _files(self.root / folder):
+            path = os.path.join(directory, name)  # noqa: PTH118  thousands of entries: Path costs more than the disk
+            key = os.path.relpath(path, self.root)
+            if name.startswith(_TEMPORARY) or not key.startswith(prefix):
+                continue
+            try:
+                status = os.stat(path)
+            except FileNotFoundError:  # deleted since the directory was read
+                continue
+            yield Entry(key, status.st_size, status.st_mtime)
+
+    def _sweep(self) -> None:
+        """Remove temporary files whose writers are dead; a live writer holds a lock on its own."""
+        for directory, name in _files(self.root):
+            if not name.startswith(_TEMPORARY):
+                continue
+            path = Path(directory, name)
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            if _lock(descriptor):
+                path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    @contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreFailed(f"store {self.uri}: {what}: {error}") from error
+
+
+def _publish(path: Path, data: bytes | Path) -> bool:
+    """Write a temporary file and link it under its name; False if another writer was first."""
+    descriptor, temporary = _open_temporary(path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            _write(data, file)
+            file.flush()
+            os.fsync(file.fileno())
+            os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def _write(data: bytes | Path, file: BinaryIO) -> None:
+    if isinstance(data, bytes):
+        file.write(data)
+        return
+    with data.open("rb") as source:
+        shutil.copyfileobj(source, file, 1 << 20)
+
+
+def _open_temporary(directory: Path) -> tuple[int, Path]:
+    """Create a temporary file, locked as long as its writer lives."""
+    while True:
+        path = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, path
+        os.close(descriptor)  # a sweep came between open and lock
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _files(root: Path) -> Iterator[tuple[str, str]]:
+    """Walk (directory, file name) pairs; a directory that cannot be read is an error, one that vanished is not."""
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for directory, _, names in os.walk(root, onerror=refuse):
+        for name in names:
+            yield directory, name
+
+
+def _make_directory(path: Path) -> None:
+    """Create a directory and its parents durably."""
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
