@@ -1,13 +1,10 @@
 """Bundles: immutable directories (policies, optimizer state), named by the digest of their table of contents."""
 
-import json
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 from blake3 import blake3
-from pydantic import Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
@@ -38,3 +35,126 @@ class BundledFile(Settings):
     """BLAKE3 of the file's bytes."""
     bytes: Annotated[int, Field(ge=0)]
     """Size of the file."""
+
+
+class Contents(Settings):
+    """bundle.json: every file of a bundle by its path inside the directory."""
+
+    files: dict[str, BundledFile]
+    """Files by relative path, with '/' between folders."""
+
+    def encode(self) -> bytes:
+        return canonical_json(self.model_dump())
+
+
+def publish_bundle(store: Store, directory: Path, *, prefix: str) -> BundleRef:
+    """Copy a directory into the store; the same files give the same reference.
+
+    bundle.json is put last: a bundle without it does not exist. A damaged copy that has the name is replaced.
+    """
+    contents = Contents(files={name: _describe(path) for name, path in _files(directory).items()})
+    data = contents.encode()
+    digest = blake3(data).hexdigest()
+    ref = BundleRef(
+        key=f"{prefix}/{digest[:16]}", digest=digest, bytes=sum(file.bytes for file in contents.files.values())
+    )
+    for name, file in contents.files.items():
+        _put(store, f"{ref.key}/{name}", directory / name, digest=file.digest)
+    _put(store, f"{ref.key}/{_CONTENTS}", data, digest=digest)
+    return ref
+
+
+def fetch_bundle(store: Store, ref: BundleRef) -> Path:
+    """Return a local directory with exactly the bundle's files; their digests are verified at the first fetch."""
+    if (store.uri, ref.key) not in _verified or not store.exists(f"{ref.key}/{_CONTENTS}"):
+        verify_bundle(store, ref)
+        _verified.add((store.uri, ref.key))
+    return store.local(f"{ref.key}/{_CONTENTS}").parent
+
+
+def verify_bundle(store: Store, ref: BundleRef) -> None:
+    """Raise Damaged unless the bundle has exactly the files that the reference names, and their bytes."""
+    where = f"bundle {ref.key!r} in {store.uri}"
+    if not store.exists(f"{ref.key}/{_CONTENTS}"):
+        raise Damaged(f"{where}: {_absence(store, ref)}")
+    contents = _contents(store, ref)
+    found = {entry.key.removeprefix(f"{ref.key}/"): entry.bytes for entry in store.entries(f"{ref.key}/")}
+    del found[_CONTENTS]
+    expected = {name: file.bytes for name, file in contents.files.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):  # a file too many could be loaded in place of one that was verified
+            raise Damaged(f"{where}: {name!r}: expected {_size(expected.get(name))}, found {_size(found.get(name))}")
+    for name, file in contents.files.items():
+        digest = _digest(store.local(f"{ref.key}/{name}"))
+        if digest != file.digest:
+            raise Damaged(f"{where}: {name!r}: expected digest {file.digest}, found {digest}")
+
+
+def delete_bundle(store: Store, ref: BundleRef) -> None:
+    """Remove a bundle, bundle.json first so that what is half removed does not exist; doing it again is fine."""
+    _verified.discard((store.uri, ref.key))
+    store.delete(f"{ref.key}/{_CONTENTS}")
+    for entry in store.entries(f"{ref.key}/"):
+        store.delete(entry.key)
+
+
+def retirement_key(ref: BundleRef) -> str:
+    """Return the key of the manifest that says that retention deleted the bundle's files."""
+    return f"retention/{ref.digest[:16]}"
+
+
+def _absence(store: Store, ref: BundleRef) -> str:
+    if store.exists(f"manifests/{retirement_key(ref)}.json"):
+        return "retired: retention deleted its files to save space, its manifests remain"
+    return f"expected {_CONTENTS}, found none: it was never completely published, or was removed by hand"
+
+
+def _contents(store: Store, ref: BundleRef) -> Contents:
+    data = store.read(f"{ref.key}/{_CONTENTS}")
+    found = blake3(data).hexdigest()
+    if found != ref.digest:
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: expected digest {ref.digest}, found {found}")
+    try:
+        return Contents.model_validate_json(data)
+    except ValidationError as error:
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {_CONTENTS} is no table of contents: {error}") from error
+
+
+def _put(store: Store, key: str, data: bytes | Path, *, digest: str) -> None:
+    if store.put(key, data):
+        return
+    if _digest(store.local(key)) != digest:
+        store.delete(key)
+        store.put(key, data)
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """Return the files below a directory by relative path, and refuse what cannot be stored faithfully."""
+    if not directory.is_dir():
+        raise BadInput(f"bundle {str(directory)!r}: expected a directory")
+    found = {
+        path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if not _plain_dir(path)
+    }
+    for name, path in found.items():
+        check_key(name)
+        if path.is_symlink() or not path.is_file():
+            raise BadInput(f"bundle {str(directory)!r}: {name!r} is a link or a special file, expected a plain file")
+    if not found or _CONTENTS in found:
+        raise BadInput(f"bundle {str(directory)!r}: expected at least one file and none named {_CONTENTS}")
+    return found
+
+
+def _plain_dir(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _describe(path: Path) -> BundledFile:
+    return BundledFile(digest=_digest(path), bytes=path.stat().st_size)
+
+
+def _digest(path: Path) -> str:
+    return blake3().update_mmap(path).hexdigest()
+
+
+def _size(count: int | None) -> str:
+    return "no file" if count is None else f"{count} bytes"

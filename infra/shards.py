@@ -112,4 +112,4 @@ def _encode(table: pa.Table, *, kind: str, metadata: Mapping[str, str]) -> bytes
     options = pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V5, compression=None)
     with pa.ipc.new_file(sink, compact.schema, options=options) as writer:
         writer.write_table(compact)
-    return sink.getvalue().to_pybytes()
+    return bytes(sink.getvalue())

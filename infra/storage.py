@@ -151,7 +151,7 @@ class LocalStore:
         path = self._path(folder) if folder else self.root
         with self._failures(f"cannot list {folder!r}"):
             try:
-                return sorted(name for name in os.listdir(path) if not name.startswith(_TEMPORARY))
+                return sorted(child.name for child in path.iterdir() if not child.name.startswith(_TEMPORARY))
             except FileNotFoundError:
                 return []
 
@@ -203,12 +203,12 @@ class LocalStore:
             check_key(prefix.removesuffix("/"))
         folder = prefix.rpartition("/")[0]
         for directory, name in _files(self.root / folder):
-            path = os.path.join(directory, name)  # noqa: PTH118  thousands of entries: Path costs more than the disk
-            key = os.path.relpath(path, self.root)
+            path = Path(directory, name)
+            key = path.relative_to(self.root).as_posix()
             if name.startswith(_TEMPORARY) or not key.startswith(prefix):
                 continue
             try:
-                status = os.stat(path)
+                status = path.stat()
             except FileNotFoundError:  # deleted since the directory was read
                 continue
             yield Entry(key, status.st_size, status.st_mtime)

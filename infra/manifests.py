@@ -1,0 +1,94 @@
+"""Manifests: what a stage committed. Readers see only the shards and bundles that a manifest names."""
+
+import re
+import socket
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, JsonValue, ValidationError
+
+from infra.bundles import BundleRef
+from infra.config import Settings
+from infra.errors import Damaged
+from infra.sealed import SCHEMA_VERSION, digest_of, seal, unseal
+from infra.shards import ShardRef
+
+_KEY = re.compile(r"[a-z0-9][a-z0-9._-]*(/[a-z0-9][a-z0-9._-]*)*")
+
+
+def _checked_key(key: str) -> str:
+    if not _KEY.fullmatch(key) or ".." in key or len(key) > 200:
+        raise ValueError(f"manifest key {key!r}: expected at most 200 of a-z 0-9 . _ - in parts joined by '/'")
+    return key
+
+
+ManifestKey = Annotated[str, AfterValidator(_checked_key)]
+
+
+class Provenance(Settings):
+    """Who made a manifest, when and how fast; none of it decides anything."""
+
+    epoch: int = 0
+    """Lease of the controller that committed it; stamped by the run."""
+    worker: str = ""
+    """Name of the worker that did the work."""
+    host: str = ""
+    """Machine that committed it."""
+    created: str = ""
+    """UTC time of the commit in ISO format, for people; no decision compares it."""
+    seconds: dict[str, float] = {}
+    """Durations by name."""
+
+
+def provenance_here(*, worker: str = "", seconds: Mapping[str, float] | None = None) -> Provenance:
+    """Return the provenance of what is made on this machine now."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return Provenance(worker=worker, host=socket.gethostname(), created=created, seconds=dict(seconds or {}))
+
+
+class Manifest(Settings):
+    """The result of one stage step, complete and final once committed."""
+
+    key: ManifestKey
+    """Name inside the run, such as `it-0003/rollout/0001`."""
+    shards: tuple[ShardRef, ...] = ()
+    """Tables, in order."""
+    bundles: dict[str, BundleRef] = {}
+    """Directories by what they are to this stage, such as `weights`."""
+    parents: tuple[str, ...] = ()
+    """Digests of the manifests that it was made from."""
+    metrics: dict[str, float] = {}
+    """Numbers that follow from the inputs alone."""
+    detail: dict[str, JsonValue] = {}
+    """Other facts that follow from the inputs alone."""
+    provenance: Provenance = Field(default_factory=provenance_here)
+    """Who made it, when and how fast: not part of the digest."""
+
+    @property
+    def digest(self) -> str:
+        """BLAKE3 of the canonical JSON of everything but provenance: equal results have equal digests."""
+        return digest_of(self._result())
+
+    def encode(self) -> bytes:
+        """Return the sealed file: the result, its digest, its provenance."""
+        return seal({**self._result(), "digest": self.digest, "provenance": self.provenance.model_dump(mode="json")})
+
+    def _result(self) -> dict[str, JsonValue]:
+        return {**self.model_dump(mode="json", exclude={"provenance"}), "schema_version": SCHEMA_VERSION}
+
+
+def decode_manifest(data: bytes, *, key: str) -> Manifest:
+    """Decode a manifest's file; Damaged unless seal, digest and the key that it was stored under are right."""
+    where = f"manifest {key!r}"
+    record = unseal(data, where=where)
+    expected = record.pop("digest", None)
+    try:
+        manifest = Manifest.model_validate(record)
+    except ValidationError as error:
+        raise Damaged(f"{where}: its seal is right but it is no manifest: {error}") from error
+    if manifest.digest != expected:
+        raise Damaged(f"{where}: expected digest {expected}, found {manifest.digest}")
+    if manifest.key != key:
+        raise Damaged(f"{where}: expected a manifest of that key, found {manifest.key!r}")
+    return manifest

@@ -1,0 +1,219 @@
+"""Runs: one directory of the store each, with one controller at a time and manifests that never change."""
+
+import json
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+
+from pydantic import JsonValue, ValidationError
+
+from infra.config import Settings
+from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
+from infra.manifests import Manifest, decode_manifest, provenance_here
+from infra.sealed import seal, unseal
+from infra.storage import Store, open_store
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_RECORD, _LOCK, _LEASES, _MANIFESTS = "run.json", "lock", "lease/", "manifests/"
+
+
+class RunRecord(Settings):
+    """run.json: what a run is, written once when it is made."""
+
+    name: str
+    """Name of the run."""
+    fingerprint: str
+    """Digest of everything that results depend on; a run is only resumed under the same."""
+    config: dict[str, JsonValue]
+    """The resolved configuration."""
+    created: str
+    """UTC time in ISO format, for people; no decision compares it."""
+    versions: dict[str, str]
+    """Versions of Python and of the libraries that results depend on."""
+
+
+class Run:
+    """A run, open for reading; `hold` (or `join` in a process of its own) opens it for commits."""
+
+    def __init__(self, store: Store, record: RunRecord, *, epoch: int = 0) -> None:
+        self.store = store
+        self.record = record
+        self.epoch = epoch
+        """Lease under which this process commits; 0 reads only."""
+        self._known: dict[str, Manifest] = {}  # manifests never change, so each is read and verified once
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.record.name
+
+    @contextmanager
+    def hold(self) -> Iterator["Run"]:
+        """Take the run for this process and the next epoch; RunHeld if another live process has it."""
+        with self.store.hold(_LOCK) as held:
+            if not held:
+                raise RunHeld(f"run {self.name!r} in {self.store.uri} is held by {_holder(self.store)}")
+            self.epoch = self._next_epoch()
+            try:
+                yield self
+            finally:
+                self.epoch = 0
+
+    def join(self, epoch: int) -> "Run":
+        """Return the run for a process beside the holder: it commits under the holder's epoch until that is over."""
+        newest = self._newest_epoch()
+        if not 1 <= epoch <= newest:
+            raise BadInput(f"run {self.name!r}: expected an epoch from 1 to {newest} to join, found {epoch}")
+        return Run(self.store, self.record, epoch=epoch)
+
+    def find(self, key: str) -> Manifest | None:
+        """Return the committed manifest of that key, if there is one."""
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        path = f"{_MANIFESTS}{key}.json"
+        return self._load(key) if self.store.exists(path) else None
+
+    def manifests(self, prefix: str = "") -> list[Manifest]:
+        """Return the committed manifests whose key starts with the prefix, sorted by key."""
+        entries = self.store.entries(_MANIFESTS + prefix)
+        keys = sorted(entry.key.removeprefix(_MANIFESTS).removesuffix(".json") for entry in entries)
+        return [self._known.get(key) or self._load(key) for key in keys]
+
+    def commit(self, manifest: Manifest) -> Manifest:
+        """Publish a manifest and return the one that stands: this, or an equal one that another committed first.
+
+        Conflict if a different result has the key, Fenced if a newer epoch began, Damaged if a part is not stored.
+        """
+        self._check_lease()
+        winner = self.find(manifest.key)
+        if winner is None:
+            self._check_parts(manifest)
+            provenance = manifest.provenance.model_copy(update={"epoch": self.epoch})
+            manifest = manifest.model_copy(update={"provenance": provenance})
+            if self.store.put(f"{_MANIFESTS}{manifest.key}.json", manifest.encode()):
+                self._known[manifest.key] = manifest
+                return manifest
+            winner = self._load(manifest.key)
+        if winner.digest != manifest.digest:
+            raise Conflict(
+                f"manifest {manifest.key!r} of run {self.name!r}: {winner.digest} was committed "
+                f"under epoch {winner.provenance.epoch}, epoch {self.epoch} made {manifest.digest}"
+            )
+        return winner
+
+    def _load(self, key: str) -> Manifest:
+        manifest = decode_manifest(self.store.read(f"{_MANIFESTS}{key}.json"), key=key)
+        self._known[key] = manifest
+        return manifest
+
+    def _newest_epoch(self) -> int:
+        return max((_epoch_of(entry.key) for entry in self.store.entries(_LEASES)), default=0)
+
+    def _next_epoch(self) -> int:
+        while True:
+            epoch = self._newest_epoch() + 1
+            here = provenance_here()
+            lease = seal({"epoch": epoch, "host": here.host, "created": here.created})
+            if self.store.put(f"{_LEASES}{epoch:06d}.json", lease):
+                return epoch
+
+    def _check_lease(self) -> None:
+        if not self.epoch:
+            raise BadInput(f"run {self.name!r} is open for reading: hold() or join() it before commits")
+        newest = self._newest_epoch()
+        if newest != self.epoch:
+            raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, epoch {newest} has taken the run")
+
+    def _check_parts(self, manifest: Manifest) -> None:
+        parts = [shard.key for shard in manifest.shards]
+        parts += [f"{bundle.key}/bundle.json" for bundle in manifest.bundles.values()]
+        for key in parts:
+            if not self.store.exists(key):
+                raise Damaged(f"manifest {manifest.key!r} of run {self.name!r}: its part {key!r} is not in the store")
+
+
+def create_run(store_uri: str, name: str, config_json: str, fingerprint: str) -> Run:
+    """Make a run, or open the one of that name; RunChanged if that was made with another fingerprint."""
+    store = _run_store(store_uri, name)
+    config = json.loads(config_json)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    record = RunRecord(name=name, fingerprint=fingerprint, config=config, created=created, versions=_versions())
+    if not store.exists(_RECORD) and store.put(_RECORD, seal(record.model_dump(mode="json"))):
+        return Run(store, record)
+    run = open_run(store_uri, name)
+    if run.record.fingerprint != fingerprint:
+        difference = _difference(run.record.config, config)
+        raise RunChanged(f"run {name!r} in {store.uri} was made by another configuration: {difference}")
+    return run
+
+
+def open_run(store_uri: str, name: str) -> Run:
+    """Open an existing run for reading."""
+    store = _run_store(store_uri, name)
+    if not store.exists(_RECORD):
+        raise BadInput(f"run {name!r}: expected one in {store_uri!r}, found {_some(list_runs(store_uri))}")
+    fields = unseal(store.read(_RECORD), where=f"run {name!r}")
+    try:
+        return Run(store, RunRecord.model_validate(fields))
+    except ValidationError as error:
+        raise Damaged(f"run {name!r}: its seal is right but it is no run record: {error}") from error
+
+
+def list_runs(store_uri: str) -> list[str]:
+    """Return the names of the runs in a store."""
+    store = open_store(store_uri)
+    names = [name for name in store.children("") if _NAME.fullmatch(name)]
+    return [name for name in names if store.exists(f"{name}/{_RECORD}")]
+
+
+def _run_store(store_uri: str, name: str) -> Store:
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise BadInput(f"run name {name!r}: expected {_NAME.pattern} without '..'")
+    return open_store(f"{store_uri.rstrip('/')}/{name}")
+
+
+def _holder(store: Store) -> str:
+    try:
+        holder = json.loads(store.read(_LOCK))
+        return f"process {holder['pid']} on {holder['host']}"
+    except ValueError:  # it has the lock but has not written its name yet
+        return "another process that is just starting"
+
+
+def _epoch_of(key: str) -> int:
+    return int(key.removeprefix(_LEASES).removesuffix(".json"))
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("pyarrow", "torch"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "none"
+    return versions
+
+
+def _difference(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, shown: int = 5) -> str:
+    before, after = dict(_dotted(old)), dict(_dotted(new))
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    if not keys:
+        return "the settings are equal, but the code or the libraries are not"
+    parts = [f"{key} was {before.get(key, 'absent')}, is {after.get(key, 'absent')}" for key in keys[:shown]]
+    return "; ".join(parts) + (f"; and {len(keys) - shown} more" if len(keys) > shown else "")
+
+
+def _dotted(value: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _dotted(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(item)
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}" if names else "none"
