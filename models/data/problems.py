@@ -1,0 +1,43 @@
+"""A problem, and which split it belongs to."""
+
+import json
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+Prompt = str | tuple[Message, ...]
+"""Plain text, or a chat that the tokenizer's template renders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What the policy is asked, and what rewards compare its completion with."""
+
+    source: str
+    """Where it came from, for messages: `train.jsonl:17`."""
+    prompt: Prompt
+    answer: str
+    """Reference answer; empty where the data has none."""
+    worked: str | None = None
+    """Worked solution that ends in the answer."""
+
+
+def is_heldout(text: str, share: float) -> bool:
+    """Say whether a text is kept for evaluation; depends on nothing but the text, so a problem never changes sides."""
+    return int.from_bytes(blake3(text.encode()).digest(length=8), "big") < share * 2**64
+
+
+def identity(prompt: Prompt) -> str:
+    """Spell a prompt as one text that stands for it in hashes and comparisons."""
+    if isinstance(prompt, str):
+        return prompt
+    return json.dumps([(turn.role, turn.content) for turn in prompt], ensure_ascii=False)

@@ -1,0 +1,123 @@
+"""The policy: a decoder built from nothing, and how any policy is loaded, saved and measured."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+from transformers.utils import logging as transformers_logging
+
+from infra.errors import BadInput
+from models.config import ScratchPolicy
+from models.data import Problem, identity
+from models.roles.tokenizer import train_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyShape:
+    """What can be known of a policy without loading its weights."""
+
+    parameters: int
+    context: int
+    layers: int
+    kv_heads: int
+    head_size: int
+
+
+def scratch_tokenizer(policy: ScratchPolicy, problems: Iterable[Problem]) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on prompts and answers, worked ones included."""
+    texts = chain.from_iterable((identity(p.prompt), p.worked or p.answer) for p in problems)
+    return train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
+
+
+def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    """Describe the decoder."""
+    kinds: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+    return kinds[policy.architecture](
+        vocab_size=len(tokenizer),
+        hidden_size=policy.hidden_size,
+        intermediate_size=policy.intermediate_size,
+        num_hidden_layers=policy.layers,
+        num_attention_heads=policy.heads,
+        num_key_value_heads=policy.kv_heads,
+        head_dim=policy.hidden_size // policy.heads,
+        max_position_embeddings=policy.context,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+
+
+def build_scratch(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
+    """Initialise the decoder at random from the seed; the caller's random state stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(scratch_config(policy, tokenizer))
+
+
+def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write a directory that any user of transformers or vLLM can load."""
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def load_policy(directory: Path, *, device: str = "cpu") -> PreTrainedModel:
+    """Load weights in float32, for training; on the `meta` device only their names and shapes.
+
+    A weight that is missing is an error: transformers would fill it with random numbers and a warning.
+    """
+    transformers_logging.disable_progress_bar()
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            str(directory),
+            dtype=torch.float32,
+            device_map=device,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError, SafetensorError) as error:
+        raise BadInput(f"policy {directory}: its weights do not load: {str(error).strip().splitlines()[0]}") from error
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
+        raise BadInput(
+            f"policy {directory}: {len(missing)} weights are missing from its safetensors, first {missing[0]}"
+        )
+    return model
+
+
+def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> PolicyShape:
+    """Read from its configuration what decides memory and length."""
+    text = config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None)
+    if not isinstance(context, int):
+        raise BadInput(f"policy {source}: config.json has no max_position_embeddings: its context is unknown")
+    heads = text.num_attention_heads
+    return PolicyShape(
+        parameters=parameters,
+        context=context,
+        layers=text.num_hidden_layers,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+    )
+
+
+def scratch_shape(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PolicyShape:
+    """Describe the decoder without building it."""
+    config = scratch_config(policy, tokenizer)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return policy_shape(config, parameters=sum(weight.numel() for weight in model.parameters()), source="from scratch")
