@@ -50,7 +50,7 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
     if (store.uri, ref.key) not in _verified:
         verify_shard(store, ref)
         _verified.add((store.uri, ref.key))
-    table = _decode(_sized(store, ref))
+    table = _decode(store, ref)
     return table if columns is None else table.select(list(columns))
 
 
@@ -61,7 +61,7 @@ def verify_shard(store: Store, ref: ShardRef) -> None:
     found = blake3(memoryview(data)).hexdigest()
     if found != ref.digest:
         raise Damaged(f"{where}: expected digest {ref.digest}, found {found}")
-    table = _decode(data)
+    table = _decode(store, ref)
     own = table.schema.metadata or {}
     check_version(own.get(b"rheostat.schema_version", b"none").decode(), where=where)
     if table.num_rows != ref.rows:
@@ -96,8 +96,11 @@ def _sized(store: Store, ref: ShardRef) -> pa.Buffer:
     return data
 
 
-def _decode(data: pa.Buffer) -> pa.Table:
-    return pa.ipc.open_file(data).read_all()
+def _decode(store: Store, ref: ShardRef) -> pa.Table:
+    try:
+        return pa.ipc.open_file(_sized(store, ref)).read_all()
+    except pa.ArrowInvalid as error:
+        raise Damaged(f"shard {ref.key!r} in {store.uri}: its digest is right but it is no Arrow file") from error
 
 
 def _encode(table: pa.Table, *, kind: str, metadata: Mapping[str, str]) -> bytes:

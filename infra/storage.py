@@ -3,28 +3,32 @@
 An object appears whole or not at all and never changes afterwards; of many writers of one name exactly one wins.
 """
 
-import fcntl
-import json
 import os
 import re
-import secrets
-import shutil
-import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import pyarrow as pa
 
+from infra.disk import (
+    TEMPORARY,
+    hold_file,
+    make_directory,
+    open_temporary,
+    publish_file,
+    sweep,
+    sync_directory,
+    walk_files,
+)
 from infra.errors import BadInput, Damaged, StoreFailed
 
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._=+-]*"
 _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")
-_TEMPORARY = ".tmp-"  # keys cannot begin with a dot, so no object is ever taken for a temporary file
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +124,11 @@ class LocalStore:
     def put(self, key: str, data: bytes | Path) -> bool:
         path = self._path(key)
         with self._failures(f"cannot write {key!r}"):
-            _make_directory(path.parent)
-            won = not path.exists() and _publish(path, data)
+            make_directory(path.parent)
+            won = not path.exists() and publish_file(path, data)
             if not won:
                 os.utime(path)  # whoever relies on an object gets it as young as one just written: see retention
-            _sync_directory(path.parent)  # also for the loser: what it is told exists must survive a power cut
+            sync_directory(path.parent)  # also for the loser: what it is told exists must survive a power cut
             return won
 
     def read(self, key: str) -> bytes:
@@ -151,7 +155,7 @@ class LocalStore:
         path = self._path(folder) if folder else self.root
         with self._failures(f"cannot list {folder!r}"):
             try:
-                return sorted(child.name for child in path.iterdir() if not child.name.startswith(_TEMPORARY))
+                return sorted(child.name for child in path.iterdir() if not child.name.startswith(TEMPORARY))
             except FileNotFoundError:
                 return []
 
@@ -165,29 +169,23 @@ class LocalStore:
                 path.unlink()
             except FileNotFoundError:
                 return
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
 
     @contextmanager
     def hold(self, key: str) -> Iterator[bool]:
         path = self._path(key)
-        with self._failures(f"cannot lock {key!r}"):
-            _make_directory(path.parent)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            held = _lock(descriptor)
-            if held:
-                with self._failures(f"cannot lock {key!r}"):
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-                    self._sweep()
+        with ExitStack() as stack:
+            with self._failures(f"cannot hold {key!r}"):
+                make_directory(path.parent)
+                held = stack.enter_context(hold_file(path))
+                if held:
+                    sweep(self.root)
             yield held
-        finally:
-            os.close(descriptor)
 
     def clock(self) -> float:
         with self._failures("cannot ask the time"):
-            _make_directory(self.root)
-            descriptor, temporary = _open_temporary(self.root)
+            make_directory(self.root)
+            descriptor, temporary = open_temporary(self.root)
             try:
                 return os.fstat(descriptor).st_mtime
             finally:
@@ -202,10 +200,10 @@ class LocalStore:
         if prefix:
             check_key(prefix.removesuffix("/"))
         folder = prefix.rpartition("/")[0]
-        for directory, name in _files(self.root / folder):
+        for directory, name in walk_files(self.root / folder):
             path = Path(directory, name)
             key = path.relative_to(self.root).as_posix()
-            if name.startswith(_TEMPORARY) or not key.startswith(prefix):
+            if name.startswith(TEMPORARY) or not key.startswith(prefix):
                 continue
             try:
                 status = path.stat()
@@ -213,95 +211,9 @@ class LocalStore:
                 continue
             yield Entry(key, status.st_size, status.st_mtime)
 
-    def _sweep(self) -> None:
-        """Remove temporary files whose writers are dead; a live writer holds a lock on its own."""
-        for directory, name in _files(self.root):
-            if not name.startswith(_TEMPORARY):
-                continue
-            path = Path(directory, name)
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue
-            if _lock(descriptor):
-                path.unlink(missing_ok=True)
-            os.close(descriptor)
-
     @contextmanager
     def _failures(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise StoreFailed(f"store {self.uri}: {what}: {error}") from error
-
-
-def _publish(path: Path, data: bytes | Path) -> bool:
-    """Write a temporary file and link it under its name; False if another writer was first."""
-    descriptor, temporary = _open_temporary(path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            _write(data, file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
-    return True
-
-
-def _write(data: bytes | Path, file: BinaryIO) -> None:
-    if isinstance(data, bytes):
-        file.write(data)
-        return
-    with data.open("rb") as source:
-        shutil.copyfileobj(source, file, 1 << 20)
-
-
-def _open_temporary(directory: Path) -> tuple[int, Path]:
-    """Create a temporary file, locked as long as its writer lives."""
-    while True:
-        path = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor, path
-        os.close(descriptor)  # a sweep came between open and lock
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _files(root: Path) -> Iterator[tuple[str, str]]:
-    """Walk (directory, file name) pairs; a directory that cannot be read is an error, one that vanished is not."""
-
-    def refuse(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):
-            raise error
-
-    for directory, _, names in os.walk(root, onerror=refuse):
-        for name in names:
-            yield directory, name
-
-
-def _make_directory(path: Path) -> None:
-    """Create a directory and its parents durably."""
-    if path.is_dir():
-        return
-    _make_directory(path.parent)
-    path.mkdir(exist_ok=True)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

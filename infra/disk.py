@@ -1,0 +1,135 @@
+"""Durable files: what a local store does to a directory, and in which order, so that nothing torn is ever seen."""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+TEMPORARY = ".tmp-"
+"""How names of temporary files begin; keys of a store cannot."""
+
+_held: set[int] = set()
+"""Descriptors of the files that this process holds. A forked child inherits them, and would keep a dead parent's."""
+
+
+def sweep(root: Path) -> None:
+    """Remove temporary files whose writers are dead; a live writer holds a lock on its own."""
+    for directory, name in walk_files(root):
+        if not name.startswith(TEMPORARY):
+            continue
+        path = Path(directory, name)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        if _try_lock(descriptor):
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+@contextmanager
+def hold_file(path: Path) -> Iterator[bool]:
+    """Lock a file for this process, at most for its life, and write its name into it; False if another has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    _drop_inherited_holds()
+    _held.add(descriptor)
+    try:
+        held = _try_lock(descriptor)
+        if held:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        yield held
+    finally:
+        if descriptor in _held:
+            _held.remove(descriptor)
+            os.close(descriptor)
+
+
+@cache
+def _drop_inherited_holds() -> None:
+    """Let every later fork of this process close its copies of the held descriptors."""
+    os.register_at_fork(after_in_child=_close_held)
+
+
+def _close_held() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+def publish_file(path: Path, data: bytes | Path) -> bool:
+    """Write a temporary file and link it under its name; False if another writer was first."""
+    descriptor, temporary = open_temporary(path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            _write(data, file)
+            file.flush()
+            os.fsync(file.fileno())
+            os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def _write(data: bytes | Path, file: BinaryIO) -> None:
+    if isinstance(data, bytes):
+        file.write(data)
+        return
+    with data.open("rb") as source:
+        shutil.copyfileobj(source, file, 1 << 20)
+
+
+def open_temporary(directory: Path) -> tuple[int, Path]:
+    """Create a temporary file, locked as long as its writer lives."""
+    while True:
+        path = directory / f"{TEMPORARY}{secrets.token_hex(8)}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, path
+        os.close(descriptor)  # a sweep came between open and lock
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def walk_files(root: Path) -> Iterator[tuple[str, str]]:
+    """Walk (directory, file name) pairs; a directory that cannot be read is an error, one that vanished is not."""
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for directory, _, names in os.walk(root, onerror=refuse):
+        for name in names:
+            yield directory, name
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and its parents durably."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,58 @@
+"""Verification of a whole run: everything that was ever committed is still there and unchanged."""
+
+from collections.abc import Iterator
+
+from infra.bundles import BundleRef, retirement_key, verify_bundle
+from infra.errors import BadInput, Damaged
+from infra.manifests import Manifest, decode_manifest
+from infra.runs import Run
+from infra.sealed import unseal
+from infra.shards import ShardRef, verify_shard
+from infra.storage import Store
+
+
+def verify_store(run: Run) -> list[str]:
+    """Read the run record, the leases, every manifest and all that they name; return one line per problem.
+
+    Nothing read before counts: every byte is read again. Bundles that retention deleted are no problem.
+    """
+    manifests: list[Manifest] = []
+    problems = [*_check_records(run.store), *_check_manifests(run.store, manifests)]
+    keys = {manifest.key for manifest in manifests}
+    shards = {shard for manifest in manifests for shard in manifest.shards}
+    bundles = {bundle for manifest in manifests for bundle in manifest.bundles.values()}
+    kept = {bundle for bundle in bundles if retirement_key(bundle) not in keys}
+    return [*problems, *_check_shards(run.store, shards), *_check_bundles(run.store, kept)]
+
+
+def _check_records(store: Store) -> Iterator[str]:
+    for key in ["run.json", *(entry.key for entry in store.entries("lease/"))]:
+        try:
+            unseal(store.read(key), where=f"{key!r} in {store.uri}")
+        except (Damaged, BadInput) as error:
+            yield str(error)
+
+
+def _check_manifests(store: Store, found: list[Manifest]) -> Iterator[str]:
+    for entry in store.entries("manifests/"):
+        key = entry.key.removeprefix("manifests/").removesuffix(".json")
+        try:
+            found.append(decode_manifest(store.read(entry.key), key=key))
+        except (Damaged, BadInput) as error:
+            yield str(error)
+
+
+def _check_shards(store: Store, shards: set[ShardRef]) -> Iterator[str]:
+    for shard in sorted(shards, key=lambda ref: ref.key):
+        try:
+            verify_shard(store, shard)
+        except (Damaged, BadInput) as error:
+            yield str(error)
+
+
+def _check_bundles(store: Store, bundles: set[BundleRef]) -> Iterator[str]:
+    for bundle in sorted(bundles, key=lambda ref: ref.key):
+        try:
+            verify_bundle(store, bundle)
+        except (Damaged, BadInput) as error:
+            yield str(error)
