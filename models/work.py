@@ -69,3 +69,13 @@ class UpdateWork:
     samples: tuple[ShardRef, ...]
     total_iterations: int
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupWork:
+    """Train a policy on worked examples before the first iteration; every rank gets the same record."""
+
+    policy: PolicyVersion
+    data: DataConfig
+    warmup: WarmupConfig
+    seed: int
