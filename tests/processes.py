@@ -1,0 +1,28 @@
+"""Real processes for tests: quick to start, free of the test process's threads and locks."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from contextlib import contextmanager
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["infra.verify", "pytest"])
+
+
+@contextmanager
+def process(target: Callable[..., None], *arguments: object):
+    """Run a module's function in a process of its own, and make sure that it is gone afterwards."""
+    child = CONTEXT.Process(target=target, args=arguments)
+    child.start()
+    try:
+        yield child
+    finally:
+        kill(child)
+
+
+def kill(child) -> None:
+    """SIGKILL, also where the process is stopped, and wait until it is dead."""
+    if child.is_alive():
+        os.kill(child.pid, signal.SIGKILL)
+    child.join()
