@@ -25,8 +25,8 @@ class PromptWork:
     split: str
     policy: PolicyVersion
     seed: int
-    max_tokens: int
-    """Longest prompt that leaves room for a completion in the policy's context; longer ones are bad input."""
+    max_new_tokens: int
+    """Room that completions need; a prompt that leaves less in the policy's context is bad input."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,90 @@
+"""The worker that prepares a run: the initial policy, and both splits of the prompts."""
+
+import tempfile
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+from blake3 import blake3
+from transformers import AutoConfig
+
+from infra.bundles import fetch_bundle, publish_bundle
+from infra.shards import write_shard
+from infra.storage import open_store
+from models.config import DirectoryPolicy
+from models.data import Problem, load_problems
+from models.records import PROMPT_SCHEMA, Outcome, PolicyVersion
+from models.roles.directory import check_directory, copy_directory
+from models.roles.policy import build_scratch, policy_shape, save_policy, scratch_tokenizer
+from models.roles.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_prompts
+from models.work import PolicyWork, PromptWork
+
+
+class PreparationWorker:
+    """Make what a run starts from; the same work gives the same bytes in any process."""
+
+    def __init__(self, store_uri: str, run: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._store = open_store(f"{store_uri}/{run}")
+        self._run = run
+        self._progress = 0
+
+    def progress(self) -> int:
+        """Return a count that moves with every finished part of the work."""
+        return self._progress
+
+    def make_policy(self, work: PolicyWork) -> Outcome:
+        """Build or import the policy before its warm-up, and publish it as version 0."""
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="rheostat-policy-") as folder:
+            parameters = _write_policy(work, Path(folder))
+            self._progress += 1
+            ref = publish_bundle(self._store, Path(folder), prefix="policies")
+        self._progress += 1
+        return Outcome(
+            policy=PolicyVersion(version=0, weights=ref),
+            metrics={"parameters": parameters},
+            timings={"make": time.perf_counter() - started},
+        )
+
+    def make_prompts(self, work: PromptWork) -> Outcome:
+        """Render, tokenize and measure one split; its rows are the problems in order."""
+        started = time.perf_counter()
+        problems = load_problems(work.data, work.split, work.seed)
+        self._progress += 1
+        directory = fetch_bundle(self._store, work.policy.weights)
+        config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        context = policy_shape(config, parameters=0, source=str(directory)).context
+        prompts = tokenize_prompts(problems, load_tokenizer(directory))
+        require_room(problems, prompts, max_tokens=context - work.max_new_tokens)
+        self._progress += 1
+        metadata = {"run": self._run, "split": work.split, "weights_digest": work.policy.weights.digest}
+        ref = write_shard(self._store, _table(problems, prompts), kind="prompts", metadata=metadata)
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        return Outcome(
+            shards=(ref,),
+            metrics={"prompts": len(prompts), "tokens": sum(lengths), "longest": max(lengths)},
+            timings={"make": time.perf_counter() - started},
+        )
+
+
+def _write_policy(work: PolicyWork, directory: Path) -> int:
+    if isinstance(work.policy, DirectoryPolicy):
+        _, _, parameters = check_directory(work.policy.path)
+        copy_directory(work.policy.path, directory)
+        return parameters
+    tokenizer = scratch_tokenizer(work.policy, load_problems(work.data, "train", work.seed))
+    model = build_scratch(work.policy, tokenizer, seed=work.seed)
+    save_policy(model, tokenizer, directory)
+    return int(model.num_parameters())
+
+
+def _table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.Table:
+    columns = {
+        "prompt_id": [blake3(prompt.text.encode()).hexdigest()[:16] for prompt in prompts],
+        "text": [prompt.text for prompt in prompts],
+        "tokens": [prompt.tokens for prompt in prompts],
+        "answer": [problem.answer for problem in problems],
+    }
+    return pa.table(columns, schema=PROMPT_SCHEMA)
