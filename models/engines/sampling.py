@@ -1,0 +1,78 @@
+"""Drawing the next token. B rows, V vocabulary, T draws of one completion."""
+
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.config import SamplingConfig
+
+_ELEMENTS: Final = (
+    1 << 24
+)  # float64 numbers worked on at once: 128 MB, so that a large vocabulary fits beside the model
+
+
+def uniforms(seed: int, count: int) -> NDArray[np.float64]:
+    """Return numbers in [0, 1) that only `seed` decides; a longer list begins with the shorter one.
+
+    Philox's raw words are used, because NumPy promises them for ever, and `Generator.random` only per version.
+    """
+    words = np.random.Philox(key=seed).random_raw(count)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw(logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Draw one token per row and return (tokens_B, logprobs_B in float32).
+
+    Log-probs are those of the untruncated softmax at the sampling temperature, or at 1 when the temperature is 0.
+    Each row's draw depends on its own logits and its own uniform alone.
+    """
+    rows = max(1, _ELEMENTS // logits_BV.shape[1])
+    parts = [
+        _draw(logits_BV[start : start + rows].double(), uniforms_B[start : start + rows], sampling)
+        for start in range(0, len(logits_BV), rows)
+    ]
+    tokens, logprobs = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _draw(logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+    scaled_BV = logits_BV / (sampling.temperature or 1.0)
+    shifted_BV = scaled_BV - scaled_BV.amax(dim=1, keepdim=True)
+    weights_BV = shifted_BV.exp()
+    if sampling.temperature == 0:
+        tokens_B = logits_BV.argmax(dim=1)
+    elif sampling.top_k or sampling.top_p < 1:
+        tokens_B = _pick_truncated(weights_BV, uniforms_B, sampling)
+    else:
+        tokens_B = _pick(weights_BV, uniforms_B)
+    chosen_B = shifted_BV.gather(1, tokens_B[:, None]).squeeze(1)
+    return tokens_B, (chosen_B - weights_BV.sum(dim=1).log()).float()
+
+
+def _pick(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """Invert the cumulative distribution of unnormalised weights; a weight of 0 is never picked."""
+    cumulative_BV = weights_BV.cumsum(dim=1)
+    total_B1 = cumulative_BV[:, -1:].contiguous()
+    picked_B1 = torch.searchsorted(cumulative_BV, uniforms_B[:, None] * total_B1, right=True)
+    # A uniform just below 1 times the total can round to the total, which no entry exceeds.
+    last_B1 = torch.searchsorted(cumulative_BV, total_B1)
+    return torch.minimum(picked_B1, last_B1).squeeze(1)
+
+
+def _pick_truncated(weights_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Pick among the `top_k` heaviest, then among the fewest of those that hold `top_p` of their mass.
+
+    Of equal weights the lower token comes first.
+    """
+    sorted_BV, order_BV = weights_BV.sort(dim=1, descending=True, stable=True)
+    if sampling.top_k:
+        sorted_BV[:, sampling.top_k :] = 0
+    if sampling.top_p < 1:
+        cumulative_BV = sorted_BV.cumsum(dim=1)
+        nucleus_B1 = sampling.top_p * cumulative_BV[:, -1:]
+        # A token stays if those before it do not hold the nucleus yet; so the heaviest always stays.
+        sorted_BV[:, 1:] = sorted_BV[:, 1:].masked_fill(cumulative_BV[:, :-1] >= nucleus_B1, 0)
+    return order_BV.gather(1, _pick(sorted_BV, uniforms_B)[:, None]).squeeze(1)

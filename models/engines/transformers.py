@@ -1,0 +1,84 @@
+"""Generation inside the worker with Hugging Face transformers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from infra.errors import BadInput
+from models.config import SamplingConfig, TransformersEngine
+from models.engines import Completion, Request
+from models.engines.decoding import LoadedPolicy, Row, decode
+from models.roles.tokenizer import load_tokenizer
+
+
+class HuggingFaceEngine:
+    """Decode with a KV cache any causal language model that transformers knows without code of its own.
+
+    Completions with the longest common batches come first by prompt length, then in the order of the requests: which
+    rows share a batch follows from the work alone. The same work gives the same completions, bit for bit, in every
+    process of one build with as many threads. With other neighbours or another `max_batch_rows` a completion still
+    draws the same random numbers, but sums may round otherwise in the last bits of float32.
+    """
+
+    def __init__(self, config: TransformersEngine) -> None:
+        self.progress = 0
+        self._config = config
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._policy: LoadedPolicy | None = None
+
+    def load(self, directory: Path, digest: str) -> None:
+        self._policy = None  # the old weights go before the new ones come: two policies may not fit
+        transformers_logging.disable_progress_bar()
+        model = AutoModelForCausalLM.from_pretrained(
+            str(directory),
+            dtype=getattr(torch, self._config.dtype),
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+        tokenizer = load_tokenizer(directory)
+        stated = model.generation_config.eos_token_id
+        ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])} - {None}
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._policy = LoadedPolicy(
+            model=model.eval().to(self._device),
+            tokenizer=tokenizer,
+            digest=digest,
+            eos_E=torch.tensor(sorted(ends), device=self._device),
+            context=context,
+        )
+        self.progress += 1
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+        assert self._policy is not None, "generate before load"
+        _require_room(requests, sampling, context=self._policy.context)
+        rows = [
+            Row(request=index, sample=sample, prompt_row=request.row, prompt=request.tokens, seed=seed)
+            for index, request in enumerate(requests)
+            for sample, seed in enumerate(request.seeds)
+        ]
+        rows.sort(key=lambda row: len(row.prompt))  # stable: requests of equal length stay in their order
+        groups: list[dict[int, Completion]] = [{} for _ in requests]
+        size = self._config.max_batch_rows
+        for batch in (rows[start : start + size] for start in range(0, len(rows), size)):
+            for row, completion in zip(batch, decode(self._policy, batch, sampling, on_step=self._step), strict=True):
+                groups[row.request][row.sample] = completion
+        return [[group[sample] for sample in range(len(group))] for group in groups]
+
+    def _step(self) -> None:
+        self.progress += 1
+
+
+def _require_room(requests: Sequence[Request], sampling: SamplingConfig, *, context: int | None) -> None:
+    for request in requests:
+        length = len(request.tokens)
+        if length == 0:
+            raise BadInput(f"prompt row {request.row}: expected at least one token, found none")
+        if context is not None and length + sampling.max_new_tokens > context:
+            raise BadInput(
+                f"prompt row {request.row}: {length} prompt tokens and max_new_tokens {sampling.max_new_tokens} make "
+                f"{length + sampling.max_new_tokens}, more than the policy's context of {context}"
+            )

@@ -1,0 +1,1 @@
+"""Comparisons with other trainers and engines, run by hand."""

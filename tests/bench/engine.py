@@ -1,0 +1,160 @@
+"""Tokens per second of the rollout engine, beside `generate` of transformers called for one group at a time.
+
+    python -m tests.bench.engine [--threads N] [--rounds N] [--json]
+
+The model has the demo's shape and random weights; EOS is made likely enough that completions end at different lengths.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from models.config import SamplingConfig, TransformersEngine
+from models.engines import Request
+from models.engines.transformers import HuggingFaceEngine
+from models.roles.tokenizer import train_tokenizer
+from models.seeds import derive_seed, sample_seed
+
+PROMPTS, GROUP, LONGEST, CONTEXT, VOCABULARY = 32, 8, 64, 256, 354
+EOS_SHARE = 0.03  # chance of EOS per token: a mean of 28 tokens, 14% of completions cut at 64
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one way to generate took."""
+
+    name: str
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def write_policy(directory: Path) -> None:
+    """Write a random model of the demo's shape, whose EOS has about the share `EOS_SHARE`, and a tokenizer."""
+    tokenizer = train_tokenizer(
+        [f"Ana has {n} pens, buys {n + 3} and sells {n // 2}. How many? {n}+{n + 3}" for n in range(200)],
+        vocab_size=VOCABULARY,
+        context=CONTEXT,
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # A bias made of weights: one direction outgrows all others, so that the last norm makes it √hidden_size.
+        model.model.embed_tokens.weight[:, 0] = 3.0
+        model.lm_head.weight[tokenizer.eos_token_id, 0] += np.log(EOS_SHARE * VOCABULARY) / config.hidden_size**0.5
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def requests() -> list[Request]:
+    """Prompts of 30 to 60 random tokens."""
+    random = np.random.Generator(np.random.Philox(derive_seed("bench")))
+    return [
+        Request(
+            row=row,
+            tokens=tuple(int(token) for token in random.integers(2, VOCABULARY, size=int(random.integers(30, 61)))),
+            seeds=tuple(sample_seed(0, 0, prompt_row=row, sample=sample) for sample in range(GROUP)),
+        )
+        for row in range(PROMPTS)
+    ]
+
+
+def generate_groups(model: PreTrainedModel) -> int:
+    """Call `generate` once per prompt, with the scores its log-probs need, and return the tokens made."""
+    tokens = 0
+    for request in requests():
+        prompt = torch.tensor([request.tokens])
+        made = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=True,
+            top_k=0,
+            num_return_sequences=GROUP,
+            max_new_tokens=LONGEST,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        answers = made.sequences[:, prompt.shape[1] :]
+        logprobs = torch.stack(made.logits, dim=1).log_softmax(dim=-1).gather(2, answers[..., None])
+        ended = (answers == model.generation_config.eos_token_id).cumsum(dim=1)
+        kept = (ended.cumsum(dim=1) <= 1).sum()
+        assert logprobs.isfinite().all()
+        tokens += int(kept)
+    return tokens
+
+
+def compare(rounds: int) -> list[Result]:
+    """Measure both ways in turn, so that a busy machine slows both, and keep each one's median."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write_policy(directory)
+        engine = HuggingFaceEngine(TransformersEngine())
+        engine.load(directory, "bench")
+        model = AutoModelForCausalLM.from_pretrained(name)
+    work, sampling = requests(), SamplingConfig(max_new_tokens=LONGEST)
+
+    def batched() -> int:
+        return sum(len(completion.tokens) for group in engine.generate(work, sampling) for completion in group)
+
+    ways: dict[str, Callable[[], int]] = {
+        "rollout engine": batched,
+        "transformers generate, by group": lambda: generate_groups(model),
+    }
+    taken: dict[str, list[Result]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, run in ways.items():
+            started = time.perf_counter()
+            tokens = run()
+            taken[way].append(Result(way, tokens, time.perf_counter() - started))
+    speed = {way: statistics.median_low(result.tokens_per_second for result in taken[way]) for way in ways}
+    return [next(result for result in taken[way] if result.tokens_per_second == speed[way]) for way in ways]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    results = compare(options.rounds)
+    ratio = results[0].tokens_per_second / results[1].tokens_per_second
+    if options.json:
+        rows = [{**asdict(result), "tokens_per_second": result.tokens_per_second} for result in results]
+        sys.stdout.write(json.dumps({"threads": options.threads, "ratio": ratio, "results": rows}) + "\n")
+        return
+    sys.stdout.write(f"{'':<34}{'tokens':>8}{'seconds':>9}{'tokens/s':>10}\n")
+    for result in results:
+        sys.stdout.write(
+            f"{result.name:<34}{result.tokens:>8}{result.seconds:>9.2f}{result.tokens_per_second:>10,.0f}\n"
+        )
+    sys.stdout.write(f"{ratio:.1f} times as fast, {options.threads} thread(s), median of {options.rounds}\n")
+
+
+if __name__ == "__main__":
+    main()
