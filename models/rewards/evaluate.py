@@ -1,0 +1,223 @@
+"""Judge completions in a process of their own, which is killed when one takes too long.
+
+Rewards run code that nobody vouches for, on text that a policy made up: they hang, raise and bring their process
+down. Whatever one completion does, its own score goes missing with a reason, and its neighbours keep theirs.
+"""
+
+import ctypes
+import math
+import multiprocessing
+import numbers
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import cast
+
+from infra.errors import BadInput, WorkerFailed
+from models.config import ScoringConfig
+from models.protocols import Reward
+from models.rewards.build import build_reward
+
+START_SECONDS = 120.0
+"""Longest time for the process to import its rewards; sympy on a busy machine takes about ten."""
+_EXIT_SECONDS = 1.0  # between the end of a dying process's pipe and its exit code
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a reward sees."""
+
+    prompt: str
+    completion: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One raw value per reward term, none where it is missing, and the first reason, as `term: why`."""
+
+    values: tuple[float | None, ...]
+    error: str | None
+
+
+class _Lost(Exception):
+    """The process is gone in the middle of a completion."""
+
+    def __init__(self, verdict: Verdict, *, died: bool) -> None:
+        super().__init__(verdict.error)
+        self.verdict = verdict
+        self.died = died  # by itself; otherwise it was killed for the time it took
+
+
+class Evaluator:
+    """Owns the process; starts it when it is needed, and again whenever it is gone."""
+
+    def __init__(self, scoring: ScoringConfig) -> None:
+        self._scoring = scoring
+        self._child: _Child | None = None
+        self.done = 0
+        """Completions judged so far; another thread may read it."""
+
+    def evaluate(self, cases: Sequence[Case]) -> list[Verdict]:
+        """Judge in order; takes at most `timeout_seconds` (and a restart) for each completion that misbehaves."""
+        verdicts: list[Verdict] = []
+        suspect = -1
+        while (position := len(verdicts)) < len(cases):
+            try:
+                for verdict in self._started().judge(cases[position:]):
+                    verdicts.append(verdict)
+                    self.done += 1
+            except _Lost as lost:
+                self.close()
+                position = len(verdicts)
+                if lost.died and suspect != position:
+                    # An earlier completion may have filled the memory: this one gets a fresh process to prove it.
+                    suspect = position
+                    continue
+                verdicts.append(lost.verdict)
+                self.done += 1
+        return verdicts
+
+    def close(self) -> None:
+        """Kill the process and what it started, if there is one."""
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+
+    def _started(self) -> "_Child":
+        if self._child is not None and self._child.gone():
+            self.close()
+        if self._child is None:
+            self._child = _Child(self._scoring)
+        return self._child
+
+
+class _Child:
+    """A running process and the pipe to it."""
+
+    def __init__(self, scoring: ScoringConfig) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would inherit the locks of Ray's and Arrow's threads
+        self.terms, self.timeout_seconds = scoring.terms, scoring.timeout_seconds
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, name="rewards", args=(theirs, scoring, os.getpid()), daemon=True)
+        self.process.start()
+        theirs.close()
+        try:
+            self._await_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    def gone(self) -> bool:
+        """Return whether the process has ended, without reaping it: `kill` needs its id."""
+        return bool(wait([self.process.sentinel], 0))
+
+    def judge(self, cases: Sequence[Case]) -> Iterator[Verdict]:
+        """Yield a verdict per case; raise _Lost with the verdict on the case that cost the process."""
+        # A process that died idle tears the pipe here; the first case then reads the end of file.
+        with suppress(OSError):
+            self.pipe.send(list(cases))
+        for _ in cases:
+            yield self._verdict(time.monotonic() + self.timeout_seconds)
+
+    def kill(self) -> None:
+        """Kill the process with the group it leads; once, since its id is free for others afterwards."""
+        if self.pipe.closed:
+            return
+        self.pipe.close()
+        assert self.process.pid, "group 0 would be our own"
+        with suppress(ProcessLookupError):  # it does not lead a group yet
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+
+    def _await_ready(self) -> None:
+        try:
+            problem = self._receive(time.monotonic() + START_SECONDS)
+        except TimeoutError:
+            raise WorkerFailed(f"rewards {self.terms}: not imported after {START_SECONDS:g} s") from None
+        except EOFError:
+            raise WorkerFailed(f"rewards {self.terms}: while importing them, {self._end()}") from None
+        if problem is not None:
+            raise BadInput(cast(str, problem))
+
+    def _verdict(self, deadline: float) -> Verdict:
+        values: list[float | None] = []
+        errors: list[str] = []
+        for position, term in enumerate(self.terms):
+            try:
+                value, error = cast(tuple[float | None, str | None], self._receive(deadline))
+            except (TimeoutError, EOFError) as lost:
+                died = isinstance(lost, EOFError)
+                errors.append(f"{term}: {self._end() if died else f'no value after {self.timeout_seconds:g} s'}")
+                unknown = [None] * (len(self.terms) - position)
+                raise _Lost(Verdict((*values, *unknown), errors[0]), died=died) from lost
+            values.append(value)
+            if error is not None:
+                errors.append(f"{term}: {error}")
+        return Verdict(tuple(values), errors[0] if errors else None)
+
+    def _receive(self, deadline: float) -> object:
+        # The end of the process is watched beside the pipe: what it started may hold the pipe's other end open.
+        ready = wait([self.pipe, self.process.sentinel], max(0.0, deadline - time.monotonic()))
+        if self.pipe in ready:
+            try:
+                return self.pipe.recv()
+            except OSError as error:
+                raise EOFError from error
+        raise EOFError if ready else TimeoutError
+
+    def _end(self) -> str:
+        if not wait([self.process.sentinel], _EXIT_SECONDS):
+            return "its process closed the pipe"
+        self.kill()
+        code = self.process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"its process {how}"
+
+
+def _serve(pipe: Connection, scoring: ScoringConfig, parent: int) -> None:
+    """Run in the child: report ready (none) or what is wrong with the rewards, then answer until the pipe ends."""
+    _die_with(parent)
+    os.setsid()  # own process group: what rewards start is killed with them, and Ctrl-C is the parent's affair
+    try:
+        rewards = [build_reward(config) for config in scoring.rewards]
+    except BadInput as error:
+        pipe.send(str(error))
+        return
+    pipe.send(None)
+    with suppress(EOFError):
+        while True:
+            for case in cast(list[Case], pipe.recv()):
+                for reward in rewards:
+                    pipe.send(_value(reward, case))
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, however it dies; even a hung reward is no orphan."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
+
+
+def _value(reward: Reward, case: Case) -> tuple[float | None, str | None]:
+    try:
+        value: object = reward(case.prompt, case.completion, case.answer)
+        if not isinstance(value, numbers.Real):
+            return None, f"expected a float, found {type(value).__name__}"
+        number = float(value)
+    except (Exception, SystemExit) as error:  # anything that a reward raises is a missing score and its reason
+        return None, _one_line(f"{type(error).__name__}: {error}")
+    return (number, None) if math.isfinite(number) else (None, f"expected a finite float, found {number}")
+
+
+def _one_line(message: str) -> str:
+    """Shorten, and mask memory addresses: the reason is part of a shard, and the same inputs give the same digest."""
+    masked = re.sub(r"\b0x[0-9a-f]+", "0x…", " ".join(message.split()))
+    return masked[:200].encode("utf-8", "replace").decode()

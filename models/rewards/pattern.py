@@ -1,0 +1,16 @@
+"""Rewards for the form of a completion."""
+
+import re
+
+from models.config import RegexReward
+from models.protocols import Reward
+
+
+def pattern_reward(config: RegexReward) -> Reward:
+    """Find the pattern anywhere in the completion: 1 or 0."""
+    pattern = re.compile(config.pattern)
+
+    def reward(prompt: str, completion: str, answer: str) -> float:
+        return float(pattern.search(completion) is not None)
+
+    return reward
