@@ -77,7 +77,7 @@ class Evaluator:
                 self.close()
                 position = len(verdicts)
                 if lost.died and suspect != position:
-                    # An earlier completion may have filled the memory: this one gets a fresh process to prove it.
+                    # It may have died idle, or of the memory that earlier completions took: a fresh process tells.
                     suspect = position
                     continue
                 verdicts.append(lost.verdict)
@@ -91,8 +91,6 @@ class Evaluator:
             self._child = None
 
     def _started(self) -> "_Child":
-        if self._child is not None and self._child.gone():
-            self.close()
         if self._child is None:
             self._child = _Child(self._scoring)
         return self._child
@@ -114,13 +112,9 @@ class _Child:
             self.kill()
             raise
 
-    def gone(self) -> bool:
-        """Return whether the process has ended, without reaping it: `kill` needs its id."""
-        return bool(wait([self.process.sentinel], 0))
-
     def judge(self, cases: Sequence[Case]) -> Iterator[Verdict]:
         """Yield a verdict per case; raise _Lost with the verdict on the case that cost the process."""
-        # A process that died idle tears the pipe here; the first case then reads the end of file.
+        # A process that died idle tears the pipe here; the first case then finds its end.
         with suppress(OSError):
             self.pipe.send(list(cases))
         for _ in cases:

@@ -1,0 +1,244 @@
+"""The scoring worker: rollout shards in, score and sample shards out."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from infra.errors import Damaged, Quarantined
+from infra.shards import ShardRef, read_shard, write_shard
+from infra.storage import Store, open_store
+from models.config import Grpo, NumericReward, RegexReward, ScoringConfig, TargetReward
+from models.records import ROLLOUT_SCHEMA, SAMPLE_SCHEMA, score_schema
+from models.work import CreditWork, ScoringWork
+from models.workers.scoring import ScoringWorker
+
+OBEDIENT = TargetReward(name="obedient", target="tests.rewards_for_tests:obedient")
+Make = Callable[..., ScoringWorker]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(f"{tmp_path}/run")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    workers: list[ScoringWorker] = []
+
+    def worker(scoring: ScoringConfig, algorithm: Grpo | None = None) -> ScoringWorker:
+        workers.append(ScoringWorker(str(tmp_path), "run", scoring, algorithm or Grpo(normalise_std=False)))
+        return workers[-1]
+
+    yield worker
+    for opened in workers:
+        opened.close()
+
+
+def rollout(prompt_row: int, sample: int, completion: str, **columns: object) -> dict[str, object]:
+    """Make a rollout row: the prompt has as many tokens as its row number, the completion one per character."""
+    return {
+        "prompt_row": prompt_row,
+        "sample": sample,
+        "prompt_id": f"{prompt_row:016x}",
+        "prompt": f"prompt {prompt_row}",
+        "completion": completion,
+        "answer": "1",
+        "prompt_tokens": [100 + position for position in range(prompt_row)],
+        "completion_tokens": [10 * sample + position for position in range(len(completion))],
+        "logprobs": [-0.5 * position for position in range(len(completion))],
+        "finish_reason": "stop",
+        "seed": 2**64 - 1,
+        **columns,
+    }
+
+
+def write_rollouts(store: Store, *rows: dict[str, object]) -> ShardRef:
+    table = pa.Table.from_pylist(list(rows), schema=ROLLOUT_SCHEMA)
+    return write_shard(store, table, kind="rollouts", metadata={})
+
+
+def scored(worker: ScoringWorker, *rollouts: ShardRef) -> CreditWork:
+    scores = [worker.score(ScoringWork(iteration=3, rollouts=ref)).shards[0] for ref in rollouts]
+    return CreditWork(iteration=3, rollouts=rollouts, scores=tuple(scores))
+
+
+def test_scores_keep_the_order_of_rollouts_and_the_raw_value_of_each_term(store: Store, make: Make):
+    short = RegexReward(name="short", pattern=r"^.{0,6}$", weight=0.25)
+    worker = make(ScoringConfig(rewards=(NumericReward(weight=2), short)))
+    rollouts = write_rollouts(store, rollout(4, 1, "#### 1"), rollout(4, 0, "so it is #### 1"), rollout(2, 0, "2"))
+    outcome = worker.score(ScoringWork(iteration=3, rollouts=rollouts))
+    table = read_shard(store, outcome.shards[0])
+    assert table.schema.remove_metadata() == score_schema(("numeric", "short"))
+    assert table.to_pydict() == {
+        "prompt_row": [4, 4, 2],
+        "sample": [1, 0, 0],
+        "reward": [2.25, 2.0, 0.25],
+        "reward_numeric": [1.0, 1.0, 0.0],
+        "reward_short": [1.0, 0.0, 1.0],
+        "error": [None, None, None],
+    }
+    assert table.schema.metadata[b"iteration"] == b"3"
+    assert table.schema.metadata[b"rollouts"] == rollouts.digest.encode()
+    assert outcome.metrics == {
+        "count": 3, "missing": 0, "reward_sum": 4.5, "term_numeric_sum": 2, "term_short_sum": 2
+    }  # fmt: skip
+
+
+def test_a_term_that_fails_makes_the_total_missing_and_never_zero(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(RegexReward(pattern="."), OBEDIENT), timeout_seconds=1))
+    completions = ["3", "raise", "hang", "kill", "nan", "4"]
+    rollouts = write_rollouts(store, *(rollout(0, sample, text) for sample, text in enumerate(completions)))
+    outcome = worker.score(ScoringWork(iteration=0, rollouts=rollouts))
+    table = read_shard(store, outcome.shards[0])
+    assert table["reward"].to_pylist() == [4.0, None, None, None, None, 5.0]
+    assert table["reward_regex"].to_pylist() == [1.0] * 6
+    assert [bool(error) for error in table["error"].to_pylist()] == [False, True, True, True, True, False]
+    assert outcome.metrics == {
+        "count": 6, "missing": 4, "reward_sum": 9, "term_regex_sum": 6, "term_obedient_sum": 7
+    }  # fmt: skip
+    assert worker.progress() == 6
+
+
+def test_the_same_rollouts_give_the_same_digest_in_another_worker(store: Store, make: Make):
+    rollouts = write_rollouts(store, rollout(0, 0, "raise"), rollout(0, 1, "words"), rollout(0, 2, "1"))
+    work = ScoringWork(iteration=0, rollouts=rollouts)
+    first, second = (make(ScoringConfig(rewards=(OBEDIENT,))).score(work) for _ in range(2))
+    assert first.shards == second.shards
+    assert first.metrics == second.metrics
+
+
+def test_samples_carry_the_advantages_worked_by_hand(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,), max_missing=0.25))
+    first = write_rollouts(
+        store,
+        rollout(2, 0, "1"), rollout(2, 1, "0.0"), rollout(2, 2, "raise"),
+        rollout(3, 0, "5"), rollout(3, 1, "5.00", finish_reason="length"),
+    )  # fmt: skip
+    second = write_rollouts(store, rollout(1, 0, "2"), rollout(1, 1, "-2"))
+    outcome = worker.credit(scored(worker, first, second))
+    table = read_shard(store, outcome.shards[0])
+    assert table.schema.remove_metadata() == SAMPLE_SCHEMA
+    assert table.to_pydict() == {
+        "prompt_row": [1, 1, 2, 2],
+        "sample": [0, 1, 0, 1],
+        "tokens": [[100, 0], [100, 10, 11], [100, 101, 0], [100, 101, 10, 11, 12]],
+        "num_prompt_tokens": [1, 1, 2, 2],
+        "logprobs": [[0.0], [0.0, -0.5], [0.0], [0.0, -0.5, -1.0]],
+        "advantages": [[2.0], [-2.0, -2.0], [0.5], [-0.5, -0.5, -0.5]],
+    }
+    assert table.schema.metadata[b"rheostat.kind"] == b"samples"
+    assert outcome.metrics == pytest.approx(
+        {
+            "prompts": 3, "completions": 7, "missing": 1, "missing_fraction": 1 / 7, "bad_logprobs": 0,
+            "groups": 3, "informative_groups": 2, "samples": 4, "tokens": 13,
+            "reward_mean": 11 / 6, "reward_std": (59 / 6 - (11 / 6) ** 2) ** 0.5,
+            "group_reward_std_mean": (0.5 + 0 + 2) / 3, "term_obedient_mean": 11 / 6,
+            "length_mean": (1 + 3 + 5 + 1 + 4 + 1 + 2) / 7, "truncated_fraction": 1 / 7,
+        }
+    )  # fmt: skip
+
+
+def test_equal_groups_are_kept_where_the_algorithm_says_so(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)), Grpo(keep_uninformative=True))
+    outcome = worker.credit(scored(worker, write_rollouts(store, rollout(0, 0, "5"), rollout(0, 1, "5.0"))))
+    assert read_shard(store, outcome.shards[0])["advantages"].to_pylist() == [[0.0], [0.0, 0.0, 0.0]]
+    assert outcome.metrics["informative_groups"] == 0
+
+
+def test_nothing_to_learn_is_a_shard_without_rows(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)))
+    outcome = worker.credit(scored(worker, write_rollouts(store, rollout(0, 0, "5"), rollout(0, 1, "5"))))
+    table = read_shard(store, outcome.shards[0])
+    assert table.num_rows == 0
+    assert table.schema.remove_metadata() == SAMPLE_SCHEMA
+
+
+def test_a_completion_without_finite_log_probs_is_missing_and_counted(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,), max_missing=0.5))
+    rows = (rollout(0, 0, "1"), rollout(0, 1, "0"), rollout(0, 2, "9.5", logprobs=[0.0, float("-inf"), 0.0]))
+    outcome = worker.credit(scored(worker, write_rollouts(store, *rows)))
+    table = read_shard(store, outcome.shards[0])
+    assert table.select(("sample", "advantages")).to_pydict() == {"sample": [0, 1], "advantages": [[0.5], [-0.5]]}
+    assert (outcome.metrics["bad_logprobs"], outcome.metrics["missing"]) == (1, 1)
+
+
+def test_too_many_missing_scores_are_refused_with_the_commonest_reason(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,), max_missing=0.5))
+    completions = ["1", "raise", "none", "none"]
+    rows = (rollout(0, sample, text) for sample, text in enumerate(completions))
+    expected = r"iteration 3: 3 of 4 completions .* at most 50.0% .*\(2 times\): obedient: .* found NoneType"
+    with pytest.raises(Quarantined, match=expected):
+        worker.credit(scored(worker, write_rollouts(store, *rows)))
+
+
+def test_scores_of_other_rollouts_are_refused(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)))
+    ours, other = (write_rollouts(store, rollout(0, 0, "1"), rollout(0, sample, "2")) for sample in (1, 2))
+    scores = scored(worker, other).scores
+    with pytest.raises(Damaged, match="sample differ"):
+        worker.credit(CreditWork(iteration=0, rollouts=(ours,), scores=scores))
+
+
+def test_scoring_512_completions_takes_a_fraction_of_a_second(store: Store, make: Make):
+    worker = make(ScoringConfig())
+    rollouts = write_rollouts(store, *(rollout(row, 0, f"16+3=19 #### {row}") for row in range(512)))
+    work = ScoringWork(iteration=0, rollouts=rollouts)
+    worker.score(work)  # starts the process
+    assert worker.score(work).timings["score_seconds"] < 1  # 0.02 on an idle machine
+
+
+HANGING_WORKER = """
+import sys
+from infra.shards import ShardRef
+from models.config import Grpo, ScoringConfig, TargetReward
+from models.work import ScoringWork
+from models.workers.scoring import ScoringWorker
+
+if __name__ == "__main__":
+    reward = TargetReward(target="tests.rewards_for_tests:leave_pid_and_hang")
+    worker = ScoringWorker(sys.argv[1], "run", ScoringConfig(rewards=(reward,), timeout_seconds=600), Grpo())
+    worker.score(ScoringWork(iteration=0, rollouts=ShardRef.model_validate_json(sys.argv[2])))
+"""
+
+
+def test_a_worker_that_is_killed_leaves_no_reward_process_behind(store: Store, tmp_path: Path):
+    rollouts = write_rollouts(store, rollout(0, 0, str(tmp_path / "pids")))
+    script = tmp_path / "hanging_worker.py"
+    script.write_text(HANGING_WORKER)
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    arguments = [sys.executable, str(script), str(tmp_path), rollouts.model_dump_json()]
+    with subprocess.Popen(arguments, env=environment, cwd=root) as worker:
+        judge, started = map(int, awaited(tmp_path / "pids").read_text().split())
+        try:
+            assert running(judge)
+            worker.kill()
+            deadline = time.monotonic() + 5
+            while running(judge):
+                assert time.monotonic() < deadline, "the reward process outlived its worker"
+                time.sleep(0.02)
+        finally:
+            os.kill(started, signal.SIGKILL)
+
+
+def awaited(path: Path) -> Path:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path}"
+        time.sleep(0.02)
+    return path
+
+
+def running(pid: int) -> bool:
+    """Return whether a process runs; one that waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
