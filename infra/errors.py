@@ -8,6 +8,8 @@ RheostatError
 ├── StoreFailed         the store's medium fails: disk full, read-only, I/O error; resume when it is mended
 ├── Fenced              a newer controller has taken the run over
 ├── Conflict            two different results were committed under one name
+├── ClusterFailed       the cluster that hosts the workers did not start or cannot be reached
+├── ApiFailed           the Prefect API did not start or cannot be reached
 ├── WorkerFailed        a worker raised; the work itself is at fault
 ├── WorkerLost          a worker died; the work can be done again elsewhere
 │   └── WorkerStalled   a worker is alive but made no progress within its deadline
@@ -45,6 +47,14 @@ class Fenced(RheostatError):
 
 class Conflict(RheostatError):
     """Two different results were committed under one manifest key."""
+
+
+class ClusterFailed(RheostatError):
+    """The cluster that hosts the workers did not start, or cannot be reached."""
+
+
+class ApiFailed(RheostatError):
+    """The Prefect API did not start, or cannot be reached."""
 
 
 class WorkerFailed(RheostatError):

@@ -1,0 +1,128 @@
+"""The process that hosts one worker: one piece of work at a time, and a counter that can be read meanwhile."""
+
+import importlib
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import psutil
+
+from infra.errors import RheostatError
+
+WORK = "work"
+"""Concurrency group of one thread: constructs the worker and runs its methods, one after another."""
+WATCH = "watch"
+"""Concurrency group of one thread that answers while the other is busy."""
+
+
+class Hosted(Protocol):
+    """What a pool can host: any class whose methods take one record, and which counts its progress."""
+
+    def progress(self) -> int:
+        """Return a counter that moves while work advances."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker's process runs; `born` tells it from a later process of the same id."""
+
+    pid: int
+    born: float
+    node: str
+    host: str
+    address: str
+    job: str
+    """The process that started the worker, as Ray numbers them; the worker ends with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A result, and how long its making took in the worker."""
+
+    result: object
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception as data: it may not unpickle where it is read, unless it is one of ours."""
+
+    kind: str
+    message: str
+    trace: str
+    error: RheostatError | None
+
+
+class Host:
+    """Host one worker, named by import string (`pkg.mod:Class`), in this process."""
+
+    def __init__(self) -> None:
+        self._worker: Hosted | None = None
+
+    def place(self) -> Place:
+        """Say where this process runs."""
+        import ray
+
+        process, context = psutil.Process(), ray.get_runtime_context()
+        return Place(
+            pid=process.pid,
+            born=process.create_time(),
+            node=context.get_node_id(),
+            host=socket.gethostname(),
+            address=ray.util.get_node_ip_address(),
+            job=context.get_job_id(),
+        )
+
+    def construct(self, target: str, options: Mapping[str, object]) -> Returned | Raised:
+        """Construct the worker in the thread that will run its methods, unless another controller already has."""
+
+        def load() -> None:
+            if self._worker is None:
+                module, _, attribute = target.partition(":")
+                self._worker = getattr(importlib.import_module(module), attribute)(**options)
+
+        return _answer(load)
+
+    def run(self, method: str, arguments: tuple[object, ...]) -> Returned | Raised:
+        """Run one method of the worker; what it raises is an answer too."""
+        worker = self._worker
+        assert worker is not None, "construct() comes first"
+        return _answer(lambda: cast(Callable[..., object], getattr(worker, method))(*arguments))
+
+    def progress(self) -> int:
+        """Read the worker's counter."""
+        return 0 if self._worker is None else self._worker.progress()
+
+    def free_port(self) -> int:
+        """Find a port that nobody listens on."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    def stop(self) -> None:
+        """Let the worker close what it holds, if it has a `close()`."""
+        close = getattr(self._worker, "close", None)
+        if close is not None:
+            close()
+
+
+def _answer(body: Callable[[], object]) -> Returned | Raised:
+    started = time.perf_counter()
+    try:
+        result = body()
+    except Exception as error:  # it crosses a process boundary as data and is raised again on the other side
+        ours = error if isinstance(error, RheostatError) else None
+        return Raised(type(error).__name__, str(error), traceback.format_exc(), ours)
+    return Returned(result, time.perf_counter() - started)
+
+
+def thread_variables(threads: int, *, gpus: float) -> dict[str, str]:
+    """Return the environment of a worker: sums depend on the number of threads, and workers never go to the network."""
+    limits = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")}
+    accelerator = {} if gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+    return {"TOKENIZERS_PARALLELISM": "false", **limits, **accelerator, **offline}

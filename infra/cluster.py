@@ -1,0 +1,186 @@
+"""Start or join the Ray cluster that the pools live in.
+
+Ray is imported only here and in the functions that talk to it: an embedded cluster on the loopback interface needs its
+environment set before that. One cluster per process.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from infra import reaper
+from infra.errors import ClusterFailed
+from infra.pools import Pool
+from infra.ranks import RankGroup
+from infra.workers import PoolSpec
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 100 * 2**20  # calls carry references, so Ray's minimum of 75 MB would do
+SHUTDOWN_SECONDS = 15.0
+QUIET = logging.ERROR
+
+EMBEDDED_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Nodes of a cluster on Windows and macOS use the loopback address; elsewhere Ray replaces 127.0.0.1 by another
+    # (github.com/ray-project/ray/issues/18730).
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A connection to a Ray cluster, and the pools that this process works with."""
+
+    address: str
+    """Where other processes find the same pools: `Cluster.open(namespace, address=address)`."""
+    namespace: str
+    _members: list[Pool | RankGroup] = field(default_factory=list)
+
+    @staticmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        namespace: str, *, address: str | None = None, start_seconds: float = 60, log_to_driver: bool = False
+    ) -> "AsyncIterator[Cluster]":
+        """Start an embedded cluster, or connect to the one at `address`.
+
+        Workers end with the process that started them, and at the latest with its context.
+        """
+        session = _embedded if address is None else partial(_connected, address)
+        async with session(namespace, start_seconds=start_seconds, log_to_driver=log_to_driver) as reached:
+            cluster = Cluster(reached, namespace)
+            try:
+                yield cluster
+            finally:
+                await asyncio.gather(*(member.close() for member in cluster._members))
+
+    async def pool(self, spec: PoolSpec) -> Pool:
+        """Return a pool: workers that another process has started under this namespace and role, and new ones."""
+        pool = Pool(spec)
+        await pool.open(self._found(spec.role))
+        self._members.append(pool)
+        return pool
+
+    async def ranks(self, spec: PoolSpec) -> RankGroup:
+        """Return a group of ranks: the one that another process has started, else a new one."""
+        group = RankGroup(spec)
+        await group.open(self._found(spec.role))
+        self._members.append(group)
+        return group
+
+    def _found(self, role: str) -> dict[int, int]:
+        """Look up the newest generation of each of a role's workers."""
+        import ray
+
+        found: dict[int, int] = {}
+        for name in ray.util.list_named_actors():
+            match = re.fullmatch(rf"{re.escape(role)}-(\d+)-(\d+)", name)
+            if match is not None:
+                index, generation = int(match[1]), int(match[2])
+                found[index] = max(generation, found.get(index, 0))
+        return found
+
+
+@contextlib.asynccontextmanager
+async def _embedded(namespace: str, *, start_seconds: float, log_to_driver: bool) -> AsyncIterator[str]:
+    directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))  # sockets below it: paths of 103 bytes at most
+    command = [sys.executable, "-P", reaper.__file__, str(directory)]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def start() -> str:
+        with _environment({**EMBEDDED_ENVIRONMENT, reaper.MARK: str(directory)}):
+            import ray
+
+            ray.init(
+                address="local",
+                namespace=namespace,
+                num_cpus=0,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=log_to_driver,
+                logging_level=QUIET,
+                _temp_dir=str(directory),
+            )
+        return str(ray.get_runtime_context().gcs_address)
+
+    try:
+        async with _ray_thread(start, what="an embedded Ray cluster", start_seconds=start_seconds) as reached:
+            yield reached
+    finally:
+        await asyncio.to_thread(guard.communicate)
+
+
+@contextlib.asynccontextmanager
+async def _connected(address: str, namespace: str, *, start_seconds: float, log_to_driver: bool) -> AsyncIterator[str]:
+    def connect() -> str:
+        with _environment(EMBEDDED_ENVIRONMENT if address.startswith("127.") else {}):
+            import ray
+
+            ray.init(address=address, namespace=namespace, log_to_driver=log_to_driver, logging_level=QUIET)
+        return address if address.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
+
+    async with _ray_thread(connect, what=f"the Ray cluster at {address!r}", start_seconds=start_seconds) as reached:
+        yield reached
+
+
+@contextlib.asynccontextmanager
+async def _ray_thread(start: Callable[[], str], *, what: str, start_seconds: float) -> AsyncIterator[str]:
+    """Hold Ray from a thread of its own, which lives as long as the connection.
+
+    The kernel kills Ray's processes when the thread that started them ends, so no executor's thread will do.
+    """
+    started: Future[str] = Future()
+    leave = threading.Event()
+
+    def hold() -> None:
+        try:
+            started.set_result(start())
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        leave.wait()
+        import ray
+
+        ray.shutdown()
+
+    thread = threading.Thread(target=hold, name="ray", daemon=True)
+    thread.start()
+    try:
+        try:
+            reached = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(started)), start_seconds)
+        except TimeoutError:
+            raise ClusterFailed(f"{what} did not start within {start_seconds:g} s") from None
+        except Exception as error:
+            raise ClusterFailed(f"{what} did not start: {error}") from error
+        yield reached
+    finally:
+        leave.set()
+        if started.done():
+            await asyncio.to_thread(thread.join, SHUTDOWN_SECONDS)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

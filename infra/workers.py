@@ -1,0 +1,232 @@
+"""The driver's side of one worker: start it, ask it, watch it, kill it. No retries here."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import psutil
+
+from infra.actors import WATCH, WORK, Host, Place, Raised, Returned, thread_variables
+from infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+MAX_POLL_SECONDS = 5.0
+STOP_SECONDS = 5.0
+"""How long an idle worker may take to close what it holds before it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """Workers of one role: what to host, how many, and when to lose patience."""
+
+    role: str
+    target: str
+    """`pkg.mod:Class`, importable from the driver's `sys.path`."""
+    options: dict[str, object] = field(default_factory=dict)
+    """Keyword arguments of the class."""
+    size: int = 1
+    threads: int = 1
+    gpus: float = 0
+    """GPUs reserved per worker; with none, the worker sees no GPU."""
+    start_seconds: float = 180
+    stall_seconds: float = 300
+    """Longest time without a change of the worker's `progress()`; a method shorter than this need not count."""
+    max_restarts: int = 3
+    """How often one piece of work is tried again after its worker died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[R]):
+    """A result and where it came from."""
+
+    result: R
+    seconds: float
+    """In the worker."""
+    waited_seconds: float
+    """For an idle worker, and on attempts that were lost."""
+    attempts: int
+    worker: str
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One live worker process."""
+
+    role: str
+    name: str
+    actor: "ActorHandle"
+    place: Place
+
+    async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
+        """Run a method; raise what it raised, or `WorkerLost` when it died or stood still."""
+        what = f"{self.role}.{method} (pid {self.place.pid} on {self.place.host})"
+        call = self.actor.run.options(concurrency_group=WORK).remote(method, arguments)
+        answer = asyncio.ensure_future(_ask(call, what))
+        watch = asyncio.ensure_future(self._watch(what, stall_seconds))
+        try:
+            await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                await watch
+            outcome = await answer
+        finally:
+            for task in (answer, watch):
+                task.cancel()
+            await asyncio.gather(answer, watch, return_exceptions=True)
+        return _unwrap(outcome, f"{self.role}.{method}", self.place.pid)
+
+    async def _watch(self, what: str, stall_seconds: float) -> None:
+        """Raise when the counter has stood still for `stall_seconds`; a late answer alone is no stall."""
+        count, moved = None, time.monotonic()
+        pause = min(MAX_POLL_SECONDS, stall_seconds / 4)
+        while True:
+            await asyncio.sleep(pause)
+            asked = self.actor.progress.options(concurrency_group=WATCH).remote()
+            patience = max(pause, moved + stall_seconds - time.monotonic())
+            try:
+                seen = await asyncio.wait_for(_ask(asked, what), patience)
+            except TimeoutError:
+                raise WorkerStalled(f"{what} gave no sign of progress for {stall_seconds:g} s") from None
+            if seen != count:
+                count, moved = seen, time.monotonic()
+            elif time.monotonic() - moved >= stall_seconds:
+                raise WorkerStalled(f"{what} made no progress for {stall_seconds:g} s: its counter stands at {count}")
+
+    @property
+    def ours(self) -> bool:
+        """Whether this process started it, and is to end it."""
+        import ray
+
+        return bool(self.place.job == ray.get_runtime_context().get_job_id())
+
+    async def free_port(self) -> int:
+        """Find a free port on the worker's node."""
+        asked = self.actor.free_port.options(concurrency_group=WATCH).remote()
+        return int(await _ask(asked, f"worker {self.name}"))
+
+    def kill(self) -> None:
+        """Kill the process, even a stopped one; work that it holds is lost."""
+        import ray
+
+        if self.place.node == ray.get_runtime_context().get_node_id():  # Ray needs 5 s to give a stopped process up
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(self.place.pid)
+                if process.create_time() == self.place.born:
+                    process.kill()
+        _kill(self.actor)
+
+    async def stop(self) -> None:
+        """Let an idle worker close what it holds, then kill it."""
+        stopping = self.actor.stop.options(concurrency_group=WORK).remote()
+        try:
+            await asyncio.wait_for(_ask(stopping, f"worker {self.name}"), STOP_SECONDS)
+        except (TimeoutError, WorkerLost, WorkerFailed) as error:
+            logger.warning("worker %s did not close in order: %s", self.name, error)
+            self.kill()
+        finally:
+            _kill(self.actor)
+
+
+async def start_worker(spec: PoolSpec, name: str) -> Worker:
+    """Start a worker, or find the one of that name; the process is killed if it is not ready in time."""
+    import ray
+
+    what = f"{spec.role} worker {name}"
+    actor = (
+        ray.remote(concurrency_groups={WORK: 1, WATCH: 1})(Host)
+        .options(
+            name=name,
+            get_if_exists=True,
+            num_cpus=0,
+            num_gpus=spec.gpus,
+            runtime_env={"env_vars": thread_variables(spec.threads, gpus=spec.gpus)},
+        )
+        .remote()
+    )
+    try:
+        async with asyncio.timeout(spec.start_seconds):
+            place: Place = await _ask(actor.place.options(concurrency_group=WATCH).remote(), what)
+            constructing = actor.construct.options(concurrency_group=WORK).remote(spec.target, spec.options)
+            outcome = await _ask(constructing, what)
+            _unwrap(outcome, f"{spec.role}: {spec.target}(...)", place.pid)
+    except TimeoutError:
+        _kill(actor)
+        raise WorkerLost(f"{what} was not ready within {spec.start_seconds:g} s ({spec.target})") from None
+    except BaseException:
+        _kill(actor)
+        raise
+    return Worker(spec.role, name, actor, place)
+
+
+async def find_worker(spec: PoolSpec, name: str) -> Worker:
+    """Find a worker that another process has started."""
+    import ray
+
+    what = f"{spec.role} worker {name}"
+    try:
+        actor = ray.get_actor(name)
+        asked = actor.place.options(concurrency_group=WATCH).remote()
+        place: Place = await asyncio.wait_for(_ask(asked, what), spec.start_seconds)
+    except (ValueError, TimeoutError) as error:
+        raise WorkerLost(f"{what} is gone or did not answer within {spec.start_seconds:g} s") from error
+    return Worker(spec.role, name, actor, place)
+
+
+async def together(starts: Sequence[Awaitable[T]]) -> tuple[list[T], list[BaseException]]:
+    """Await all; return what succeeded and what failed, each in order."""
+    ended = await asyncio.gather(*starts, return_exceptions=True)
+    failures = [end for end in ended if isinstance(end, BaseException)]
+    return [end for end in ended if not isinstance(end, BaseException)], failures
+
+
+def checked(outcome: Returned, returns: type[R], *, what: str) -> R:
+    """Return the result if it is of the type that the caller counts on."""
+    if not isinstance(outcome.result, returns):
+        found = type(outcome.result).__name__
+        raise WorkerFailed(f"{what}: expected it to return {returns.__name__}, it returned {found}")
+    return outcome.result
+
+
+async def _ask(answer: "Awaitable[T]", what: str) -> T:
+    """Await a Ray reference; Ray's errors become ours."""
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return await answer
+    except RayTaskError as error:
+        raise WorkerFailed(f"{what}: the answer could not be sent: {error}") from error
+    except RayError as error:
+        raise WorkerLost(f"{what} died: {_first_cause(error)}") from error
+
+
+def _unwrap(outcome: Returned | Raised, what: str, pid: int) -> Returned:
+    if isinstance(outcome, Returned):
+        return outcome
+    error: RheostatError = outcome.error or WorkerFailed(f"{what} raised {outcome.kind}: {outcome.message}")
+    error.add_note(f"in worker pid {pid}:\n{outcome.trace}")
+    raise error
+
+
+def _first_cause(error: Exception) -> str:
+    """Ray explains a death in a page; its `Worker exit detail` or last line says what happened."""
+    text = " ".join(str(error).split())
+    _, _, detail = text.rpartition("Worker exit detail: ")
+    return detail[:200]
+
+
+def _kill(actor: "ActorHandle") -> None:
+    import ray
+
+    ray.kill(actor, no_restart=True)

@@ -1,0 +1,147 @@
+"""Small real workers that pools host in tests."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from infra.errors import Damaged
+
+
+class Counting:
+    """Counts its pieces of work; some of them never end."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.done = start
+        self.ticks = 0
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def progress(self) -> int:
+        return self.ticks
+
+    def echo(self, work: object) -> object:
+        self.done += 1
+        return work
+
+    def total(self, work: object) -> int:
+        return self.done
+
+    def pid(self, work: float) -> int:
+        time.sleep(work)
+        return os.getpid()
+
+    def environment(self, work: tuple[str, ...]) -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in work}
+
+    def where(self, work: object) -> tuple[str, list[str]]:
+        return str(Path.cwd()), sys.path
+
+    def raise_value_error(self, work: object) -> None:
+        raise ValueError(f"cannot digest {work}")
+
+    def raise_damaged(self, work: object) -> None:
+        raise Damaged(f"shard {work} is torn")
+
+    def die(self, work: object) -> None:
+        os.kill(os.getpid(), 9)
+
+    def die_once(self, marker: Path) -> int:
+        """Die where nobody has died yet, as `marker` tells."""
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), 9)
+        return os.getpid()
+
+    def hang_once(self, marker: Path) -> int:
+        """Loop for ever without progress where nobody has yet."""
+        if not marker.exists():
+            marker.write_text(str(os.getpid()))
+            while True:
+                time.sleep(0.01)
+        return os.getpid()
+
+    def slow_but_steady(self, seconds: float) -> int:
+        """Count while it works, but hold the interpreter for long stretches."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.ticks += 1
+            sum(range(20_000_000))  # one C call: nobody else in this process runs meanwhile
+        return self.ticks
+
+    def spawn(self, work: object) -> int:
+        self.child = subprocess.Popen(["sleep", "600"])
+        return self.child.pid
+
+    def close(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+            self.child.wait()
+
+
+class Unbuildable:
+    """Cannot be constructed."""
+
+    def __init__(self, path: str) -> None:
+        raise FileNotFoundError(f"no weights at {path}")
+
+    def progress(self) -> int:
+        return 0
+
+
+class Sleepy:
+    """Takes too long to construct."""
+
+    def __init__(self) -> None:
+        time.sleep(60)
+
+    def progress(self) -> int:
+        return 0
+
+
+class Ring:
+    """A rank: rank 0 waits on a socket for all others, as a collective would."""
+
+    def __init__(self) -> None:
+        self.rank = -1
+        self.world = 0
+        self.address = ("", 0)
+        self.joins = 0
+
+    def progress(self) -> int:
+        return 0
+
+    def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
+        self.rank, self.world, self.address = rank, world_size, (master_address, master_port)
+        if rank == 0:
+            self.server = socket.create_server(self.address)
+
+    def meet(self, marker: Path) -> tuple[int, int]:
+        """Gather one byte from every rank; rank 1 dies before it where `marker` says that nobody has yet."""
+        if self.rank == 1 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), 9)
+        return self._gather()
+
+    def fail_on_one(self, work: object) -> tuple[int, int]:
+        if self.rank == 1:
+            raise ValueError("loss is not finite")
+        return self._gather()
+
+    def hang_on_one(self, marker: Path) -> tuple[int, int]:
+        if self.rank == 1 and not marker.exists():
+            marker.touch()
+            time.sleep(600)
+        return self._gather()
+
+    def _gather(self) -> tuple[int, int]:
+        if self.rank == 0:
+            for _ in range(self.world - 1):
+                connection, _ = self.server.accept()
+                connection.recv(1)
+                connection.close()
+        else:
+            with socket.create_connection(self.address) as connection:
+                connection.send(b"x")
+        return self.rank, self.address[1]
