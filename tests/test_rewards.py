@@ -1,6 +1,7 @@
 """Rewards: what they call right, what they refuse, and that one completion cannot harm another."""
 
 import multiprocessing
+import signal
 import time
 from pathlib import Path
 
@@ -143,6 +144,21 @@ def test_a_process_that_was_killed_while_idle_costs_no_completion():
         child.join()
         assert evaluator.evaluate([Case("", "2", "")]) == [Verdict((2.0,), None)]
     finally:
+        evaluator.close()
+
+
+def test_values_of_an_interrupted_call_never_reach_the_next_one():
+    evaluator = Evaluator(ScoringConfig(rewards=(OBEDIENT,), timeout_seconds=2))
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        evaluator.evaluate([Case("", "1", "")])
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            evaluator.evaluate([Case("", "hang", ""), Case("", "1", "")])
+        assert evaluator.evaluate([Case("", "2", "")]) == [Verdict((2.0,), None)]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
         evaluator.close()
 
 

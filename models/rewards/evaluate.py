@@ -82,6 +82,9 @@ class Evaluator:
                     continue
                 verdicts.append(lost.verdict)
                 self.done += 1
+            except BaseException:
+                self.close()  # values of this call may still come through the pipe; the next call must not read them
+                raise
         return verdicts
 
     def close(self) -> None:
