@@ -4,47 +4,39 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from infra.errors import BadInput
 from models.config import SamplingConfig, TransformersEngine
 from models.engines import Completion, Request
 from models.engines.decoding import LoadedPolicy, Row, decode
+from models.roles.policy import load_policy
 from models.roles.tokenizer import load_tokenizer
 
 
 class HuggingFaceEngine:
     """Decode with a KV cache any causal language model that transformers knows without code of its own.
 
-    Completions with the longest common batches come first by prompt length, then in the order of the requests: which
-    rows share a batch follows from the work alone. The same work gives the same completions, bit for bit, in every
-    process of one build with as many threads. With other neighbours or another `max_batch_rows` a completion still
-    draws the same random numbers, but sums may round otherwise in the last bits of float32.
+    Rows are decoded in the order of their prompts' lengths, then of the requests, `max_batch_rows` at a time: which
+    rows share a batch follows from the work alone, never from timing. The same work gives the same completions, bit
+    for bit, in every process of one build with as many threads. With other neighbours or another `max_batch_rows` a
+    completion still draws the same random numbers, but sums may round otherwise in the last bits of float32.
     """
 
     def __init__(self, config: TransformersEngine) -> None:
         self.progress = 0
         self._config = config
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._policy: LoadedPolicy | None = None
 
     def load(self, directory: Path, digest: str) -> None:
         self._policy = None  # the old weights go before the new ones come: two policies may not fit
-        transformers_logging.disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(
-            str(directory),
-            dtype=getattr(torch, self._config.dtype),
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-        )
+        model = load_policy(directory, device=self._device, dtype=getattr(torch, self._config.dtype)).eval()
         tokenizer = load_tokenizer(directory)
         stated = model.generation_config.eos_token_id
         ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])} - {None}
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._policy = LoadedPolicy(
-            model=model.eval().to(self._device),
+            model=model,
             tokenizer=tokenizer,
             digest=digest,
             eos_E=torch.tensor(sorted(ends), device=self._device),

@@ -73,8 +73,8 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, dire
     tokenizer.save_pretrained(directory)
 
 
-def load_policy(directory: Path, *, device: str = "cpu") -> PreTrainedModel:
-    """Load weights in float32, for training; on the `meta` device only their names and shapes.
+def load_policy(directory: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load weights, for training in float32; on the `meta` device only their names and shapes.
 
     A weight that is missing is an error: transformers would fill it with random numbers and a warning.
     """
@@ -82,7 +82,7 @@ def load_policy(directory: Path, *, device: str = "cpu") -> PreTrainedModel:
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             str(directory),
-            dtype=torch.float32,
+            dtype=dtype,
             device_map=device,
             use_safetensors=True,
             local_files_only=True,

@@ -2,7 +2,7 @@
 
     python -m tests.bench.engine [--threads N] [--rounds N] [--json]
 
-The model has the demo's shape and random weights; EOS is made likely enough that completions end at different lengths.
+The model has the demo's shape and random weights; EOS is likely enough that completions end at different lengths.
 """
 
 import argparse
@@ -17,16 +17,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.config import SamplingConfig, TransformersEngine
 from models.engines import Request
 from models.engines.transformers import HuggingFaceEngine
-from models.roles.tokenizer import train_tokenizer
 from models.seeds import derive_seed, sample_seed
+from tests.policies import VOCABULARY, write_policy
 
-PROMPTS, GROUP, LONGEST, CONTEXT, VOCABULARY = 32, 8, 64, 256, 354
-EOS_SHARE = 0.03  # chance of EOS per token: a mean of 28 tokens, 14% of completions cut at 64
+PROMPTS, GROUP, LONGEST = 32, 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +39,6 @@ class Result:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
-
-
-def write_policy(directory: Path) -> None:
-    """Write a random model of the demo's shape, whose EOS has about the share `EOS_SHARE`, and a tokenizer."""
-    tokenizer = train_tokenizer(
-        [f"Ana has {n} pens, buys {n + 3} and sells {n // 2}. How many? {n}+{n + 3}" for n in range(200)],
-        vocab_size=VOCABULARY,
-        context=CONTEXT,
-    )
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        # A bias made of weights: one direction outgrows all others, so that the last norm makes it √hidden_size.
-        model.model.embed_tokens.weight[:, 0] = 3.0
-        model.lm_head.weight[tokenizer.eos_token_id, 0] += np.log(EOS_SHARE * VOCABULARY) / config.hidden_size**0.5
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
 
 
 def requests() -> list[Request]:

@@ -1,0 +1,60 @@
+"""Small random policies for tests and benchmarks: a model and a tokenizer in a directory."""
+
+import math
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+
+from models.roles.policy import save_policy
+from models.roles.tokenizer import train_tokenizer
+
+CONTEXT, VOCABULARY, WIDTH = 256, 354, 64
+
+DECODER = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT,
+}
+ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
+    "llama": (LlamaConfig, DECODER),
+    "qwen3": (Qwen3Config, DECODER),
+    "mistral": (MistralConfig, {**DECODER, "sliding_window": 12}),
+    "gpt2": (GPT2Config, {"n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT}),
+}
+
+
+@cache
+def small_tokenizer():
+    texts = [
+        f"Ana has {n} pens, buys {n + 3} and sells {n // 2}. How many? {n}+{n + 3}={2 * n + 3}" for n in range(200)
+    ]
+    return train_tokenizer(texts, vocab_size=VOCABULARY, context=CONTEXT)
+
+
+def write_policy(directory: Path, architecture: str = "llama", *, seed: int = 0, eos_share: float = 0.03) -> None:
+    """Write a random model whose every token is EOS with about the given probability, and its tokenizer."""
+    tokenizer = small_tokenizer()
+    config, shape = ARCHITECTURES[architecture]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config(
+                **shape,
+                vocab_size=VOCABULARY,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                bos_token_id=None,
+                tie_word_embeddings=False,
+            )
+        )
+    with torch.no_grad():
+        # A bias made of weights: one direction outgrows all others, so that the last norm makes it √width.
+        model.get_input_embeddings().weight[:, 0] = 3.0
+        model.lm_head.weight[tokenizer.eos_token_id, 0] += math.log(eos_share * VOCABULARY) / math.sqrt(WIDTH)
+    save_policy(model, tokenizer, directory)
