@@ -31,7 +31,7 @@ def seal(record: Mapping[str, JsonValue]) -> bytes:
 def unseal(data: bytes, *, where: str) -> dict[str, JsonValue]:
     """Decode what `seal` wrote; Damaged if a single bit differs, BadInput if a newer Rheostat wrote it."""
     try:
-        record = json.loads(data)
+        record = json.loads(data, parse_constant=_refuse_constant)
     except ValueError as error:
         raise Damaged(f"{where}: expected sealed JSON, found {len(data)} bytes that are none: {error}") from error
     if not isinstance(record, dict) or "seal" not in record:
@@ -43,6 +43,10 @@ def unseal(data: bytes, *, where: str) -> dict[str, JsonValue]:
         raise Damaged(f"{where}: expected seal {expected}, found {found} over {len(data)} bytes")
     check_version(str(record.pop("schema_version", "none")), where=where)
     return record
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def check_version(version: str, *, where: str) -> None:
