@@ -69,7 +69,7 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
                 continue
             place = f"{path}:{number}"
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").strip())
             except (ValueError, RecursionError) as error:
                 raise BadInput(f"{place}: not a JSON line: {error}") from error
             if not isinstance(row, dict):

@@ -1,0 +1,133 @@
+"""Check everything that can be wrong with a run's inputs, before anything is written: `python -m models.preflight`.
+
+Reads a run's configuration as JSON on stdin; prints `{"ok": true, "error": "", "facts": {…}}`, or `ok` false with the
+error in one line and exit code 2. A process of its own, since flows may not load what reads tokenizers and models.
+"""
+
+import contextlib
+import json
+import os
+import sys
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.config import PoolsConfig
+from infra.errors import BadInput
+from models.config import (
+    DataConfig,
+    DirectoryPolicy,
+    NumericReward,
+    PolicyConfig,
+    RolloutConfig,
+    ScoringConfig,
+    UpdateConfig,
+    WarmupConfig,
+)
+from models.data import Problem, identity, load_problems, warmup_examples
+from models.rewards.build import build_reward, check_reward
+
+BYTES = {"float32": 4, "bfloat16": 2}
+ADAM_BYTES = 8  # two float32 moments per parameter
+MASTER_BYTES = 4  # DeepSpeed's float32 copy beside bfloat16 weights
+
+
+class Inputs(BaseModel):
+    """The parts of a run's configuration that can be wrong by themselves or against each other."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    seed: int
+    data: DataConfig
+    policy: PolicyConfig
+    warmup: WarmupConfig | None
+    rollout: RolloutConfig
+    scoring: ScoringConfig
+    update: UpdateConfig
+    pools: PoolsConfig
+
+
+def check(inputs: Inputs) -> dict[str, float]:
+    """Return counts, lengths and memory estimates (bytes per worker). Raises BadInput in one line."""
+    for reward in inputs.scoring.rewards:
+        check_reward(reward)
+    train = load_problems(inputs.data, "train", inputs.seed)
+    heldout = load_problems(inputs.data, "heldout", inputs.seed)
+    _check_data(inputs, train, heldout)
+    return {
+        "train_problems": len(train),
+        "heldout_problems": len(heldout),
+        **_check_policy(inputs, train, heldout),
+    }
+
+
+def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> None:
+    if inputs.rollout.prompts > len(train):
+        raise BadInput(
+            f"rollout.prompts {inputs.rollout.prompts} exceeds the {len(train)} training problems: "
+            "an iteration would ask one twice"
+        )
+    known = {identity(problem.prompt) for problem in train}
+    for problem in heldout:
+        if identity(problem.prompt) in known:
+            raise BadInput(f"{problem.source}: this held-out problem is a training problem too; remove one of them")
+    if inputs.warmup is not None:
+        warmup_examples(inputs.data, inputs.warmup.model_copy(update={"steps": 1}), inputs.seed)
+    numeric = [build_reward(reward) for reward in inputs.scoring.rewards if isinstance(reward, NumericReward)]
+    for problem in (*train, *heldout):
+        for reward in numeric:
+            try:
+                reward("", "", problem.answer)
+            except ValueError as error:
+                raise BadInput(f"{problem.source}: the numeric reward finds {error}") from error
+
+
+def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
+    # Imported here: what is wrong with rewards and data is said before the seconds that transformers takes.
+    from models.roles.directory import check_directory
+    from models.roles.policy import policy_shape, scratch_shape, scratch_tokenizer
+    from models.roles.tokenizer import require_room, tokenize_prompts
+
+    if isinstance(inputs.policy, DirectoryPolicy):
+        config, tokenizer, parameters = check_directory(inputs.policy.path)
+        shape = policy_shape(config, parameters=parameters, source=str(inputs.policy.path))
+    else:
+        tokenizer = scratch_tokenizer(inputs.policy, train)
+        shape = scratch_shape(inputs.policy, tokenizer)
+    problems = [*train, *heldout]
+    prompts = tokenize_prompts(problems, tokenizer)
+    new_tokens = inputs.rollout.sampling.max_new_tokens
+    require_room(problems, prompts, max_tokens=shape.context - new_tokens)
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    engine, update = inputs.rollout.engine, inputs.update
+    per_token = 2 * shape.layers * shape.kv_heads * shape.head_size * BYTES[engine.dtype]  # keys and values
+    state = ADAM_BYTES + (MASTER_BYTES if update.dtype == "bfloat16" else 0)
+    ranks = inputs.pools.update_ranks
+    return {
+        "parameters": shape.parameters,
+        "context": shape.context,
+        "longest_prompt_tokens": longest,
+        "rollout_weights_bytes": shape.parameters * BYTES[engine.dtype],
+        "rollout_cache_bytes": per_token * engine.max_batch_rows * (longest + new_tokens),
+        "update_weights_bytes": shape.parameters * BYTES[update.dtype] // (ranks if update.zero_stage >= 3 else 1),
+        "update_gradient_bytes": shape.parameters * BYTES[update.dtype] // (ranks if update.zero_stage >= 2 else 1),
+        "update_optimizer_bytes": shape.parameters * state // (ranks if update.zero_stage >= 1 else 1),
+    }
+
+
+def main() -> int:
+    """Answer one question on stdin with one line on stdout."""
+    answer = os.fdopen(os.dup(1), "w")
+    with contextlib.redirect_stdout(sys.stderr):  # rewards and libraries may print; the answer stands alone
+        inputs = Inputs.model_validate_json(sys.stdin.read())
+        error, facts = "", dict[str, float]()
+        try:
+            facts = check(inputs)
+        except BadInput as found:
+            error = " ".join(str(found).split())
+    with answer:
+        answer.write(json.dumps({"ok": not error, "error": error, "facts": facts}) + "\n")
+    return 2 if error else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""The input check: a question on stdin, an answer in one line, and nothing written."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infra.config import PoolsConfig
+from infra.errors import BadInput
+from models.config import (
+    ArithmeticData,
+    DataConfig,
+    DirectoryPolicy,
+    FileData,
+    NumericReward,
+    PolicyConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ScoringConfig,
+    ScratchPolicy,
+    TargetReward,
+    UpdateConfig,
+    WarmupConfig,
+)
+from models.preflight import Inputs, check
+
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+
+
+def inputs(
+    *,
+    data: DataConfig | None = None,
+    policy: PolicyConfig | None = None,
+    warmup: WarmupConfig | None = None,
+    rollout: RolloutConfig | None = None,
+    scoring: ScoringConfig | None = None,
+    update: UpdateConfig | None = None,
+    ranks: int = 1,
+) -> Inputs:
+    return Inputs(
+        seed=0,
+        data=data or ArithmeticData(train_problems=64, heldout_problems=8),
+        policy=policy or ScratchPolicy(),
+        warmup=warmup,
+        rollout=rollout or RolloutConfig(),
+        scoring=scoring or ScoringConfig(),
+        update=update or UpdateConfig(),
+        pools=PoolsConfig(update_ranks=ranks),
+    )
+
+
+def ask(question: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command as the flows do, where it could leave something behind."""
+    return subprocess.run(
+        [sys.executable, "-m", "models.preflight"], input=question, capture_output=True, text=True, cwd=folder
+    )
+
+
+def rows(path: Path, *answers: str) -> FileData:
+    lines = [json.dumps({"prompt": f"question {n}", "answer": answer}) for n, answer in enumerate(answers)]
+    path.write_text("\n".join(lines))
+    return FileData(path=path, heldout_fraction=0.2)
+
+
+def test_the_command_answers_in_one_line_and_writes_nothing(tmp_path):
+    question = inputs().model_dump(mode="json") | {"name": "a part that the check has no use for"}
+    answer = ask(json.dumps(question), tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    [line] = answer.stdout.splitlines()
+    verdict = json.loads(line)
+    assert (verdict["ok"], verdict["error"]) == (True, "")
+    assert (verdict["facts"]["train_problems"], verdict["facts"]["heldout_problems"]) == (64, 8)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_is_one_line_and_exit_code_2_and_what_a_reward_prints_stays_out_of_it(tmp_path):
+    (tmp_path / "chatty.py").write_text("print('hello')")
+    scoring = ScoringConfig(rewards=(TargetReward(target="chatty:reward"),))
+    answer = ask(inputs(scoring=scoring).model_dump_json(), tmp_path)
+    assert answer.returncode == 2, answer.stderr
+    verdict = json.loads(answer.stdout)
+    assert (verdict["ok"], verdict["facts"]) == (False, {})
+    assert "no attribute 'reward'" in verdict["error"]
+
+
+def test_memory_estimates_follow_from_the_shape():
+    policy = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=2, heads=2, kv_heads=1)
+    facts = check(inputs(policy=policy, rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=30))))
+    # Embeddings, two blocks of (q, k, v, o, three MLP matrices, two norms), the last norm.
+    assert facts["parameters"] == 354 * 16 + 2 * (256 + 128 + 128 + 256 + 3 * 256 + 32) + 16
+    assert facts["rollout_weights_bytes"] == facts["update_weights_bytes"] == 4 * facts["parameters"]
+    assert facts["update_optimizer_bytes"] == 8 * facts["parameters"]
+    # Keys and values of 8 numbers in each of 2 layers.
+    assert facts["rollout_cache_bytes"] == 2 * 2 * 8 * 4 * 512 * (facts["longest_prompt_tokens"] + 30)
+
+
+def test_zero_stages_divide_what_they_shard_among_the_ranks():
+    whole = check(inputs())
+    for stage, kinds in [(1, {"optimizer"}), (2, {"optimizer", "gradient"}), (3, {"optimizer", "gradient", "weights"})]:
+        facts = check(inputs(update=UpdateConfig(zero_stage=stage), ranks=4))
+        divided = {
+            kind
+            for kind in ("optimizer", "gradient", "weights")
+            if facts[f"update_{kind}_bytes"] == whole[f"update_{kind}_bytes"] // 4
+        }
+        assert divided == kinds
+
+
+def test_a_prompt_without_room_is_found_in_the_heldout_split_too(tmp_path):
+    (tmp_path / "h.jsonl").write_text(json.dumps({"prompt": "?" * 99, "answer": "1"}))
+    data = rows(tmp_path / "t.jsonl", *("1",) * 80).model_copy(update={"heldout_path": tmp_path / "h.jsonl"})
+    with pytest.raises(BadInput, match=r"h.jsonl:1: the prompt has 99 tokens, expected 1 to 64"):
+        check(inputs(data=data, policy=ScratchPolicy(vocab_size=300, context=128)))
+
+
+def test_a_reference_without_a_number_is_found_before_a_completion_exists(tmp_path):
+    data = rows(tmp_path / "a.jsonl", *("#### 1",) * 80, "#### many")
+    with pytest.raises(BadInput, match=r"a.jsonl:81: the numeric reward finds no number in the reference '#### many'"):
+        check(inputs(data=data, rollout=RolloutConfig(prompts=8), scoring=ScoringConfig(rewards=(NumericReward(),))))
+
+
+def test_a_heldout_problem_that_is_trained_on_is_refused(tmp_path):
+    data = rows(tmp_path / "a.jsonl", *("1",) * 80)
+    with pytest.raises(BadInput, match=r"a.jsonl:1: this held-out problem is a training problem too"):
+        check(inputs(data=data.model_copy(update={"heldout_path": data.path})))
+
+
+def test_an_iteration_larger_than_the_data_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"rollout.prompts 64 exceeds the \d training problems"):
+        check(inputs(data=rows(tmp_path / "a.jsonl", *("1",) * 10)))
+
+
+def test_warm_up_without_answers_is_refused(tmp_path):
+    data = rows(tmp_path / "a.jsonl", *("1",) * 100).model_copy(update={"answer_column": None})
+    with pytest.raises(BadInput, match=r"set data.answer_column, or remove \[warmup\]"):
+        check(inputs(data=data, warmup=WarmupConfig()))
+
+
+def test_a_directory_that_is_no_policy_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"no config.json: not a model directory"):
+        check(inputs(policy=DirectoryPolicy(path=tmp_path)))
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside this checkout")
+def test_all_of_gsm8k_is_checked_in_seconds():
+    data = FileData(path=GSM8K / "train.jsonl", heldout_path=GSM8K / "test.jsonl", prompt_column="question")
+    started = time.process_time()
+    facts = check(inputs(data=data, policy=ScratchPolicy(vocab_size=2048, context=768)))
+    assert time.process_time() - started < 15
+    assert (facts["train_problems"], facts["heldout_problems"]) == (7473, 1319)
