@@ -43,7 +43,7 @@ class Provenance(Settings):
 
 def provenance_here(*, worker: str = "", seconds: Mapping[str, float] | None = None) -> Provenance:
     """Return the provenance of what is made on this machine now."""
-    created = datetime.now(UTC).isoformat(timespec="seconds")
+    created = datetime.now(UTC).isoformat(timespec="milliseconds")
     return Provenance(worker=worker, host=socket.gethostname(), created=created, seconds=dict(seconds or {}))
 
 

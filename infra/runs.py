@@ -50,6 +50,18 @@ class Run:
         """Name of the run."""
         return self.record.name
 
+    def check_identity(self, config: Mapping[str, JsonValue], fingerprint: str) -> None:
+        """Raise RunChanged, naming the settings that differ, unless the run was made from this configuration."""
+        if self.record.fingerprint != fingerprint:
+            difference = _difference(self.record.config, config)
+            raise RunChanged(f"run {self.name!r} in {self.store.uri} was made by another configuration: {difference}")
+
+    def check_free(self) -> None:
+        """Raise RunHeld if a live process holds the run now."""
+        with self.store.hold(_LOCK) as held:
+            if not held:
+                raise RunHeld(f"run {self.name!r} in {self.store.uri} is held by {_holder(self.store)}")
+
     @contextmanager
     def hold(self) -> Iterator["Run"]:
         """Take the run for this process and the next epoch; RunHeld if another live process has it."""
@@ -145,9 +157,7 @@ def create_run(store_uri: str, name: str, config_json: str, fingerprint: str) ->
     if not store.exists(_RECORD) and store.put(_RECORD, seal(record.model_dump(mode="json"))):
         return Run(store, record)
     run = open_run(store_uri, name)
-    if run.record.fingerprint != fingerprint:
-        difference = _difference(run.record.config, config)
-        raise RunChanged(f"run {name!r} in {store.uri} was made by another configuration: {difference}")
+    run.check_identity(config, fingerprint)
     return run
 
 

@@ -1,0 +1,28 @@
+"""Held-out evaluation of the policy after some iterations, by the same controllers as training."""
+
+from prefect import flow
+
+from flows.config import RunConfig
+from flows.generation import generate_and_score
+from flows.running import hold
+from flows.warmup import warmup
+from tasks.evaluation import summarise_evaluation
+from tasks.placement import place_evaluation
+from tasks.reports import Accuracy
+from tasks.session import RunRef
+
+
+@flow(name="evaluation", flow_run_name="eval-{number:04d}")
+async def evaluation(run: RunRef, number: int) -> Accuracy:
+    """Generate and score one completion for each held-out problem."""
+    plan = await place_evaluation(run, number)
+    await generate_and_score(run, plan)
+    return await summarise_evaluation(run, plan)
+
+
+@flow(name="evaluate", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
+async def evaluate(config: RunConfig) -> Accuracy:
+    """Measure the configured policy as it is on held-out problems."""
+    async with hold(config) as run:
+        await warmup(run)
+        return await evaluation(run, 0)

@@ -1,0 +1,180 @@
+"""Start a pipeline from the command line: check the input, find or start a Prefect API, run the flow here."""
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from flows.config import RunConfig, load_config, override_config
+from infra.errors import ApiFailed, BadInput, RheostatError
+from infra.runs import list_runs, open_run
+from models.config import DirectoryPolicy
+
+if TYPE_CHECKING:
+    from tasks.reporting import RunSummary
+    from tasks.reports import Accuracy
+
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+UI_PORT = 4200  # Prefect's own default
+SERVER_SECONDS = 120
+
+# Prefect reads these when it is imported; what the user has set stays.
+PREFECT_DEFAULTS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_LOGGING_LEVEL": "ERROR",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,models,infra",
+}
+for _name, _value in PREFECT_DEFAULTS.items():
+    os.environ.setdefault(_name, _value)
+
+
+def train_here(config: RunConfig) -> "RunSummary":
+    """Run or continue the job in this process. Raises BadInput before anything is written or started."""
+    from tasks.preflight import preflight
+
+    check_unheld(config)
+    asyncio.run(preflight(config))
+    with prefect_api() as url:
+        from flows.train import train
+
+        logger.info("run %s in %s; watch it at %s", config.name, config.store, url.removesuffix("/api"))
+        return run_flow(train(config))
+
+
+def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
+    """Measure a policy directory on held-out problems; nothing stays behind."""
+    with tempfile.TemporaryDirectory(prefix="rheostat-evaluate-") as scratch:
+        config = _evaluation_config(policy, config_path, overrides).model_copy(update={"store": scratch})
+        from tasks.preflight import preflight
+
+        asyncio.run(preflight(config))
+        with prefect_api():
+            from flows.evaluation import evaluate
+
+            return run_flow(evaluate(config))
+
+
+def plan_run(config: RunConfig) -> str:
+    """Describe what a run would do, with sizes and memory estimates; writes nothing."""
+    from tasks.preflight import preflight
+
+    facts = asyncio.run(preflight(config))
+    pools = config.pools
+    plan = {
+        "run": f"{config.name} in {config.store}",
+        "iterations": config.iterations,
+        "completions": f"{config.rollout.prompts} prompts x {config.rollout.group_size} per iteration",
+        "shards per iteration": -(-config.rollout.prompts // config.rollout.shard_prompts),
+        "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
+        "workers": f"{pools.rollout_workers} rollout, {pools.scoring_workers} scoring, {pools.threads} threads each",
+        "update ranks": f"{pools.update_ranks}, ZeRO {config.update.zero_stage}, {config.update.dtype}",
+        "optimizer steps": config.iterations * config.update.minibatches,
+        **{name: _readable(name, value) for name, value in facts.items()},
+        "fingerprint": config.fingerprint(),
+    }
+    width = max(len(name) for name in plan)
+    return "\n".join(f"{name.replace('_', ' ').ljust(width)}  {value}" for name, value in plan.items())
+
+
+def check_unheld(config: RunConfig) -> None:
+    """Refuse a run that was made otherwise or that another process holds, before anything starts."""
+    if config.name not in list_runs(config.store):
+        return
+    run = open_run(config.store, config.name)
+    run.check_identity(config.identity(), config.fingerprint())
+    run.check_free()
+
+
+@contextmanager
+def prefect_api() -> Iterator[str]:
+    """Use the configured Prefect API, or serve one from this machine for as long as the context lasts."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    configured = PREFECT_API_URL.value()
+    if configured:
+        yield str(configured)
+        return
+    port = _free_port(UI_PORT)
+    url = f"http://127.0.0.1:{port}/api"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "flows.server", str(port), str(os.getpid())],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches the flow first, which needs the API to end well
+    )
+    try:
+        _wait_healthy(server, url)
+        with temporary_settings({PREFECT_API_URL: url}):
+            yield url
+    finally:
+        server.terminate()
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def run_flow(flow: "Coroutine[object, object, R]") -> R:
+    """Run a flow to its end; of the errors that its controllers ended with together, raise the first of ours."""
+    try:
+        return asyncio.run(flow)
+    except BaseExceptionGroup as group:
+        ours, _ = group.split(RheostatError)
+        leaf: BaseException = ours or group
+        while isinstance(leaf, BaseExceptionGroup):
+            leaf = leaf.exceptions[0]
+        raise leaf from group
+
+
+def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> RunConfig:
+    if config_path is not None:
+        config = load_config(config_path, overrides)
+    else:
+        home = next((p for p in policy.resolve().parents if (p / "run.json").is_file()), None)
+        if home is None:
+            raise BadInput(f"{policy} does not lie in a run: name the problems with --config CONFIG")
+        record = open_run(str(home.parent), home.name).record
+        config = override_config(record.config, overrides, source=f"run {home.name}")
+    directory = DirectoryPolicy(path=policy)
+    return config.model_copy(update={"name": "evaluate", "policy": directory, "warmup": None, "iterations": 0})
+
+
+def _wait_healthy(server: "subprocess.Popen[bytes]", url: str) -> None:
+    deadline = time.monotonic() + SERVER_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise ApiFailed(f"the Prefect server ended with code {server.returncode}: try `rheostat server`")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise ApiFailed(f"the Prefect server did not answer at {url} within {SERVER_SECONDS} s")
+
+
+def _free_port(preferred: int) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", preferred))
+        except OSError:
+            probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _readable(name: str, value: float) -> str:
+    return f"{value / 2**20:,.1f} MiB" if name.endswith("bytes") else f"{value:,.0f}"

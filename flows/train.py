@@ -1,0 +1,27 @@
+"""The main job: a policy, improved iteration by iteration."""
+
+from prefect import flow
+
+from flows.config import RunConfig
+from flows.evaluation import evaluation
+from flows.iteration import iteration
+from flows.running import hold
+from flows.warmup import warmup
+from tasks.reporting import RunSummary, report_iteration, report_run, resume_point
+
+
+@flow(
+    name="train", flow_run_name="{config.name}", persist_result=True, result_serializer="json", validate_parameters=True
+)
+async def train(config: RunConfig) -> RunSummary:
+    """Retrain a language model by reinforcement learning; started again, it continues where the store ends."""
+    async with hold(config) as run:
+        await warmup(run)
+        await evaluation(run, 0)
+        for number in await resume_point(run):
+            await iteration(run, number)
+            await report_iteration(run, number)
+            if config.evaluation.every and number % config.evaluation.every == 0:
+                await evaluation(run, number)
+        await evaluation(run, config.iterations)
+        return await report_run(run)

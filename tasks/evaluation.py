@@ -1,0 +1,24 @@
+"""The result of a held-out evaluation."""
+
+from prefect import task
+
+from tasks.plan import BatchPlan, plan_key
+from tasks.reports import Accuracy, accuracy_of
+from tasks.session import RunRef, session_of
+from tasks.stages import record, required
+
+
+@task(task_run_name="{plan.key} summary")
+async def summarise_evaluation(run: RunRef, plan: BatchPlan) -> Accuracy:
+    """Commit the accuracy of one evaluated policy."""
+    scores = [required(run, plan.shard_key("scoring", shard)) for shard in range(len(plan.shards))]
+    term = session_of(run).settings.scoring.terms[0]
+    total = sum(m.metrics[f"term_{term}_sum"] for m in scores)
+    problems = int(sum(m.metrics["count"] - m.metrics["missing"] for m in scores))
+    manifest = record(
+        run,
+        f"{plan.key}/summary",
+        parents=[required(run, plan_key(plan.key)), *scores],
+        metrics={"accuracy": total / problems if problems else 0.0, "problems": problems},
+    )
+    return accuracy_of(manifest)

@@ -1,0 +1,141 @@
+"""What people see: a line per iteration, Prefect artifacts, the plot and the summary at the end."""
+
+import base64
+import io
+import logging
+from collections.abc import Sequence
+
+from prefect import task
+from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, acreate_table_artifact
+
+from infra.config import Settings
+from infra.errors import Damaged
+from tasks.plan import policy_key
+from tasks.plotting import learning_curve
+from tasks.reports import Accuracy, IterationReport, evaluations_of, reports_of
+from tasks.samples import Sample, sample_rollouts
+from tasks.session import RunRef, session_of
+from tasks.stages import required
+
+logger = logging.getLogger(__name__)
+
+TABLE_ROWS = 50  # of the iterations table while a run goes on; the last one has all
+
+
+class RunSummary(Settings):
+    """A finished run."""
+
+    run: str
+    """Name."""
+    path: str
+    """Where it lies."""
+    iterations: int
+    """Sealed iterations."""
+    before: Accuracy
+    """Held-out accuracy of the initial policy."""
+    after: Accuracy
+    """Held-out accuracy of the last policy."""
+    policy: str
+    """Directory of the last policy."""
+    digest: str
+    """Digest of its weights."""
+    plot: str
+    """PNG of the learning curve."""
+
+
+@task(task_run_name="resume point")
+async def resume_point(run: RunRef) -> list[int]:
+    """Numbers of the iterations that are still to do: those after the last sealed one."""
+    session = session_of(run)
+    reports = _reports(run)
+    if [report.iteration for report in reports] != list(range(1, len(reports) + 1)):
+        raise Damaged(f"run {run.name!r}: sealed iterations are not 1 to {len(reports)}, a seal is missing")
+    if reports:
+        logger.info("run %s: %d of %d iterations are in the store", run.name, len(reports), session.settings.iterations)
+    return list(range(len(reports) + 1, session.settings.iterations + 1))
+
+
+@task(task_run_name="report it-{number:04d}")
+async def report_iteration(run: RunRef, number: int) -> IterationReport:
+    """Log the iteration's line and renew the run's progress and table artifacts."""
+    total = session_of(run).settings.iterations
+    reports = _reports(run)
+    report = reports[number - 1]
+    recent = [r.seconds["total"] for r in reports[max(0, number - 5) : number]]
+    logger.info("%s", report.line(total, sum(recent) / len(recent) * (total - number)))
+    key = artifact_key(run.name)
+    await acreate_progress_artifact(
+        progress=100 * number / total, key=f"{key}-progress", description=report.line(total, 0)
+    )
+    await acreate_table_artifact(_table(reports[-TABLE_ROWS:]), key=f"{key}-iterations", description=f"Run {run.name}")
+    return report
+
+
+@task(task_run_name="report")
+async def report_run(run: RunRef) -> RunSummary:
+    """Draw the learning curve and publish the summary, the full table and some rollouts."""
+    session = session_of(run)
+    reports, evaluations = _reports(run), evaluations_of(session.run)
+    last = required(run, policy_key(len(reports)))
+    png = learning_curve(run.name, [(r.iteration, r.accuracy, r.reward) for r in reports], evaluations)
+    plot_key = f"report/learning-curve-{len(reports):04d}.png"
+    session.run.store.put(plot_key, png)
+    summary = RunSummary(
+        run=run.name,
+        path=str(session.run.store.local("")),
+        iterations=len(reports),
+        before=evaluations[0],
+        after=evaluations[-1],
+        policy=str(session.run.store.local(last.bundles["weights"].key)),
+        digest=last.bundles["weights"].digest,
+        plot=str(session.run.store.local(plot_key)),
+    )
+    samples = sample_rollouts(session.run, len(reports), limit=12) if reports else []
+    key = artifact_key(run.name)
+    await acreate_table_artifact(_table(reports), key=f"{key}-iterations", description=f"Run {run.name}")
+    await acreate_table_artifact(
+        [s.model_dump() for s in samples], key=f"{key}-rollouts", description="Sample rollouts"
+    )
+    await acreate_markdown_artifact(_markdown(summary, png, samples), key=f"{key}-summary", description="Summary")
+    return summary
+
+
+def artifact_key(name: str) -> str:
+    """A run's name as Prefect wants artifact keys: lower-case letters, digits and dashes."""
+    return name.replace(".", "-").replace("_", "-")
+
+
+def _reports(run: RunRef) -> list[IterationReport]:
+    term = session_of(run).settings.scoring.terms[0]
+    return reports_of(session_of(run).run, term=term)
+
+
+def _table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
+    return [
+        {
+            **report.model_dump(exclude={"seconds", "policy"}),
+            "policy": report.policy[:16],
+            **{f"{name} seconds": round(value, 2) for name, value in report.seconds.items()},
+        }
+        for report in reports
+    ]
+
+
+def _markdown(summary: RunSummary, png: bytes, samples: Sequence[Sample]) -> str:
+    image = base64.b64encode(png).decode()
+    text = io.StringIO()
+    text.write(f"# Run {summary.run}\n\n{accuracy_lines(summary)}\n\n")
+    text.write(f"- policy `{summary.policy}`\n- weights digest `{summary.digest}`\n- run `{summary.path}`\n\n")
+    text.write(f"![learning curve](data:image/png;base64,{image})\n\n")
+    for sample in samples[:4]:
+        text.write(f"```text\n{sample.prompt}{sample.completion}\n```\nreward {sample.reward}\n\n")
+    return text.getvalue()
+
+
+def accuracy_lines(summary: RunSummary) -> str:
+    """Held-out accuracy before and after, with intervals."""
+    before, after = summary.before, summary.after
+    return (
+        f"held-out accuracy before {before.mean:.3f} (95% interval {before.low:.3f} to {before.high:.3f}), "
+        f"after {after.mean:.3f} ({after.low:.3f} to {after.high:.3f}), {after.problems} problems"
+    )

@@ -1,0 +1,95 @@
+"""A run in numbers, read from its manifests."""
+
+from datetime import timedelta
+
+from infra.config import Settings
+from infra.manifests import Manifest
+from infra.runs import Run
+from models.statistics import wilson_interval
+
+
+class Accuracy(Settings):
+    """Share of held-out problems solved, by the first reward term."""
+
+    number: int
+    """Iterations before the evaluation."""
+    problems: int
+    """Problems scored."""
+    mean: float
+    """Mean of the first reward term; the share solved where that term is 0 or 1."""
+    low: float
+    """Lower end of the 95% interval (Wilson)."""
+    high: float
+    """Upper end."""
+
+
+class IterationReport(Settings):
+    """One iteration in numbers."""
+
+    iteration: int
+    """Counted from 1."""
+    accuracy: float
+    """Mean of the first reward term over the iteration's completions."""
+    reward: float
+    """Mean total reward."""
+    length: float
+    """Mean completion length in tokens."""
+    kl: float
+    """Mean divergence of the updated policy from the one that generated, per token (k3)."""
+    missing: int
+    """Completions without a score."""
+    quarantined: bool
+    """Whether the update was refused because of NaN or Inf."""
+    policy: str
+    """Digest of the weights after the update."""
+    seconds: dict[str, float]
+    """Seconds per stage, and in total."""
+
+    def line(self, total: int, remaining_seconds: float) -> str:
+        """The report as one line of a terminal."""
+        stages = "  ".join(f"{name} {self.seconds[name]:.1f}s" for name in ("rollout", "scoring", "update", "total"))
+        eta = timedelta(seconds=round(remaining_seconds))
+        note = "  QUARANTINED: NaN or Inf, weights unchanged" if self.quarantined else ""
+        return (
+            f"iteration {self.iteration:>3}/{total}  accuracy {self.accuracy:.3f}  reward {self.reward:.3f}  "
+            f"length {self.length:.1f}  kl {self.kl:.4f}  {stages}  eta {eta}{note}"
+        )
+
+
+def report_of(sealed: Manifest, *, term: str) -> IterationReport:
+    """Read an iteration's seal."""
+    metrics = sealed.metrics
+    return IterationReport(
+        iteration=int(sealed.key.split("/")[0].removeprefix("it-")),
+        accuracy=metrics[f"credit/term_{term}_mean"],
+        reward=metrics["credit/reward_mean"],
+        length=metrics["credit/length_mean"],
+        kl=metrics["update/kl_old"],
+        missing=int(metrics["credit/missing"]),
+        quarantined=bool(metrics["update/quarantined"]),
+        policy=str(sealed.detail["policy"]),
+        seconds=sealed.provenance.seconds,
+    )
+
+
+def evaluations_of(run: Run) -> list[Accuracy]:
+    """Every evaluation of a run, in order."""
+    return [accuracy_of(m) for m in run.manifests("eval-") if m.key.endswith("/summary")]
+
+
+def sealed_iterations(run: Run) -> list[Manifest]:
+    """Manifests of the iterations that exist, in order."""
+    return [m for m in run.manifests("it-") if m.key.endswith("/seal")]
+
+
+def reports_of(run: Run, *, term: str) -> list[IterationReport]:
+    """Every sealed iteration of a run; `term` names the reward term that counts as accuracy."""
+    return [report_of(sealed, term=term) for sealed in sealed_iterations(run)]
+
+
+def accuracy_of(summary: Manifest) -> Accuracy:
+    """Read an evaluation's summary manifest."""
+    mean, problems = summary.metrics["accuracy"], int(summary.metrics["problems"])
+    low, high = wilson_interval(mean * problems, problems)
+    number = int(summary.key.split("/")[0].removeprefix("eval-"))
+    return Accuracy(number=number, problems=problems, mean=mean, low=low, high=high)

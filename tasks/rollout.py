@@ -1,0 +1,28 @@
+"""Generation: one task per shard."""
+
+from prefect import task
+
+from infra.manifests import Manifest
+from models.work import RolloutWork
+from tasks.plan import BatchPlan
+from tasks.preparation import PROMPTS
+from tasks.session import RunRef, session_of
+from tasks.stages import is_transient, once, policy_of, required
+
+
+@task(task_run_name="{plan.key} generate {shard:04d}", retries=2, retry_condition_fn=is_transient)
+async def generate_shard(run: RunRef, plan: BatchPlan, shard: int) -> Manifest:
+    """Have a rollout worker complete one shard's prompts and commit what it wrote."""
+    policy = required(run, plan.policy)
+    prompts = required(run, PROMPTS[plan.split])
+    work = RolloutWork(
+        iteration=plan.number,
+        policy=policy_of(policy),
+        prompts=prompts.shards[0],
+        rows=plan.shard_rows(shard),
+        group_size=plan.group_size,
+        sampling=plan.sampling,
+        seed=session_of(run).settings.seed,
+    )
+    key = plan.shard_key("rollout", shard)
+    return await once(run, key, role="rollout", method="generate", work=work, parents=[policy, prompts])

@@ -1,0 +1,65 @@
+"""Readable rollouts: a few rows of a run's shards, with their scores."""
+
+from typing import Literal
+
+from infra.config import Settings
+from infra.errors import BadInput
+from infra.manifests import Manifest
+from infra.runs import Run
+from infra.shards import read_shard
+from tasks.plan import iteration_key
+
+
+class Sample(Settings):
+    """One completion as a person reads it."""
+
+    iteration: int
+    """Iteration that generated it."""
+    prompt_id: str
+    """Stable name of the problem."""
+    sample: int
+    """Index inside its group."""
+    prompt: str
+    """Rendered prompt."""
+    completion: str
+    """What the policy wrote."""
+    answer: str | None
+    """Reference answer."""
+    reward: float | None
+    """Total reward; none if it is missing."""
+    finish_reason: str
+    """`stop` or `length`."""
+    tokens: int
+    """Length of the completion in tokens."""
+
+
+def sample_rollouts(
+    run: Run, iteration: int, *, limit: int, order: Literal["reward", "length", "position"] = "position"
+) -> list[Sample]:
+    """Read completions of one iteration. By position only as many shards are opened as `limit` needs."""
+    rollouts = run.manifests(f"{iteration_key(iteration)}/rollout/")
+    if not rollouts:
+        raise BadInput(f"run {run.name!r} has no rollouts of iteration {iteration}")
+    samples: list[Sample] = []
+    for manifest in rollouts:
+        samples += _read(run, manifest, iteration)
+        if order == "position" and len(samples) >= limit:
+            break
+    if order == "reward":
+        samples.sort(key=lambda s: float("-inf") if s.reward is None else s.reward, reverse=True)
+    elif order == "length":
+        samples.sort(key=lambda s: s.tokens, reverse=True)
+    return samples[:limit]
+
+
+def _read(run: Run, manifest: Manifest, iteration: int) -> list[Sample]:
+    columns = ["prompt_id", "sample", "prompt", "completion", "answer", "finish_reason", "logprobs"]
+    rows = read_shard(run.store, manifest.shards[0], columns=columns).to_pylist()
+    scored = run.find(manifest.key.replace("/rollout/", "/scoring/"))
+    rewards: list[float | None] = [None] * len(rows)
+    if scored is not None:
+        rewards = read_shard(run.store, scored.shards[0], columns=["reward"])["reward"].to_pylist()
+    return [
+        Sample(iteration=iteration, tokens=len(row.pop("logprobs")), reward=reward, **row)
+        for row, reward in zip(rows, rewards, strict=True)
+    ]

@@ -1,0 +1,128 @@
+"""The frame of every stage: look in the store, ask a pool, commit the manifest."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.tasks import Task
+from pydantic import JsonValue
+
+from infra.bundles import BundleRef
+from infra.errors import Damaged, WorkerLost, WorkerStalled
+from infra.manifests import Manifest, provenance_here
+from models.records import PolicyVersion
+from tasks.session import RunRef, session_of
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.02  # a look for one name on local disk costs 20 µs
+
+
+async def once(
+    ref: RunRef,
+    key: str,
+    *,
+    role: str,
+    method: str,
+    work: object,
+    parents: Sequence[Manifest] = (),
+    detail: Mapping[str, JsonValue] | None = None,
+) -> Manifest:
+    """Return the manifest under `key`, or have a worker of `role` do the work and commit what it made."""
+    session = session_of(ref)
+    done_before = session.run.find(key)
+    if done_before is not None:
+        return done_before
+    start = time.monotonic()
+    done = await session.perform(role, method, work)
+    outcome = done.result
+    waited = {"worker": done.seconds, "stage": time.monotonic() - start}
+    return session.run.commit(
+        Manifest(
+            key=key,
+            shards=outcome.shards,
+            bundles=_bundles(outcome.policy),
+            parents=tuple(parent.digest for parent in parents),
+            metrics=outcome.metrics or {},
+            detail={**_version(outcome.policy), **(detail or {})},
+            provenance=provenance_here(
+                worker=f"{done.worker} pid {done.pid}",
+                seconds={**(outcome.timings or {}), **waited},
+            ),
+        )
+    )
+
+
+def record(
+    ref: RunRef,
+    key: str,
+    *,
+    parents: Sequence[Manifest] = (),
+    bundles: Mapping[str, BundleRef] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    detail: Mapping[str, JsonValue] | None = None,
+    seconds: Mapping[str, float] | None = None,
+) -> Manifest:
+    """Return the manifest under `key`, or commit a decision that needed no worker."""
+    run = session_of(ref).run
+    return run.find(key) or run.commit(
+        Manifest(
+            key=key,
+            bundles=dict(bundles or {}),
+            parents=tuple(parent.digest for parent in parents),
+            metrics=dict(metrics or {}),
+            detail=dict(detail or {}),
+            provenance=provenance_here(worker=f"controller pid {os.getpid()}", seconds=seconds),
+        )
+    )
+
+
+async def committed(ref: RunRef, key: str, *, silence_seconds: float) -> Manifest:
+    """Wait until another controller has committed `key`. Raises WorkerStalled after `silence_seconds`."""
+    run = session_of(ref).run
+    deadline = time.monotonic() + silence_seconds
+    while (manifest := run.find(key)) is None:
+        if time.monotonic() > deadline:
+            raise WorkerStalled(f"{key}: expected a commit within {silence_seconds:g} s, none came")
+        await asyncio.sleep(POLL_SECONDS)
+    return manifest
+
+
+def required(ref: RunRef, key: str) -> Manifest:
+    """The manifest under `key`, which an earlier stage committed. Raises Damaged if it is gone."""
+    manifest = session_of(ref).run.find(key)
+    if manifest is None:
+        raise Damaged(f"run {ref.name!r}: manifest {key!r} is missing")
+    return manifest
+
+
+def policy_of(manifest: Manifest) -> PolicyVersion:
+    """The policy version that a manifest committed."""
+    version = manifest.detail["version"]
+    assert isinstance(version, int)
+    return PolicyVersion(version=version, weights=manifest.bundles["weights"], state=manifest.bundles.get("state"))
+
+
+def _bundles(policy: PolicyVersion | None) -> dict[str, BundleRef]:
+    if policy is None:
+        return {}
+    state = {} if policy.state is None else {"state": policy.state}
+    return {"weights": policy.weights, **state}
+
+
+def _version(policy: PolicyVersion | None) -> dict[str, JsonValue]:
+    return {} if policy is None else {"version": policy.version}
+
+
+async def is_transient(task: Task[..., object], task_run: TaskRun, state: State[object]) -> bool:
+    """Whether trying a task again can help: a lost worker or the outside world, never a bad result."""
+    try:
+        await state.aresult()
+    except (WorkerLost, OSError):
+        return True
+    except Exception:
+        return False
+    return False

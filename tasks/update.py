@@ -1,0 +1,25 @@
+"""The optimizer steps of an iteration: one task, all ranks."""
+
+from prefect import task
+
+from infra.manifests import Manifest
+from models.work import UpdateWork
+from tasks.plan import BatchPlan, policy_key
+from tasks.session import RunRef, session_of
+from tasks.stages import is_transient, once, policy_of, required
+
+
+@task(task_run_name="{plan.key} update", retries=2, retry_condition_fn=is_transient)
+async def update_policy(run: RunRef, plan: BatchPlan) -> Manifest:
+    """Have the update ranks learn from the iteration's samples and commit the new policy version."""
+    settings = session_of(run).settings
+    parent, credit = required(run, plan.policy), required(run, f"{plan.key}/credit")
+    work = UpdateWork(
+        iteration=plan.number,
+        policy=policy_of(parent),
+        reference=policy_of(required(run, policy_key(0))),
+        samples=credit.shards,
+        total_iterations=settings.iterations,
+        seed=settings.seed,
+    )
+    return await once(run, policy_key(plan.number), role="update", method="update", work=work, parents=[parent, credit])

@@ -1,0 +1,46 @@
+"""Batches are cut into shards and dealt to controllers."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.curriculum import prompt_rows
+from models.statistics import wilson_interval
+from placement.allocation import cut, deal
+
+
+@given(st.integers(1, 500), st.integers(1, 64))
+def test_shards_hold_every_prompt_once_and_in_order(num_prompts, shard_prompts):
+    shards = cut(num_prompts, shard_prompts=shard_prompts)
+    assert [position for shard in shards for position in shard] == list(range(num_prompts))
+    assert all(len(shard) == shard_prompts for shard in shards[:-1])
+
+
+@given(st.integers(0, 200), st.integers(1, 16))
+def test_controllers_get_disjoint_slices_of_nearly_equal_size(num_shards, controllers):
+    slices = deal(range(num_shards), controllers=controllers)
+    assert [shard for own in slices for shard in own] == list(range(num_shards))
+    assert len(slices) == min(controllers, num_shards)
+    assert max(map(len, slices), default=0) - min(map(len, slices), default=0) <= 1
+
+
+@given(st.integers(1, 50), st.lists(st.integers(1, 30), min_size=1, max_size=10))
+def test_every_epoch_visits_every_prompt_once_however_it_is_cut_into_iterations(num_prompts, counts):
+    taken, issued = [], 0
+    for count in counts:
+        taken += prompt_rows(issued, count, num_prompts=num_prompts, seed=3)
+        issued += count
+    assert taken == list(prompt_rows(0, sum(counts), num_prompts=num_prompts, seed=3))
+    for epoch in range(len(taken) // num_prompts):
+        assert sorted(taken[epoch * num_prompts : (epoch + 1) * num_prompts]) == list(range(num_prompts))
+
+
+def test_epochs_and_seeds_give_different_orders():
+    first = prompt_rows(0, 100, num_prompts=100, seed=0)
+    assert first != prompt_rows(100, 100, num_prompts=100, seed=0)
+    assert first != prompt_rows(0, 100, num_prompts=100, seed=1)
+
+
+def test_wilson_interval_is_that_of_the_textbook():
+    low, high = wilson_interval(8, 10)
+    assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)
+    assert wilson_interval(0, 0) == (0.0, 1.0)
