@@ -1,0 +1,105 @@
+"""Supervised warm-up: imitate worked examples by cross-entropy on their completions."""
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from infra.errors import Quarantined
+from models.batching import TokenSequence, lay_out, plan_step
+from models.data import Prompt, warmup_examples
+from models.roles.ranks import Ranks, sum_and_max
+from models.roles.tokenizer import load_tokenizer, render
+from models.roles.trainer import Trainer
+from models.schedule import learning_rate
+from models.work import WarmupWork
+
+
+def imitate(
+    trainer: Trainer,
+    work: WarmupWork,
+    *,
+    directory: Path,
+    microbatch_tokens: int,
+    ranks: Ranks,
+    beat: Callable[[], None],
+) -> dict[str, float]:
+    """Take all warm-up steps and return their statistics; a loss that is not finite is refused."""
+    examples = warmup_examples(work.data, work.warmup, work.seed)
+    sequences = example_sequences(examples, load_tokenizer(directory))
+    losses = torch.zeros(work.warmup.steps, dtype=torch.float64, device=ranks.device)
+    for step in range(work.warmup.steps):
+        chosen = sequences[step * work.warmup.batch_size : (step + 1) * work.warmup.batch_size]
+        losses[step] = _imitate_step(trainer, chosen, microbatch_tokens=microbatch_tokens, ranks=ranks, beat=beat)
+        rate = learning_rate(
+            step,
+            work.warmup.steps,
+            peak=work.warmup.learning_rate,
+            warmup_steps=round(work.warmup.steps * 0.05),
+            schedule="cosine",
+            floor=0.1,
+        )
+        if not isfinite(norm := trainer.step(rate)):
+            raise Quarantined(f"warm-up step {step}: expected finite gradients, found a norm of {norm}; lower its rate")
+    sum_and_max(losses, torch.zeros(1, device=ranks.device))
+    return {
+        "loss_first": float(losses[0]),
+        "loss_last": float(losses[-20:].mean()),
+        "steps": float(work.warmup.steps),
+        "tokens": float(sum(len(sequence.tokens) - sequence.num_prompt_tokens for sequence in sequences)),
+        "samples": float(len(sequences)),
+    }
+
+
+def _imitate_step(
+    trainer: Trainer,
+    sequences: Sequence[TokenSequence],
+    *,
+    microbatch_tokens: int,
+    ranks: Ranks,
+    beat: Callable[[], None],
+) -> torch.Tensor:
+    """Run this rank's passes of one step and return its share of the loss: the mean over all completion tokens."""
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    plan = plan_step(tuple(range(len(sequences))), lengths, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
+    weight = 1 / sum(len(sequence.logprobs) for sequence in sequences)
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    passes = plan.passes[ranks.rank]
+    for number, rows in enumerate(passes):
+        batch = lay_out([sequences[row] for row in rows], [weight] * len(rows))
+        loss = -trainer.logprobs(batch).sum() * weight
+        trainer.backward(loss, last=number + 1 == len(passes))
+        total += loss.detach()
+        beat()
+    return total
+
+
+def example_sequences(
+    examples: Sequence[tuple[Prompt, str]], tokenizer: PreTrainedTokenizerFast
+) -> list[TokenSequence]:
+    """Tokenize prompts as for generation, and completions with EOS at their end."""
+    texts = [render(prompt, tokenizer, source="warm-up example") for prompt, _ in examples]
+    prompts: list[list[int]] = [[] for _ in examples]
+    for special in (True, False):  # chat templates write their own special tokens, plain text gets the tokenizer's
+        rows = [row for row, (prompt, _) in enumerate(examples) if isinstance(prompt, str) == special]
+        encoded = tokenizer([texts[row] for row in rows], add_special_tokens=special)["input_ids"] if rows else []
+        for row, tokens in zip(rows, encoded, strict=True):
+            prompts[row] = tokens
+    completions = tokenizer([completion for _, completion in examples], add_special_tokens=False)["input_ids"]
+    return [
+        _sequence(prompt, [*completion, tokenizer.eos_token_id])
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+
+
+def _sequence(prompt: list[int], completion: list[int]) -> TokenSequence:
+    nothing = np.zeros(len(completion), np.float32)
+    return TokenSequence(
+        tokens=np.asarray([*prompt, *completion], np.int32),
+        num_prompt_tokens=len(prompt),
+        logprobs=nothing,
+        advantages=nothing,
+    )

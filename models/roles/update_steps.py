@@ -1,0 +1,144 @@
+"""The optimizer steps of one iteration on one rank: which passes there are, and what each learns from.
+
+Shapes: N completion tokens of one pass.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from models.batching import MicroBatch, Rows, StepPlan, TokenSequence, lay_out
+from models.config import TruncatedImportance, UpdateConfig
+from models.objectives.aggregation import token_weights
+from models.objectives.tally import Tally
+from models.objectives.update_loss import PassTokens, tally_mismatch, update_loss
+from models.roles.logprobs import TokenLogprobs
+from models.roles.ranks import Ranks, sum_and_max
+from models.roles.trainer import Trainer, reference_logprobs
+from models.samples import Samples, read_rows
+
+Beat = Callable[[], None]
+"""Called after every pass: progress, not life."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPasses:
+    """One optimizer step of this rank."""
+
+    batches: tuple[MicroBatch, ...]
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Log-probs per [step][pass] that passes need beside their own."""
+
+    old: list[list[Tensor | None]]
+    reference: list[list[Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepsTaken:
+    """Statistics over all ranks; where they are not finite the weights are spoilt."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    grad_norms: tuple[float, ...]
+
+    @property
+    def finite(self) -> bool:
+        """Whether every loss, log-prob, advantage and gradient was finite."""
+        return not self.sums["not_finite"] and all(map(isfinite, (*self.grad_norms, *self.sums.values())))
+
+
+def prepare(
+    samples: Samples, plans: Sequence[StepPlan], *, config: UpdateConfig, rank: int
+) -> list[tuple[MicroBatch, ...]]:
+    """Lay out this rank's passes of every step; only its own rows are read."""
+    mine = [row for plan in plans for rows in plan.passes[rank] for row in rows]
+    sequences = read_rows(samples, mine)
+    return [_lay_out_step(plan, samples, sequences, config=config, rank=rank) for plan in plans]
+
+
+def extra_logprobs(
+    trainer: Trainer,
+    steps: Sequence[StepPasses],
+    *,
+    config: UpdateConfig,
+    reference: TokenLogprobs | None,
+    beat: Beat,
+) -> Extras:
+    """Compute old log-probs of all steps but the first, and the reference's of all, before anything is learnt."""
+    old: list[list[Tensor | None]] = []
+    against: list[list[Tensor | None]] = []
+    needs_old = isinstance(config.correction, TruncatedImportance)
+    for index, step in enumerate(steps):
+        old.append([None] * len(step.batches))
+        against.append([None] * len(step.batches))
+        for number, batch in enumerate(step.batches):
+            if index and needs_old:
+                with torch.no_grad():
+                    old[-1][number] = trainer.logprobs(batch)
+                beat()
+            if reference is not None:
+                against[-1][number] = reference_logprobs(reference, batch)
+                beat()
+    return Extras(old=old, reference=against)
+
+
+def take_steps(
+    trainer: Trainer,
+    steps: Sequence[StepPasses],
+    extras: Extras,
+    *,
+    config: UpdateConfig,
+    ranks: Ranks,
+    beat: Beat,
+) -> StepsTaken:
+    """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
+    tally = Tally()
+    norms: list[float] = []
+    cap = config.correction.cap if isinstance(config.correction, TruncatedImportance) else float("inf")
+    for index, step in enumerate(steps):
+        for number, batch in enumerate(step.batches):
+            tokens = _on_device(
+                batch, old=extras.old[index][number], reference=extras.reference[index][number], device=ranks.device
+            )
+            logprobs_N = trainer.logprobs(batch)
+            if index == 0:
+                tally_mismatch(logprobs_N.detach(), tokens.behaviour_N, cap=cap, tally=tally)
+            loss = update_loss(logprobs_N, tokens, config=config, tally=tally)
+            trainer.backward(loss, last=number + 1 == len(step.batches))
+            beat()
+        norms.append(trainer.step(step.learning_rate))
+        if not isfinite(norms[-1]):
+            break
+    sums, maxima = tally.packed()
+    sum_and_max(sums, maxima)
+    named_sums, named_maxima = tally.unpacked(sums, maxima)
+    return StepsTaken(sums=named_sums, maxima=named_maxima, grad_norms=tuple(norms))
+
+
+def _lay_out_step(
+    plan: StepPlan, samples: Samples, sequences: dict[int, TokenSequence], *, config: UpdateConfig, rank: int
+) -> tuple[MicroBatch, ...]:
+    rows = plan.rows
+    lengths = [samples.completion_lengths[row] for row in rows]
+    weights = dict(zip(rows, token_weights(config.loss.aggregation, lengths), strict=True))
+
+    def batch(part: Rows) -> MicroBatch:
+        return lay_out([sequences[row] for row in part], [weights[row] for row in part])
+
+    return tuple(batch(part) for part in plan.passes[rank])
+
+
+def _on_device(batch: MicroBatch, *, old: Tensor | None, reference: Tensor | None, device: torch.device) -> PassTokens:
+    behaviour_N, advantages_N, weights_N = (
+        torch.from_numpy(array).to(device) for array in (batch.behaviour_N, batch.advantages_N, batch.weights_N)
+    )
+    return PassTokens(
+        behaviour_N=behaviour_N, advantages_N=advantages_N, weights_N=weights_N, old_N=old, reference_N=reference
+    )

@@ -1,0 +1,74 @@
+"""Reading training samples: an index of lengths for the plan, and the rows that a rank was given."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from infra.errors import Damaged
+from infra.shards import ShardRef, read_shard
+from infra.storage import Store
+from models.batching import TokenSequence
+from models.records import SAMPLE_SCHEMA
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Training samples, mapped from the store; every row of the shards in their order."""
+
+    table: pa.Table
+    groups: tuple[int, ...]
+    """Prompt row of each sample."""
+    lengths: tuple[int, ...]
+    """Tokens of each sample, prompt and completion."""
+    completion_lengths: tuple[int, ...]
+
+
+def open_samples(store: Store, shards: Sequence[ShardRef]) -> Samples:
+    """Open verified shards and check that every row's columns agree in length."""
+    tables = [read_shard(store, shard, SAMPLE_SCHEMA.names).replace_schema_metadata(None) for shard in shards]
+    table = pa.concat_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
+    lengths = _lengths(table, "tokens")
+    prompts = table["num_prompt_tokens"].to_numpy()
+    completions = lengths - prompts
+    for column in ("logprobs", "advantages"):
+        wrong = np.flatnonzero((_lengths(table, column) != completions) | (prompts < 1) | (completions < 1))
+        if len(wrong):
+            row = int(wrong[0])
+            raise Damaged(
+                f"sample {row}: {lengths[row]} tokens of which {prompts[row]} are the prompt's: expected at least one "
+                f"of each and one of {column} per completion token, found {_lengths(table, column)[row]}"
+            )
+    return Samples(
+        table=table,
+        groups=tuple(table["prompt_row"].to_pylist()),
+        lengths=tuple(lengths.tolist()),
+        completion_lengths=tuple(completions.tolist()),
+    )
+
+
+def read_rows(samples: Samples, rows: Sequence[int]) -> dict[int, TokenSequence]:
+    """Read the given rows alone."""
+    if not rows:
+        return {}
+    taken = samples.table.take(pa.array(rows, pa.int64())).combine_chunks()
+    prompts = taken["num_prompt_tokens"].to_pylist()
+    columns = [_split(taken, name) for name in ("tokens", "logprobs", "advantages")]
+    return {
+        row: TokenSequence(tokens=tokens, num_prompt_tokens=prompt, logprobs=logprobs, advantages=advantages)
+        for row, prompt, tokens, logprobs, advantages in zip(rows, prompts, *columns, strict=True)
+    }
+
+
+def _lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
+    lengths: NDArray[np.int64] = pc.list_value_length(table[column]).to_numpy().astype(np.int64)
+    return lengths
+
+
+def _split(table: pa.Table, column: str) -> list[NDArray[np.generic]]:
+    array = table[column].chunk(0)
+    values = array.values.to_numpy(zero_copy_only=False)
+    return np.split(values[: array.offsets[-1].as_py()], array.offsets.to_numpy()[1:-1])

@@ -1,0 +1,223 @@
+"""The worker that learns: training samples in by reference, a new policy version out; one process per rank."""
+
+import logging
+import time
+
+import torch
+
+from infra.bundles import BundleRef, fetch_bundle
+from infra.errors import BadInput
+from infra.storage import open_store
+from models.batching import plan_steps
+from models.config import KlPenalty, UpdateConfig
+from models.records import Outcome, PolicyVersion
+from models.roles.logprobs import TokenLogprobs
+from models.roles.optimizer_state import load_state
+from models.roles.policy import load_policy
+from models.roles.publishing import publish_policy
+from models.roles.ranks import Ranks, any_rank, join_ranks
+from models.roles.supervised import imitate
+from models.roles.trainer import Trainer
+from models.roles.update_steps import StepPasses, StepsTaken, extra_logprobs, prepare, take_steps
+from models.samples import Samples, open_samples
+from models.schedule import learning_rate
+from models.work import UpdateWork, WarmupWork
+
+logger = logging.getLogger(__name__)
+
+
+class UpdateWorker:
+    """Take optimizer steps from the policy that each piece of work names, whatever the worker did before.
+
+    The same work gives the same weights and the same optimizer state, bit for bit, hot or loaded anew, on as many
+    ranks and threads. All ranks must be asked at once; each returns the same outcome, timings aside.
+    """
+
+    def __init__(self, store_uri: str, run: str, update: UpdateConfig, temperature: float, threads: int) -> None:
+        if temperature <= 0:
+            raise BadInput(f"rollout.sampling.temperature: training needs more than 0, found {temperature}")
+        torch.set_num_threads(threads)
+        self._store = open_store(f"{store_uri}/{run}")
+        self._update = update
+        self._temperature = temperature
+        self._ranks: Ranks | None = None
+        self._trainer: Trainer | None = None
+        self._at: PolicyVersion | None = None
+        self._reference: tuple[str, TokenLogprobs] | None = None
+        self._progress = 0
+
+    def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
+        """Meet the other ranks before any work. A rank that is lost takes the group, and so its processes, with it."""
+        self._ranks = join_ranks(rank, world_size, address=master_address, port=master_port)
+
+    def progress(self) -> int:
+        """Return a count that moves with every forward pass."""
+        return self._progress
+
+    def update(self, work: UpdateWork) -> Outcome:
+        """Take one iteration's steps and publish the next policy version.
+
+        Without samples, or where anything was not finite, the next version has its parent's very weights and state.
+        """
+        ranks, clock = self._joined(), time.perf_counter
+        samples = open_samples(self._store, work.samples)
+        if not samples.groups:
+            return _unchanged(work, quarantined=False)
+        begun = clock()
+        trainer = self._at_policy(work.policy)
+        reference = self._reference_policy(work.reference)
+        loaded = clock()
+        steps = self._steps(work, samples, ranks)
+        extras = extra_logprobs(trainer, steps, config=self._update, reference=reference, beat=self._beat)
+        compared = clock()
+        taken = take_steps(trainer, steps, extras, config=self._update, ranks=ranks, beat=self._beat)
+        stepped = clock()
+        if not taken.finite:
+            return _unchanged(work, quarantined=True)
+        policy = publish_policy(
+            self._store,
+            trainer,
+            version=work.policy.version + 1,
+            parent=work.policy.weights,
+            state_of=self._update,
+            ranks=ranks,
+        )
+        self._at = policy
+        return Outcome(
+            policy=policy,
+            metrics=_metrics(taken, samples, steps),
+            timings={
+                "load": loaded - begun,
+                "logprobs": compared - loaded,
+                "steps": stepped - compared,
+                "save": clock() - stepped,
+            },
+        )
+
+    def warmup(self, work: WarmupWork) -> Outcome:
+        """Imitate worked examples and publish a policy without optimizer state."""
+        ranks, clock = self._joined(), time.perf_counter
+        begun = clock()
+        self._at = None
+        trainer = self._start(work.policy.weights, temperature=1.0)
+        loaded = clock()
+        metrics = imitate(
+            trainer,
+            work,
+            directory=fetch_bundle(self._store, work.policy.weights),
+            microbatch_tokens=self._update.microbatch_tokens,
+            ranks=ranks,
+            beat=self._beat,
+        )
+        stepped = clock()
+        policy = publish_policy(
+            self._store, trainer, version=work.policy.version, parent=work.policy.weights, state_of=None, ranks=ranks
+        )
+        timings = {"load": loaded - begun, "steps": stepped - loaded, "save": clock() - stepped}
+        return Outcome(policy=policy, metrics=metrics, timings=timings)
+
+    def _steps(self, work: UpdateWork, samples: Samples, ranks: Ranks) -> list[StepPasses]:
+        config = self._update
+        plans = plan_steps(
+            samples.groups,
+            samples.lengths,
+            minibatches=config.minibatches,
+            ranks=ranks.world_size,
+            microbatch_tokens=config.microbatch_tokens,
+            seed=work.seed,
+        )
+        first = work.policy.version * config.minibatches
+        rates = [
+            learning_rate(
+                first + index,
+                work.total_iterations * config.minibatches,
+                peak=config.learning_rate,
+                warmup_steps=config.warmup_steps,
+                schedule=config.schedule,
+            )
+            for index in range(len(plans))
+        ]
+        batches = prepare(samples, plans, config=config, rank=ranks.rank)
+        return [StepPasses(batches=part, learning_rate=rate) for part, rate in zip(batches, rates, strict=True)]
+
+    def _at_policy(self, policy: PolicyVersion) -> Trainer:
+        """Stand at the named policy, loading it on every rank unless every rank is there already; then mark it left."""
+        ranks = self._joined()
+        hot = self._trainer is not None and self._at == policy
+        self._at = None
+        if any_rank(not hot, ranks):
+            trainer = self._start(policy.weights, temperature=self._temperature)
+            if policy.state is not None:
+                load_state(trainer, fetch_bundle(self._store, policy.state), update=self._update, ranks=ranks)
+            return trainer
+        assert self._trainer is not None
+        return self._trainer
+
+    def _start(self, weights: BundleRef, *, temperature: float) -> Trainer:
+        self._trainer = None  # the old engine's memory first
+        directory = fetch_bundle(self._store, weights)
+        self._trainer = Trainer(directory, self._update, temperature=temperature, ranks=self._joined())
+        logger.info("loaded policy %s", weights.digest)
+        return self._trainer
+
+    def _reference_policy(self, reference: PolicyVersion) -> TokenLogprobs | None:
+        """Load the reference once, and only where a penalty needs it."""
+        if not isinstance(self._update.kl, KlPenalty):
+            return None
+        if self._reference is None or self._reference[0] != reference.weights.digest:
+            self._reference = None
+            model = load_policy(fetch_bundle(self._store, reference.weights))
+            policy = TokenLogprobs(model, temperature=self._temperature).requires_grad_(False).eval()
+            self._reference = (reference.weights.digest, policy.to(self._joined().device))
+        return self._reference[1]
+
+    def _joined(self) -> Ranks:
+        if self._ranks is None:
+            raise BadInput("update rank: join the other ranks before asking for work")
+        return self._ranks
+
+    def _beat(self) -> None:
+        self._progress += 1
+
+
+def _unchanged(work: UpdateWork, *, quarantined: bool) -> Outcome:
+    parent = work.policy
+    if quarantined:
+        logger.warning(
+            "iteration %d: a loss, log-prob, advantage or gradient was not finite; "
+            "its update is discarded and policy %d keeps the weights of policy %d",
+            work.iteration,
+            parent.version + 1,
+            parent.version,
+        )
+    return Outcome(
+        policy=PolicyVersion(version=parent.version + 1, weights=parent.weights, state=parent.state),
+        metrics={
+            "quarantined": float(quarantined),
+            "steps": 0.0,
+            "samples": float(sum(shard.rows for shard in work.samples)),
+        },
+        timings={},
+    )
+
+
+def _metrics(taken: StepsTaken, samples: Samples, steps: list[StepPasses]) -> dict[str, float]:
+    sums, maxima = dict(taken.sums), dict(taken.maxima)
+    del sums["not_finite"]
+    num_tokens, num_first = sum(samples.completion_lengths), sums.pop("mismatch_tokens")
+    metrics = {"loss": sums.pop("loss") / len(steps)}
+    for name, total in sums.items():
+        metrics[name] = total / (num_first if name.startswith("mismatch") else num_tokens)
+    return (
+        metrics
+        | maxima
+        | {
+            "grad_norm_mean": sum(taken.grad_norms) / len(steps),
+            "grad_norm_max": max(taken.grad_norms),
+            "learning_rate": steps[-1].learning_rate,
+            "steps": float(len(steps)),
+            "tokens": float(num_tokens),
+            "samples": float(len(samples.groups)),
+            "quarantined": 0.0,
+        }
+    )

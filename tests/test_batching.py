@@ -1,0 +1,89 @@
+"""Which sequences meet in which step, on which rank, in which pass."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.batching import TokenSequence, balance, deal, lay_out, pack, plan_steps
+
+LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=40)
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 5), st.integers(1, 2000), st.integers(0, 9))
+def test_every_row_is_in_exactly_one_pass(lengths, ranks, minibatches, budget, seed):
+    groups = [row // 4 for row in range(len(lengths))]
+    plans = plan_steps(groups, lengths, minibatches=minibatches, ranks=ranks, microbatch_tokens=budget, seed=seed)
+    assert sorted(row for plan in plans for row in plan.rows) == list(range(len(lengths)))
+
+
+@given(LENGTHS, st.integers(2, 4), st.integers(1, 2000))
+def test_every_rank_runs_as_many_passes(lengths, ranks, budget):
+    (plan,) = plan_steps([0] * len(lengths), lengths, minibatches=3, ranks=ranks, microbatch_tokens=budget, seed=0)
+    assert len(plan.passes) == ranks
+    assert len({len(passes) for passes in plan.passes}) == 1
+
+
+@given(LENGTHS, st.integers(1, 6), st.integers(0, 9))
+def test_a_group_is_never_split_over_steps(lengths, minibatches, seed):
+    groups = [row // 3 for row in range(len(lengths))]
+    parts = deal(groups, lengths, minibatches=minibatches, seed=seed)
+    found = [{groups[row] for row in part} for part in parts]
+    assert sum(map(len, found)) == len(set(groups))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_fewer_groups_than_steps_make_fewer_steps():
+    assert len(deal([7, 7, 9], [3, 3, 3], minibatches=4, seed=0)) == 2
+    assert deal([], [], minibatches=4, seed=0) == []
+
+
+def test_another_seed_deals_other_groups():
+    groups, lengths = list(range(16)), [5] * 16
+    assert deal(groups, lengths, minibatches=4, seed=1) == deal(groups, lengths, minibatches=4, seed=1)
+    assert deal(groups, lengths, minibatches=4, seed=1) != deal(groups, lengths, minibatches=4, seed=2)
+
+
+def test_largest_differencing_balances_the_textbook_case():
+    parts = balance([8, 7, 6, 5, 4], 2)  # Karmarkar and Karp's heuristic ends at 16 and 14
+    assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
+
+
+@given(LENGTHS, st.integers(1, 5))
+def test_no_two_parts_differ_by_more_than_the_longest_item(lengths, parts):
+    loads = [sum(lengths[i] for i in part) for part in balance(lengths, parts)]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+@given(LENGTHS, st.integers(1, 2000))
+def test_a_pass_stays_within_its_budget_unless_one_sequence_alone_exceeds_it(lengths, budget):
+    for rows in pack(tuple(range(len(lengths))), lengths, budget=budget):
+        assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= budget
+
+
+def sequence(prompt: int, completion: int) -> TokenSequence:
+    return TokenSequence(
+        tokens=np.arange(1, prompt + completion + 1, dtype=np.int32),
+        num_prompt_tokens=prompt,
+        logprobs=np.full(completion, -1, np.float32),
+        advantages=np.full(completion, 2, np.float32),
+    )
+
+
+def test_a_pass_predicts_each_completion_token_from_the_token_before_it():
+    batch = lay_out([sequence(2, 2), sequence(1, 1)], [0.5, 0.25])
+    assert batch.tokens_BT.tolist() == [[1, 2, 3, 4], [1, 2, 0, 0]]
+    assert batch.tokens_BT.ravel()[batch.positions_N].tolist() == [2, 3, 1]
+    assert batch.targets_N.tolist() == [3, 4, 2]
+    assert batch.weights_N.tolist() == [0.5, 0.5, 0.25]
+
+
+def test_an_empty_pass_has_tokens_to_run_and_nothing_to_learn():
+    batch = lay_out([], [])
+    assert batch.tokens_BT.size
+    assert [len(batch.positions_N), len(batch.targets_N), len(batch.weights_N)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_no_samples_make_no_steps(ranks):
+    assert plan_steps([], [], minibatches=4, ranks=ranks, microbatch_tokens=100, seed=0) == []

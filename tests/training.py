@@ -1,0 +1,48 @@
+"""Small real policies and training samples for tests of the update."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from infra.bundles import publish_bundle
+from infra.shards import ShardRef, write_shard
+from infra.storage import open_store
+from models.config import ArithmeticData, ScratchPolicy
+from models.data import load_problems
+from models.records import SAMPLE_SCHEMA, PolicyVersion
+from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
+
+TINY = ScratchPolicy(hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2)
+DATA = ArithmeticData(train_problems=64, heldout_problems=8)
+
+
+def publish_scratch(store_uri: str, directory: Path, *, policy: ScratchPolicy = TINY, seed: int = 0) -> PolicyVersion:
+    """Build a policy and publish it as version 0."""
+    tokenizer = scratch_tokenizer(policy, load_problems(DATA, "train", 0))
+    save_policy(build_scratch(policy, tokenizer, seed=seed), tokenizer, directory)
+    return PolicyVersion(version=0, weights=publish_bundle(open_store(store_uri), directory, prefix="policies"))
+
+
+def write_samples(
+    store_uri: str, *, prompts: int = 6, group: int = 4, seed: int = 0, advantages: list[float] | None = None
+) -> ShardRef:
+    """Write random samples of random lengths; `advantages` replaces those of the first completions."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for prompt in range(prompts):
+        shared = rng.integers(2, 300, rng.integers(3, 12)).tolist()
+        for sample in range(group):
+            length = int(rng.integers(1, 20))
+            advantage = rng.normal() if advantages is None or len(rows) >= len(advantages) else advantages[len(rows)]
+            rows.append(
+                {
+                    "prompt_row": prompt,
+                    "sample": sample,
+                    "tokens": shared + rng.integers(2, 300, length).tolist(),
+                    "num_prompt_tokens": len(shared),
+                    "logprobs": (-5.8 + 0.1 * rng.normal(size=length)).tolist(),
+                    "advantages": [advantage] * length,
+                }
+            )
+    return write_shard(open_store(store_uri), pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})
