@@ -13,10 +13,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from infra import reaper
@@ -58,8 +57,12 @@ class Cluster:
 
         Workers end with the process that started them, and at the latest with its context.
         """
-        session = _embedded if address is None else partial(_connected, address)
-        async with session(namespace, start_seconds=start_seconds, log_to_driver=log_to_driver) as reached:
+        if address is None:
+            what, connection = "an embedded Ray cluster", _embedded(namespace, log_to_driver=log_to_driver)
+        else:
+            what = f"the Ray cluster at {address!r}"
+            connection = _connected(address, namespace, log_to_driver=log_to_driver)
+        async with _in_thread(connection, what=what, start_seconds=start_seconds) as reached:
             cluster = Cluster(reached, namespace)
             try:
                 yield cluster
@@ -93,13 +96,13 @@ class Cluster:
         return found
 
 
-@contextlib.asynccontextmanager
-async def _embedded(namespace: str, *, start_seconds: float, log_to_driver: bool) -> AsyncIterator[str]:
+@contextlib.contextmanager
+def _embedded(namespace: str, *, log_to_driver: bool) -> Iterator[str]:
+    """Start Ray on this machine; its processes and files are gone at the end, however that comes."""
     directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))  # sockets below it: paths of 103 bytes at most
     command = [sys.executable, "-P", reaper.__file__, str(directory)]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-
-    def start() -> str:
+    try:
         with _environment({**EMBEDDED_ENVIRONMENT, reaper.MARK: str(directory)}):
             import ray
 
@@ -113,47 +116,44 @@ async def _embedded(namespace: str, *, start_seconds: float, log_to_driver: bool
                 logging_level=QUIET,
                 _temp_dir=str(directory),
             )
-        return str(ray.get_runtime_context().gcs_address)
-
-    try:
-        async with _ray_thread(start, what="an embedded Ray cluster", start_seconds=start_seconds) as reached:
-            yield reached
+        yield str(ray.get_runtime_context().gcs_address)
+        ray.shutdown()
     finally:
-        await asyncio.to_thread(guard.communicate)
+        guard.communicate()
+
+
+@contextlib.contextmanager
+def _connected(address: str, namespace: str, *, log_to_driver: bool) -> Iterator[str]:
+    """Connect to a cluster that others keep."""
+    with _environment(EMBEDDED_ENVIRONMENT if address.startswith("127.") else {}):
+        import ray
+
+        ray.init(address=address, namespace=namespace, log_to_driver=log_to_driver, logging_level=QUIET)
+    yield address if address.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
+    ray.shutdown()
 
 
 @contextlib.asynccontextmanager
-async def _connected(address: str, namespace: str, *, start_seconds: float, log_to_driver: bool) -> AsyncIterator[str]:
-    def connect() -> str:
-        with _environment(EMBEDDED_ENVIRONMENT if address.startswith("127.") else {}):
-            import ray
+async def _in_thread(
+    connection: contextlib.AbstractContextManager[str], *, what: str, start_seconds: float
+) -> AsyncIterator[str]:
+    """Hold a connection from a thread of its own, which lives as long as it does.
 
-            ray.init(address=address, namespace=namespace, log_to_driver=log_to_driver, logging_level=QUIET)
-        return address if address.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
-
-    async with _ray_thread(connect, what=f"the Ray cluster at {address!r}", start_seconds=start_seconds) as reached:
-        yield reached
-
-
-@contextlib.asynccontextmanager
-async def _ray_thread(start: Callable[[], str], *, what: str, start_seconds: float) -> AsyncIterator[str]:
-    """Hold Ray from a thread of its own, which lives as long as the connection.
-
-    The kernel kills Ray's processes when the thread that started them ends, so no executor's thread will do.
+    The kernel kills Ray's processes when the thread that started them ends, so no executor's thread will do. A start
+    that takes too long is left to its thread, which ends what it has started.
     """
     started: Future[str] = Future()
     leave = threading.Event()
 
     def hold() -> None:
         try:
-            started.set_result(start())
+            with connection as address:
+                started.set_result(address)
+                leave.wait()
         except BaseException as error:
+            if started.done():
+                raise
             started.set_exception(error)
-            return
-        leave.wait()
-        import ray
-
-        ray.shutdown()
 
     thread = threading.Thread(target=hold, name="ray", daemon=True)
     thread.start()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from infra.actors import Returned
-from infra.errors import RheostatError, WorkerLost
+from infra.errors import ClusterFailed, RheostatError, WorkerLost
 from infra.workers import Done, PoolSpec, Worker, checked, find_worker, start_worker, together
 
 R = TypeVar("R")
@@ -56,6 +56,7 @@ class Pool:
         self._leaving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._fault: RheostatError | None = None
+        self._closed = False
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -69,7 +70,7 @@ class Pool:
             _Slot(index, found[index] if index in found else self._next_generation(index)) for index in range(self.size)
         ]
         try:
-            _, failures = await together([self._launch(slot, find=slot.index in found) for slot in self._slots])
+            failures = await together([self._launch(slot, find=slot.index in found) for slot in self._slots])
             if failures:
                 raise failures[0]
         except BaseException:
@@ -85,7 +86,11 @@ class Pool:
         for attempt in itertools.count(1):
             try:
                 slot, worker = await self._take()
-                outcome = await asyncio.shield(self._spawn(self._use(slot, worker, method=method, work=work)))
+                use = self._spawn(self._use(slot, worker, method=method, work=work))
+                await asyncio.wait({use})  # unlike the call itself, waiting for it can be cancelled alone
+                if use.cancelled():
+                    raise ClusterFailed(f"pool {self.spec.role} was closed while it ran {method}")
+                outcome = use.result()
             except WorkerLost as lost:
                 if attempt > self.spec.max_restarts:
                     message = f"{lost}; {self.spec.role}.{method} given up after attempt {attempt}"
@@ -111,8 +116,9 @@ class Pool:
 
     async def close(self) -> None:
         """End the workers that this process started: idle ones may close what they hold, the others are killed."""
-        self.size = 0
+        self.size, self._closed = 0, True
         slots, self._slots = self._slots, []
+        self._settle()
         busy = {slot.index for slot in slots if slot.state is _State.BUSY}
         tasks = list(self._tasks)
         for task in tasks:
@@ -131,6 +137,8 @@ class Pool:
                 if slot.state is _State.IDLE and slot.worker is not None:
                     slot.state = _State.BUSY
                     return slot, slot.worker
+            if self._closed:
+                raise ClusterFailed(f"pool {self.spec.role} is closed")
             if not self._slots:
                 raise self._fault or ValueError(f"pool {self.spec.role!r} has no workers: resize it before its use")
             await self._changed.wait()

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import TypeVar
 
 from infra.actors import Returned
-from infra.errors import WorkerFailed, WorkerLost
+from infra.errors import ClusterFailed, WorkerFailed, WorkerLost
 from infra.workers import Done, PoolSpec, Worker, checked, find_worker, start_worker, together
 
 R = TypeVar("R")
@@ -54,20 +54,21 @@ class RankGroup:
         self.restarts = 0
         self.busy_seconds = 0.0
         self._generation = -1
-        self._ranks: list[Worker] = []
+        self._ranks: dict[int, Worker] = {}
+        self._closed = False
         self._turn = asyncio.Lock()
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids, rank 0's first; none after a failure, until the next work."""
-        return tuple(rank.place.pid for rank in self._ranks)
+        return tuple(worker.place.pid for _, worker in sorted(self._ranks.items()))
 
     async def open(self, found: Mapping[int, int]) -> None:
         """Take over the ranks found (rank → generation) if they are complete, else start all."""
         self._generation = max(found.values(), default=-1)
         whole = [rank for rank, generation in sorted(found.items()) if generation == self._generation]
         if whole == list(range(self.spec.size)):
-            self._ranks = [await find_worker(self.spec, self._name(rank)) for rank in whole]
+            self._ranks = {rank: await find_worker(self.spec, self._name(rank)) for rank in whole}
         else:
             await self._start()
 
@@ -79,6 +80,8 @@ class RankGroup:
         asked = time.monotonic()
         async with self._turn:
             for attempt in itertools.count(1):
+                if self._closed:
+                    raise ClusterFailed(f"the {self.spec.role} ranks are closed")
                 try:
                     if not self._ranks:
                         await self._start()
@@ -98,37 +101,24 @@ class RankGroup:
 
     async def close(self) -> None:
         """End the ranks that this process started: idle ones may close what they hold, busy ones are killed."""
-        ranks, self._ranks = self._ranks, []
-        ranks = [rank for rank in ranks if rank.ours]
+        self._closed = True
         if self._turn.locked():
-            for rank in ranks:
-                rank.kill()
-        else:
-            await asyncio.gather(*(rank.stop() for rank in ranks))
+            self._kill()
+        ranks, self._ranks = self._ranks, {}
+        await asyncio.gather(*(worker.stop() for worker in ranks.values() if worker.ours))
 
     def _name(self, rank: int) -> str:
         return f"{self.spec.role}-{rank}-{self._generation}"
 
     async def _start(self) -> None:
-        """Start all ranks and let them join; a port taken meanwhile is a lost start, no fault of the work."""
+        """Start all ranks and let them join; none is left when one could not."""
         self._generation += 1
-        starts = [start_worker(self.spec, self._name(rank)) for rank in range(self.spec.size)]
-        self._ranks, failures = await together(starts)
         try:
+            failures = await together([self._start_rank(rank) for rank in range(self.spec.size)])
             if failures:
                 raise failures[0]
-            address, port = self._ranks[0].place.address, await self._ranks[0].free_port()
-            joins = [
-                rank.perform("join", index, self.spec.size, address, port, stall_seconds=self.spec.start_seconds)
-                for index, rank in enumerate(self._ranks)
-            ]
             async with asyncio.timeout(self.spec.start_seconds):
-                await _all_or_first_failure(joins)
-        except WorkerFailed as error:
-            self._kill()
-            if failures:
-                raise
-            raise WorkerLost(f"{self.spec.role} ranks could not join at {address}:{port}: {error}") from error
+                await self._join()
         except TimeoutError:
             self._kill()
             raise WorkerLost(f"{self.spec.role} ranks did not join within {self.spec.start_seconds:g} s") from None
@@ -136,11 +126,30 @@ class RankGroup:
             self._kill()
             raise
 
+    async def _start_rank(self, rank: int) -> None:
+        self._ranks[rank] = await start_worker(self.spec, self._name(rank))
+
+    async def _join(self) -> None:
+        """Let the ranks meet at a free port of rank 0's node; a port taken meanwhile is a loss like any other."""
+        address, port = self._ranks[0].place.address, await self._ranks[0].free_port()
+        size, patience = self.spec.size, self.spec.start_seconds
+        joins = [
+            worker.perform("join", rank, size, address, port, stall_seconds=patience)
+            for rank, worker in sorted(self._ranks.items())
+        ]
+        try:
+            await _all_or_first_failure(joins)
+        except WorkerFailed as error:
+            raise WorkerLost(f"{self.spec.role} ranks could not join at {address}:{port}: {error}") from error
+
     async def _together(self, method: str, work: object) -> list[Returned]:
         started = time.monotonic()
         try:
             return await _all_or_first_failure(
-                [rank.perform(method, work, stall_seconds=self.spec.stall_seconds) for rank in self._ranks]
+                [
+                    worker.perform(method, work, stall_seconds=self.spec.stall_seconds)
+                    for _, worker in sorted(self._ranks.items())
+                ]
             )
         except BaseException:
             self._kill()
@@ -149,6 +158,6 @@ class RankGroup:
             self.busy_seconds += (time.monotonic() - started) * self.spec.size
 
     def _kill(self) -> None:
-        ranks, self._ranks = self._ranks, []
-        for rank in ranks:
-            rank.kill()
+        ranks, self._ranks = self._ranks, {}
+        for worker in ranks.values():
+            worker.kill()

@@ -184,11 +184,10 @@ async def find_worker(spec: PoolSpec, name: str) -> Worker:
     return Worker(spec.role, name, actor, place)
 
 
-async def together(starts: Sequence[Awaitable[T]]) -> tuple[list[T], list[BaseException]]:
-    """Await all; return what succeeded and what failed, each in order."""
+async def together(starts: Sequence[Awaitable[None]]) -> list[BaseException]:
+    """Await all to the end; return what failed, in order."""
     ended = await asyncio.gather(*starts, return_exceptions=True)
-    failures = [end for end in ended if isinstance(end, BaseException)]
-    return [end for end in ended if not isinstance(end, BaseException)], failures
+    return [end for end in ended if isinstance(end, BaseException)]
 
 
 def checked(outcome: Returned, returns: type[R], *, what: str) -> R:

@@ -67,7 +67,7 @@ class Counting:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.ticks += 1
-            sum(range(20_000_000))  # one C call: nobody else in this process runs meanwhile
+            sum(range(5_000_000))  # one C call: nobody else in this process runs meanwhile
         return self.ticks
 
     def spawn(self, work: object) -> int:
