@@ -60,15 +60,15 @@ class ScratchPolicy(Settings):
     """Shape of the decoder."""
     vocab_size: Annotated[int, Field(ge=300)] = 354
     """Tokens of the tokenizer, 256 bytes and the special ones included."""
-    hidden_size: Annotated[int, Field(ge=8)] = 64
+    hidden_size: Annotated[int, Field(ge=8)] = 32
     """Width."""
-    intermediate_size: Annotated[int, Field(ge=8)] = 192
+    intermediate_size: Annotated[int, Field(ge=8)] = 96
     """Width of the MLP."""
-    layers: Positive = 3
+    layers: Positive = 2
     """Decoder blocks."""
     heads: Positive = 4
     """Attention heads."""
-    kv_heads: Positive = 2
+    kv_heads: Positive = 4
     """Key-value heads."""
     context: Annotated[int, Field(ge=16)] = 256
     """Longest sequence in tokens."""
@@ -96,13 +96,13 @@ PolicyConfig = Annotated[ScratchPolicy | DirectoryPolicy, Field(discriminator="k
 class WarmupConfig(Settings):
     """Supervised warm-up before the first iteration."""
 
-    steps: Positive = 700
+    steps: Positive = 1200
     """Optimizer steps."""
-    batch_size: Positive = 64
+    batch_size: Positive = 32
     """Sequences per step."""
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
-    """Peak learning rate; linear warm-up over 5% of the steps, then cosine to a tenth."""
-    worked_fraction: Fraction = 0.2
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-2
+    """Peak learning rate; linear over 5% of the steps, then cosine to a tenth. Pretrained policies take 1e-5."""
+    worked_fraction: Fraction = 0.3
     """Share of arithmetic examples that show the worked answer; the others show a bare guess."""
 
 
