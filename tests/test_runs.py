@@ -205,29 +205,29 @@ def test_a_run_directory_is_held_by_one_of_two_runs_in_one_process(tmp_path):
         assert second.epoch == 2 and first.epoch == 0
 
 
-def _join(uri, epoch, ready, proceed, results):
+def _join(uri, epoch, line):
     run = open_run(uri, "first").join(epoch)
     run.commit(Manifest(key="before"))
-    ready.set()
-    proceed.wait()
+    line.send("ready")
+    line.recv()
     try:
-        results.put(run.commit(Manifest(key="after")).key)
+        line.send(run.commit(Manifest(key="after")).key)
     except Fenced as error:
-        results.put(str(error))
+        line.send(str(error))
 
 
 def test_a_stopped_controller_that_wakes_after_a_takeover_commits_nothing(tmp_path):
     run = make(tmp_path)
-    ready, proceed, results = CONTEXT.Event(), CONTEXT.Event(), CONTEXT.Queue()
+    line, far_end = CONTEXT.Pipe()
     with run.hold():
         epoch = run.epoch
-    with process(_join, str(tmp_path), epoch, ready, proceed, results) as stopped:
-        assert ready.wait(30)
+    with process(_join, str(tmp_path), epoch, far_end) as stopped:
+        assert line.recv() == "ready"
         os.kill(stopped.pid, signal.SIGSTOP)
         with run.hold():
-            proceed.set()
+            line.send("proceed")
             os.kill(stopped.pid, signal.SIGCONT)
-            assert "epoch 1 is over, epoch 2" in results.get(timeout=30)
+            assert "epoch 1 is over, epoch 2" in line.recv()
             assert run.find("after") is None and run.find("before") is not None
 
 
