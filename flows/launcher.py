@@ -35,8 +35,9 @@ SERVER_SECONDS = 120
 PREFECT_DEFAULTS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
-    "PREFECT_LOGGING_LEVEL": "ERROR",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the UI gets the tracebacks, the terminal our one line
     "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,models,infra",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
 }
 for _name, _value in PREFECT_DEFAULTS.items():
     os.environ.setdefault(_name, _value)
@@ -119,13 +120,25 @@ def prefect_api() -> Iterator[str]:
     try:
         _wait_healthy(server, url)
         with temporary_settings({PREFECT_API_URL: url}):
-            yield url
+            try:
+                yield url
+            finally:
+                _drain()
     finally:
         server.terminate()
         try:
             server.wait(10)
         except subprocess.TimeoutExpired:
             server.kill()
+
+
+def _drain() -> None:
+    """Send the logs and events that Prefect still holds back: after this the server goes."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    for worker in (APILogWorker, EventsWorker):
+        worker.drain_all(timeout=SERVER_SECONDS)
 
 
 def run_flow(flow: "Coroutine[object, object, R]") -> R:

@@ -82,11 +82,11 @@ async def report_run(run: RunRef) -> RunSummary:
     session.run.store.put(plot_key, png)
     summary = RunSummary(
         run=run.name,
-        path=str(session.run.store.local("")),
+        path=str(session.run.store.local("run.json").parent),
         iterations=len(reports),
         before=evaluations[0],
         after=evaluations[-1],
-        policy=str(session.run.store.local(last.bundles["weights"].key)),
+        policy=str(session.run.store.local(f"{last.bundles['weights'].key}/config.json").parent),
         digest=last.bundles["weights"].digest,
         plot=str(session.run.store.local(plot_key)),
     )

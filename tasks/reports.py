@@ -64,7 +64,7 @@ def report_of(sealed: Manifest, *, term: str) -> IterationReport:
         accuracy=metrics[f"credit/term_{term}_mean"],
         reward=metrics["credit/reward_mean"],
         length=metrics["credit/length_mean"],
-        kl=metrics["update/kl_old"],
+        kl=metrics.get("update/kl_old", 0.0),
         missing=int(metrics["credit/missing"]),
         quarantined=bool(metrics["update/quarantined"]),
         policy=str(sealed.detail["policy"]),

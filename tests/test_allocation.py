@@ -23,13 +23,14 @@ def test_controllers_get_disjoint_slices_of_nearly_equal_size(num_shards, contro
     assert max(map(len, slices), default=0) - min(map(len, slices), default=0) <= 1
 
 
-@given(st.integers(1, 50), st.lists(st.integers(1, 30), min_size=1, max_size=10))
-def test_every_epoch_visits_every_prompt_once_however_it_is_cut_into_iterations(num_prompts, counts):
-    taken, issued = [], 0
-    for count in counts:
-        taken += prompt_rows(issued, count, num_prompts=num_prompts, seed=3)
-        issued += count
-    assert taken == list(prompt_rows(0, sum(counts), num_prompts=num_prompts, seed=3))
+@given(st.integers(1, 40), st.data())
+def test_every_epoch_visits_every_prompt_once_and_no_iteration_has_one_twice(num_prompts, data):
+    count = data.draw(st.integers(1, num_prompts))
+    taken = []
+    for _ in range(4 * num_prompts // count + 1):
+        rows = prompt_rows(len(taken), count, num_prompts=num_prompts, seed=3)
+        assert len(set(rows)) == count
+        taken += rows
     for epoch in range(len(taken) // num_prompts):
         assert sorted(taken[epoch * num_prompts : (epoch + 1) * num_prompts]) == list(range(num_prompts))
 
