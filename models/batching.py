@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 Rows = tuple[int, ...]
 
+PASS_TOKENS = 128
+"""What a pass costs beside its tokens, in tokens: 2.5 ms against 20 µs each for a small model on one core, measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
@@ -119,15 +122,27 @@ def balance(weights: Sequence[int], parts: int) -> list[Rows]:
 
 
 def pack(rows: Rows, lengths: Sequence[int], *, budget: int) -> tuple[Rows, ...]:
-    """Cut rows, longest first, into passes of at most `budget` padded tokens; a longer sequence gets its own pass."""
-    passes: list[list[int]] = []
-    width = 0
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        if not passes or (len(passes[-1]) + 1) * width > budget:
-            passes.append([])
-            width = lengths[row]
-        passes[-1].append(row)
-    return tuple(tuple(part) for part in passes)
+    """Cut rows, longest first, into the cheapest passes of at most `budget` padded tokens.
+
+    The cost is padded tokens and `PASS_TOKENS` per pass. A sequence longer than the budget gets its own pass.
+    """
+    order = sorted(rows, key=lambda row: (-lengths[row], row))
+    widths = np.array([lengths[row] for row in order], dtype=np.int64)
+    cheapest = np.zeros(len(order) + 1, dtype=np.int64)
+    cuts = [0] * (len(order) + 1)
+    for end in range(1, len(order) + 1):
+        starts = np.arange(max(0, min(end - 1, end - budget // int(widths[end - 1]))), end)
+        padded = (end - starts) * widths[starts]
+        cost = cheapest[starts] + padded + PASS_TOKENS
+        cost[(padded > budget) & (starts < end - 1)] = np.iinfo(np.int64).max
+        best = int(cost.argmin())
+        cheapest[end], cuts[end] = cost[best], int(starts[best])
+    passes: list[Rows] = []
+    end = len(order)
+    while end:
+        passes.append(tuple(order[cuts[end] : end]))
+        end = cuts[end]
+    return tuple(reversed(passes))
 
 
 def lay_out(sequences: Sequence[TokenSequence], weights: Sequence[float]) -> MicroBatch:

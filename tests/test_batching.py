@@ -61,6 +61,12 @@ def test_a_pass_stays_within_its_budget_unless_one_sequence_alone_exceeds_it(len
         assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= budget
 
 
+def test_sequences_of_very_different_lengths_do_not_share_a_pass():
+    lengths = [300] * 4 + [20] * 40
+    assert pack(tuple(range(44)), lengths, budget=20000) == (tuple(range(4)), tuple(range(4, 44)))
+    assert len(pack(tuple(range(8)), [20, 20, 20, 20, 19, 19, 19, 19], budget=20000)) == 1
+
+
 def sequence(prompt: int, completion: int) -> TokenSequence:
     return TokenSequence(
         tokens=np.arange(1, prompt + completion + 1, dtype=np.int32),

@@ -1,6 +1,5 @@
 """The update worker on real processes: same work, same bits; what is not finite changes nothing."""
 
-import json
 import socket
 from collections.abc import Callable
 from pathlib import Path

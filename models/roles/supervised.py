@@ -80,19 +80,23 @@ def _imitate_step(
 def example_sequences(
     examples: Sequence[tuple[Prompt, str]], tokenizer: PreTrainedTokenizerFast
 ) -> list[TokenSequence]:
-    """Tokenize prompts as for generation, and completions with EOS at their end."""
-    texts = [render(prompt, tokenizer, source="warm-up example") for prompt, _ in examples]
-    prompts: list[list[int]] = [[] for _ in examples]
+    """Tokenize prompts as for generation, and completions with EOS at their end; each text but once."""
+    prompts = _tokens_of({prompt for prompt, _ in examples}, tokenizer)
+    texts = sorted({completion for _, completion in examples})
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    completions = dict(zip(texts, encoded, strict=True))
+    eos = tokenizer.eos_token_id
+    return [_sequence(prompts[prompt], [*completions[completion], eos]) for prompt, completion in examples]
+
+
+def _tokens_of(prompts: set[Prompt], tokenizer: PreTrainedTokenizerFast) -> dict[Prompt, list[int]]:
+    found: dict[Prompt, list[int]] = {}
     for special in (True, False):  # chat templates write their own special tokens, plain text gets the tokenizer's
-        rows = [row for row, (prompt, _) in enumerate(examples) if isinstance(prompt, str) == special]
-        encoded = tokenizer([texts[row] for row in rows], add_special_tokens=special)["input_ids"] if rows else []
-        for row, tokens in zip(rows, encoded, strict=True):
-            prompts[row] = tokens
-    completions = tokenizer([completion for _, completion in examples], add_special_tokens=False)["input_ids"]
-    return [
-        _sequence(prompt, [*completion, tokenizer.eos_token_id])
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
+        chosen = [prompt for prompt in prompts if isinstance(prompt, str) == special]
+        texts = [render(prompt, tokenizer, source="warm-up example") for prompt in chosen]
+        encoded = tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
+        found |= dict(zip(chosen, encoded, strict=True))
+    return found
 
 
 def _sequence(prompt: list[int], completion: list[int]) -> TokenSequence:
