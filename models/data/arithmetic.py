@@ -21,7 +21,7 @@ LOSSES = ("sells", "loses")
 LARGEST_TOTAL = 20  # every running total is one token, and few enough to be learnt in seconds
 LARGEST_STEP = 5
 HELDOUT_SHARE = 0.1
-MAX_DRAWS_PER_PROBLEM = 200  # ten draws find one held-out question; far more means that the questions have run out
+MAX_FRUITLESS_DRAWS = 5000  # one draw in ten is a held-out question; so many in a row mean that they have run out
 
 
 def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Problem]:
@@ -29,13 +29,14 @@ def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Pro
     wanted = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/{data.operations}")
     found: dict[str, Problem] = {}
-    for _ in range(wanted * MAX_DRAWS_PER_PROBLEM):
-        if len(found) == wanted:
-            break
+    fruitless = 0
+    while len(found) < wanted and fruitless < MAX_FRUITLESS_DRAWS:
         problem = _draw(rng, data.operations, source=f"{split} problem {len(found)}")
         text = str(problem.prompt)
-        if is_heldout(text, HELDOUT_SHARE) == (split == "heldout"):
-            found.setdefault(text, problem)
+        is_new = text not in found and is_heldout(text, HELDOUT_SHARE) == (split == "heldout")
+        fruitless = 0 if is_new else fruitless + 1
+        if is_new:
+            found[text] = problem
     if len(found) < wanted:
         raise BadInput(
             f"data.{split}_problems = {wanted}: only {len(found)} different questions with "
