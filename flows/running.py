@@ -7,6 +7,7 @@ from typing import Literal, ParamSpec
 
 from prefect.deployments import arun_deployment
 from prefect.flows import Flow
+from prefect.runtime import deployment
 
 from flows.config import ControllersConfig, RunConfig, parse_config
 from infra.errors import WorkerLost
@@ -23,7 +24,8 @@ async def hold(config: RunConfig) -> AsyncIterator[RunRef]:
 
     Raises BadInput before anything is written, RunHeld if another process has it, RunChanged if it was made otherwise.
     """
-    await check_inputs(config)
+    if deployment.id is not None:  # the command line has checked before it started anything
+        await check_inputs(config)
     run = create_run(config.store, config.name, json.dumps(config.identity()), config.fingerprint())
     with run.hold():
         async with open_session(run, config, store=config.store) as ref:

@@ -7,6 +7,7 @@ from flows.evaluation import evaluation
 from flows.iteration import iteration
 from flows.running import hold
 from flows.warmup import warmup
+from tasks.preparation import start_pools
 from tasks.reporting import RunSummary, report_iteration, report_run, resume_point
 
 
@@ -16,6 +17,7 @@ from tasks.reporting import RunSummary, report_iteration, report_run, resume_poi
 async def train(config: RunConfig) -> RunSummary:
     """Retrain a language model by reinforcement learning; started again, it continues where the store ends."""
     async with hold(config) as run:
+        start_pools(run)
         await warmup(run)
         await evaluation(run, 0)
         for number in await resume_point(run):

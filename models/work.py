@@ -9,11 +9,10 @@ from models.records import PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class PolicyWork:
-    """Make the initial policy: build or import it, train its tokenizer if it has none, warm it up."""
+    """Make the policy that everything starts from: build it and train its tokenizer, or import it."""
 
     policy: PolicyConfig
     data: DataConfig
-    warmup: WarmupConfig | None
     seed: int
 
 

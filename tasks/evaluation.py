@@ -1,11 +1,15 @@
 """The result of a held-out evaluation."""
 
+import logging
+
 from prefect import task
 
 from tasks.plan import BatchPlan, plan_key
 from tasks.reports import Accuracy, accuracy_of
 from tasks.session import RunRef, session_of
 from tasks.stages import record, required
+
+logger = logging.getLogger(__name__)
 
 
 @task(task_run_name="{plan.key} summary")
@@ -21,4 +25,6 @@ async def summarise_evaluation(run: RunRef, plan: BatchPlan) -> Accuracy:
         parents=[required(run, plan_key(plan.key)), *scores],
         metrics={"accuracy": total / problems if problems else 0.0, "problems": problems},
     )
-    return accuracy_of(manifest)
+    accuracy = accuracy_of(manifest)
+    logger.info("held-out accuracy after %d iterations: %s", accuracy.number, accuracy.line())
+    return accuracy

@@ -1,5 +1,7 @@
 """The initial policy and the prompts: made once per run."""
 
+import logging
+
 from prefect import task
 
 from infra.manifests import Manifest
@@ -7,6 +9,8 @@ from models.work import PolicyWork, PromptWork, WarmupWork
 from tasks.plan import policy_key
 from tasks.session import RunRef, session_of
 from tasks.stages import is_transient, once, policy_of, record, required
+
+logger = logging.getLogger(__name__)
 
 PROMPTS = {"train": "prompts/train", "heldout": "prompts/heldout"}
 
@@ -16,7 +20,7 @@ async def make_policy(run: RunRef) -> Manifest:
     """Build or import the policy that everything starts from."""
     session = session_of(run)
     settings = session.settings
-    work = PolicyWork(policy=settings.policy, data=settings.data, warmup=settings.warmup, seed=settings.seed)
+    work = PolicyWork(policy=settings.policy, data=settings.data, seed=settings.seed)
     return await once(run, "policy/base", role="preparation", method="make_policy", work=work)
 
 
@@ -28,7 +32,10 @@ async def warm_up(run: RunRef) -> Manifest:
     if settings.warmup is None:
         return record(run, policy_key(0), parents=[base], bundles=base.bundles, detail={"version": 0})
     work = WarmupWork(policy=policy_of(base), data=settings.data, warmup=settings.warmup, seed=settings.seed)
-    return await once(run, policy_key(0), role="update", method="warmup", work=work, parents=[base])
+    logger.info("warm-up: %d steps of %d examples", settings.warmup.steps, settings.warmup.batch_size)
+    warm = await once(run, policy_key(0), role="update", method="warmup", work=work, parents=[base])
+    logger.info("warm-up: loss %.3f after %.0f s", warm.metrics["loss_last"], warm.provenance.seconds["stage"])
+    return warm
 
 
 @task(task_run_name="prompts {split}", retries=2, retry_condition_fn=is_transient)
@@ -44,6 +51,11 @@ async def make_prompts(run: RunRef, split: str) -> Manifest:
         max_new_tokens=settings.rollout.sampling.max_new_tokens,
     )
     return await once(run, PROMPTS[split], role="preparation", method="make_prompts", work=work, parents=[base])
+
+
+def start_pools(run: RunRef) -> None:
+    """Let the workers of every stage start while the policy is prepared."""
+    session_of(run).warm("preparation", "update", "rollout", "scoring")
 
 
 async def release_preparation(run: RunRef) -> None:

@@ -22,6 +22,10 @@ class Accuracy(Settings):
     high: float
     """Upper end."""
 
+    def line(self) -> str:
+        """The accuracy with its interval."""
+        return f"{self.mean:.3f} (95% interval {self.low:.3f} to {self.high:.3f}, {self.problems} problems)"
+
 
 class IterationReport(Settings):
     """One iteration in numbers."""

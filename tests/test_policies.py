@@ -50,7 +50,7 @@ def edit(path: Path, **changes: object) -> None:
 
 
 def make_policy(folder: Path, policy: ScratchPolicy | DirectoryPolicy, *, seed: int = 0) -> Outcome:
-    work = PolicyWork(policy=policy, data=DATA, warmup=None, seed=seed)
+    work = PolicyWork(policy=policy, data=DATA, seed=seed)
     return PreparationWorker(str(folder), "run", threads=1).make_policy(work)
 
 
@@ -291,5 +291,5 @@ def test_a_chat_that_the_template_refuses_is_named(spoilt):
 def test_progress_moves_with_the_work(tmp_path):
     worker = PreparationWorker(str(tmp_path), "run", threads=1)
     before = worker.progress()
-    worker.make_policy(PolicyWork(policy=TINY, data=DATA, warmup=None, seed=0))
+    worker.make_policy(PolicyWork(policy=TINY, data=DATA, seed=0))
     assert worker.progress() > before

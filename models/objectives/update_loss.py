@@ -55,6 +55,7 @@ def update_loss(logprobs_N: Tensor, tokens: PassTokens, *, config: UpdateConfig,
             "clip_fraction_low": terms.clipped_low_N,
             "clip_fraction_high": terms.clipped_high_N,
             "ratio_mean": terms.ratio_N,
+            "kl_old": terms.ratio_N - 1 - terms.ratio_N.log(),  # k3, from the policy before the update
             "entropy": -logprobs_N,
             "not_finite": ~finite_N,
         }
