@@ -14,6 +14,7 @@ import sqlalchemy as sa
 import uvicorn
 from prefect.server.api.server import create_app
 from prefect.server.database.configurations import SQLITE_BEGIN_MODE, AioSqliteConfiguration
+from prefect.settings import PREFECT_UI_API_URL, temporary_settings
 
 
 def _begin(_: AioSqliteConfiguration, connection: sa.Connection) -> None:
@@ -24,7 +25,10 @@ def _begin(_: AioSqliteConfiguration, connection: sa.Connection) -> None:
 def serve(port: int) -> None:
     """Serve API and UI on loopback until stopped."""
     AioSqliteConfiguration.begin_sqlite_stmt = _begin  # type: ignore[method-assign, assignment]
-    uvicorn.run(create_app(final=True), host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=5)
+    # The UI asks port 4200 whatever the port is; a path alone asks where the page came from, also through a tunnel.
+    with temporary_settings(set_defaults={PREFECT_UI_API_URL: "/api"}):
+        app = create_app(final=True)
+        uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=5)
 
 
 def _die_with(parent: int) -> None:
