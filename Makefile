@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo test test-slow check bench format
+.PHONY: demo test test-slow check bench docs format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/install.sh
@@ -37,6 +37,9 @@ check: $(VENV)/.dev  ## format, lint, types, imports
 format: $(VENV)/.dev
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.base  ## write the generated pages again
+	@$(BIN)/python -m flows.reference > docs/configuration.md
 
 bench: $(VENV)/.bench  ## compare with other trainers on this machine
 	@$(BIN)/python -m tests.bench $(ARGS)
