@@ -6,11 +6,13 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
+from flows.complaints import explain
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
 from models.config import (
@@ -74,6 +76,13 @@ class RunConfig(Settings):
     retention: RetentionConfig = RetentionConfig()
     """How long policies keep their files."""
 
+    @field_validator("name")
+    @classmethod
+    def _name_stays_in_the_store(cls, name: str) -> str:
+        if ".." in name:
+            raise ValueError(f"expected a name without '..', got {name!r}")
+        return name
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> "RunConfig":
         if isinstance(self.data, ArithmeticData) and self.evaluation.problems > self.data.heldout_problems:
@@ -98,22 +107,27 @@ class RunConfig(Settings):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a TOML file, apply `dotted.key=value` overrides and validate. Raises BadInput in one line."""
+    """Read a TOML file, apply overrides and validate. Raises BadInput in one line."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise BadInput(f"no configuration file {path}{hint}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise BadInput(f"no configuration file {path} (looked in {Path.cwd()}){_near_file(path)}") from None
+    except OSError as error:
+        raise BadInput(f"configuration file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not TOML: {error}") from None
     return override_config(document, overrides, source=str(path))
 
 
 def override_config(document: Mapping[str, object], overrides: Sequence[str], *, source: str) -> RunConfig:
-    """Apply `dotted.key=value` overrides to a document and validate it."""
+    """Apply overrides to a document and validate it.
+
+    `dotted.key=value` sets, with the value in TOML or as bare text; `dotted.key=` goes back to the default. Another
+    `kind` begins its table anew, wherever it stands among the overrides: the keys of one variant do not fit another.
+    """
     changed = copy.deepcopy(dict(document))
-    for override in overrides:
+    parsed = [_parse_override(override) for override in overrides]
+    for override in sorted(parsed, key=lambda override: override.keys[-1] != "kind"):
         _apply(changed, override)
     return parse_config(changed, source=source)
 
@@ -123,58 +137,53 @@ def parse_config(document: Mapping[str, object], *, source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(document)
     except ValidationError as error:
-        raise BadInput(f"{source}: {_explain(error)}") from None
+        raise BadInput(f"{source}: {explain(error, RunConfig)}") from None
 
 
-def _apply(document: dict[str, object], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key or not all(key.split(".")):
-        raise BadInput(f"override {override!r}: expected dotted.key=value")
+@dataclass(frozen=True, slots=True)
+class _Override:
+    text: str
+    keys: tuple[str, ...]
+    value: object
+    """None goes back to the default."""
+
+
+def _parse_override(text: str) -> _Override:
+    key, equals, written = text.partition("=")
+    keys = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(keys):
+        raise BadInput(f"override {text!r}: expected dotted.key=value, such as update.learning_rate=1e-4")
+    written = written.strip()
     try:
-        value: object = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *tables, last = key.split(".")
+        value: object = tomllib.loads(f"value = {written}")["value"] if written else None
+    except tomllib.TOMLDecodeError as error:
+        if written[0] in "[{\"'":
+            raise BadInput(f"override {text!r}: its value is not TOML: {error}") from None
+        value = written
+    return _Override(text, keys, value)
+
+
+def _apply(document: dict[str, object], override: _Override) -> None:
+    *tables, last = override.keys
     table = document
     for name in tables:
         inner = table.setdefault(name, {})
         if not isinstance(inner, dict):
-            raise BadInput(f"override {override!r}: {name!r} is not a table")
+            raise BadInput(f"override {override.text!r}: {name!r} is not a table")
         table = inner
-    table[last] = value
-
-
-def _explain(error: ValidationError) -> str:
-    """The first problem in one line, with the count of the others."""
-    problems = error.errors()
-    # An unknown key is the likelier cause when it comes with complaints about the values around it.
-    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    path = [part for part in first["loc"] if isinstance(part, int | str)]
-    key = ".".join(str(part) for part in path)
-    if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(path[-1]), _siblings(path), n=1)
-        text = f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    if last == "kind" and table.get("kind") != override.value:
+        table.clear()
+    if override.value is None:
+        table.pop(last, None)
     else:
-        message = first["msg"].removeprefix("Value error, ")
-        message = message[:1].lower() + message[1:]
-        text = f"{key}: {message}, got {first['input']!r:.80}" if key else message
-    return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+        table[last] = override.value
 
 
-def _siblings(path: Sequence[int | str]) -> list[str]:
-    """Field names that are valid where `path` ends, walked through unions by their tags."""
-    models: list[type[BaseModel]] = [RunConfig]
-    for part in path[:-1]:
-        inner: list[type[BaseModel]] = []
-        for model in models:
-            if isinstance(part, str) and part in model.model_fields:
-                inner += _models_in(model.model_fields[part].annotation)
-        models = inner or models
-    return [name for model in models for name in model.model_fields]
-
-
-def _models_in(annotation: object) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    arguments = getattr(annotation, "__args__", ())
-    return [model for argument in arguments for model in _models_in(argument)]
+def _near_file(path: Path) -> str:
+    """The TOML file that was probably meant: of that name in configs/, or of a name like it."""
+    folders = (path.parent, path.parent / "configs")
+    found = {file.stem: str(file) for folder in folders for file in sorted(folder.glob("*.toml"))}
+    near = difflib.get_close_matches(path.stem, found, n=1)
+    if "=" in path.name:
+        return "; the configuration comes first: rheostat train CONFIG key=value"
+    return f"; did you mean {found[near[0]]}?" if near else ""

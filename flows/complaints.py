@@ -1,0 +1,132 @@
+"""What is wrong with a configuration, in one line: the key as its author wrote it, what was expected, what came."""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+Models = list[type[BaseModel]]
+
+SHOWN = 4  # problems spelt out; a misplaced table can cause dozens
+NAMES = 20  # names listed where none is near
+
+
+def explain(error: ValidationError, root: type[BaseModel]) -> str:
+    """Every problem, the unknown keys first: they are the likelier cause of complaints about what is around them."""
+    found = error.errors()
+    # A list whose items are wrong is also said to be too short: only the innermost complaint helps.
+    inner = {problem["loc"][:depth] for problem in found for depth in range(1, len(problem["loc"]))}
+    problems = [problem for problem in found if problem["loc"] not in inner]
+    problems.sort(key=lambda problem: problem["type"] != "extra_forbidden")
+    lines = [_complaint(problem, root) for problem in problems[:SHOWN]]
+    more = len(problems) - len(lines)
+    return "; ".join(lines) + (f"; and {more} more" if more else "")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """`; did you mean 'x'?`, or nothing where no known name is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _complaint(problem: ErrorDetails, root: type[BaseModel]) -> str:
+    key, beside, variants = _locate(problem["loc"], root)
+    kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key {key!r}{_hint(key, beside, variants, root)}"
+    if kind == "union_tag_not_found":
+        return f"{key}.kind: missing, expected {_choice(_tags(_variants_at(problem['loc'], root)))}"
+    if kind == "union_tag_invalid":
+        tags = _tags(_variants_at(problem["loc"], root))
+        return f"{key}.kind: expected {_choice(tags)}, got {context['tag']!r}{nearest(str(context['tag']), tags)}"
+    if kind == "missing":
+        return f"{key}: missing"
+    if kind == "value_error":  # our own validators name what they compare
+        return f"{key}: {context['error']}" if key else str(context["error"])
+    hint = nearest(str(value), re.findall(r"'([^']*)'", problem["msg"])) if kind == "literal_error" else ""
+    return f"{key}: {_plain(problem['msg'])}, got {value!r:.80}{hint}"
+
+
+def _plain(message: str) -> str:
+    """pydantic's words in those of TOML."""
+    for words, plain in [
+        (r"^Input should be a valid dictionary.*", "expected a table"),
+        (r"^Input should be a valid tuple", "expected a list"),
+        (r"^(Input|String|Tuple|URL) should ", "should "),
+        (r"^should be ", "expected "),
+        (r"\ba valid (?=[aeiou])", "an "),
+        (r"\ba valid ", "a "),
+        (r", unable to parse .*", ""),
+        (r" after validation, not 0", ""),
+    ]:
+        message = re.sub(words, plain, message)
+    return message[:1].lower() + message[1:]
+
+
+def _locate(location: Sequence[int | str], root: type[BaseModel]) -> tuple[str, Models, Models]:
+    """Spell a location without the tags of unions; return the models that have its last part, and all variants."""
+    models: Models = [root]
+    variants: Models = [root]
+    key: list[str] = []
+    for position, part in enumerate(location):
+        tagged = [model for model in models if part in _tags([model])] if len(models) > 1 else []
+        if tagged:
+            models = tagged
+            continue
+        key.append(str(part))
+        if position < len(location) - 1 and isinstance(part, str):
+            models = variants = [inner for model in models for inner in _field_models(model, part)]
+    return ".".join(key), models, variants
+
+
+def _variants_at(location: Sequence[int | str], root: type[BaseModel]) -> Models:
+    """The models of the union that stands at a location."""
+    _, models, _ = _locate([*location, ""], root)
+    return models
+
+
+def _hint(key: str, beside: Models, variants: Models, root: type[BaseModel]) -> str:
+    name = key.rpartition(".")[2]
+    others = [tag for model in variants if name in model.model_fields for tag in _tags([model])]
+    if others:
+        return f": it belongs to kind {_choice(others)}"
+    siblings = [field for model in beside for field in model.model_fields]
+    near = nearest(name, siblings)
+    elsewhere = [path for path in dict.fromkeys(_paths(root)) if path.rpartition(".")[2] == name]
+    if elsewhere and len(elsewhere) <= SHOWN:
+        return f"; did you mean {_choice(elsewhere)}?"
+    return near or f", expected one of {', '.join(siblings[:NAMES])}"
+
+
+def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name in model.model_fields:
+        yield f"{prefix}{name}"
+        for inner in _field_models(model, name):
+            yield from _paths(inner, f"{prefix}{name}.")
+
+
+def _field_models(model: type[BaseModel], name: str) -> Models:
+    return _models_in(model.model_fields[name].annotation) if name in model.model_fields else []
+
+
+def _models_in(annotation: object) -> Models:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+
+
+def _tags(models: Models) -> list[str]:
+    """The values of `kind` that choose these models."""
+    return [
+        str(tag)
+        for model in models
+        if "kind" in model.model_fields
+        for tag in get_args(model.model_fields["kind"].annotation)
+    ]
+
+
+def _choice(names: Sequence[str]) -> str:
+    return " or ".join(repr(name) for name in names)
