@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flows.config import RunConfig, load_config, override_config
+from flows.planning import find_run
 from infra.errors import ApiFailed, BadInput, RheostatError
-from infra.runs import list_runs, open_run
+from infra.runs import open_run
 from models.config import DirectoryPolicy
+from tasks.inputs import preflight
 
 if TYPE_CHECKING:
     from tasks.reporting import RunSummary
@@ -45,8 +47,6 @@ for _name, _value in PREFECT_DEFAULTS.items():
 
 def train_here(config: RunConfig) -> "RunSummary":
     """Run or continue the job in this process. Raises BadInput before anything is written or started."""
-    from tasks.preflight import preflight
-
     check_unheld(config)
     asyncio.run(preflight(config))
     with prefect_api() as url:
@@ -60,8 +60,6 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
     """Measure a policy directory on held-out problems; nothing stays behind."""
     with tempfile.TemporaryDirectory(prefix="rheostat-evaluate-") as scratch:
         config = _evaluation_config(policy, config_path, overrides).model_copy(update={"store": scratch})
-        from tasks.preflight import preflight
-
         asyncio.run(preflight(config))
         with prefect_api():
             from flows.evaluation import evaluate
@@ -69,35 +67,11 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
             return run_flow(evaluate(config))
 
 
-def plan_run(config: RunConfig) -> str:
-    """Describe what a run would do, with sizes and memory estimates; writes nothing."""
-    from tasks.preflight import preflight
-
-    facts = asyncio.run(preflight(config))
-    pools = config.pools
-    plan = {
-        "run": f"{config.name} in {config.store}",
-        "iterations": config.iterations,
-        "completions": f"{config.rollout.prompts} prompts x {config.rollout.group_size} per iteration",
-        "shards per iteration": -(-config.rollout.prompts // config.rollout.shard_prompts),
-        "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
-        "workers": f"{pools.rollout_workers} rollout, {pools.scoring_workers} scoring, {pools.threads} threads each",
-        "update ranks": f"{pools.update_ranks}, ZeRO {config.update.zero_stage}, {config.update.dtype}",
-        "optimizer steps": config.iterations * config.update.minibatches,
-        **{name: _readable(name, value) for name, value in facts.items()},
-        "fingerprint": config.fingerprint(),
-    }
-    width = max(len(name) for name in plan)
-    return "\n".join(f"{name.replace('_', ' ').ljust(width)}  {value}" for name, value in plan.items())
-
-
 def check_unheld(config: RunConfig) -> None:
     """Refuse a run that was made otherwise or that another process holds, before anything starts."""
-    if config.name not in list_runs(config.store):
-        return
-    run = open_run(config.store, config.name)
-    run.check_identity(config.identity(), config.fingerprint())
-    run.check_free()
+    run = find_run(config)
+    if run is not None:
+        run.check_free()
 
 
 @contextmanager
@@ -154,12 +128,14 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
 
 
 def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> RunConfig:
+    if (policy / "run.json").is_file():
+        raise BadInput(f"{policy} is a run, expected one of its policies: name a directory under {policy / 'policies'}")
     if config_path is not None:
         config = load_config(config_path, overrides)
     else:
         home = next((p for p in policy.resolve().parents if (p / "run.json").is_file()), None)
         if home is None:
-            raise BadInput(f"{policy} does not lie in a run: name the problems with --config CONFIG")
+            raise BadInput(f"policy {policy} does not lie in a run: name its problems with --config CONFIG")
         record = open_run(str(home.parent), home.name).record
         config = override_config(record.config, overrides, source=f"run {home.name}")
     directory = DirectoryPolicy(path=policy)
@@ -187,7 +163,3 @@ def _free_port(preferred: int) -> int:
         except OSError:
             probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _readable(name: str, value: float) -> str:
-    return f"{value / 2**20:,.1f} MiB" if name.endswith("bytes") else f"{value:,.0f}"

@@ -1,22 +1,26 @@
 """What the reading commands show; needs neither Prefect's API nor a worker."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
 
+from flows.complaints import nearest
 from infra.config import Settings
-from infra.errors import BadInput
+from infra.errors import BadInput, Damaged
 from infra.export import export_parquet
 from infra.runs import Run, list_runs, open_run
 from infra.shards import read_shard
+from infra.storage import open_store
 from infra.verify import verify_store
 from models.config import ScoringConfig
 from tasks.invariants import check_invariants
 from tasks.plan import iteration_key
-from tasks.reports import Accuracy, IterationReport, evaluations_of, reports_of
+from tasks.reports import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations
 from tasks.samples import Sample, sample_rollouts
+
+STAGES = ("rollout", "scoring", "credit", "update", "total")
 
 
 class RunDescription(Settings):
@@ -34,9 +38,28 @@ class RunDescription(Settings):
     """Sealed iterations, in order."""
 
 
+class RunLine(Settings):
+    """A run in the list of a store's runs."""
+
+    run: str
+    """Name."""
+    created: str | None
+    """When it was made, UTC."""
+    iterations: int
+    """Sealed iterations."""
+    before: float | None
+    """Held-out accuracy of the initial policy; none before it was measured."""
+    after: float | None
+    """The last held-out accuracy."""
+    fingerprint: str | None
+    """Digest of the configuration that results depend on."""
+    damage: str | None = None
+    """Why the run cannot be read."""
+
+
 def describe_run(store: str, name: str) -> RunDescription:
     """Read a run's seals and evaluations."""
-    run = open_run(store, name)
+    run = _open(store, name)
     return RunDescription(
         name=name,
         created=run.record.created,
@@ -46,36 +69,56 @@ def describe_run(store: str, name: str) -> RunDescription:
     )
 
 
-def describe_runs(store: str) -> list[dict[str, object]]:
-    """One row per run of a store."""
-    rows: list[dict[str, object]] = []
-    for name in list_runs(store):
-        described = describe_run(store, name)
-        accuracy = described.evaluations[-1].mean if described.evaluations else None
-        rows.append(
-            {
-                "run": name,
-                "created": described.created,
-                "iterations": len(described.iterations),
-                "accuracy": None if accuracy is None else round(accuracy, 3),
-                "fingerprint": described.fingerprint,
-            }
+def describe_runs(store: str) -> list[RunLine]:
+    """One line per run of a store; a damaged one does not hide the others."""
+    return [_line(store, name) for name in list_runs(store)]
+
+
+def _line(store: str, name: str) -> RunLine:
+    try:
+        run = describe_run(store, name)
+    except Damaged as error:
+        return RunLine(
+            run=name, created=None, iterations=0, before=None, after=None, fingerprint=None, damage=str(error)
         )
-    return rows
+    means = [accuracy.mean for accuracy in run.evaluations]
+    return RunLine(
+        run=name,
+        created=run.created,
+        iterations=len(run.iterations),
+        before=means[0] if means else None,
+        after=means[-1] if len(means) > 1 else None,
+        fingerprint=run.fingerprint,
+    )
 
 
-def iteration_rows(description: RunDescription) -> list[dict[str, object]]:
+def run_rows(runs: Sequence[RunLine]) -> list[dict[str, str]]:
+    """The runs of a store as rows of a terminal's table."""
+    return [
+        {
+            "run": run.run,
+            "created": run.created or "-",
+            "iterations": "damaged: see `rheostat verify`" if run.damage else str(run.iterations),
+            "accuracy before": "-" if run.before is None else f"{run.before:.3f}",
+            "after": "-" if run.after is None else f"{run.after:.3f}",
+            "fingerprint": run.fingerprint or "-",
+        }
+        for run in runs
+    ]
+
+
+def iteration_rows(description: RunDescription) -> list[dict[str, str]]:
     """The iterations of a run as rows of a terminal's table."""
     return [
         {
-            "iteration": report.iteration,
+            "iteration": str(report.iteration),
             "accuracy": f"{report.accuracy:.3f}",
             "reward": f"{report.reward:.3f}",
             "length": f"{report.length:.1f}",
             "kl": f"{report.kl:.4f}",
-            "missing": report.missing,
-            **{f"{name} s": f"{seconds:.2f}" for name, seconds in report.seconds.items()},
-            "policy": report.policy[:16],
+            "missing": str(report.missing),
+            **{f"{name} s": f"{report.seconds[name]:.2f}" for name in STAGES},
+            "policy": f"{report.policy[:16]}{' (quarantined)' if report.quarantined else ''}",
         }
         for report in description.iterations
     ]
@@ -85,26 +128,43 @@ def read_rollouts(
     store: str, name: str, *, iteration: int | None, order: Literal["position", "reward", "length"], limit: int
 ) -> list[Sample]:
     """Completions of one iteration, by default the last sealed one."""
-    run = open_run(store, name)
+    run = _open(store, name)
     if iteration is None:
-        reports = reports_of(run, term=_terms(run)[0])
-        if not reports:
-            raise BadInput(f"run {name!r} has no sealed iteration yet: name one with --iteration")
-        iteration = reports[-1].iteration
+        sealed = sealed_iterations(run)
+        if not sealed:
+            raise BadInput(f"run {name!r} has no sealed iteration yet: name the one under way with --iteration")
+        iteration = report_of(sealed[-1], term=_terms(run)[0]).iteration
     return sample_rollouts(run, iteration, limit=limit, order=order)
 
 
 def export_run(store: str, name: str) -> list[Path]:
     """Write one Parquet file per sealed iteration: rollouts with their scores; return the files."""
-    run = open_run(store, name)
+    run = _open(store, name)
     numbers = [report.iteration for report in reports_of(run, term=_terms(run)[0])]
+    if not numbers:
+        raise BadInput(f"run {name!r} has no sealed iteration yet: nothing to export")
     return [export_parquet(run, _scored(run, number), iteration_key(number)) for number in numbers]
 
 
 def verify_run(store: str, name: str) -> list[str]:
     """Check every digest and every invariant of a run; one line per problem, naming the offender."""
-    run = open_run(store, name)
+    run = _open(store, name)
     return verify_store(run) or check_invariants(run)
+
+
+def _open(store: str, name: str) -> Run:
+    """Open a run by name, or say which name or store was probably meant."""
+    if "/" in name:
+        path = Path(name)
+        hint = f"; try {path.name} --store {path.parent}" if (path / "run.json").is_file() else ""
+        raise BadInput(f"run {name!r}: expected a name, found a path{hint}")
+    known = list_runs(store)
+    if known and name not in known:
+        names = f"{', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
+        raise BadInput(f"no run {name!r} in {open_store(store).uri}: expected {names}{nearest(name, known)}")
+    if not known:
+        raise BadInput(f"no run {name!r} in {open_store(store).uri}: no runs lie there; name another with --store")
+    return open_run(store, name)
 
 
 def _scored(run: Run, number: int) -> Iterator[pa.Table]:

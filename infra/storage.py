@@ -96,13 +96,19 @@ def open_store(uri: str) -> Store:
         raise BadInput(f"store {uri!r}: expected a path or file://, without '::' chains")
     scheme, separator, _ = uri.partition("://")
     if not separator:
-        return LocalStore(Path(uri).expanduser().resolve())
+        return _local_store(Path(uri).expanduser().resolve())
     parts = urlsplit(uri)
     if scheme != "file":
         raise BadInput(f"store {uri!r}: {scheme}:// is not available yet: expected a path or file://")
     if parts.netloc not in ("", "localhost"):
         raise BadInput(f"store {uri!r}: file:// names no host: expected file:///absolute/path")
-    return LocalStore(Path(url2pathname(parts.path)).resolve())
+    return _local_store(Path(url2pathname(parts.path)).resolve())
+
+
+def _local_store(root: Path) -> "LocalStore":
+    if root.exists() and not root.is_dir():
+        raise BadInput(f"store {str(root)!r}: expected a directory, found a file")
+    return LocalStore(root)
 
 
 def check_key(key: str) -> None:

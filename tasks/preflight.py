@@ -1,40 +1,12 @@
-"""Everything that can be wrong with a run's inputs, found before anything is written.
-
-The check reads tokenizers and model directories, so it runs in a process of its own: no flow process loads torch.
-"""
-
-import asyncio
-import json
-import sys
+"""The input check as a task: a run started from anywhere else than the command line is checked too."""
 
 from prefect import task
 from pydantic import BaseModel
 
-from infra.errors import BadInput, WorkerFailed
+from tasks.inputs import preflight
 
 
 @task(task_run_name="check inputs")
 async def check_inputs(config: BaseModel) -> dict[str, float]:
     """Return what the check found out (sizes and memory estimates). Raises BadInput in one line."""
     return await preflight(config)
-
-
-async def preflight(config: BaseModel) -> dict[str, float]:
-    """Check data, policy directory, rewards and lengths."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "models.preflight",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    answer, errors = await process.communicate(config.model_dump_json().encode())
-    try:
-        verdict = json.loads(answer)
-    except ValueError:
-        raise WorkerFailed(f"the input check ended with code {process.returncode}: {errors.decode()[-2000:]}") from None
-    if not verdict["ok"]:
-        raise BadInput(verdict["error"])
-    facts: dict[str, float] = verdict["facts"]
-    return facts

@@ -39,7 +39,9 @@ def sample_rollouts(
     """Read completions of one iteration. By position only as many shards are opened as `limit` needs."""
     rollouts = run.manifests(f"{iteration_key(iteration)}/rollout/")
     if not rollouts:
-        raise BadInput(f"run {run.name!r} has no rollouts of iteration {iteration}")
+        begun = sorted({m.key.split("/")[0] for m in run.manifests("it-") if "/rollout/" in m.key})
+        found = f"iterations {begun[0]} to {begun[-1]}" if begun else "none yet"
+        raise BadInput(f"run {run.name!r} has no rollouts of iteration {iteration}, found {found}")
     samples: list[Sample] = []
     for manifest in rollouts:
         samples += _read(run, manifest, iteration)

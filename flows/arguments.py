@@ -1,0 +1,108 @@
+"""The arguments of the `rheostat` command."""
+
+import argparse
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from infra.errors import BadInput
+
+DEFAULT_STORE = "./runs"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong as one line, with the nearest name."""
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice:
+            from flows.complaints import nearest
+
+            what = "command" if "COMMAND" in message else message.removeprefix("argument ").partition(":")[0]
+            known = re.findall(r"'([^']*)'", choice[2])
+            message = f"{what} {choice[1]!r}: expected {', '.join(known)}{nearest(choice[1], known)}"
+        raise BadInput(f"{message} (see `{self.prog} --help`)")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; `command` names what to do. Raises BadInput in one line."""
+    options, others = _parser().parse_known_args(arguments)
+    if options.command is None:
+        raise BadInput("expected a command, such as `rheostat train configs/demo.toml` (see `rheostat --help`)")
+    # argparse gives up on positional arguments after an option: `train CONFIG --run NAME seed=1`.
+    if others and "overrides" in options and all("=" in other and not other.startswith("-") for other in others):
+        options.overrides += others
+    elif others:
+        raise BadInput(f"unrecognized arguments: {shlex.join(others)} (see `rheostat --help`)")
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="rheostat", description="Retrain language models by reinforcement learning, as a durable batch pipeline."
+    )
+    parser.add_argument("--version", action="store_const", dest="command", const="version", help="print the version")
+    commands = parser.add_subparsers(metavar="COMMAND")
+
+    def add(name: str, text: str, *, example: str) -> argparse.ArgumentParser:
+        description, epilog = f"{text[:1].upper()}{text[1:]}.", f"example: rheostat {name} {example}".rstrip()
+        added = commands.add_parser(name, help=text, description=description, epilog=epilog)
+        added.set_defaults(command=name)
+        return added
+
+    def reader(name: str, text: str, *, example: str) -> argparse.ArgumentParser:
+        added = add(name, text, example=example)
+        added.add_argument("--store", default=DEFAULT_STORE, help="where runs lie (default: %(default)s)")
+        added.add_argument("--json", action="store_true", help="print JSON")
+        if example:
+            added.add_argument("run", metavar="RUN", help="name of the run")
+        return added
+
+    train = add(
+        "train",
+        "run the configured job, or continue it",
+        example="configs/demo.toml --run longer iterations=40 update.learning_rate=2e-4",
+    )
+    train.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
+    _add_overrides(train)
+    train.add_argument("--run", metavar="NAME", help="name of the run (default: the configuration's)")
+    train.add_argument("--store", help="where runs lie (default: the configuration's)")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
+    train.add_argument("--json", action="store_true", help="print the plan or the summary as JSON")
+
+    reader("runs", "list the runs of a store", example="")
+    reader("show", "show a run: iterations, metrics, digests, seconds per stage", example="demo")
+    rollouts = reader("rollouts", "read a run's rollouts", example="demo --iteration 3 --sort reward")
+    rollouts.add_argument("--iteration", type=int, metavar="N", help="default: the last one")
+    rollouts.add_argument(
+        "--sort",
+        choices=["position", "reward", "length"],
+        default="position",
+        help="as generated, best first, or longest first (default: %(default)s)",
+    )
+    rollouts.add_argument("--limit", type=int, metavar="N", default=10, help="completions shown (default: %(default)s)")
+    reader("export", "copy a run's sealed iterations to Parquet, and print the paths", example="demo")
+    reader("verify", "check every digest and every invariant of a run", example="demo")
+
+    evaluate = add(
+        "evaluate",
+        "measure a policy directory on held-out problems",
+        example="path/to/model --config configs/gsm8k.toml evaluation.problems=1319",
+    )
+    evaluate.add_argument("policy", metavar="POLICY", type=Path, help="model directory in Hugging Face format")
+    _add_overrides(evaluate)
+    evaluate.add_argument(
+        "--config", type=Path, help="TOML file that names the problems (default: the run in which the policy lies)"
+    )
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
+
+    server = add("server", "serve Prefect's API and UI on this machine", example="--port 4300")
+    server.add_argument("--port", type=int, default=4200, help="port on loopback (default: %(default)s)")
+    return parser
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    text = "dotted keys of the configuration, such as update.learning_rate=1e-4; `key=` goes back to the default"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)

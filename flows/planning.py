@@ -1,0 +1,79 @@
+"""What a run would do: sizes, workers and memory, before anything is written."""
+
+import asyncio
+
+from flows.config import RunConfig
+from infra.config import Settings
+from infra.runs import Run, list_runs, open_run
+from infra.storage import open_store
+from tasks.inputs import preflight
+from tasks.reports import sealed_iterations
+
+
+class RunPlan(Settings):
+    """What a run would do."""
+
+    lines: dict[str, str]
+    """For people."""
+    facts: dict[str, float]
+    """What the input check counted and estimated; bytes are per worker."""
+
+
+def find_run(config: RunConfig) -> Run | None:
+    """The configured run where it was begun before; RunChanged if that was by another configuration."""
+    if config.name not in list_runs(config.store):
+        return None
+    run = open_run(config.store, config.name)
+    run.check_identity(config.identity(), config.fingerprint())
+    return run
+
+
+def plan_run(config: RunConfig) -> RunPlan:
+    """Say what a run would do. Raises BadInput as the run itself would."""
+    run = find_run(config)
+    facts = asyncio.run(preflight(config))
+    sealed = 0 if run is None else len(sealed_iterations(run))
+    pools, rollout, update = config.pools, config.rollout, config.update
+    prompts, completions = rollout.prompts, rollout.prompts * rollout.group_size
+    shards = -(-prompts // rollout.shard_prompts)
+    left = max(0, config.iterations - sealed)
+    lines = {
+        "run": f"{config.name} in {open_store(config.store).uri.removeprefix('file://')}",
+        "state": "new" if run is None else f"continues after iteration {sealed}",
+        "iterations": f"{config.iterations}, {left} to do",
+        "each": f"{prompts} prompts x {rollout.group_size} = {completions:,} completions in {shards} shards",
+        "problems": f"{facts['train_problems']:,.0f} training, {facts['heldout_problems']:,.0f} held out",
+        "policy": f"{facts['parameters']:,.0f} parameters, context {facts['context']:,.0f} tokens",
+        "longest": f"{facts['longest_prompt_tokens']:,.0f} prompt + {rollout.sampling.max_new_tokens} new tokens",
+        "warm-up": "none" if config.warmup is None else f"{config.warmup.steps:,} steps",
+        "optimizer steps": f"{update.minibatches} per iteration, {left * update.minibatches:,} to do",
+        "evaluations": f"{_evaluations(config)}, {config.evaluation.problems:,} problems each",
+        "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
+        "rollout": f"{_count(pools.rollout_workers, 'worker')} of {_megabytes(facts, 'rollout')}",
+        "scoring": _count(pools.scoring_workers, "worker"),
+        "update": f"{_count(pools.update_ranks, 'rank')} of {_megabytes(facts, 'update')}, "
+        f"ZeRO {update.zero_stage}, {update.dtype}",
+        "threads": f"{pools.threads} per worker",
+        "fingerprint": config.fingerprint(),
+    }
+    return RunPlan(lines=lines, facts=facts)
+
+
+def _evaluations(config: RunConfig) -> str:
+    every = config.evaluation.every
+    return "at the start and the end" + (f", every {every} iterations" if every else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _megabytes(facts: dict[str, float], role: str) -> str:
+    """The estimate for one worker and what it is made of; activations come on top."""
+    parts = {
+        name.removeprefix(f"{role}_").removesuffix("_bytes"): value / 2**20
+        for name, value in facts.items()
+        if name.startswith(f"{role}_") and name.endswith("_bytes")
+    }
+    detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())
+    return f"{sum(parts.values()):,.1f} MiB ({detail}; activations and libraries not counted)"

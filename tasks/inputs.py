@@ -1,0 +1,34 @@
+"""Everything that can be wrong with a run's inputs, found before anything is written, by whoever asks first.
+
+The check reads tokenizers and model directories, so it runs in a process of its own: no flow process loads torch. Nor
+does it need Prefect, which makes directories when it is imported.
+"""
+
+import asyncio
+import json
+import sys
+
+from pydantic import BaseModel
+
+from infra.errors import BadInput, WorkerFailed
+
+
+async def preflight(config: BaseModel) -> dict[str, float]:
+    """Check data, policy directory, rewards and lengths."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "models.preflight",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    answer, errors = await process.communicate(config.model_dump_json().encode())
+    try:
+        verdict = json.loads(answer)
+    except ValueError:
+        raise WorkerFailed(f"the input check ended with code {process.returncode}: {errors.decode()[-2000:]}") from None
+    if not verdict["ok"]:
+        raise BadInput(verdict["error"])
+    facts: dict[str, float] = verdict["facts"]
+    return facts
