@@ -3,6 +3,7 @@
 from prefect import flow
 
 from flows.generation import generate_and_score
+from flows.running import launch
 from flows.update import update
 from infra.manifests import Manifest
 from tasks.placement import place_iteration
@@ -17,7 +18,7 @@ async def iteration(run: RunRef, number: int) -> Manifest:
     plan = await place_iteration(run, number)
     await generate_and_score(run, plan)
     await assign_credit(run, plan)
-    await update(run, plan)
+    await launch(update, run, batch=plan.key)
     sealed = await seal_iteration(run, plan)
     await retire_policies(run, plan)
     return sealed

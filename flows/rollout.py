@@ -5,15 +5,24 @@ import asyncio
 from prefect import flow
 
 from flows.running import joined
-from tasks.plan import BatchPlan
+from tasks.placement import read_plan
 from tasks.rollout import generate_shard
 from tasks.session import RunRef
 
 
-@flow(name="rollout", flow_run_name="{plan.key} rollout {controller}", persist_result=True, result_serializer="json")
-async def rollout(run: RunRef, plan: BatchPlan, controller: int, shards: tuple[int, ...]) -> int:
-    """Have every shard of the slice generated and committed; return how many."""
+@flow(name="rollout", flow_run_name="{batch} rollout {controller}", persist_result=True, result_serializer="json")
+async def rollout(run: RunRef, batch: str, controller: int = 0, shards: tuple[int, ...] | None = None) -> int:
+    """Have the shards of a planned batch, by default all, generated and committed; return how many.
+
+    Args:
+        run: The run; without an epoch this flow takes it over.
+        batch: `it-0003` or `eval-0010`; its plan is in the store.
+        controller: Number of this controller among its peers.
+        shards: Numbers of the shards; none means all.
+    """
     async with joined(run) as here, asyncio.TaskGroup() as group:
-        for shard in shards:
+        plan = read_plan(here, batch)
+        mine = range(len(plan.shards)) if shards is None else shards
+        for shard in mine:
             group.create_task(generate_shard(here, plan, shard))
-    return len(shards)
+    return len(mine)

@@ -1,21 +1,30 @@
 """Which process holds a run, and where its controllers run."""
 
+import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Literal, ParamSpec
+from typing import Concatenate, ParamSpec, TypeVar
 
+from prefect import get_client, tags
+from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import arun_deployment
 from prefect.flows import Flow
-from prefect.runtime import deployment
+from prefect.states import Cancelling
 
 from flows.config import ControllersConfig, RunConfig, parse_config
-from infra.errors import WorkerLost
+from infra.errors import WorkerFailed, WorkerLost
 from infra.runs import create_run, open_run
 from tasks.preflight import check_inputs
 from tasks.session import RunRef, is_open, open_session, session_of
 
 P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
 
 
 @asynccontextmanager
@@ -24,12 +33,13 @@ async def hold(config: RunConfig) -> AsyncIterator[RunRef]:
 
     Raises BadInput before anything is written, RunHeld if another process has it, RunChanged if it was made otherwise.
     """
-    if deployment.id is not None:  # the command line has checked before it started anything
+    _log_progress()
+    with tags(config.name):
         await check_inputs(config)
-    run = create_run(config.store, config.name, json.dumps(config.identity()), config.fingerprint())
-    with run.hold():
-        async with open_session(run, config, store=config.store) as ref:
-            yield ref
+        run = create_run(config.store, config.name, json.dumps(config.identity()), config.fingerprint())
+        with run.hold():
+            async with open_session(run, config, store=config.store) as ref:
+                yield ref
 
 
 @asynccontextmanager
@@ -38,15 +48,19 @@ async def joined(ref: RunRef) -> AsyncIterator[RunRef]:
     if is_open(ref):
         yield ref
         return
+    _log_progress()
     run = open_run(ref.store, ref.name)
     config = parse_config({**run.record.config, "name": ref.name, "store": ref.store}, source=f"run {ref.name}")
-    if ref.epoch is None:
-        with run.hold():
-            async with open_session(run, config, store=ref.store) as here:
+    if ref.pools is not None:
+        config = config.model_copy(update={"pools": ref.pools})
+    with tags(ref.name):
+        if ref.epoch is None:
+            with run.hold():
+                async with open_session(run, config, store=ref.store) as here:
+                    yield here
+        else:
+            async with open_session(run.join(ref.epoch), config, store=ref.store, join=ref.cluster) as here:
                 yield here
-    else:
-        async with open_session(run.join(ref.epoch), config, store=ref.store, join=ref.cluster) as here:
-            yield here
 
 
 def controllers_of(run: RunRef) -> ControllersConfig:
@@ -57,18 +71,47 @@ def controllers_of(run: RunRef) -> ControllersConfig:
 
 
 async def launch(
-    role: Flow[P, Coroutine[object, object, int]],
-    where: Literal["nested", "deployment"],
+    role: Flow[Concatenate[RunRef, P], Coroutine[object, object, R]],
+    run: RunRef,
     /,
     *args: P.args,
     **parameters: P.kwargs,
 ) -> None:
     """Run a role controller to its end, as a sub-flow here or as a run of its own deployment."""
-    if where == "nested":
-        await role(*args, **parameters)
+    if controllers_of(run).where == "nested":
+        with tags(role.name):
+            await role(run, *args, **parameters)
         return
-    name = f"{role.name}/controller"
-    child = await arun_deployment(name, parameters=dict(parameters), poll_interval=0.5, as_subflow=True)
-    if child.state is None or not child.state.is_completed():
-        state = "no state" if child.state is None else f"{child.state.name}: {child.state.message}"
-        raise WorkerLost(f"controller {name} ({child.name}) ended as {state}")
+    session = session_of(run)
+    await session.ready(role.name)  # workers end with the process that started them, so this one starts them
+    name, attempts = f"{role.name}/controller", session.settings.pools.max_restarts + 1
+    for attempt in range(1, attempts + 1):
+        ended = await _deployed(name, {"run": run, **parameters})
+        assert ended.state is not None
+        if ended.state.is_completed():
+            return
+        outcome = f"controller {name} ({ended.name}) ended as {ended.state.name}: {ended.state.message}"
+        if not ended.state.is_crashed():
+            raise WorkerFailed(outcome)
+        logger.warning("%s; attempt %d of %d", outcome, attempt, attempts)
+    raise WorkerLost(f"{outcome}; given up after attempt {attempts}")
+
+
+async def _deployed(name: str, parameters: dict[str, object]) -> FlowRun:
+    """Run a deployment to its end; who stops waiting for it stops it."""
+    async with get_client() as client:
+        child = await arun_deployment(name, client=client, parameters=parameters, timeout=0)
+        try:
+            while child.state is None or not child.state.is_final():
+                await asyncio.sleep(POLL_SECONDS)
+                child = await client.read_flow_run(child.id)
+        except asyncio.CancelledError:
+            await client.set_flow_run_state(child.id, Cancelling())
+            raise
+        return child
+
+
+def _log_progress() -> None:
+    """Let our reports through to handlers, such as Prefect's, which shows them with the run."""
+    for room in ("flows", "tasks", "models", "placement", "infra"):
+        logging.getLogger(room).setLevel(logging.INFO)

@@ -5,17 +5,31 @@ import asyncio
 from prefect import flow
 
 from flows.running import joined
-from tasks.plan import BatchPlan
+from tasks.placement import read_plan
 from tasks.scoring import score_shard
 from tasks.session import RunRef
 
 
-@flow(name="scoring", flow_run_name="{plan.key} scoring {controller}", persist_result=True, result_serializer="json")
+@flow(name="scoring", flow_run_name="{batch} scoring {controller}", persist_result=True, result_serializer="json")
 async def scoring(
-    run: RunRef, plan: BatchPlan, controller: int, shards: tuple[int, ...], silence_seconds: float = 900
+    run: RunRef,
+    batch: str,
+    controller: int = 0,
+    shards: tuple[int, ...] | None = None,
+    silence_seconds: float = 900,
 ) -> int:
-    """Have every shard of the slice scored as soon as it is generated; return how many."""
+    """Have the shards of a planned batch, by default all, scored as soon as they are generated; return how many.
+
+    Args:
+        run: The run; without an epoch this flow takes it over.
+        batch: `it-0003` or `eval-0010`; its plan is in the store.
+        controller: Number of this controller among its peers.
+        shards: Numbers of the shards; none means all.
+        silence_seconds: Longest time to wait for the next generated shard.
+    """
     async with joined(run) as here, asyncio.TaskGroup() as group:
-        for shard in shards:
+        plan = read_plan(here, batch)
+        mine = range(len(plan.shards)) if shards is None else shards
+        for shard in mine:
             group.create_task(score_shard(here, plan, shard, silence_seconds))
-    return len(shards)
+    return len(mine)

@@ -3,14 +3,19 @@
 from prefect import flow
 
 from flows.running import joined
-from tasks.plan import BatchPlan
+from tasks.placement import read_plan
 from tasks.session import RunRef
 from tasks.update import update_policy
 
 
-@flow(name="update", flow_run_name="{plan.key} update", persist_result=True, result_serializer="json")
-async def update(run: RunRef, plan: BatchPlan) -> str:
-    """Commit the next policy version; return its weights digest."""
+@flow(name="update", flow_run_name="{batch} update", persist_result=True, result_serializer="json")
+async def update(run: RunRef, batch: str) -> str:
+    """Commit the next policy version; return its weights digest.
+
+    Args:
+        run: The run; without an epoch this flow takes it over.
+        batch: `it-0003`; its credit is in the store.
+    """
     async with joined(run) as here:
-        updated = await update_policy(here, plan)
+        updated = await update_policy(here, read_plan(here, batch))
     return updated.bundles["weights"].digest

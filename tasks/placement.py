@@ -59,6 +59,11 @@ async def place_evaluation(run: RunRef, number: int) -> BatchPlan:
     return _commit(run, plan, policy)
 
 
+def read_plan(run: RunRef, batch: str) -> BatchPlan:
+    """The plan that was committed for a batch: small parameters and the store, rather than the plan itself, travel."""
+    return BatchPlan.read(required(run, plan_key(batch)))
+
+
 def _commit(run: RunRef, plan: BatchPlan, policy: Manifest) -> BatchPlan:
     prompts = required(run, PROMPTS[plan.split])
     return BatchPlan.read(

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from infra.cluster import Cluster
 from infra.config import PoolsConfig, Settings
+from infra.errors import RheostatError
 from infra.pools import Pool
 from infra.ranks import RankGroup
 from infra.runs import Run
@@ -40,6 +41,8 @@ class RunRef(Settings):
     """Controller epoch of the holder; none makes the called flow take the run over itself."""
     cluster: str | None = None
     """Address of the Ray cluster that hosts the holder's pools; none starts an embedded one."""
+    pools: PoolsConfig | None = None
+    """The holder's worker processes, which who joins it shares; none takes those that the run was made with."""
 
 
 class RunSettings(Protocol):
@@ -86,10 +89,20 @@ class Session:
             if role not in self._pools:
                 self._pools[role] = asyncio.create_task(_start(self, role), name=f"start {role}")
 
+    async def ready(self, role: str) -> Pool | RankGroup:
+        """Wait until the pool of a role has started: processes that join then share its workers."""
+        self.warm(role)
+        starting = self._pools[role]
+        try:
+            return await asyncio.shield(starting)
+        except RheostatError:
+            if self._pools.get(role) is starting:  # who asks again, such as a retried task, starts it afresh
+                del self._pools[role]
+            raise
+
     async def perform(self, role: str, method: str, work: object) -> Done[Outcome]:
         """Have a worker of the role, or all its ranks, do the work."""
-        self.warm(role)
-        pool = await asyncio.shield(self._pools[role])
+        pool = await self.ready(role)
         return await pool.run(method, work, returns=Outcome)
 
     async def release(self, role: str) -> None:
@@ -126,7 +139,7 @@ async def open_session(
     async with Cluster.open(f"rheostat-{run.name}", address=address) as cluster:
         session = _OPEN[store, run.name] = Session(run=run, settings=settings, cluster=cluster)
         try:
-            yield RunRef(store=store, name=run.name, epoch=run.epoch, cluster=cluster.address)
+            yield RunRef(store=store, name=run.name, epoch=run.epoch, cluster=cluster.address, pools=settings.pools)
         finally:
             del _OPEN[store, run.name]
             await session.close()
