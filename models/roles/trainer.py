@@ -3,6 +3,7 @@
 Every rank holds one and they act together. Shapes: N completion tokens of one pass.
 """
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -114,6 +115,19 @@ class Trainer:
             expected += len(state)
         if expected != len(moments):
             raise Damaged(f"optimizer state: expected {expected} tensors for this engine, found {len(moments)}")
+
+    def close(self) -> None:
+        """Give the memory back: DeepSpeed's hooks keep an engine alive after its last use, under ZeRO-3 for ever."""
+        optimizer = self._engine.optimizer
+        held = [*self._partitions(), *self._model.parameters()]
+        self._engine.destroy()
+        self._optimizer.state.clear()
+        for tensor in held:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        for name in ("lp_param_buffer", "grad_partitions_flat_buffer"):  # ZeRO-3 keeps views of them
+            if hasattr(optimizer, name):
+                getattr(optimizer, name).untyped_storage().resize_(0)
+        gc.collect()
 
     def _partitions(self) -> list[Tensor]:
         """The float32 tensors that this rank's optimizer steps, in the engine's order."""

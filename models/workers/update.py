@@ -154,7 +154,9 @@ class UpdateWorker:
         return self._trainer
 
     def _start(self, weights: BundleRef, *, temperature: float) -> Trainer:
-        self._trainer = None  # the old engine's memory first
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
         directory = fetch_bundle(self._store, weights)
         self._trainer = Trainer(directory, self._update, temperature=temperature, ranks=self._joined())
         logger.info("loaded policy %s", weights.digest)
