@@ -1,8 +1,10 @@
 """Small random policies for tests and benchmarks: a model and a tokenizer in a directory."""
 
 import math
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
@@ -37,10 +39,21 @@ def small_tokenizer():
     return train_tokenizer(texts, vocab_size=VOCABULARY, context=CONTEXT)
 
 
-def write_policy(directory: Path, architecture: str = "llama", *, seed: int = 0, eos_share: float = 0.03) -> None:
-    """Write a random model whose every token is EOS with about the given probability, and its tokenizer."""
+def write_policy(
+    directory: Path,
+    architecture: str = "llama",
+    *,
+    seed: int = 0,
+    eos_share: float = 0.03,
+    changes: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Write a random model whose every token is EOS with about the given probability, and its tokenizer.
+
+    `changes` replaces parts of the architecture's shape.
+    """
     tokenizer = small_tokenizer()
-    config, shape = ARCHITECTURES[architecture]
+    config, usual = ARCHITECTURES[architecture]
+    shape = {**usual, **changes}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
@@ -56,5 +69,7 @@ def write_policy(directory: Path, architecture: str = "llama", *, seed: int = 0,
     with torch.no_grad():
         # A bias made of weights: one direction outgrows all others, so that the last norm makes it √width.
         model.get_input_embeddings().weight[:, 0] = 3.0
-        model.lm_head.weight[tokenizer.eos_token_id, 0] += math.log(eos_share * VOCABULARY) / math.sqrt(WIDTH)
+        model.lm_head.weight[tokenizer.eos_token_id, 0] += math.log(eos_share * VOCABULARY) / math.sqrt(
+            model.config.hidden_size
+        )
     save_policy(model, tokenizer, directory)

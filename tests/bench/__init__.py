@@ -1,1 +1,1 @@
-"""Comparisons with other trainers and engines, run by hand."""
+"""Measurements and comparisons, run by hand: `make bench`."""

@@ -1,18 +1,13 @@
 """Tokens per second of the rollout engine, beside `generate` of transformers called for one group at a time.
 
-    python -m tests.bench.engine [--threads N] [--rounds N] [--json]
-
 The model has the demo's shape and random weights; EOS is likely enough that completions end at different lengths.
 """
 
-import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +18,10 @@ from models.config import SamplingConfig, TransformersEngine
 from models.engines import Request
 from models.engines.transformers import HuggingFaceEngine
 from models.seeds import derive_seed, sample_seed
+from tests.bench.tables import Table
 from tests.policies import VOCABULARY, write_policy
 
-PROMPTS, GROUP, LONGEST = 32, 8, 64
+PROMPTS, GROUP, LONGEST, ROUNDS = 32, 8, 64, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,26 +101,16 @@ def compare(rounds: int) -> list[Result]:
     return [next(result for result in taken[way] if result.tokens_per_second == speed[way]) for way in ways]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    results = compare(options.rounds)
-    ratio = results[0].tokens_per_second / results[1].tokens_per_second
-    if options.json:
-        rows = [{**asdict(result), "tokens_per_second": result.tokens_per_second} for result in results]
-        sys.stdout.write(json.dumps({"threads": options.threads, "ratio": ratio, "results": rows}) + "\n")
-        return
-    sys.stdout.write(f"{'':<34}{'tokens':>8}{'seconds':>9}{'tokens/s':>10}\n")
-    for result in results:
-        sys.stdout.write(
-            f"{result.name:<34}{result.tokens:>8}{result.seconds:>9.2f}{result.tokens_per_second:>10,.0f}\n"
+def measure() -> list[Table]:
+    """Compare both ways on one thread, as a rollout worker runs."""
+    torch.set_num_threads(1)
+    ours, theirs = compare(ROUNDS)
+    rows = tuple((result.name, result.tokens, result.seconds, result.tokens_per_second) for result in (ours, theirs))
+    return [
+        Table(
+            title=f"Rollout engine on 1 thread: {PROMPTS} prompts × {GROUP}, up to {LONGEST} tokens",
+            columns=("", "tokens", "seconds", "tokens/s"),
+            rows=rows,
+            notes=(f"{ours.tokens_per_second / theirs.tokens_per_second:.1f} times as fast; median of {ROUNDS}",),
         )
-    sys.stdout.write(f"{ratio:.1f} times as fast, {options.threads} thread(s), median of {options.rounds}\n")
-
-
-if __name__ == "__main__":
-    main()
+    ]

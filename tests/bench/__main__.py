@@ -1,0 +1,55 @@
+"""Measure this machine: `python -m tests.bench [--only PART …] [--json FILE]`; progress goes to stderr.
+
+Each part is a module with a function `measure` that returns tables. Nothing else should run meanwhile.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from tests.bench.tables import Table
+
+PARTS = ("stages", "minute", "trl", "shards", "memory", "engine")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure this machine.")
+    parser.add_argument("--only", choices=PARTS, action="append", help="one part; may be given again")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    options = parser.parse_args(arguments)
+    document: dict[str, object] = {"machine": machine()}
+    for name in options.only or PARTS:
+        started, load = time.monotonic(), os.getloadavg()[0]
+        sys.stderr.write(f"--- {name} (load {load:.1f})\n")
+        tables: list[Table] = importlib.import_module(f"tests.bench.{name}").measure()
+        for table in tables:
+            sys.stdout.write(f"\n{table.text()}\n")
+        sys.stdout.flush()
+        seconds = time.monotonic() - started
+        document[name] = {"seconds": seconds, "load_before": load, "tables": [table.json() for table in tables]}
+        sys.stderr.write(f"--- {name}: {seconds:.0f} s\n")
+        if options.json is not None:  # after every part, so that an interrupt loses little
+            options.json.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    return 0
+
+
+def machine() -> dict[str, object]:
+    """What the numbers were measured on."""
+    packages = ("torch", "transformers", "deepspeed", "ray", "prefect", "pyarrow", "trl")
+    return {
+        "cpus": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in packages},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
