@@ -16,6 +16,7 @@ from infra.errors import BadInput
 from models.config import (
     DataConfig,
     DirectoryPolicy,
+    EvaluationConfig,
     NumericReward,
     PolicyConfig,
     RolloutConfig,
@@ -44,6 +45,7 @@ class Inputs(BaseModel):
     scoring: ScoringConfig
     update: UpdateConfig
     pools: PoolsConfig
+    evaluation: EvaluationConfig
 
 
 def check(inputs: Inputs) -> dict[str, float]:
@@ -65,6 +67,11 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
         raise BadInput(
             f"rollout.prompts {inputs.rollout.prompts} exceeds the {len(train)} training problems: "
             "an iteration would ask one twice"
+        )
+    if inputs.evaluation.problems > len(heldout):
+        raise BadInput(
+            f"evaluation.problems {inputs.evaluation.problems} exceeds the {len(heldout)} held-out problems: "
+            f"set evaluation.problems={len(heldout)}, or keep more back"
         )
     known = {identity(problem.prompt) for problem in train}
     for problem in heldout:
@@ -96,6 +103,11 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     problems = [*train, *heldout]
     prompts = tokenize_prompts(problems, tokenizer)
     new_tokens = inputs.rollout.sampling.max_new_tokens
+    if new_tokens >= shape.context:
+        raise BadInput(
+            f"rollout.sampling.max_new_tokens {new_tokens} leaves no room for a prompt: "
+            f"the policy's context is {shape.context} tokens"
+        )
     require_room(problems, prompts, max_tokens=shape.context - new_tokens)
     longest = max(len(prompt.tokens) for prompt in prompts)
     engine, update = inputs.rollout.engine, inputs.update

@@ -14,6 +14,7 @@ from models.config import (
     ArithmeticData,
     DataConfig,
     DirectoryPolicy,
+    EvaluationConfig,
     FileData,
     NumericReward,
     PolicyConfig,
@@ -49,6 +50,7 @@ def inputs(
         scoring=scoring or ScoringConfig(),
         update=update or UpdateConfig(),
         pools=PoolsConfig(update_ranks=ranks),
+        evaluation=EvaluationConfig(problems=1),
     )
 
 
@@ -131,6 +133,21 @@ def test_a_heldout_problem_that_is_trained_on_is_refused(tmp_path):
 def test_an_iteration_larger_than_the_data_is_refused(tmp_path):
     with pytest.raises(BadInput, match=r"rollout.prompts 64 exceeds the \d training problems"):
         check(inputs(data=rows(tmp_path / "a.jsonl", *("1",) * 10)))
+
+
+def test_an_evaluation_larger_than_the_held_out_split_is_refused(tmp_path):
+    few = rows(tmp_path / "a.jsonl", *("1",) * 100)
+    question = inputs(data=few).model_copy(update={"evaluation": EvaluationConfig(problems=64)})
+    with pytest.raises(
+        BadInput, match=r"evaluation.problems 64 exceeds the \d\d held-out problems: set evaluation.prob"
+    ):
+        check(question)
+
+
+def test_completions_as_long_as_the_context_are_refused():
+    sampling = SamplingConfig(max_new_tokens=256)
+    with pytest.raises(BadInput, match=r"max_new_tokens 256 leaves no room for a prompt: .* context is 256 tokens"):
+        check(inputs(rollout=RolloutConfig(sampling=sampling)))
 
 
 def test_warm_up_without_answers_is_refused(tmp_path):
