@@ -14,6 +14,7 @@ def learning_curve(
     `iterations` are (number, accuracy, reward).
     """
     from matplotlib.figure import Figure  # 0.5 s to import; only the end of a run needs it
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -35,6 +36,7 @@ def learning_curve(
         label="held-out accuracy, 95% interval",
     )
     axes.set(title=f"Run {title}", xlabel="iteration", ylabel="accuracy", ylim=(min(0.0, *rewards, 0.0), None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
     buffer = io.BytesIO()

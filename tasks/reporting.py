@@ -3,6 +3,7 @@
 import base64
 import io
 import logging
+import re
 from collections.abc import Sequence
 
 from prefect import task
@@ -20,6 +21,7 @@ from tasks.stages import required
 logger = logging.getLogger(__name__)
 
 TABLE_ROWS = 50  # of the iterations table while a run goes on; the last one has all
+SAMPLE_ROWS = 12  # of the table of rollouts, one completion per prompt
 
 
 class RunSummary(Settings):
@@ -90,13 +92,15 @@ async def report_run(run: RunRef) -> RunSummary:
         digest=last.bundles["weights"].digest,
         plot=str(session.run.store.local(plot_key)),
     )
-    samples = sample_rollouts(session.run, len(reports), limit=12) if reports else []
+    samples = _samples(run, len(reports)) if reports else []
     key = artifact_key(run.name)
     await acreate_table_artifact(_table(reports), key=f"{key}-iterations", description=f"Run {run.name}")
     await acreate_table_artifact(
-        [s.model_dump() for s in samples], key=f"{key}-rollouts", description="Sample rollouts"
+        _rollout_table(samples), key=f"{key}-rollouts", description=f"Rollouts of iteration {len(reports)}"
     )
-    await acreate_markdown_artifact(_markdown(summary, png, samples), key=f"{key}-summary", description="Summary")
+    await acreate_markdown_artifact(
+        _markdown(summary, png, samples), key=f"{key}-summary", description=f"Summary of run {run.name}"
+    )
     return summary
 
 
@@ -110,14 +114,43 @@ def _reports(run: RunRef) -> list[IterationReport]:
     return reports_of(session_of(run).run, term=term)
 
 
+def _samples(run: RunRef, iteration: int) -> list[Sample]:
+    """The first completion of each of some prompts."""
+    session = session_of(run)
+    read = sample_rollouts(session.run, iteration, limit=SAMPLE_ROWS * session.settings.rollout.group_size)
+    return [sample for sample in read if sample.sample == 0][:SAMPLE_ROWS]
+
+
 def _table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
+    """The UI shows some six columns before it scrolls: what people look for comes first."""
     return [
         {
-            **report.model_dump(exclude={"seconds", "policy"}),
-            "policy": report.policy[:16],
+            "iteration": report.iteration,
+            "accuracy": round(report.accuracy, 3),
+            "reward": round(report.reward, 3),
+            "length": round(report.length, 1),
+            "kl": round(report.kl, 4),
+            "missing": report.missing,
             **{f"{name} seconds": round(value, 2) for name, value in report.seconds.items()},
+            "quarantined": report.quarantined,
+            "policy": report.policy[:16],
         }
         for report in reports
+    ]
+
+
+def _rollout_table(samples: Sequence[Sample]) -> list[dict[str, object]]:
+    return [
+        {
+            "reward": sample.reward,
+            "prompt": sample.prompt,
+            "completion": sample.completion,
+            "answer": sample.answer,
+            "tokens": sample.tokens,
+            "finish": sample.finish_reason,
+            "prompt_id": sample.prompt_id,
+        }
+        for sample in samples
     ]
 
 
@@ -128,7 +161,9 @@ def _markdown(summary: RunSummary, png: bytes, samples: Sequence[Sample]) -> str
     text.write(f"- policy `{summary.policy}`\n- weights digest `{summary.digest}`\n- run `{summary.path}`\n\n")
     text.write(f"![learning curve](data:image/png;base64,{image})\n\n")
     for sample in samples[:4]:
-        text.write(f"```text\n{sample.prompt}{sample.completion}\n```\nreward {sample.reward}\n\n")
+        told = f"{sample.prompt}{sample.completion}"
+        fence = "`" * max(3, *(len(found) + 1 for found in re.findall("`+|$", told)))  # longer than any in the text
+        text.write(f"{fence}text\n{told}\n{fence}\nreward {sample.reward}\n\n")
     return text.getvalue()
 
 
