@@ -51,3 +51,8 @@ def two_arguments(prompt: str, completion: str) -> float:
 
 
 NUMBER = 7
+
+
+def even(prompt: str, completion: str, answer: str) -> float:
+    """Return 1 for an even number of characters: any policy gets it right now and then, in every group."""
+    return float(len(completion) % 2 == 0)

@@ -1,0 +1,148 @@
+"""The job with faults planted in it: `python -m tests.faults train CONFIG …`, in the directory RHEOSTAT_FAULTS.
+
+`faults.json` there lists `tests.jobs.Fault`s. The process that a fault names sends itself the signal at that very
+moment; `struck-N` then says that fault N happened, and it does not happen again. `log` gets a line for every piece of
+work that a worker begins and for every file that the driver writes.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import infra.storage
+from infra.disk import open_temporary, publish_file
+from infra.workers import PoolSpec
+from tests.jobs import Fault
+
+POLL_SECONDS = 0.0005
+WORKS = ("make_policy", "make_prompts", "warmup", "generate", "score", "credit", "update")
+
+
+class Planted:
+    """The faults of one process, and what it tells of itself."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self._home = Path(os.environ["RHEOSTAT_FAULTS"])
+        self._faults = [Fault(**fault) for fault in json.loads((self._home / "faults.json").read_text())]
+        self._seen: Counter[int] = Counter()
+        infra.storage.publish_file = self._publish
+
+    def log(self, line: str) -> None:
+        with (self._home / "log").open("a") as log:
+            log.write(f"{line}\n")
+
+    def plans(self, moment: str, what: str) -> bool:
+        """Whether a fault is planted at such a moment."""
+        return any(self._is_at(fault, moment, what) for fault in self._faults)
+
+    def reach(self, moment: str, what: str) -> None:
+        """Say that the process is at a moment; some faults strike there."""
+        for index, fault in enumerate(self._faults):
+            if self._is_at(fault, moment, what):
+                self._seen[index] += 1
+                if self._seen[index] == fault.count:
+                    self._strike(index, fault.signal)
+
+    def _is_at(self, fault: Fault, moment: str, what: str) -> bool:
+        return fault.role == self.role and fault.moment == moment and re.search(fault.at, what) is not None
+
+    def _publish(self, path: Path, data: bytes | Path) -> bool:
+        what = path.as_posix()
+        self.reach("before", what)
+        if self.plans("during", what):
+            self._write_half(path.parent, data if isinstance(data, bytes) else data.read_bytes())
+            self.reach("during", what)
+        won = publish_file(path, data)
+        if self.role == "driver" and won:
+            self.log(f"put {what}")
+        self.reach("after", what)
+        return won
+
+    def _write_half(self, directory: Path, data: bytes) -> None:
+        descriptor, _ = open_temporary(directory)
+        os.write(descriptor, data[: len(data) // 2])
+
+    def _strike(self, index: int, number: int) -> None:
+        try:
+            (self._home / f"struck-{index}").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), number)
+        time.sleep(0.05)  # a stop takes hold of a thread that is running a little later
+
+
+class Faulty:
+    """A worker as it is, with faults planted in its process."""
+
+    def __init__(self, role: str, target: str, options: dict[str, object]) -> None:
+        self._planted = Planted(role)
+        module, _, name = target.partition(":")
+        self._worker = getattr(importlib.import_module(module), name)(**options)
+
+    def progress(self) -> int:
+        return self._worker.progress()
+
+    def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
+        self._planted.role = f"update-{rank}"
+        self._worker.join(rank, world_size, master_address, master_port)
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        method = getattr(self._worker, name)
+        if name not in WORKS:
+            return method
+
+        def perform(work: object) -> object:
+            self._planted.log(f"{name} {work}")
+            with self._watched(name):
+                return method(work)
+
+        return perform
+
+    @contextmanager
+    def _watched(self, method: str) -> Iterator[None]:
+        """Reach `progress` for every step that the worker's counter takes meanwhile."""
+        if not self._planted.plans("progress", method):
+            yield
+            return
+        ended = threading.Event()
+
+        def watch() -> None:
+            before = self.progress()
+            while not ended.wait(POLL_SECONDS):
+                for _ in range(before, before := self.progress()):
+                    self._planted.reach("progress", method)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+
+
+def plant(spec: PoolSpec) -> PoolSpec:
+    """Have a pool host the worker with its faults."""
+    options = {"role": spec.role, "target": spec.target, "options": spec.options}
+    return dataclasses.replace(spec, target="tests.faults:Faulty", options=options)
+
+
+if __name__ == "__main__":
+    from flows.cli import main
+    from tasks import session
+
+    make_spec = session._spec
+    session._spec = lambda *args, **options: plant(make_spec(*args, **options))
+    # Not the one of `__main__`: workers import this module by its name.
+    importlib.import_module("tests.faults").Planted("driver")
+    sys.exit(main(sys.argv[1:]))

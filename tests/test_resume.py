@@ -1,0 +1,119 @@
+"""The same command again continues: a driver and then a worker are killed, and the run is the one never disturbed."""
+
+import signal
+from dataclasses import dataclass
+
+import pytest
+
+from tests.jobs import (
+    Ended,
+    Fault,
+    Job,
+    alive,
+    family_of,
+    files_of,
+    kill,
+    leftovers_of,
+    manifests_of,
+    shards_of,
+    wait_for,
+)
+
+REAPING_SECONDS = 30.0
+"""For the embedded cluster's processes after their driver was killed; on an idle machine one second is plenty."""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """What was seen while a job was stopped, killed and continued."""
+
+    job: Job
+    stopped: dict[str, bytes]
+    """Files of the run while its driver was stopped."""
+    second: Ended
+    """The same command while a stopped driver held the run."""
+    left: list[str]
+    """Processes that outlived their driver."""
+    changed: Ended
+    """The command with another learning rate, after the kill."""
+    after: dict[str, bytes]
+    """Files of the run after both refusals."""
+    resumed: Ended
+    struck: int
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory, prefect_api, reference):
+    """Kill a driver between two shards and, in the resumed job, a rollout worker inside one."""
+    home = tmp_path_factory.mktemp("interrupted")
+    alone = Job(home, counts_works=True)  # its own Prefect server, to see that one end
+    with alone.started() as process:
+        wait_for(lambda: process.poll() is not None or any(alone.run.glob("manifests/it-0001/rollout/*.json")))
+        assert process.poll() is None, alone.ended(process).output
+        process.send_signal(signal.SIGSTOP)
+        stopped = files_of(alone.run)
+        second = alone.refused()
+        family = family_of(process.pid)
+        kill(process)
+    wait_for(lambda: not alive(family), seconds=REAPING_SECONDS)
+    left = alive(family)
+    changed = alone.refused("update.learning_rate=0.5")
+    after = files_of(alone.run)
+    job = Job(home, prefect_api, counts_works=True)
+    resumed = job.train(faults=[Fault("rollout", "progress", "generate", count=5)])
+    return Interrupted(job, stopped, second, left, changed, after, resumed, job.struck())
+
+
+def test_a_killed_job_continues_to_the_run_that_was_never_killed(interrupted, reference):
+    assert interrupted.resumed.code == 0, interrupted.resumed.output
+    assert interrupted.struck == 1
+    assert manifests_of(interrupted.job.run) == manifests_of(reference.run)
+    assert shards_of(interrupted.job.run) == shards_of(reference.run)
+
+
+def test_at_most_one_shard_per_worker_is_generated_again_after_a_kill(interrupted, reference):
+    works = interrupted.job.works()
+    assert works.keys() == reference.works().keys()
+    again = {work.split("(")[0]: works[work] - 1 for work in works if works[work] > 1}
+    generated = sum(count - 1 for work, count in works.items() if work.startswith("generate"))
+    assert generated <= 2 + 1, again  # two workers had a shard each when their driver died, and one died itself
+
+
+def test_each_sample_is_trained_once_and_every_digest_holds_after_a_resume(interrupted):
+    verified = interrupted.job.command("verify")
+    assert (verified.code, verified.output) == (0, "run tiny: every digest and every invariant holds\n")
+
+
+def test_the_reference_learns_something_in_every_iteration(reference):
+    shown = reference.command("show", "--json")
+    assert shown.code == 0
+    policies = [line for line in shown.output.splitlines() if '"policy"' in line]
+    assert len(set(policies)) == len(policies) == 3
+
+
+def test_a_second_process_on_a_held_run_is_refused_and_changes_nothing(interrupted):
+    assert interrupted.second.code == 2
+    assert "is held by process" in interrupted.second.output
+    assert len(interrupted.second.output.splitlines()) == 1
+
+
+def test_a_changed_configuration_is_refused_by_name_and_changes_nothing(interrupted):
+    assert interrupted.changed.code == 2
+    assert "update.learning_rate was 0.001, is 0.5" in interrupted.changed.output
+    assert len(interrupted.changed.output.splitlines()) == 1
+    assert {name: interrupted.after[name] for name in interrupted.stopped} == interrupted.stopped
+    assert interrupted.after.keys() == interrupted.stopped.keys()
+
+
+def test_nothing_of_a_killed_job_keeps_running(interrupted):
+    assert interrupted.left == []
+
+
+def test_a_finished_resume_leaves_no_temporary_file(interrupted):
+    assert leftovers_of(interrupted.job.run) == []
+
+
+def test_a_finished_job_run_again_changes_no_manifest(interrupted, reference):
+    again = interrupted.job.train()
+    assert again.code == 0, again.output
+    assert manifests_of(interrupted.job.run) == manifests_of(reference.run)
