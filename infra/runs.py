@@ -222,7 +222,7 @@ def _dotted(value: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[
         if isinstance(item, Mapping) and item:
             yield from _dotted(item, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", json.dumps(item)
+            yield f"{prefix}{key}", json.dumps(item, sort_keys=True)
 
 
 def _some(names: list[str]) -> str:
