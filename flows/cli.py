@@ -6,6 +6,7 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit code 2 for what the user wrote, 1 for what went wrong, 130 for an interrupt."""
+    """Run one command. Exit code 2 for what the user wrote, 1 for what went wrong, 130 or 143 for a signal."""
     try:
         options = parse(arguments)
         return COMMANDS[options.command](options)
     except RheostatError as error:
         sys.stderr.write(f"rheostat: {' '.join(str(error).split())}\n")
         return 2 if isinstance(error, BadInput) else 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         sys.stderr.write("rheostat: interrupted; the same command continues\n")
-        return 130
+        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     except BrokenPipeError:  # the reader of our output (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
         return 0

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -83,14 +84,15 @@ def prefect_api() -> Iterator[str]:
     if configured:
         yield str(configured)
         return
-    port = _free_port(UI_PORT)
-    url = f"http://127.0.0.1:{port}/api"
-    server = subprocess.Popen(
-        [sys.executable, "-m", "flows.server", str(port), str(os.getpid())],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C reaches the flow first, which needs the API to end well
-    )
+    with _listen(UI_PORT) as listener:  # bound here: of two jobs that start at once, neither finds the other's server
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        server = subprocess.Popen(
+            [sys.executable, "-m", "flows.server", str(listener.fileno()), str(os.getpid())],
+            pass_fds=[listener.fileno()],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches the flow first, which needs the API to end well
+        )
     try:
         _wait_healthy(server, url)
         with temporary_settings({PREFECT_API_URL: url}):
@@ -116,9 +118,24 @@ def _drain() -> None:
 
 
 def run_flow(flow: "Coroutine[object, object, R]") -> R:
-    """Run a flow to its end; of the errors that its controllers ended with together, raise the first of ours."""
+    """Run a flow to its end; of the errors that its controllers ended with together, raise the first of ours.
+
+    SIGTERM cancels it as Ctrl-C does, and ends in a KeyboardInterrupt with the signal's number.
+    """
+    from prefect.utilities import engine
+
+    numbers: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        numbers.append(number)
+        signal.raise_signal(signal.SIGINT)
+
+    # Prefect's own raises wherever the process is at that moment, often inside a task that another waits for.
+    engine._prefect_sigterm_handler = interrupt  # type: ignore[assignment]
     try:
         return asyncio.run(flow)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(*numbers[:1]) from None
     except BaseExceptionGroup as group:
         ours, _ = group.split(RheostatError)
         leaf: BaseException = ours or group
@@ -155,11 +172,12 @@ def _wait_healthy(server: "subprocess.Popen[bytes]", url: str) -> None:
     raise ApiFailed(f"the Prefect server did not answer at {url} within {SERVER_SECONDS} s")
 
 
-def _free_port(preferred: int) -> int:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", preferred))
-        except OSError:
-            probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _listen(preferred: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", preferred))
+    except OSError:
+        listener.bind(("127.0.0.1", 0))
+    listener.listen(2048)  # uvicorn's own backlog
+    return listener

@@ -1,13 +1,15 @@
-"""The Prefect server with one repair for SQLite: `python -m flows.server PORT`.
+"""The Prefect server with one repair for SQLite: `python -m flows.server SOCKET PARENT` serves a job and ends with it.
 
 Prefect's write transactions on SQLite begin DEFERRED, so two that overlap fail at once ("database is locked", 503) and
 the client sleeps 2, 4, 7 s: parallel sub-flows then take seconds to start (PrefectHQ/prefect#10188, #19771). Begun
 IMMEDIATE, the second waits its turn, some milliseconds. PostgreSQL is not affected.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 
 import sqlalchemy as sa
@@ -22,13 +24,15 @@ def _begin(_: AioSqliteConfiguration, connection: sa.Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def serve(port: int) -> None:
-    """Serve API and UI on loopback until stopped."""
+def serve(port: int, *, listener: socket.socket | None = None) -> None:
+    """Serve API and UI on a port of loopback, or on a socket that listens already, until stopped."""
     AioSqliteConfiguration.begin_sqlite_stmt = _begin  # type: ignore[method-assign, assignment]
     # The UI asks port 4200 whatever the port is; a path alone asks where the page came from, also through a tunnel.
     with temporary_settings(set_defaults={PREFECT_UI_API_URL: "/api"}):
         app = create_app(final=True)
-        uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=5)
+        config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=5)
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=None if listener is None else [listener])
 
 
 def _die_with(parent: int) -> None:
@@ -41,6 +45,5 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        _die_with(int(sys.argv[2]))
-    serve(int(sys.argv[1]))
+    _die_with(int(sys.argv[2]))
+    serve(0, listener=socket.socket(fileno=int(sys.argv[1])))

@@ -35,8 +35,10 @@ EMBEDDED_ENVIRONMENT = {
     # Nodes of a cluster on Windows and macOS use the loopback address; elsewhere Ray replaces 127.0.0.1 by another
     # (github.com/ray-project/ray/issues/18730).
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Ray protects clusters that it starts by the token in ~/.ray, but does not look for it when it joins one by address.
+    # Ray protects clusters that it starts by the token in ~/.ray, but does not look for it when it joins by address.
     "RAY_AUTH_MODE": "token",
+    # Ray's handler of SIGTERM prints a stack and ends the driver on the spot.
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
     "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
 }
 

@@ -227,15 +227,18 @@ def alive(family: Sequence[psutil.Process]) -> list[str]:
 @contextmanager
 def prefect_server(home: Path) -> Iterator[str]:
     """Serve a Prefect API that several jobs share: starting one takes as long as a small job."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}/api"
     environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    command = [sys.executable, "-m", "flows.server", str(port), str(os.getpid())]
-    server = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    with socket.create_server(("127.0.0.1", 0)) as listener, (home / "output").open("wb") as output:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        server = subprocess.Popen(
+            [sys.executable, "-m", "flows.server", str(listener.fileno()), str(os.getpid())],
+            pass_fds=[listener.fileno()],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
     try:
         assert wait_for(lambda: _answers(f"{url}/health"), seconds=120)
         yield url
