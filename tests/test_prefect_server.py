@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from flows.config import RunConfig, load_config
+from flows.retrain import dated
 from infra.runs import open_run
 from tests.jobs import PATIENCE, ROOT, TINY, alive, family_of, kill, manifests_of, wait_for
 
@@ -144,10 +146,18 @@ def test_the_demo_deployment_runs_what_the_demo_file_says(server):
 
 
 def test_training_is_scheduled_but_not_until_somebody_turns_it_on(server):
-    (schedule,) = server.deployment("train/train")["schedules"]
+    weekly = server.deployment("retrain/weekly")
+    (schedule,) = weekly["schedules"]
     assert schedule["schedule"]["cron"] == "0 3 * * 1"
     assert not schedule["active"]
-    assert server.deployment("train/train")["global_concurrency_limit"]["limit"] == 1
+    assert weekly["global_concurrency_limit"]["limit"] == 1
+
+
+def test_each_scheduled_retrain_is_a_run_of_its_own():
+    config = RunConfig(name="nightly", iterations=5)
+    named = [dated(config, datetime(2026, 11, day, 3, tzinfo=UTC)) for day in (23, 30)]
+    assert [c.name for c in named] == ["nightly-20261123", "nightly-20261130"]
+    assert {c.fingerprint() for c in named} == {config.fingerprint()}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,24 @@
+"""The scheduled retrain: the main job, each time as a run of its own."""
+
+from datetime import datetime
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows.config import RunConfig
+from flows.train import train
+from tasks.reporting import RunSummary
+
+
+@flow(name="retrain", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
+async def retrain(config: RunConfig) -> RunSummary:
+    """Train a policy under the configured name and the day that the run is scheduled for, such as `run-20261123`.
+
+    Triggered again on the same day it continues that day's run; later, `train` continues it by its full name.
+    """
+    return await train(dated(config, flow_run.scheduled_start_time))
+
+
+def dated(config: RunConfig, day: datetime) -> RunConfig:
+    """The configuration with the day, in UTC, at the end of the run's name."""
+    return RunConfig.model_validate({**config.model_dump(), "name": f"{config.name}-{day:%Y%m%d}"})
