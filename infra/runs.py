@@ -95,6 +95,10 @@ class Run:
         keys = sorted(entry.key.removeprefix(_MANIFESTS).removesuffix(".json") for entry in entries)
         return [self._known.get(key) or self._load(key) for key in keys]
 
+    def folders(self) -> list[str]:
+        """Return the sorted first parts of the keys of all manifests, such as `it-0003`, without looking at each."""
+        return self.store.children(_MANIFESTS.removesuffix("/"))
+
     def commit(self, manifest: Manifest) -> Manifest:
         """Publish a manifest and return the one that stands: this, or an equal one that another committed first.
 

@@ -82,8 +82,9 @@ def evaluations_of(run: Run) -> list[Accuracy]:
 
 
 def sealed_iterations(run: Run) -> list[Manifest]:
-    """Manifests of the iterations that exist, in order."""
-    return [m for m in run.manifests("it-") if m.key.endswith("/seal")]
+    """Manifests of the iterations that exist, in order; seals that are known already cost no look at the store."""
+    seals = (run.find(f"{folder}/seal") for folder in run.folders() if folder.startswith("it-"))
+    return [sealed for sealed in seals if sealed is not None]
 
 
 def reports_of(run: Run, *, term: str) -> list[IterationReport]:
