@@ -20,5 +20,5 @@ async def iteration(run: RunRef, number: int) -> Manifest:
     await assign_credit(run, plan)
     await launch(update, run, batch=plan.key)
     sealed = await seal_iteration(run, plan)
-    await retire_policies(run, plan)
+    await retire_policies(run, number)
     return sealed

@@ -47,14 +47,14 @@ class RunSummary(Settings):
 
 @task(task_run_name="resume point")
 async def resume_point(run: RunRef) -> list[int]:
-    """Numbers of the iterations that are still to do: those after the last sealed one."""
+    """Numbers of the iterations to go through: from the last sealed one, whose aftermath may have been cut short."""
     session = session_of(run)
     reports = _reports(run)
     if [report.iteration for report in reports] != list(range(1, len(reports) + 1)):
         raise Damaged(f"run {run.name!r}: sealed iterations are not 1 to {len(reports)}, a seal is missing")
     if reports:
         logger.info("run %s: %d of %d iterations are in the store", run.name, len(reports), session.settings.iterations)
-    return list(range(len(reports) + 1, session.settings.iterations + 1))
+    return list(range(max(1, len(reports)), session.settings.iterations + 1))
 
 
 @task(task_run_name="report it-{number:04d}")

@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 
 from prefect import task
 
+from infra.bundles import BundleRef, retirement_key
 from infra.manifests import Manifest
 from infra.retention import retire_bundle
 from tasks.plan import BatchPlan, plan_key, policy_key
@@ -41,22 +42,35 @@ async def seal_iteration(run: RunRef, plan: BatchPlan) -> Manifest:
     )
 
 
-@task(task_run_name="{plan.key} retire")
-async def retire_policies(run: RunRef, plan: BatchPlan) -> int:
-    """Delete the files of policies that retention no longer keeps; return how many bundles went."""
+@task(task_run_name="it-{number:04d} retire")
+async def retire_policies(run: RunRef, number: int) -> int:
+    """Delete the files of policies that retention no longer keeps after `number` iterations; return how many bundles.
+
+    All earlier versions are looked at, since a run may be continued with a smaller retention.
+    """
     session = session_of(run)
     keep = session.settings.retention
-    versions = range(plan.number + 1)
-    kept = {v for v in versions if v == 0 or v > plan.number - keep.keep_last or _every(v, keep.keep_every)}
-    candidate = plan.number - keep.keep_last
-    if candidate < 0 or candidate in kept:
-        return 0
-    still_used = {ref.key for v in kept for ref in required(run, policy_key(v)).bundles.values()}
-    retired = [ref for ref in required(run, policy_key(candidate)).bundles.values() if ref.key not in still_used]
-    for bundle in retired:
-        retire_bundle(session.run, bundle)
-    return len(retired)
+    kept = kept_versions(number, keep_last=keep.keep_last, keep_every=keep.keep_every)
+    used = {bundle.key for version in kept for bundle in _bundles(run, version)}
+    old = {
+        bundle.key: bundle for version in range(number + 1) if version not in kept for bundle in _bundles(run, version)
+    }
+    newest_gone = {bundle.key for bundle in _bundles(run, max(0, number - keep.keep_last))}
+    retired = 0
+    for key, bundle in old.items():
+        known = session.run.find(retirement_key(bundle)) is not None
+        if key not in used and (not known or key in newest_gone):  # the newest may have been cut short
+            retire_bundle(session.run, bundle)
+            retired += 1
+    return retired
 
 
-def _every(version: int, keep_every: int) -> bool:
-    return keep_every > 0 and version % keep_every == 0
+def kept_versions(number: int, *, keep_last: int, keep_every: int) -> set[int]:
+    """Versions that keep their files after `number` iterations: the first, the newest, and every `keep_every`-th."""
+    newest = range(max(0, number + 1 - keep_last), number + 1)
+    regular = range(0, number + 1, keep_every) if keep_every else range(0)
+    return {0, *newest, *regular}
+
+
+def _bundles(run: RunRef, version: int) -> list[BundleRef]:
+    return list(required(run, policy_key(version)).bundles.values())
