@@ -128,6 +128,8 @@ def _show(options: argparse.Namespace) -> int:
             f"(95% interval {accuracy.low:.3f} to {accuracy.high:.3f}, {accuracy.problems} problems)"
         )
     write(table(iteration_rows(description)) or "no sealed iteration yet")
+    if description.policy:
+        write(f"policy {description.policy}")
     return 0
 
 

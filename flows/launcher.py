@@ -146,7 +146,7 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
 
 def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> RunConfig:
     if (policy / "run.json").is_file():
-        raise BadInput(f"{policy} is a run, expected one of its policies: name a directory under {policy / 'policies'}")
+        raise BadInput(f"{policy} is a run, expected one of its policies: see `rheostat show {policy.resolve().name}`")
     if config_path is not None:
         config = load_config(config_path, overrides)
     else:

@@ -16,7 +16,7 @@ from infra.storage import open_store
 from infra.verify import verify_store
 from models.config import ScoringConfig
 from tasks.invariants import check_invariants
-from tasks.plan import iteration_key
+from tasks.plan import iteration_key, policy_key
 from tasks.reports import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations
 from tasks.samples import Sample, sample_rollouts
 
@@ -36,6 +36,8 @@ class RunDescription(Settings):
     """Held-out evaluations, in order."""
     iterations: list[IterationReport]
     """Sealed iterations, in order."""
+    policy: str | None
+    """Directory of the last sealed policy; none before there is one."""
 
 
 class RunLine(Settings):
@@ -66,6 +68,7 @@ def describe_run(store: str, name: str) -> RunDescription:
         fingerprint=run.record.fingerprint,
         evaluations=evaluations_of(run),
         iterations=reports_of(run, term=_terms(run)[0]),
+        policy=_last_policy(run),
     )
 
 
@@ -179,6 +182,13 @@ def _scored(run: Run, number: int) -> Iterator[pa.Table]:
                 table = table.append_column(name, scores[name])
         table = table.add_column(0, "iteration", pa.array([number] * table.num_rows, pa.int32()))
         yield table.add_column(0, "run", pa.array([run.name] * table.num_rows))
+
+
+def _last_policy(run: Run) -> str | None:
+    committed = run.find(policy_key(len(sealed_iterations(run))))
+    if committed is None:
+        return None
+    return str(run.store.local(f"{committed.bundles['weights'].key}/config.json").parent)
 
 
 def _terms(run: Run) -> tuple[str, ...]:

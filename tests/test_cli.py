@@ -15,7 +15,7 @@ import pytest
 from flows.cli import main
 from flows.reading import RunDescription
 from infra.runs import create_run
-from tests.jobs import RHEOSTAT, ROOT, Job, files_of
+from tests.jobs import RHEOSTAT, ROOT, files_of
 
 
 @pytest.fixture
@@ -121,8 +121,9 @@ def test_show_tells_metrics_digests_and_seconds_of_every_iteration(ask):
         assert set(report.seconds) >= {"rollout", "scoring", "credit", "update", "total"}
     code, out, _ = ask("show", "tiny")
     lines = out.splitlines()
-    assert len({len(line) for line in lines[-4:]}) == 1, "a table's lines are equally long"
-    assert lines[-1].endswith(described.iterations[-1].policy[:16])
+    assert len({len(line) for line in lines[-5:-1]}) == 1, "a table's lines are equally long"
+    assert lines[-2].endswith(described.iterations[-1].policy[:16])
+    assert lines[-1] == f"policy {described.policy}"
 
 
 def test_rollouts_shows_the_best_first_and_the_rewards_of_the_shards(ask):
@@ -251,14 +252,14 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing_at_all(tmp_path, reference)
 
 
 @pytest.mark.slow
-def test_a_policy_is_measured_in_its_run_and_by_a_configuration_and_leaves_nothing(reference: Job, tmp_path):
-    policy = max((reference.run / "policies").iterdir(), key=lambda path: path.stat().st_mtime)
+def test_a_policy_is_measured_in_its_run_and_by_a_configuration_and_leaves_nothing(ask, reference, tmp_path):
+    policy = json.loads(ask("show", "tiny", "--json")[1])["policy"]
     before = files_of(reference.run)
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect"), "PYTHONPATH": str(ROOT)}
     config = shutil.copy(reference.home / "tiny.toml", tmp_path)
     bare = shutil.copytree(policy, tmp_path / "bare")
     measured = []
-    for arguments in ([str(policy)], [str(bare), "--config", str(config)]):
+    for arguments in ([policy], [str(bare), "--config", str(config)]):
         command = [RHEOSTAT, "evaluate", *arguments, "--json"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
