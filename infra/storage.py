@@ -82,7 +82,7 @@ class Store(Protocol):
         ...
 
     def hold(self, key: str) -> AbstractContextManager[bool]:
-        """Hold a name for this process alone, at most for its life; False when another has it. Sweeps leftovers."""
+        """Hold a name for this process alone, at most for its life; False when another has it. Leftovers are swept."""
         ...
 
     def clock(self) -> float:
@@ -187,6 +187,9 @@ class LocalStore:
                 if held:
                     sweep(self.root)
             yield held
+            if held:  # processes that died meanwhile left theirs
+                with self._failures(f"cannot sweep {key!r}"):
+                    sweep(self.root)
 
     def clock(self) -> float:
         with self._failures("cannot ask the time"):
