@@ -45,13 +45,15 @@ class Planted:
         """Whether a fault is planted at such a moment."""
         return any(self._is_at(fault, moment, what) for fault in self._faults)
 
-    def reach(self, moment: str, what: str) -> None:
-        """Say that the process is at a moment; some faults strike there."""
+    def reach(self, moment: str, what: str, *, first: Callable[[], None] = lambda: None) -> None:
+        """Say that the process is at a moment; a fault that strikes there does `first` before."""
         for index, fault in enumerate(self._faults):
             if self._is_at(fault, moment, what):
                 self._seen[index] += 1
-                if self._seen[index] == fault.count:
-                    self._strike(index, fault.signal)
+                if self._seen[index] == fault.count and self._claim(index):
+                    first()
+                    os.kill(os.getpid(), fault.signal)
+                    time.sleep(0.05)  # a stop takes hold of a thread that is running a little later
 
     def _is_at(self, fault: Fault, moment: str, what: str) -> bool:
         return fault.role == self.role and fault.moment == moment and re.search(fault.at, what) is not None
@@ -59,26 +61,26 @@ class Planted:
     def _publish(self, path: Path, data: bytes | Path) -> bool:
         what = path.as_posix()
         self.reach("before", what)
-        if self.plans("during", what):
-            self._write_half(path.parent, data if isinstance(data, bytes) else data.read_bytes())
-            self.reach("during", what)
+        self.reach("during", what, first=lambda: _write_half(path.parent, data))
         won = publish_file(path, data)
         if self.role == "driver" and won:
             self.log(f"put {what}")
         self.reach("after", what)
         return won
 
-    def _write_half(self, directory: Path, data: bytes) -> None:
-        descriptor, _ = open_temporary(directory)
-        os.write(descriptor, data[: len(data) // 2])
-
-    def _strike(self, index: int, number: int) -> None:
+    def _claim(self, index: int) -> bool:
+        """Be the first process in which this fault strikes."""
         try:
             (self._home / f"struck-{index}").touch(exist_ok=False)
         except FileExistsError:
-            return
-        os.kill(os.getpid(), number)
-        time.sleep(0.05)  # a stop takes hold of a thread that is running a little later
+            return False
+        return True
+
+
+def _write_half(directory: Path, data: bytes | Path) -> None:
+    whole = data if isinstance(data, bytes) else data.read_bytes()
+    descriptor, _ = open_temporary(directory)
+    os.write(descriptor, whole[: len(whole) // 2])
 
 
 class Faulty:

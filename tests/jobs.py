@@ -20,8 +20,8 @@ import psutil
 
 ROOT = Path(__file__).parent.parent
 RHEOSTAT = str(Path(sys.executable).with_name("rheostat"))
-PATIENCE = 240.0
-"""Seconds for a whole job: ten times what it takes on an idle machine."""
+PATIENCE = 600.0
+"""Seconds for a whole job, which takes 20 on an idle machine with two cores."""
 
 TINY = """
 name = "tiny"

@@ -19,6 +19,8 @@ from tests.jobs import (
     wait_for,
 )
 
+pytestmark = pytest.mark.timeout(2000)  # the fixtures are whole jobs
+
 REAPING_SECONDS = 30.0
 """For the embedded cluster's processes after their driver was killed; on an idle machine one second is plenty."""
 

@@ -8,6 +8,8 @@ from flows.reading import verify_run
 from infra.errors import RheostatError
 from tests.jobs import Job
 
+pytestmark = pytest.mark.timeout(1000)  # the fixture is a whole job
+
 
 @pytest.fixture(scope="module")
 def copy(reference, tmp_path_factory):
