@@ -15,10 +15,14 @@ import httpx
 import psutil
 import pytest
 import yaml
+from prefect import flow, task
+from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
 from flows.config import RunConfig, load_config
 from flows.retrain import dated
+from infra.errors import Damaged, WorkerFailed, WorkerLost
 from infra.runs import open_run
+from tasks.stages import is_transient
 from tests.jobs import PATIENCE, ROOT, TINY, alive, family_of, kill, manifests_of, wait_for
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))
@@ -55,8 +59,9 @@ class Server:
 
     def ends(self, run: str) -> str:
         """Wait for a run's end; return the name of its state, with its message if it did not complete."""
-        assert wait_for(lambda: self.get(f"/flow_runs/{run}")["state_type"] in ENDED), "the run does not end"
+        ended = wait_for(lambda: self.get(f"/flow_runs/{run}")["state_type"] in ENDED, seconds=2 * PATIENCE)
         state = self.get(f"/flow_runs/{run}")["state"]
+        assert ended, state
         return state["name"] if state["type"] != "FAILED" else f"{state['name']}: {state['message']}"
 
     def below(self, run: str) -> list[dict[str, object]]:
@@ -181,7 +186,35 @@ def test_a_whole_configuration_is_accepted_as_the_form_sends_it(server):
     assert server.ends(run) == "Cancelled"
 
 
+@pytest.mark.parametrize(
+    ("error", "runs"),
+    [
+        (WorkerLost("pid 1 died"), 3),
+        (ConnectionResetError(), 3),
+        (WorkerFailed("wrong shape"), 1),
+        (Damaged("torn"), 1),
+    ],
+)
+async def test_a_task_is_tried_again_when_the_world_failed_and_never_when_its_work_did(prefect_api, error, runs):
+    counted = []
+
+    @task(retries=2, retry_condition_fn=is_transient)
+    async def stage():
+        counted.append(error)
+        raise error
+
+    @flow
+    async def pipeline():
+        await stage()
+
+    settings = {PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}
+    with temporary_settings(settings), pytest.raises(type(error)):
+        await pipeline()
+    assert len(counted) == runs
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_triggered_run_completes_as_on_the_command_line_and_shows_what_it_did(server, worker, reference, tmp_path):
     run = server.trigger("train/train", tiny(tmp_path))
     assert server.ends(run) == "Completed"
@@ -206,10 +239,13 @@ def test_a_triggered_run_completes_as_on_the_command_line_and_shows_what_it_did(
 
     stored = [path.read_bytes() for path in (Path(server.environment["PREFECT_HOME"]) / "storage").iterdir()]
     assert stored
-    assert all(len(result) < 10_000 and json.loads(result) is not ... for result in stored)
+    for result in stored:
+        assert len(result) < 10_000
+        json.loads(result)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_cancelled_run_leaves_no_process_and_its_run_is_free(server, worker, reference, tmp_path):
     run = server.trigger("train/train", tiny(tmp_path, iterations=500))
     assert wait_for((tmp_path / "tiny/manifests/it-0002/seal.json").exists)
@@ -228,6 +264,7 @@ def test_a_cancelled_run_leaves_no_process_and_its_run_is_free(server, worker, r
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_killed_run_is_crashed_and_triggered_again_ends_with_the_same_digests(server, worker, reference, tmp_path):
     run = server.trigger("train/train", tiny(tmp_path))
     assert wait_for((tmp_path / "tiny/manifests/it-0002/plan.json").exists)
@@ -244,16 +281,21 @@ def test_a_killed_run_is_crashed_and_triggered_again_ends_with_the_same_digests(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_controllers_as_deployments_of_their_own_commit_the_same_manifests(server, worker, reference, tmp_path):
-    run = server.trigger("train/train", tiny(tmp_path, controllers={"where": "deployment"}))
+    run = server.trigger("train/train", tiny(tmp_path, iterations=1, controllers={"where": "deployment"}))
     assert server.ends(run) == "Completed"
-    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
+    made, expected = manifests_of(tmp_path / "tiny"), manifests_of(reference.run)
+    assert {key: made[key] for key in made if key in expected} == {
+        key: digest for key, digest in expected.items() if not key.startswith(("it-0002", "it-0003", "eval-0003"))
+    }
     controllers = [child for child in server.below(run) if child["deployment_id"]]
-    assert "it-0002 scoring 1" in {child["name"] for child in controllers}
+    assert {"it-0001 rollout 1", "it-0001 scoring 1", "it-0001 update"} < {child["name"] for child in controllers}
     assert {child["state_name"] for child in controllers} == {"Completed"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_each_controller_triggered_by_itself_takes_a_run_over_and_goes_on(server, worker, reference, tmp_path):
     shutil.copytree(reference.run, tmp_path / "tiny")
     last = tmp_path / "tiny/manifests/it-0003"
