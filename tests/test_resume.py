@@ -1,5 +1,6 @@
 """The same command again continues: a driver and then a worker are killed, and the run is the one never disturbed."""
 
+import json
 import signal
 from dataclasses import dataclass
 
@@ -89,7 +90,7 @@ def test_each_sample_is_trained_once_and_every_digest_holds_after_a_resume(inter
 def test_the_reference_learns_something_in_every_iteration(reference):
     shown = reference.command("show", "--json")
     assert shown.code == 0
-    policies = [line for line in shown.output.splitlines() if '"policy"' in line]
+    policies = [iteration["policy"] for iteration in json.loads(shown.output)["iterations"]]
     assert len(set(policies)) == len(policies) == 3
 
 
