@@ -64,11 +64,10 @@ async def report_iteration(run: RunRef, number: int) -> IterationReport:
     reports = _reports(run)
     report = reports[number - 1]
     recent = [r.seconds["total"] for r in reports[max(0, number - 5) : number]]
-    logger.info("%s", report.line(total, sum(recent) / len(recent) * (total - number)))
+    line = report.line(total, sum(recent) / len(recent) * (total - number))
+    logger.info("%s", line)
     key = artifact_key(run.name)
-    await acreate_progress_artifact(
-        progress=100 * number / total, key=f"{key}-progress", description=report.line(total, 0)
-    )
+    await acreate_progress_artifact(progress=100 * number / total, key=f"{key}-progress", description=line)
     await acreate_table_artifact(_table(reports[-TABLE_ROWS:]), key=f"{key}-iterations", description=f"Run {run.name}")
     return report
 
