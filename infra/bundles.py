@@ -11,7 +11,8 @@ from infra.errors import BadInput, Damaged
 from infra.sealed import canonical_json
 from infra.storage import Store, check_key
 
-_CONTENTS = "bundle.json"
+CONTENTS = "bundle.json"
+"""Lists a bundle's files; a directory that becomes a bundle may not bring its own."""
 
 _verified: set[tuple[str, str]] = set()
 """(store, key) of the bundles whose files this process has checked; they cannot change, so once is enough."""
@@ -60,26 +61,26 @@ def publish_bundle(store: Store, directory: Path, *, prefix: str) -> BundleRef:
     )
     for name, file in contents.files.items():
         _put(store, f"{ref.key}/{name}", directory / name, digest=file.digest)
-    _put(store, f"{ref.key}/{_CONTENTS}", data, digest=digest)
+    _put(store, f"{ref.key}/{CONTENTS}", data, digest=digest)
     return ref
 
 
 def fetch_bundle(store: Store, ref: BundleRef) -> Path:
     """Return a local directory with exactly the bundle's files; their digests are verified at the first fetch."""
-    if (store.uri, ref.key) not in _verified or not store.exists(f"{ref.key}/{_CONTENTS}"):
+    if (store.uri, ref.key) not in _verified or not store.exists(f"{ref.key}/{CONTENTS}"):
         verify_bundle(store, ref)
         _verified.add((store.uri, ref.key))
-    return store.local(f"{ref.key}/{_CONTENTS}").parent
+    return store.local(f"{ref.key}/{CONTENTS}").parent
 
 
 def verify_bundle(store: Store, ref: BundleRef) -> None:
     """Raise Damaged unless the bundle has exactly the files that the reference names, and their bytes."""
     where = f"bundle {ref.key!r} in {store.uri}"
-    if not store.exists(f"{ref.key}/{_CONTENTS}"):
+    if not store.exists(f"{ref.key}/{CONTENTS}"):
         raise Damaged(f"{where}: {_absence(store, ref)}")
     contents = _contents(store, ref)
     found = {entry.key.removeprefix(f"{ref.key}/"): entry.bytes for entry in store.entries(f"{ref.key}/")}
-    del found[_CONTENTS]
+    del found[CONTENTS]
     expected = {name: file.bytes for name, file in contents.files.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):  # a file too many could be loaded in place of one that was verified
@@ -93,7 +94,7 @@ def verify_bundle(store: Store, ref: BundleRef) -> None:
 def delete_bundle(store: Store, ref: BundleRef) -> None:
     """Remove a bundle, bundle.json first so that what is half removed does not exist; doing it again is fine."""
     _verified.discard((store.uri, ref.key))
-    store.delete(f"{ref.key}/{_CONTENTS}")
+    store.delete(f"{ref.key}/{CONTENTS}")
     for entry in store.entries(f"{ref.key}/"):
         store.delete(entry.key)
 
@@ -106,18 +107,18 @@ def retirement_key(ref: BundleRef) -> str:
 def _absence(store: Store, ref: BundleRef) -> str:
     if store.exists(f"manifests/{retirement_key(ref)}.json"):
         return "retired: retention deleted its files to save space, its manifests remain"
-    return f"expected {_CONTENTS}, found none: it was never completely published, or was removed by hand"
+    return f"expected {CONTENTS}, found none: it was never completely published, or was removed by hand"
 
 
 def _contents(store: Store, ref: BundleRef) -> Contents:
-    data = store.read(f"{ref.key}/{_CONTENTS}")
+    data = store.read(f"{ref.key}/{CONTENTS}")
     found = blake3(data).hexdigest()
     if found != ref.digest:
         raise Damaged(f"bundle {ref.key!r} in {store.uri}: expected digest {ref.digest}, found {found}")
     try:
         return Contents.model_validate_json(data)
     except ValidationError as error:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {_CONTENTS} is no table of contents: {error}") from error
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is no table of contents: {error}") from error
 
 
 def _put(store: Store, key: str, data: bytes | Path, *, digest: str) -> None:
@@ -139,8 +140,8 @@ def _files(directory: Path) -> dict[str, Path]:
         check_key(name)
         if path.is_symlink() or not path.is_file():
             raise BadInput(f"bundle {str(directory)!r}: {name!r} is a link or a special file, expected a plain file")
-    if not found or _CONTENTS in found:
-        raise BadInput(f"bundle {str(directory)!r}: expected at least one file and none named {_CONTENTS}")
+    if not found or CONTENTS in found:
+        raise BadInput(f"bundle {str(directory)!r}: expected at least one file and none named {CONTENTS}")
     return found
 
 

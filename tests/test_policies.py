@@ -19,7 +19,7 @@ from infra.storage import open_store
 from models.config import ArithmeticData, DataConfig, DirectoryPolicy, FileData, ScratchPolicy
 from models.data import Message, Problem, load_problems
 from models.records import PROMPT_SCHEMA, Outcome
-from models.roles.directory import check_directory
+from models.roles.directory import check_directory, copy_directory
 from models.roles.policy import build_scratch, load_policy, save_policy, scratch_shape, scratch_tokenizer
 from models.roles.tokenizer import load_tokenizer, tokenize_prompts
 from models.work import PolicyWork, PromptWork
@@ -146,6 +146,14 @@ def test_an_imported_policy_has_the_same_weights_and_nothing_that_could_run(spoi
         "tokenizer_config.json",
     }
     assert load_policy(directory).num_parameters() == made.metrics["parameters"]
+
+
+def test_a_policy_that_a_run_published_is_imported_without_its_list_of_contents(spoilt, tmp_path):
+    (spoilt / "bundle.json").write_text("{}")
+    target = tmp_path / "copy"
+    target.mkdir()
+    copy_directory(spoilt, target)
+    assert {path.name for path in target.iterdir()} == {path.name for path in spoilt.iterdir()} - {"bundle.json"}
 
 
 def test_a_directory_of_several_weight_files_is_imported_whole(model_directory, tmp_path):

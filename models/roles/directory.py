@@ -7,6 +7,7 @@ from shutil import copyfile
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from infra.bundles import CONTENTS
 from infra.errors import BadInput
 from models.roles.policy import load_policy
 from models.roles.tokenizer import load_tokenizer
@@ -40,7 +41,8 @@ def copy_directory(source: Path, target: Path) -> None:
     """Copy what a policy consists of, and nothing that could run."""
     beside = (path for pattern in KEPT for path in sorted(source.glob(pattern)))
     for path in (*weight_files(source), *beside):
-        if path.is_file() and not path.name.startswith("."):
+        # A policy that lies in a run has its own list of contents, which the copy's replaces.
+        if path.is_file() and not path.name.startswith(".") and path.name != CONTENTS:
             copyfile(path, target / path.name)
 
 
