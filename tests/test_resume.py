@@ -1,7 +1,6 @@
 """The same command again continues: a driver and then a worker are killed, and the run is the one never disturbed."""
 
 import json
-import json
 import signal
 from dataclasses import dataclass
 
