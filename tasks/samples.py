@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+import pyarrow.compute as pc
+
 from infra.config import Settings
 from infra.errors import BadInput
 from infra.manifests import Manifest
@@ -36,7 +38,7 @@ class Sample(Settings):
 def sample_rollouts(
     run: Run, iteration: int, *, limit: int, order: Literal["reward", "length", "position"] = "position"
 ) -> list[Sample]:
-    """Read completions of one iteration. By position only as many shards are opened as `limit` needs."""
+    """Read completions of one iteration. By position only as many shards and rows are read as `limit` needs."""
     rollouts = run.manifests(f"{iteration_key(iteration)}/rollout/")
     if not rollouts:
         begun = sorted({m.key.split("/")[0] for m in run.manifests("it-") if "/rollout/" in m.key})
@@ -44,7 +46,7 @@ def sample_rollouts(
         raise BadInput(f"run {run.name!r} has no rollouts of iteration {iteration}, found {found}")
     samples: list[Sample] = []
     for manifest in rollouts:
-        samples += _read(run, manifest, iteration)
+        samples += _read(run, manifest, iteration, limit=limit - len(samples) if order == "position" else None)
         if order == "position" and len(samples) >= limit:
             break
     if order == "reward":
@@ -54,14 +56,16 @@ def sample_rollouts(
     return samples[:limit]
 
 
-def _read(run: Run, manifest: Manifest, iteration: int) -> list[Sample]:
-    columns = ["prompt_id", "sample", "prompt", "completion", "answer", "finish_reason", "logprobs"]
-    rows = read_shard(run.store, manifest.shards[0], columns=columns).to_pylist()
+def _read(run: Run, manifest: Manifest, iteration: int, *, limit: int | None) -> list[Sample]:
+    columns = ["prompt_id", "sample", "prompt", "completion", "answer", "finish_reason"]
+    table = read_shard(run.store, manifest.shards[0]).slice(0, limit)
+    lengths = pc.list_value_length(table["completion_tokens"]).to_pylist()
+    rows = table.select(columns).to_pylist()
     scored = run.find(manifest.key.replace("/rollout/", "/scoring/"))
     rewards: list[float | None] = [None] * len(rows)
     if scored is not None:
-        rewards = read_shard(run.store, scored.shards[0], columns=["reward"])["reward"].to_pylist()
+        rewards = read_shard(run.store, scored.shards[0], columns=["reward"])["reward"].slice(0, limit).to_pylist()
     return [
-        Sample(iteration=iteration, tokens=len(row.pop("logprobs")), reward=reward, **row)
-        for row, reward in zip(rows, rewards, strict=True)
+        Sample(iteration=iteration, tokens=length, reward=reward, **row)
+        for row, length, reward in zip(rows, lengths, rewards, strict=True)
     ]
