@@ -1,6 +1,6 @@
 """Measure this machine: `python -m tests.bench [--only PART …] [--json FILE]`; progress goes to stderr.
 
-Each part is a module with a function `measure` that returns tables. Nothing else should run meanwhile.
+Each part is a module with a function `measure` that hands back tables. Nothing else should run meanwhile.
 """
 
 import argparse
@@ -18,6 +18,9 @@ from tests.bench.tables import Table
 
 PARTS = ("stages", "minute", "trl", "shards", "memory", "engine")
 
+QUIET = 0.5
+"""Load average below which the machine is ours; what has just started or ended counts a little."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure this machine.")
@@ -28,11 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.only or PARTS:
         started, load = time.monotonic(), os.getloadavg()[0]
         sys.stderr.write(f"--- {name} (load {load:.1f})\n")
-        tables: list[Table] = importlib.import_module(f"tests.bench.{name}").measure()
-        for table in tables:
+        tables: list[Table] = []
+        for table in importlib.import_module(f"tests.bench.{name}").measure():
+            tables.append(table)
             sys.stdout.write(f"\n{table.text()}\n")
-        sys.stdout.flush()
+            sys.stdout.flush()
         seconds = time.monotonic() - started
+        if load > QUIET:
+            sys.stdout.write(f"  {name}: load was {load:.1f} when it began, so other processes shared the cores\n")
         document[name] = {"seconds": seconds, "load_before": load, "tables": [table.json() for table in tables]}
         sys.stderr.write(f"--- {name}: {seconds:.0f} s\n")
         if options.json is not None:  # after every part, so that an interrupt loses little

@@ -9,7 +9,7 @@ from tests.policies import write_policy
 
 REWARD_PATTERN = "[02468]"
 """An even digit in the completion: random policies earn it now and then, so that groups teach something."""
-GROUP, MINIBATCHES = 8, 4
+PROMPTS, GROUP, MINIBATCHES = 64, 8, 4
 LEARNING_RATE = 1e-6  # so small that completions keep their length while we measure
 HELDOUT = 8
 
@@ -29,18 +29,17 @@ def write_inputs(
     directory: Path,
     *,
     shape: Mapping[str, object],
-    prompts: int = 64,
     max_new_tokens: int = 32,
     update_ranks: int = 1,
     answer_bytes: int = 8,
 ) -> Inputs:
     """Write a random policy that ends its completions at different lengths, and problems of one or two dozen tokens."""
     write_policy(directory / "policy", changes=shape, eos_share=1 / max_new_tokens)
-    train = tuple(f"Ana has {row} pens, buys {row % 7} and sells {row % 5}. How many? " for row in range(prompts))
+    train = tuple(f"Ana has {row} pens, buys {row % 7} and sells {row % 5}. How many? " for row in range(PROMPTS))
     _write_problems(directory / "train.jsonl", train, answer_bytes)
     _write_problems(directory / "heldout.jsonl", tuple(f"Held out: {row}. " for row in range(HELDOUT)), answer_bytes)
     config = directory / "config.toml"
-    config.write_text(_config(directory, prompts=prompts, max_new_tokens=max_new_tokens, update_ranks=update_ranks))
+    config.write_text(_config(directory, max_new_tokens=max_new_tokens, update_ranks=update_ranks))
     return Inputs(config=config, policy=directory / "policy", prompts=train, max_new_tokens=max_new_tokens)
 
 
@@ -49,7 +48,7 @@ def _write_problems(path: Path, prompts: tuple[str, ...], answer_bytes: int) -> 
     path.write_text("\n".join(lines))
 
 
-def _config(directory: Path, *, prompts: int, max_new_tokens: int, update_ranks: int) -> str:
+def _config(directory: Path, *, max_new_tokens: int, update_ranks: int) -> str:
     return f"""
 iterations = 2
 [data]
@@ -60,9 +59,9 @@ heldout_path = "{directory}/heldout.jsonl"
 kind = "directory"
 path = "{directory}/policy"
 [rollout]
-prompts = {prompts}
+prompts = {PROMPTS}
 group_size = {GROUP}
-shard_prompts = {prompts // 2}
+shard_prompts = {PROMPTS // 2}
 [rollout.sampling]
 max_new_tokens = {max_new_tokens}
 [scoring]

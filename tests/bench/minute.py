@@ -14,7 +14,7 @@ LONG = (
     "policy.layers=6",
     "policy.context=256",
     "rollout.prompts=128",
-    "rollout.sampling.max_new_tokens=192",
+    "rollout.sampling.max_new_tokens=160",
     "algorithm.keep_uninformative=true",
 )
 

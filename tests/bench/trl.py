@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from pathlib import Path
 from infra.runs import Run
 from tasks.plan import iteration_key
 from tests.bench.cycles import cycles_of
-from tests.bench.inputs import GROUP, MINIBATCHES, Inputs, write_inputs
+from tests.bench.inputs import GROUP, MINIBATCHES, PROMPTS, Inputs, write_inputs
 from tests.bench.jobs import finished_job
 from tests.bench.tables import Table
 
@@ -48,7 +48,7 @@ SIZES = (
     ),
     Size(
         name="larger",
-        shape={"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64},
+        shape={"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32},
         max_new_tokens=64,
         update_ranks=2,
         iterations=3,
@@ -73,9 +73,10 @@ class Measured:
         return self.seconds - self.generation - self.update
 
 
-def measure() -> list[Table]:
+def measure() -> Iterator[Table]:
     """Compare at every size."""
-    return [_table(size, *_compare(size)) for size in SIZES]
+    for size in SIZES:
+        yield _table(size, *_compare(size))
 
 
 def _compare(size: Size) -> tuple[Measured, Measured]:
@@ -151,7 +152,7 @@ def _medians(measured: Iterable[Measured]) -> Measured:
 
 
 def _table(size: Size, ours: Measured, theirs: Measured) -> Table:
-    completions = 64 * GROUP
+    completions = PROMPTS * GROUP
     shape = size.shape
     model = f"Llama-shaped, width {shape['hidden_size']}, {shape['num_hidden_layers']} layers"
     # Lengths are random: per token, neither gains by shorter completions.
@@ -171,7 +172,7 @@ def _table(size: Size, ours: Measured, theirs: Measured) -> Table:
         ("whole iteration, tokens/s", ours.tokens / ours.seconds, theirs.tokens / theirs.seconds, per_token),
     )
     return Table(
-        title=f"Beside TRL's GRPOTrainer, {size.name} model: {model}, 64 prompts × {GROUP}, "
+        title=f"Beside TRL's GRPOTrainer, {size.name} model: {model}, {PROMPTS} prompts × {GROUP}, "
         f"{MINIBATCHES} optimizer steps, up to {size.max_new_tokens} tokens",
         columns=("", "Rheostat", "TRL", "times as fast"),
         rows=rows,
