@@ -53,6 +53,7 @@ def stopped_inside(reference, home, *, without):
     return job
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_of_an_unsealed_iteration_stops_by_name_and_changes_nothing(reference, tmp_path):
     stages = ("scoring/0001", "credit", "update", "seal")
     job = stopped_inside(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])

@@ -114,6 +114,7 @@ def test_a_finished_resume_leaves_no_temporary_file(interrupted):
     assert leftovers_of(interrupted.job.run) == []
 
 
+@pytest.mark.slow
 def test_a_finished_job_run_again_changes_no_manifest(interrupted, reference):
     again = interrupted.job.train()
     assert again.code == 0, again.output
