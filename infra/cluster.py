@@ -39,7 +39,6 @@ EMBEDDED_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     # Ray's handler of SIGTERM prints a stack and ends the driver on the spot.
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
-    "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
 }
 
 

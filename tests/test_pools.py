@@ -321,3 +321,8 @@ asyncio.run(main())
     while directory.exists() and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     assert not directory.exists()
+
+
+async def test_a_process_with_a_cluster_and_its_workers_still_learn_how_their_children_end(pair):
+    assert subprocess.run(["false"], check=False).returncode == 1
+    assert (await pair.run("child_ends", ["false"], returns=int)).result == 1
