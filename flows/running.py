@@ -11,6 +11,7 @@ from prefect import get_client, tags
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import arun_deployment
 from prefect.flows import Flow
+from prefect.runtime import deployment
 from prefect.states import Cancelling
 
 from flows.config import ControllersConfig, RunConfig, parse_config
@@ -35,7 +36,8 @@ async def hold(config: RunConfig) -> AsyncIterator[RunRef]:
     """
     _log_progress()
     with tags(config.name):
-        await check_inputs(config)
+        if deployment.id is not None:  # the command line has checked before it started anything
+            await check_inputs(config)
         run = create_run(config.store, config.name, json.dumps(config.identity()), config.fingerprint())
         with run.hold():
             async with open_session(run, config, store=config.store) as ref:
