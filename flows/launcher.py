@@ -122,6 +122,8 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
 
     SIGTERM cancels it as Ctrl-C does, and ends in a KeyboardInterrupt with the signal's number.
     """
+    import httpx
+    from prefect.exceptions import PrefectException
     from prefect.utilities import engine
 
     numbers: list[int] = []
@@ -136,6 +138,10 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
         return asyncio.run(flow)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(*numbers[:1]) from None
+    except (PrefectException, httpx.HTTPError) as error:
+        raise ApiFailed(
+            f"the Prefect API failed: {type(error).__name__}: {error}; the same command continues"
+        ) from error
     except BaseExceptionGroup as group:
         ours, _ = group.split(RheostatError)
         leaf: BaseException = ours or group

@@ -1,8 +1,24 @@
 """Interval estimates for counts."""
 
-from math import sqrt
+from math import isclose, sqrt
 
 Z95 = 1.959963984540054  # 97.5% quantile of the standard normal
+
+
+def mean_interval(total: float, squares: float, count: int) -> tuple[float, float]:
+    """95% interval of a mean from sum and sum of squares: Wilson's where every value is 0 or 1, else the normal one.
+
+    >>> mean_interval(8, 8, 10) == wilson_interval(8, 10)
+    True
+    >>> [round(bound, 3) for bound in mean_interval(30, 350, 3)]  # 5, 10 and 15
+    [4.342, 15.658]
+    """
+    if isclose(total, squares, abs_tol=1e-9) or count < 2:
+        return wilson_interval(min(max(total, 0.0), count), count)
+    mean = total / count
+    deviation = sqrt(max(0.0, squares - count * mean**2) / (count - 1))
+    half = Z95 * deviation / sqrt(count)
+    return mean - half, mean + half
 
 
 def wilson_interval(successes: float, trials: int) -> tuple[float, float]:

@@ -18,12 +18,13 @@ async def summarise_evaluation(run: RunRef, plan: BatchPlan) -> Accuracy:
     scores = [required(run, plan.shard_key("scoring", shard)) for shard in range(len(plan.shards))]
     term = session_of(run).settings.scoring.terms[0]
     total = sum(m.metrics[f"term_{term}_sum"] for m in scores)
+    squares = sum(m.metrics[f"term_{term}_squares"] for m in scores)
     problems = int(sum(m.metrics["count"] - m.metrics["missing"] for m in scores))
     manifest = record(
         run,
         f"{plan.key}/summary",
         parents=[required(run, plan_key(plan.key)), *scores],
-        metrics={"accuracy": total / problems if problems else 0.0, "problems": problems},
+        metrics={"accuracy": total / problems if problems else 0.0, "squares": squares, "problems": problems},
     )
     accuracy = accuracy_of(manifest)
     logger.info("held-out accuracy after %d iterations: %s", accuracy.number, accuracy.line())

@@ -54,8 +54,12 @@ async def make_prompts(run: RunRef, split: str) -> Manifest:
 
 
 def start_pools(run: RunRef) -> None:
-    """Let the workers of every stage start while the policy is prepared."""
-    session_of(run).warm("preparation", "update", "rollout", "scoring")
+    """Let the workers that stages will ask for start side by side; a finished run needs none."""
+    session = session_of(run)
+    if session.run.find(PROMPTS["heldout"]) is None:
+        session.warm("preparation")
+    if session.run.find(policy_key(session.settings.iterations)) is None:
+        session.warm("update", "rollout", "scoring")
 
 
 async def release_preparation(run: RunRef) -> None:

@@ -5,7 +5,7 @@ from datetime import timedelta
 from infra.config import Settings
 from infra.manifests import Manifest
 from infra.runs import Run
-from models.statistics import wilson_interval
+from models.statistics import mean_interval
 
 
 class Accuracy(Settings):
@@ -18,7 +18,7 @@ class Accuracy(Settings):
     mean: float
     """Mean of the first reward term; the share solved where that term is 0 or 1."""
     low: float
-    """Lower end of the 95% interval (Wilson)."""
+    """Lower end of the 95% interval; Wilson's where the term is 0 or 1."""
     high: float
     """Upper end."""
 
@@ -95,6 +95,6 @@ def reports_of(run: Run, *, term: str) -> list[IterationReport]:
 def accuracy_of(summary: Manifest) -> Accuracy:
     """Read an evaluation's summary manifest."""
     mean, problems = summary.metrics["accuracy"], int(summary.metrics["problems"])
-    low, high = wilson_interval(mean * problems, problems)
+    low, high = mean_interval(mean * problems, summary.metrics["squares"], problems)
     number = int(summary.key.split("/")[0].removeprefix("eval-"))
     return Accuracy(number=number, problems=problems, mean=mean, low=low, high=high)

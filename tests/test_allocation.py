@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.curriculum import prompt_rows
-from models.statistics import wilson_interval
+from models.statistics import mean_interval, wilson_interval
 from placement.allocation import cut, deal
 
 
@@ -45,3 +45,9 @@ def test_wilson_interval_is_that_of_the_textbook():
     low, high = wilson_interval(8, 10)
     assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)
     assert wilson_interval(0, 0) == (0.0, 1.0)
+
+
+def test_a_reward_on_any_scale_has_the_normal_interval_of_its_mean():
+    low, high = mean_interval(30, 5**2 + 10**2 + 15**2, 3)  # standard deviation 5, 1.96 * 5 / sqrt(3) = 5.658
+    assert (round(low, 3), round(high, 3)) == (4.342, 15.658)
+    assert mean_interval(8, 8, 10) == wilson_interval(8, 10)

@@ -87,7 +87,8 @@ def test_scores_keep_the_order_of_rollouts_and_the_raw_value_of_each_term(store:
     assert table.schema.metadata[b"iteration"] == b"3"
     assert table.schema.metadata[b"rollouts"] == rollouts.digest.encode()
     assert outcome.metrics == {
-        "count": 3, "missing": 0, "reward_sum": 4.5, "term_numeric_sum": 2, "term_short_sum": 2
+        "count": 3, "missing": 0, "reward_sum": 4.5, "term_numeric_sum": 2, "term_short_sum": 2,
+        "term_numeric_squares": 2, "term_short_squares": 2,
     }  # fmt: skip
 
 
@@ -101,7 +102,8 @@ def test_a_term_that_fails_makes_the_total_missing_and_never_zero(store: Store, 
     assert table["reward_regex"].to_pylist() == [1.0] * 6
     assert [bool(error) for error in table["error"].to_pylist()] == [False, True, True, True, True, False]
     assert outcome.metrics == {
-        "count": 6, "missing": 4, "reward_sum": 9, "term_regex_sum": 6, "term_obedient_sum": 7
+        "count": 6, "missing": 4, "reward_sum": 9, "term_regex_sum": 2, "term_obedient_sum": 7,
+        "term_regex_squares": 2, "term_obedient_squares": 25,
     }  # fmt: skip
     assert worker.progress() == 6
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from infra.errors import Quarantined
 from infra.shards import read_shard, write_shard
@@ -80,12 +81,15 @@ def score_table(rollouts: pa.Table, verdicts: Sequence[Verdict], scoring: Scorin
 
 
 def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
-    """Count rows and missing scores, and sum what is there; sums, unlike means, add up over shards."""
+    """Count rows and missing scores, and sum what is there and its squares; sums, unlike means, add up over shards."""
+    scored = table.filter(pc.is_valid(table["reward"]))  # a term may have a value where a later one failed
+    values = {term: scored[f"reward_{term}"].to_pylist() for term in terms}
     return {
         "count": float(table.num_rows),
         "missing": float(table["reward"].null_count),
-        "reward_sum": _sum(table["reward"]),
-        **{f"term_{term}_sum": _sum(table[f"reward_{term}"]) for term in terms},
+        "reward_sum": math.fsum(scored["reward"].to_pylist()),
+        **{f"term_{term}_sum": math.fsum(numbers) for term, numbers in values.items()},
+        **{f"term_{term}_squares": math.fsum(number**2 for number in numbers) for term, numbers in values.items()},
     }
 
 
@@ -111,7 +115,3 @@ def _total(verdict: Verdict, scoring: ScoringConfig) -> tuple[float | None, str 
         return None, verdict.error
     total = sum(weighted)
     return (total, None) if math.isfinite(total) else (None, f"total: the weighted sum is {total}")
-
-
-def _sum(column: pa.ChunkedArray) -> float:
-    return math.fsum(column.drop_null().to_pylist())
