@@ -109,13 +109,14 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _field_models(model: type[BaseModel], name: str) -> Models:
-    return _models_in(model.model_fields[name].annotation) if name in model.model_fields else []
+    return models_in(model.model_fields[name].annotation) if name in model.model_fields else []
 
 
-def _models_in(annotation: object) -> Models:
+def models_in(annotation: object) -> Models:
+    """Every model that an annotation mentions, unions and tuples included."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+    return [model for argument in get_args(annotation) for model in models_in(argument)]
 
 
 def _tags(models: Models) -> list[str]:

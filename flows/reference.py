@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from flows.complaints import models_in
 from flows.config import RunConfig
 
 HEAD = """# Configuration
@@ -34,13 +35,6 @@ def _tables(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseM
         inner = f"{path}.{name}" if path else name
         for part in models_in(field.annotation):
             yield from _tables(part, inner)
-
-
-def models_in(annotation: object) -> list[type[BaseModel]]:
-    """Every model that an annotation mentions, unions and tuples included."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in getattr(annotation, "__args__", ()) for model in models_in(argument)]
 
 
 def _rows(model: type[BaseModel]) -> str:
