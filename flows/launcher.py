@@ -138,16 +138,22 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
         return asyncio.run(flow)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(*numbers[:1]) from None
-    except (PrefectException, httpx.HTTPError) as error:
-        raise ApiFailed(
-            f"the Prefect API failed: {type(error).__name__}: {error}; the same command continues"
-        ) from error
-    except BaseExceptionGroup as group:
-        ours, _ = group.split(RheostatError)
-        leaf: BaseException = ours or group
-        while isinstance(leaf, BaseExceptionGroup):
-            leaf = leaf.exceptions[0]
-        raise leaf from group
+    except BaseException as error:
+        leaf = _first_of_ours(error)
+        if isinstance(leaf, PrefectException | httpx.HTTPError):
+            problem = f"{type(leaf).__name__}: {leaf}"
+            raise ApiFailed(f"the Prefect API failed, the same command continues: {problem}") from error
+        if leaf is error:
+            raise
+        raise leaf from error
+
+
+def _first_of_ours(error: BaseException) -> BaseException:
+    """The error itself, or the first inside a group, our own before others."""
+    while isinstance(error, BaseExceptionGroup):
+        ours, _ = error.split(RheostatError)
+        error = (ours or error).exceptions[0]
+    return error
 
 
 def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> RunConfig:

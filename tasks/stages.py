@@ -123,6 +123,6 @@ async def is_transient(task: Task[..., object], task_run: TaskRun, state: State[
         await state.aresult()
     except (WorkerLost, OSError):
         return True
-    except Exception:
+    except Exception:  # Prefect raises here whatever the task raised: all else would be raised again
         return False
     return False

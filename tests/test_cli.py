@@ -9,11 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pyarrow.dataset as ds
 import pytest
 
 from flows.cli import main
+from flows.launcher import run_flow
 from flows.reading import RunDescription
+from infra.errors import ApiFailed, Damaged
 from infra.runs import create_run
 from tests.jobs import RHEOSTAT, ROOT, files_of
 
@@ -268,3 +271,19 @@ def test_a_policy_is_measured_in_its_run_and_by_a_configuration_and_leaves_nothi
     assert measured[0]["problems"] == 8
     assert files_of(reference.run) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "prefect", "tiny.toml"]
+
+
+def test_an_api_that_fails_under_parallel_controllers_is_one_error_with_a_name():
+    async def flow():
+        raise ExceptionGroup("controllers", [ExceptionGroup("rollout", [httpx.ConnectError("refused")])])
+
+    with pytest.raises(ApiFailed, match="ConnectError: refused"):
+        run_flow(flow())
+
+
+def test_of_the_errors_that_end_parallel_controllers_ours_is_told():
+    async def flow():
+        raise ExceptionGroup("controllers", [ValueError("other"), ExceptionGroup("rollout", [Damaged("torn")])])
+
+    with pytest.raises(Damaged, match="torn"):
+        run_flow(flow())
