@@ -24,11 +24,12 @@ from models.config import (
     PolicyConfig,
     RetentionConfig,
     RolloutConfig,
-    ScoringConfig,
     ScratchPolicy,
     UpdateConfig,
     WarmupConfig,
 )
+from models.rewards.config import ScoringConfig
+from placement.config import AdaptivePlacement, PlacementConfig
 
 
 class ControllersConfig(Settings):
@@ -69,6 +70,8 @@ class RunConfig(Settings):
     """From advantages to a better policy."""
     pools: PoolsConfig = PoolsConfig()
     """Worker processes."""
+    placement: PlacementConfig = AdaptivePlacement()
+    """Which workers serve which role."""
     controllers: ControllersConfig = ControllersConfig()
     """Flow controllers."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -94,7 +97,7 @@ class RunConfig(Settings):
 
     def identity(self) -> dict[str, JsonValue]:
         """What results depend on: a run continues only under the same identity."""
-        elsewhere = {"name", "store", "controllers", "retention", "pools"}
+        elsewhere = {"name", "store", "controllers", "retention", "pools", "placement"}
         if self.update.schedule == "constant":
             elsewhere.add("iterations")
         identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere)

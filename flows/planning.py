@@ -49,7 +49,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         "optimizer steps": f"{update.minibatches} per iteration, {left * update.minibatches:,} to do",
         "evaluations": f"{_evaluations(config)}, {config.evaluation.problems:,} problems each",
         "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
-        "rollout": f"{_count(pools.rollout_workers, 'worker')} of {_megabytes(facts, 'rollout')}",
+        "rollout": f"{_count(pools.workers, 'worker')} of {_megabytes(facts, 'rollout')}",
         "scoring": _count(pools.scoring_workers, "worker"),
         "update": f"{_count(pools.update_ranks, 'rank')} of {_megabytes(facts, 'update')}, "
         f"ZeRO {update.zero_stage}, {update.dtype}",

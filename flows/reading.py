@@ -14,7 +14,7 @@ from infra.runs import Run, list_runs, open_run
 from infra.shards import read_shard
 from infra.storage import open_store
 from infra.verify import verify_store
-from models.config import ScoringConfig
+from models.rewards.config import ScoringConfig
 from tasks.invariants import check_invariants
 from tasks.plan import iteration_key, policy_key
 from tasks.reports import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations

@@ -16,16 +16,16 @@ class PoolsConfig(Settings):
 
     ray_address: str | None = None
     """Address of a Ray cluster (`ray://…`, `host:port` or `auto`); none starts an embedded one."""
-    rollout_workers: Annotated[int, Field(ge=1, le=4096)] = 2
-    """Processes that generate."""
+    workers: Annotated[int, Field(ge=1, le=4096)] = 2
+    """Worker slots: places for a model each, dealt to rollout and to the served rewards by the placement."""
     scoring_workers: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Processes that score completions and assign credit."""
+    """Processes beside the slots that compute rule rewards and credit, and that ask endpoints."""
     update_ranks: Annotated[int, Field(ge=1, le=4096)] = 1
     """Data-parallel DeepSpeed ranks; part of a run's identity."""
     threads: Annotated[int, Field(ge=1, le=256)] = 1
     """CPU threads per worker; part of a run's identity, since sums depend on it."""
-    gpus_per_rollout_worker: Annotated[float, Field(ge=0, le=16)] = 0
-    """GPUs reserved for each rollout worker."""
+    gpus_per_worker: Annotated[float, Field(ge=0, le=16)] = 0
+    """GPUs of each worker slot."""
     gpus_per_update_rank: Annotated[float, Field(ge=0, le=16)] = 0
     """GPUs reserved for each update rank."""
     start_seconds: Annotated[float, Field(gt=0)] = 180

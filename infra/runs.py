@@ -17,7 +17,7 @@ from infra.sealed import seal, unseal
 from infra.storage import Store, open_store
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-_RECORD, _LOCK, _LEASES, _MANIFESTS = "run.json", "lock", "lease/", "manifests/"
+_RECORD, _LOCK, _LEASES, _MANIFESTS, _JOURNAL = "run.json", "lock", "lease/", "manifests/", "journal/"
 
 
 class RunRecord(Settings):
@@ -120,6 +120,31 @@ class Run:
                 f"under epoch {winner.provenance.epoch}, epoch {self.epoch} made {manifest.digest}"
             )
         return winner
+
+    def note(self, key: str, entry: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """Write an entry of the journal and return the one that stands under the key: this, or an earlier one.
+
+        The journal keeps what was measured and decided on the way. Results do not depend on it, so entries may differ
+        between runs of the same digests.
+        """
+        self._check_lease()
+        path = f"{_JOURNAL}{key}.json"
+        if self.store.put(path, seal(dict(entry))):
+            return dict(entry)
+        return self._noted(path)
+
+    def noted(self, key: str) -> dict[str, JsonValue] | None:
+        """Return the journal's entry of that key, if there is one."""
+        path = f"{_JOURNAL}{key}.json"
+        return self._noted(path) if self.store.exists(path) else None
+
+    def journal(self, prefix: str = "") -> dict[str, dict[str, JsonValue]]:
+        """Return the journal's entries whose key starts with the prefix, sorted by key."""
+        paths = sorted(entry.key for entry in self.store.entries(_JOURNAL + prefix))
+        return {path.removeprefix(_JOURNAL).removesuffix(".json"): self._noted(path) for path in paths}
+
+    def _noted(self, path: str) -> dict[str, JsonValue]:
+        return unseal(self.store.read(path), where=f"run {self.name!r}: {path}")
 
     def _load(self, key: str) -> Manifest:
         manifest = decode_manifest(self.store.read(f"{_MANIFESTS}{key}.json"), key=key)

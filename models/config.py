@@ -1,9 +1,9 @@
-"""Configuration of data, policy, generation, rewards, credit and update. Torch-free; defaults are the recipe we run."""
+"""Configuration of data, policy, generation, credit and update. Torch-free; defaults are the recipe we run."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from infra.config import Settings
 
@@ -134,14 +134,68 @@ class TransformersEngine(Settings):
     """Completions decoded together."""
 
 
-EngineConfig = TransformersEngine
+class PacedEngine(Settings):
+    """No model: it draws lengths from a distribution and sleeps as long as a measured engine would decode.
+
+    For experiments with placement on machines without accelerators. Its tokens mean nothing.
+    """
+
+    kind: Literal["paced"] = "paced"
+    base_seconds: Annotated[float, Field(ge=0)] = 0.002
+    """Seconds of a decoding step, whatever the batch."""
+    per_sequence_seconds: Annotated[float, Field(ge=0)] = 0.0001
+    """Seconds that each sequence of the batch adds to a step."""
+    setup_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds per sequence before its first token."""
+    median_tokens: Annotated[float, Field(gt=0)] = 64
+    """Median length of the log-normal distribution at policy version 0, in tokens."""
+    sigma: Annotated[float, Field(ge=0)] = 0.8
+    """Its standard deviation in log space."""
+    drift: Annotated[float, Field(gt=0)] = 1.0
+    """Factor of the median from one policy version to the next."""
+
+
+EngineConfig = Annotated[TransformersEngine | PacedEngine, Field(discriminator="kind")]
+
+
+class DynamicSampling(Settings):
+    """Waves of prompts until enough groups are informative (DAPO, arXiv 2503.14476): `rollout.prompts` is the target.
+
+    A group is informative when its rewards, by the raw term `metric`, are not all equal.
+    """
+
+    metric: str | None = None
+    """Reward term that is looked at; none takes the first."""
+    max_extra_waves: Annotated[int, Field(ge=0, le=64)] = 3
+    """Waves after the first."""
+    margin: Annotated[float, Field(ge=1)] = 1.2
+    """A wave has ceil(gap x EMA of issued/informative x margin) prompts."""
+    on_shortfall: Literal["shrink", "fill", "fail"] = "shrink"
+    """Below the target after the last wave: train on what there is, add uninformative groups of no weight, or stop."""
+    surplus: Literal["return", "keep"] = "return"
+    """Informative groups beyond the target: their prompts come first in the next iteration, or the groups themselves
+    are trained there, one version stale."""
+
+
+class PartialRollout(Settings):
+    """Long completions spread over iterations: each is cut at a budget and continues first in the next iteration.
+
+    The budget counts tokens, not seconds, so that a run repeats itself bit for bit.
+    """
+
+    tokens: Positive
+    """New tokens of a completion per iteration."""
+    over_dispatch: Annotated[float, Field(ge=0, le=4)] = 0.25
+    """Share of prompts issued beyond the target, to stand in for groups that are cut."""
+    max_staleness: Positive = 1
+    """A completion begun so many versions ago is generated to its end."""
 
 
 class RolloutConfig(Settings):
     """How many prompts and completions an iteration has."""
 
     prompts: Positive = 64
-    """Prompts per iteration."""
+    """Prompts per iteration; with `dynamic`, the informative groups aimed at."""
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8
     """Completions per prompt; credit is relative to their mean reward."""
     shard_prompts: Positive = 32
@@ -150,75 +204,10 @@ class RolloutConfig(Settings):
     """How completions are drawn."""
     engine: EngineConfig = TransformersEngine()
     """What generates."""
-
-
-# ---- scoring
-
-
-class RewardTerm(Settings):
-    """What all reward terms share."""
-
-    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")] | None = None
-    """Column name of this term; by default its kind."""
-    weight: float = 1.0
-    """Factor of this term in the total."""
-
-
-class NumericReward(RewardTerm):
-    """1 if the number in the completion equals the number in the reference, else 0."""
-
-    kind: Literal["numeric"] = "numeric"
-    pattern: str = r"####\s*(-?[\d,]*\.?\d+)"
-    """Regular expression whose last match's first group is the answer, in completion and reference alike."""
-
-
-class MathReward(RewardTerm):
-    """1 if math-verify finds completion and reference equal, else 0."""
-
-    kind: Literal["math"] = "math"
-
-
-class RegexReward(RewardTerm):
-    """1 if the pattern is found in the completion, else 0."""
-
-    kind: Literal["regex"] = "regex"
-    pattern: str
-    """Regular expression searched for."""
-
-
-class TargetReward(RewardTerm):
-    """Any function `reward(prompt: str, completion: str, answer: str, **options) -> float`."""
-
-    kind: Literal["target"] = "target"
-    target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-    """`pkg.mod:function`."""
-    options: dict[str, JsonValue] = {}
-    """Keyword arguments given to the function."""
-
-
-RewardConfig = Annotated[NumericReward | MathReward | RegexReward | TargetReward, Field(discriminator="kind")]
-
-
-class ScoringConfig(Settings):
-    """Which rewards are added up, and how long one may take."""
-
-    rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
-    """Reward terms; the total is their weighted sum."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 10
-    """Longest time for one completion, in seconds; then its score is missing."""
-    max_missing: Fraction = 0.05
-    """Share of missing scores in an iteration above which it fails."""
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        """Column names of the reward terms, in order."""
-        return tuple(reward.name or reward.kind for reward in self.rewards)
-
-    @model_validator(mode="after")
-    def _terms_differ(self) -> "ScoringConfig":
-        if len(set(self.terms)) < len(self.terms):
-            raise ValueError(f"reward terms need different names, found {', '.join(self.terms)}: set `name`")
-        return self
+    dynamic: DynamicSampling | None = None
+    """Dynamic sampling; none trains on the first wave as it is."""
+    partial: PartialRollout | None = None
+    """Partial rollout; none generates every completion to its end."""
 
 
 # ---- credit

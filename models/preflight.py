@@ -17,15 +17,14 @@ from models.config import (
     DataConfig,
     DirectoryPolicy,
     EvaluationConfig,
-    NumericReward,
     PolicyConfig,
     RolloutConfig,
-    ScoringConfig,
     UpdateConfig,
     WarmupConfig,
 )
 from models.data import Problem, identity, load_problems, warmup_examples
 from models.rewards.build import build_reward, check_reward
+from models.rewards.config import NumericReward, ScoringConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
 ADAM_BYTES = 8  # two float32 moments per parameter

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import pyarrow as pa
+from pydantic import JsonValue
 
 from infra.bundles import BundleRef
 from infra.shards import ShardRef
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended: the policy stopped it, or the length limit did."""
+    """Why a completion ended: the policy stopped it, the length limit did, or this iteration's budget, for now."""
 
     STOP = "stop"
     LENGTH = "length"
+    CUT = "cut"
 
 
 PROMPT_SCHEMA = pa.schema(
@@ -45,6 +47,8 @@ ROLLOUT_SCHEMA = pa.schema(
         ),  # behaviour log-probs, one per completion token
         ("finish_reason", pa.string()),
         ("seed", pa.uint64()),
+        # Which policy versions wrote it, in order: more than one where it was continued in a later iteration.
+        ("segments", pa.list_(pa.struct([("policy_version", pa.int32()), ("tokens", pa.int32())]))),
     ]
 )
 """Completions, one row each, ordered by (prompt_row, sample)."""
@@ -60,6 +64,21 @@ SAMPLE_SCHEMA = pa.schema(
     ]
 )
 """Training samples, one row each: all that the update reads."""
+
+
+VERDICT_SCHEMA = pa.schema(
+    [
+        ("prompt_row", pa.int32()),  # -1 for a canary
+        ("sample", pa.int16()),  # number of the canary in its shard
+        ("vote", pa.int16()),
+        ("attempt", pa.int16()),  # 0 is the first; only the last attempt of a vote counts
+        ("text", pa.string()),  # the judge's answer, shortened where it is very long; null where nothing is written
+        ("value", pa.float64()),  # the reward; null = invalid
+        ("error", pa.string()),  # why it is invalid
+        ("tokens", pa.int32()),  # of the answer
+    ]
+)
+"""Answers of a served reward, one row per vote and attempt, ordered by (prompt_row, sample, vote, attempt)."""
 
 
 def score_schema(terms: tuple[str, ...]) -> pa.Schema:
@@ -94,4 +113,6 @@ class Outcome:
     shards: tuple[ShardRef, ...] = ()
     policy: PolicyVersion | None = None
     metrics: dict[str, float] | None = None
+    detail: dict[str, JsonValue] | None = None
+    """Other facts that follow from the inputs alone: names and row numbers, never payloads."""
     timings: dict[str, float] | None = None

@@ -3,8 +3,16 @@
 from dataclasses import dataclass
 
 from infra.shards import ShardRef
-from models.config import DataConfig, PolicyConfig, SamplingConfig, WarmupConfig
+from models.config import (
+    DataConfig,
+    DynamicSampling,
+    PartialRollout,
+    PolicyConfig,
+    SamplingConfig,
+    WarmupConfig,
+)
 from models.records import PolicyVersion
+from models.rewards.config import JudgeReward
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,29 @@ class RolloutWork:
     group_size: int
     sampling: SamplingConfig
     seed: int
+    continued: ShardRef | None = None
+    """Groups that an earlier iteration cut; they go on where they were, with the seeds that they have."""
+    partial: PartialRollout | None = None
+    """Cut completions at its budget: finished groups come back as the first shard, the others as a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictShard:
+    """Answers of one served reward about one rollout shard."""
+
+    term: str
+    verdicts: ShardRef
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeWork:
+    """Have a served reward judge every completion of one rollout shard: one shard of verdicts."""
+
+    iteration: int
+    rollouts: ShardRef
+    model: PolicyVersion | None
+    """The model; none behind an endpoint."""
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +78,30 @@ class ScoringWork:
 
     iteration: int
     rollouts: ShardRef
+    verdicts: tuple[VerdictShard, ...] = ()
+    metric: str = ""
+    """Raw term by which a group counts as informative; empty where nobody asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredShard:
+    """Rollouts and their scores, paired in order."""
+
+    rollouts: ShardRef
+    scores: ShardRef
+    rows: tuple[int, ...] | None = None
+    """Prompt rows that count; none means all."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditWork:
-    """Turn an iteration's rollouts and scores (paired, in order) into training samples."""
+    """Turn an iteration's scored rollouts, in order, into training samples."""
 
     iteration: int
-    rollouts: tuple[ShardRef, ...]
-    scores: tuple[ShardRef, ...]
+    shards: tuple[ScoredShard, ...]
+    target: int | None = None
+    """Informative groups wanted: the first so many in order are trained, the others are surplus. None takes all."""
+    dynamic: DynamicSampling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +121,18 @@ class WarmupWork:
     """Train a policy on worked examples before the first iteration; every rank gets the same record."""
 
     policy: PolicyVersion
+    data: DataConfig
+    warmup: WarmupConfig
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeWarmupWork:
+    """Train a judge on the data's problems with right and wrong completions; every rank gets the same record."""
+
+    judge: PolicyVersion
+    """As it was built."""
+    reward: JudgeReward
     data: DataConfig
     warmup: WarmupConfig
     seed: int

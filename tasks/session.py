@@ -23,11 +23,11 @@ from models.config import (
     PolicyConfig,
     RetentionConfig,
     RolloutConfig,
-    ScoringConfig,
     UpdateConfig,
     WarmupConfig,
 )
 from models.records import Outcome
+from models.rewards.config import ScoringConfig
 
 
 class RunRef(Settings):
@@ -156,7 +156,7 @@ async def _start(session: Session, role: str) -> Pool | RankGroup:
             )
         case "rollout":
             options = {**threads, "engine": settings.rollout.engine}
-            spec = _spec(session, role, "models.workers.rollout:RolloutWorker", pools.rollout_workers, options=options)
+            spec = _spec(session, role, "models.workers.rollout:RolloutWorker", pools.workers, options=options)
             return await session.cluster.pool(spec)
         case "scoring":
             options = {"scoring": settings.scoring, "algorithm": settings.algorithm}
@@ -171,7 +171,7 @@ async def _start(session: Session, role: str) -> Pool | RankGroup:
 
 def _spec(session: Session, role: str, target: str, size: int, *, options: dict[str, object]) -> PoolSpec:
     pools = session.settings.pools
-    gpus = {"rollout": pools.gpus_per_rollout_worker, "update": pools.gpus_per_update_rank}
+    gpus = {"rollout": pools.gpus_per_worker, "update": pools.gpus_per_update_rank}
     home, _, name = session.run.store.uri.rstrip("/").rpartition("/")
     return PoolSpec(
         role=role,

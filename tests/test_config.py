@@ -213,7 +213,7 @@ def test_a_missing_file_is_answered_with_the_one_that_was_meant(tmp_path, monkey
     "override",
     [
         "name=other", "store=elsewhere", "iterations=99", "controllers.count=5", "controllers.where=deployment",
-        "pools.rollout_workers=7", "pools.scoring_workers=3", "pools.stall_seconds=9", "pools.gpus_per_update_rank=1",
+        "pools.workers=7", "pools.scoring_workers=3", "pools.stall_seconds=9", "pools.gpus_per_update_rank=1",
         "pools.ray_address=auto", "retention.keep_last=9", "retention.keep_every=2",
     ],
 )  # fmt: skip

@@ -16,17 +16,15 @@ from models.config import (
     DirectoryPolicy,
     EvaluationConfig,
     FileData,
-    NumericReward,
     PolicyConfig,
     RolloutConfig,
     SamplingConfig,
-    ScoringConfig,
     ScratchPolicy,
-    TargetReward,
     UpdateConfig,
     WarmupConfig,
 )
 from models.preflight import Inputs, check
+from models.rewards.config import NumericReward, ScoringConfig, TargetReward
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 

@@ -85,7 +85,7 @@ data = {kind = "file", path = "chats.parquet", prompt_column = "messages", answe
 policy = {kind = "directory", path = "model"}
 rollout = {prompts = 4, group_size = 2, shard_prompts = 4, sampling = {max_new_tokens = 16}}
 scoring.rewards = [{kind = "math"}, {kind = "target", target = "tests.rewards_for_tests:even", weight = 0.5}]
-pools.rollout_workers = 1
+pools.workers = 1
 evaluation.problems = 1
 """)
     told = rheostat("train", "job.toml", "--json", api=prefect_api, home=tmp_path, cwd=tmp_path)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from infra.errors import BadInput
-from models.config import MathReward, NumericReward, RegexReward, RewardConfig, ScoringConfig, TargetReward
 from models.rewards.build import build_reward, check_reward
+from models.rewards.config import MathReward, NumericReward, RegexReward, RewardConfig, ScoringConfig, TargetReward
 from models.rewards.evaluate import Case, Evaluator, Verdict
 
 OBEDIENT = TargetReward(name="obedient", target="tests.rewards_for_tests:obedient")

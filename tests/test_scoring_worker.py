@@ -14,8 +14,9 @@ import pytest
 from infra.errors import Damaged, Quarantined
 from infra.shards import ShardRef, read_shard, write_shard
 from infra.storage import Store, open_store
-from models.config import Grpo, NumericReward, RegexReward, ScoringConfig, TargetReward
+from models.config import Grpo
 from models.records import ROLLOUT_SCHEMA, SAMPLE_SCHEMA, score_schema
+from models.rewards.config import NumericReward, RegexReward, ScoringConfig, TargetReward
 from models.work import CreditWork, ScoringWork
 from models.workers.scoring import ScoringWorker
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from models.config import SamplingConfig
-from models.records import FinishReason
+from models.records import FinishReason, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,8 @@ class Request:
     """Row of the prompt in its shard; names the prompt in messages."""
     tokens: tuple[int, ...]
     seeds: tuple[int, ...]
+    prefixes: tuple[tuple[int, ...], ...] = ()
+    """What each completion already has, where it continues one; its draws go on after those of the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,21 @@ class Completion:
     logprobs: tuple[float, ...]
     """float32 values, one per token: log-softmax at the sampling temperature (at 1 when greedy), untruncated."""
     text: str
-    """The tokens' text without special tokens."""
+    """The tokens' text without special tokens; with a prefix, the whole text."""
     finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """Sufficient statistics of step time on batch size: differences of two readings describe what lies between."""
+
+    steps: int = 0
+    sequences: float = 0.0
+    """Sum of the batch sizes."""
+    sequences_squared: float = 0.0
+    seconds: float = 0.0
+    sequence_seconds: float = 0.0
+    """Sum of batch size x step time."""
 
 
 class Engine(Protocol):
@@ -41,8 +56,19 @@ class Engine(Protocol):
 
     progress: int
 
-    def load(self, directory: Path, digest: str) -> None:
-        """Take the policy in `directory`, whose files were verified to be those of `digest`."""
+    def load(self, directory: Path, policy: PolicyVersion) -> None:
+        """Take the policy in `directory`, whose files were verified to be those of its digest."""
+
+    def sleep(self) -> None:
+        """Give the memory of weights and cache back; who wants to use the engine again loads it again."""
+
+    def steps(self) -> StepSums:
+        """Sums over all decoding steps so far, from which their time is regressed on the batch."""
+
+    def likelihoods(
+        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, ...]]:
+        """Return for each prompt the log-probability of each continuation after it, at temperature 1."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         """Return one list per request, with one completion per seed, in order."""

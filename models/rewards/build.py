@@ -4,8 +4,8 @@ import re
 from typing import assert_never
 
 from infra.errors import BadInput
-from models.config import MathReward, NumericReward, RegexReward, RewardConfig, TargetReward
 from models.protocols import Reward
+from models.rewards.config import MathReward, NumericReward, RegexReward, RewardConfig, TargetReward
 from models.rewards.numeric import numeric_reward
 from models.rewards.pattern import pattern_reward
 from models.rewards.target import target_reward

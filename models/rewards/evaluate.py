@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection, wait
 from typing import cast
 
 from infra.errors import BadInput, WorkerFailed
-from models.config import ScoringConfig
 from models.protocols import Reward
 from models.rewards.build import build_reward
+from models.rewards.config import ScoringConfig
 
 START_SECONDS = 120.0
 """Longest time for the process to import its rewards; sympy on a busy machine takes about ten."""

@@ -3,8 +3,8 @@
 import re
 from decimal import Decimal, InvalidOperation
 
-from models.config import NumericReward
 from models.protocols import Reward
+from models.rewards.config import NumericReward
 
 
 def numeric_reward(config: NumericReward) -> Reward:

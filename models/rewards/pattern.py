@@ -2,8 +2,8 @@
 
 import re
 
-from models.config import RegexReward
 from models.protocols import Reward
+from models.rewards.config import RegexReward
 
 
 def pattern_reward(config: RegexReward) -> Reward:

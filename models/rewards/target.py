@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 
 from infra.errors import BadInput
-from models.config import TargetReward
 from models.protocols import Reward
+from models.rewards.config import TargetReward
 
 
 def target_reward(config: TargetReward) -> Reward:

@@ -10,9 +10,10 @@ import pyarrow.compute as pc
 from infra.errors import Quarantined
 from infra.shards import read_shard, write_shard
 from infra.storage import open_store
-from models.config import AlgorithmConfig, ScoringConfig
+from models.config import AlgorithmConfig
 from models.credit import ROLLOUT_COLUMNS, Credit, assign_credit
 from models.records import Outcome, score_schema
+from models.rewards.config import ScoringConfig
 from models.rewards.evaluate import Case, Evaluator, Verdict
 from models.work import CreditWork, ScoringWork
 

@@ -72,7 +72,7 @@ keep_uninformative = true
 learning_rate = {LEARNING_RATE}
 minibatches = {MINIBATCHES}
 [pools]
-rollout_workers = 2
+workers = 2
 update_ranks = {update_ranks}
 [evaluation]
 problems = {HELDOUT}

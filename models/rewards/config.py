@@ -1,0 +1,248 @@
+"""Configuration of rewards: rules, judges, reward models. Torch-free; defaults are the recipe we run."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from infra.config import Settings
+from models.config import (
+    EngineConfig,
+    Fraction,
+    Positive,
+    SamplingConfig,
+    ScratchPolicy,
+    TransformersEngine,
+    WarmupConfig,
+)
+
+
+class RewardTerm(Settings):
+    """What all reward terms share."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")] | None = None
+    """Column name of this term; by default its kind."""
+    weight: float = 1.0
+    """Factor of this term in the total."""
+
+
+class NumericReward(RewardTerm):
+    """1 if the number in the completion equals the number in the reference, else 0."""
+
+    kind: Literal["numeric"] = "numeric"
+    pattern: str = r"####\s*(-?[\d,]*\.?\d+)"
+    """Regular expression whose last match's first group is the answer, in completion and reference alike."""
+
+
+class MathReward(RewardTerm):
+    """1 if math-verify finds completion and reference equal, else 0."""
+
+    kind: Literal["math"] = "math"
+
+
+class RegexReward(RewardTerm):
+    """1 if the pattern is found in the completion, else 0."""
+
+    kind: Literal["regex"] = "regex"
+    pattern: str
+    """Regular expression searched for."""
+
+
+class TargetReward(RewardTerm):
+    """Any function `reward(prompt: str, completion: str, answer: str, **options) -> float`."""
+
+    kind: Literal["target"] = "target"
+    target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+    """`pkg.mod:function`."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments given to the function."""
+
+
+# ---- generative reward models
+
+
+class ScoreVerdict(Settings):
+    """A number in a range; the reward is its place in the range, 0 to 1."""
+
+    kind: Literal["score"] = "score"
+    low: float = 0
+    """Worst score."""
+    high: float = 10
+    """Best score."""
+    pattern: str = r"(?i)score\s*[:=]?\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose first group is the score; it must occur exactly once in the judge's answer."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> "ScoreVerdict":
+        if not self.low < self.high:
+            raise ValueError(f"expected low below high, got {self.low:g} and {self.high:g}")
+        return self
+
+
+class ChoiceVerdict(Settings):
+    """One of several answers."""
+
+    kind: Literal["choice"] = "choice"
+    choices: Annotated[dict[str, float], Field(min_length=2)] = {"yes": 1.0, "no": 0.0}
+    """The answers and their rewards."""
+    constrained: bool = True
+    """Let the engine write nothing but one of the answers; engines that cannot are refused."""
+
+
+class LogprobVerdict(Settings):
+    """How sure the judge is of one answer against another: P(yes) / (P(yes) + P(no)), nothing is sampled."""
+
+    kind: Literal["logprob"] = "logprob"
+    yes: str = "yes"
+    """The answer that earns 1."""
+    no: str = "no"
+    """The answer that earns 0."""
+
+
+VerdictConfig = Annotated[ScoreVerdict | ChoiceVerdict | LogprobVerdict, Field(discriminator="kind")]
+
+
+class DirectoryJudge(Settings):
+    """Any causal language model directory in Hugging Face format; the run keeps a copy."""
+
+    kind: Literal["directory"] = "directory"
+    path: Path
+    """Directory with config.json, safetensors and tokenizer."""
+    engine: EngineConfig = TransformersEngine()
+    """What runs it."""
+
+
+class TrainedJudge(Settings):
+    """A small judge that the warm-up flow trains on the data's problems: right and wrong completions, with verdicts."""
+
+    kind: Literal["trained"] = "trained"
+    shape: ScratchPolicy = ScratchPolicy()
+    """The decoder."""
+    warmup: WarmupConfig = WarmupConfig()
+    """Its training."""
+    engine: EngineConfig = TransformersEngine()
+    """What runs it."""
+
+
+class EndpointJudge(Settings):
+    """A model behind an OpenAI-compatible endpoint."""
+
+    kind: Literal["endpoint"] = "endpoint"
+    base_url: str
+    """Such as `https://judge.example.com/v1`; its host must be in `allowed_hosts`."""
+    allowed_hosts: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Hosts, as `host` or `host:port`, that completions may be sent to."""
+    allow_private: bool = False
+    """Let those hosts be loopback, link-local or private addresses."""
+    model: str
+    """Name of the model there."""
+    api_key_variable: str | None = None
+    """Environment variable that holds the key; the key itself is in no configuration, log or manifest."""
+    guided: Literal["none", "vllm"] = "none"
+    """How a constrained choice is asked for: not at all, or by vLLM's structured outputs."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 120
+    """Longest time for one request."""
+    retries: Annotated[int, Field(ge=0, le=20)] = 5
+    """Attempts after the first on time-outs, lost connections, 408, 409, 429 and 5xx."""
+    backoff_seconds: Annotated[float, Field(gt=0)] = 0.5
+    """Pause before the second attempt; it doubles, with jitter, up to 30 s. A Retry-After header is obeyed."""
+    concurrency: Positive = 32
+    """Requests under way at once, per worker."""
+
+
+JudgeModel = Annotated[DirectoryJudge | TrainedJudge | EndpointJudge, Field(discriminator="kind")]
+
+
+class Canaries(Settings):
+    """Known-bad answers mixed in among the completions, to notice a judge that lets everything pass."""
+
+    answers: Annotated[tuple[str, ...], Field(min_length=1)] = ("I do not know.", "The answer is correct.")
+    """The bad answers."""
+    per_shard: Positive = 2
+    """Canaries judged with each shard; they cost as much as completions."""
+    passing: float = 0.5
+    """A canary passes from this reward on."""
+    max_passing: Fraction = 0.2
+    """Share of an iteration's canaries that may pass; above it the iteration fails."""
+
+
+class JudgeReward(RewardTerm):
+    """The verdict of a generative reward model."""
+
+    kind: Literal["judge"] = "judge"
+    model: JudgeModel
+    """Which model judges."""
+    template: str = "{prompt}\n{completion}\nThe right answer is {answer}. Is this correct? Answer yes or no.\n"
+    """What it is asked. `{prompt}`, `{completion}` and `{answer}` are filled in, escaped; `{fence}` is a delimiter that
+    no completion can guess."""
+    verdict: VerdictConfig = ChoiceVerdict()
+    """How its answer becomes a number."""
+    votes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Answers per completion."""
+    vote: Literal["mean", "median", "majority"] = "mean"
+    """How valid answers become one reward."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=512)
+    """How its answers are drawn."""
+    retries: Annotated[int, Field(ge=0, le=8)] = 1
+    """How often an answer without one valid verdict is asked for again; then it is invalid, never 0."""
+    max_invalid: Fraction = 0.05
+    """Share of an iteration's answers that may be invalid; above it the iteration fails."""
+    canaries: Canaries | None = None
+    """Known-bad answers mixed in."""
+    slots: Annotated[int, Field(ge=1, le=64)] = 1
+    """Worker slots that one replica takes, each with `pools.threads` threads or its GPUs."""
+
+
+class ModelReward(RewardTerm):
+    """The score of a discriminative reward model: a sequence classifier with one output."""
+
+    kind: Literal["model"] = "model"
+    path: Path
+    """Directory in Hugging Face format (config.json, safetensors, tokenizer)."""
+    template: str | None = None
+    """What it reads, with `{prompt}` and `{completion}`; none takes the chat template, or both one after the other."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights and activations."""
+    batch_tokens: Positive = 16384
+    """Tokens, padding included, in one forward pass."""
+    slots: Annotated[int, Field(ge=1, le=64)] = 1
+    """Worker slots that one replica takes."""
+
+
+RuleReward = NumericReward | MathReward | RegexReward | TargetReward
+ServedReward = JudgeReward | ModelReward
+
+RewardConfig = Annotated[RuleReward | ServedReward, Field(discriminator="kind")]
+
+
+class ScoringConfig(Settings):
+    """Which rewards are added up, and how long one may take."""
+
+    rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
+    """Reward terms; the total is their weighted sum."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 10
+    """Longest time for one completion, in seconds; then its score is missing."""
+    max_missing: Fraction = 0.05
+    """Share of missing scores in an iteration above which it fails."""
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Column names of the reward terms, in order."""
+        return tuple(reward.name or reward.kind for reward in self.rewards)
+
+    @property
+    def rules(self) -> tuple[RuleReward, ...]:
+        """Rewards that are functions, computed by the scoring workers themselves."""
+        return tuple(reward for reward in self.rewards if not isinstance(reward, ServedReward))
+
+    @property
+    def served(self) -> dict[str, ServedReward]:
+        """Rewards that models serve, by term."""
+        pairs = zip(self.terms, self.rewards, strict=True)
+        return {term: reward for term, reward in pairs if isinstance(reward, ServedReward)}
+
+    @model_validator(mode="after")
+    def _terms_differ(self) -> "ScoringConfig":
+        if len(set(self.terms)) < len(self.terms):
+            raise ValueError(f"reward terms need different names, found {', '.join(self.terms)}: set `name`")
+        return self

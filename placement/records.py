@@ -1,0 +1,152 @@
+"""What placement decides from, and what it decides. Roles are `rollout` and `scoring`; times in seconds, lengths in
+tokens.
+
+Everything here crosses the store's edge as JSON: a decision is kept with its inputs, and can be made again from them.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from infra.config import Settings
+
+
+class Pace(Settings):
+    """How fast one worker of a role is: a decoding step over b sequences takes `base + per_sequence * b` seconds."""
+
+    base_seconds: float
+    """A: the weights are read once per step."""
+    per_sequence_seconds: float
+    """C: what each sequence of the batch adds."""
+    setup_seconds: float = 0.0
+    """Per sequence, before its first token: prefill, reading and writing."""
+    unit_seconds: float = 0.0
+    """Per unit of work: dispatch, commit."""
+
+
+class Demand(Settings):
+    """What one role has to do in a stage, and how fast its workers are."""
+
+    units: int
+    """Units of work: shards."""
+    sequences: int
+    """Sequences per unit (votes of a judge counted each), decoded as one batch."""
+    lengths: tuple[float, ...]
+    """Recent lengths in tokens: the empirical distribution, as a sorted sample of at most 512."""
+    pace: Pace
+    """Measured, or a prior before the first measurement."""
+    slots: int = 1
+    """Worker slots that one worker of the role takes (of several reward models: the mean)."""
+    units_at_once: int = 1
+    """Units that one worker decodes together (continuous batching), or 1."""
+    busy_seconds: float = 0.0
+    """Worker-seconds of work per stage, EMA 0.7; 0 before the first."""
+    measured: bool = False
+    """Whether lengths and pace come from measurements."""
+
+
+class ResizeCost(Settings):
+    """What it costs to move a worker from one role to another."""
+
+    mean_seconds: float = 2.0
+    """EMA."""
+    p95_seconds: float = 4.0
+
+
+class Plan(Settings):
+    """Which slots serve which role during a stage."""
+
+    mode: Literal["colocated", "split"]
+    """In turns on all slots, or side by side."""
+    rollout: Annotated[int, Field(ge=0)]
+    """Slots that generate; all of them where roles take turns."""
+    scoring: Annotated[int, Field(ge=0)]
+    """Slots that score; all of them where roles take turns."""
+
+
+class Memory(Settings):
+    """What a policy remembers from one decision to the next; whoever asks for decisions carries it."""
+
+    wanted: Plan | None = None
+    """A change that would have paid, but not for long enough yet."""
+    held: int = 0
+    """How often in a row it would have paid."""
+    misses: int = 0
+    """Predictions inside this stage that were off by 30% in a row; after two the plan stands."""
+    moved_at: float = float("-1e9")
+    """When workers were last moved inside this stage, in seconds after its begin."""
+    moved: int = 0
+    """Workers moved inside this stage."""
+    predicted_seconds: float | None = None
+    """What the last decision expected of the stage."""
+
+
+class PlanInputs(Settings):
+    """All that a plan between stages is made from."""
+
+    workers: int
+    """Slots in all."""
+    rollout: Demand
+    scoring: Demand
+    resize: ResizeCost = ResizeCost()
+    current: Plan | None = None
+    """How the slots were last dealt; none at the start."""
+    memory: Memory = Memory()
+    seed: int = 0
+    """Of the bootstraps."""
+
+
+class InFlight(Settings):
+    """A unit that a worker is decoding."""
+
+    elapsed_seconds: float
+    sequences: int
+
+
+class RoleProgress(Settings):
+    """Where a role stands inside a stage."""
+
+    demand: Demand
+    slots: int
+    """Slots awake in this role now."""
+    waiting: int
+    """Units ready and not begun."""
+    coming: int = 0
+    """Units that are not there yet (for scoring: those that rollout has still to finish)."""
+    in_flight: tuple[InFlight, ...] = ()
+    """Units under way, one each for busy workers."""
+    done: int = 0
+    """Units finished in this stage."""
+
+
+class DrainInputs(Settings):
+    """All that a correction inside a stage is made from."""
+
+    elapsed_seconds: float
+    """Since the stage began."""
+    workers: int
+    plan: Plan
+    """As the slots are dealt now."""
+    rollout: RoleProgress
+    scoring: RoleProgress
+    movable_rollout: int
+    """Slots of rollout that have not been moved in this stage and may still be."""
+    movable_scoring: int
+    resize: ResizeCost = ResizeCost()
+    memory: Memory = Memory()
+    seed: int = 0
+
+
+class Decision(Settings):
+    """What to do, why, and what it is expected to gain."""
+
+    plan: Plan
+    """As the slots shall be dealt; equal to the current plan when nothing changes."""
+    predicted_seconds: float
+    """Expected time to the end of the stage, cost of moving included."""
+    unchanged_seconds: float
+    """The same if nothing were changed."""
+    reason: str
+    """One sentence for people: "moved 2 of 8 workers from scoring to rollout: predicted 61 s instead of 84 s"."""
+    memory: Memory
+    """To be handed in with the next inputs."""
