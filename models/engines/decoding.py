@@ -80,9 +80,12 @@ class _Written:
 
 @torch.inference_mode()
 def decode(
-    policy: LoadedPolicy, rows: Sequence[Row], sampling: SamplingConfig, *, on_step: Callable[[], None]
+    policy: LoadedPolicy, rows: Sequence[Row], sampling: SamplingConfig, *, on_step: Callable[[int], None]
 ) -> list[Completion]:
-    """Return one completion per row; rows of one prompt must be neighbours. `on_step` is called after every forward."""
+    """Return one completion per row; rows of one prompt must be neighbours.
+
+    `on_step` is called after every forward with the number of sequences that it brought forward, 0 after the prefill.
+    """
     device, longest = policy.model.device, sampling.max_new_tokens
     written = _Written(
         tokens_RT=torch.zeros(len(rows), longest, dtype=torch.long, device=device),
@@ -92,7 +95,7 @@ def decode(
     )
     uniforms_RT = torch.from_numpy(np.stack([uniforms(row.seed, longest) for row in rows])).to(device)
     logits_BV, live = _prefill(policy, rows, longest)
-    on_step()
+    on_step(0)
     for step in range(longest):
         _require_finite(logits_BV, live, policy, rows)
         tokens_B, logprobs_B = draw(logits_BV, uniforms_RT[live.rows_B, step], sampling)
@@ -105,7 +108,7 @@ def decode(
         if num_alive < _KEEP_SHARE * len(live.rows_B):
             live.keep_alive()
         logits_BV = _forward(policy, live, written.tokens_RT[live.rows_B, step])
-        on_step()
+        on_step(num_alive)
     return _completions(written, policy)
 
 
