@@ -3,7 +3,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.curriculum import prompt_rows
 from models.statistics import mean_interval, wilson_interval
 from placement.allocation import cut, deal
 
@@ -21,24 +20,6 @@ def test_controllers_get_disjoint_slices_of_nearly_equal_size(num_shards, contro
     assert [shard for own in slices for shard in own] == list(range(num_shards))
     assert len(slices) == min(controllers, num_shards)
     assert max(map(len, slices), default=0) - min(map(len, slices), default=0) <= 1
-
-
-@given(st.integers(1, 40), st.data())
-def test_every_epoch_visits_every_prompt_once_and_no_iteration_has_one_twice(num_prompts, data):
-    count = data.draw(st.integers(1, num_prompts))
-    taken = []
-    for _ in range(4 * num_prompts // count + 1):
-        rows = prompt_rows(len(taken), count, num_prompts=num_prompts, seed=3)
-        assert len(set(rows)) == count
-        taken += rows
-    for epoch in range(len(taken) // num_prompts):
-        assert sorted(taken[epoch * num_prompts : (epoch + 1) * num_prompts]) == list(range(num_prompts))
-
-
-def test_epochs_and_seeds_give_different_orders():
-    first = prompt_rows(0, 100, num_prompts=100, seed=0)
-    assert first != prompt_rows(100, 100, num_prompts=100, seed=0)
-    assert first != prompt_rows(0, 100, num_prompts=100, seed=1)
 
 
 def test_wilson_interval_is_that_of_the_textbook():
