@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from infra.bundles import BundleRef
 from infra.errors import BadInput, Quarantined
 from models.config import SamplingConfig, TransformersEngine
 from models.engines import Completion, Request
 from models.engines.transformers import HuggingFaceEngine
-from models.records import FinishReason
+from models.records import FinishReason, PolicyVersion
 from models.seeds import sample_seed
 from tests.policies import CONTEXT, small_tokenizer, write_policy
 
@@ -43,9 +44,12 @@ def engine(directory) -> HuggingFaceEngine:
     return engine_of(directory)
 
 
+POLICY = PolicyVersion(version=0, weights=BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0))
+
+
 def engine_of(directory: Path, **settings) -> HuggingFaceEngine:
     engine = HuggingFaceEngine(TransformersEngine(**settings))
-    engine.load(directory, "d1ge57")
+    engine.load(directory, POLICY)
     return engine
 
 

@@ -1,5 +1,7 @@
 """Generation inside the worker with Hugging Face transformers."""
 
+import gc
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,8 +9,10 @@ import torch
 
 from infra.errors import BadInput
 from models.config import SamplingConfig, TransformersEngine
-from models.engines import Completion, Request
+from models.engines import Completion, Request, StepSums
 from models.engines.decoding import LoadedPolicy, Row, decode
+from models.engines.likelihoods import continuation_logprobs
+from models.records import PolicyVersion
 from models.roles.policy import load_policy
 from models.roles.tokenizer import load_tokenizer
 
@@ -27,9 +31,11 @@ class HuggingFaceEngine:
         self._config = config
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._policy: LoadedPolicy | None = None
+        self._steps = StepSums()
+        self._stepped = 0.0  # when the last forward pass ended
 
-    def load(self, directory: Path, digest: str) -> None:
-        self._policy = None  # the old weights go before the new ones come: two policies may not fit
+    def load(self, directory: Path, policy: PolicyVersion) -> None:
+        self.sleep()  # the old weights go before the new ones come: two policies may not fit
         model = load_policy(directory, device=self._device, dtype=getattr(torch, self._config.dtype)).eval()
         tokenizer = load_tokenizer(directory)
         stated = model.generation_config.eos_token_id
@@ -38,11 +44,36 @@ class HuggingFaceEngine:
         self._policy = LoadedPolicy(
             model=model,
             tokenizer=tokenizer,
-            digest=digest,
+            digest=policy.weights.digest,
             eos_E=torch.tensor(sorted(ends), device=self._device),
             context=context,
         )
         self.progress += 1
+
+    def sleep(self) -> None:
+        self._policy = None
+        gc.collect()
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
+    def steps(self) -> StepSums:
+        return self._steps
+
+    def likelihoods(
+        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, ...]]:
+        assert self._policy is not None, "likelihoods before load"
+        longest = max(map(len, continuations))
+        _require_context(prompts, longest, context=self._policy.context)
+        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # stable, as in `generate`
+        size = max(1, self._config.max_batch_rows // (len(continuations) if longest > 1 else 1))
+        found: dict[int, tuple[float, ...]] = {}
+        self._stepped = time.perf_counter()
+        for batch in (order[start : start + size] for start in range(0, len(order), size)):
+            logprobs_PC = continuation_logprobs(self._policy, [prompts[row] for row in batch], continuations)
+            found |= zip(batch, map(tuple, logprobs_PC.tolist()), strict=True)
+            self._step(len(batch))
+        return [found[row] for row in range(len(prompts))]
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         assert self._policy is not None, "generate before load"
@@ -55,13 +86,25 @@ class HuggingFaceEngine:
         rows.sort(key=lambda row: len(row.prompt))  # stable: requests of equal length stay in their order
         groups: list[dict[int, Completion]] = [{} for _ in requests]
         size = self._config.max_batch_rows
+        self._stepped = time.perf_counter()
         for batch in (rows[start : start + size] for start in range(0, len(rows), size)):
             for row, completion in zip(batch, decode(self._policy, batch, sampling, on_step=self._step), strict=True):
                 groups[row.request][row.sample] = completion
         return [[group[sample] for sample in range(len(group))] for group in groups]
 
-    def _step(self) -> None:
+    def _step(self, sequences: int) -> None:
+        """Add a forward pass that brought `sequences` forward, since the last; a prefill (0) is no decoding step."""
         self.progress += 1
+        now, sums = time.perf_counter(), self._steps
+        seconds, self._stepped = now - self._stepped, now
+        if sequences:
+            self._steps = StepSums(
+                steps=sums.steps + 1,
+                sequences=sums.sequences + sequences,
+                sequences_squared=sums.sequences_squared + sequences**2,
+                seconds=sums.seconds + seconds,
+                sequence_seconds=sums.sequence_seconds + sequences * seconds,
+            )
 
 
 def _require_room(requests: Sequence[Request], sampling: SamplingConfig, *, context: int | None) -> None:
@@ -73,4 +116,13 @@ def _require_room(requests: Sequence[Request], sampling: SamplingConfig, *, cont
             raise BadInput(
                 f"prompt row {request.row}: {length} prompt tokens and max_new_tokens {sampling.max_new_tokens} make "
                 f"{length + sampling.max_new_tokens}, more than the policy's context of {context}"
+            )
+
+
+def _require_context(prompts: Sequence[Sequence[int]], longest: int, *, context: int | None) -> None:
+    for row, tokens in enumerate(prompts):
+        if not tokens or (context is not None and len(tokens) + longest > context):
+            raise BadInput(
+                f"prompt {row}: {len(tokens)} tokens and a continuation of {longest}, expected at least one token "
+                f"and no more than the policy's context of {context}"
             )

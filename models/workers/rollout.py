@@ -6,14 +6,14 @@ import time
 import pyarrow as pa
 import torch
 
-from infra.bundles import BundleRef, fetch_bundle
+from infra.bundles import fetch_bundle
 from infra.errors import BadInput
 from infra.shards import read_shard, write_shard
 from infra.storage import open_store
 from models.config import EngineConfig
 from models.engines import Completion, Engine, Request
-from models.engines.transformers import HuggingFaceEngine
-from models.records import PROMPT_SCHEMA, ROLLOUT_SCHEMA, FinishReason, Outcome
+from models.engines.build import build_engine
+from models.records import PROMPT_SCHEMA, ROLLOUT_SCHEMA, FinishReason, Outcome, PolicyVersion
 from models.seeds import sample_seed
 from models.work import RolloutWork
 
@@ -31,7 +31,7 @@ class RolloutWorker:
         torch.set_num_threads(threads)
         self._store = open_store(f"{store_uri}/{run}")
         self._run = run
-        self._engine: Engine = HuggingFaceEngine(engine)
+        self._engine: Engine = build_engine(engine)
         self._loaded = ""
 
     def progress(self) -> int:
@@ -42,7 +42,7 @@ class RolloutWorker:
         """Write the completions of the work's prompts as one shard."""
         clock = time.perf_counter
         started = clock()
-        self._take(work.policy.weights)
+        self._take(work.policy)
         loaded = clock()
         rows = _ascending(work)
         prompts = read_shard(self._store, work.prompts, PROMPT_SCHEMA.names).take(pa.array(rows, pa.int64()))
@@ -57,11 +57,12 @@ class RolloutWorker:
             timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated},
         )
 
-    def _take(self, weights: BundleRef) -> None:
+    def _take(self, policy: PolicyVersion) -> None:
+        weights = policy.weights
         if self._loaded == weights.digest:
             return
         self._loaded = ""
-        self._engine.load(fetch_bundle(self._store, weights), weights.digest)
+        self._engine.load(fetch_bundle(self._store, weights), policy)
         self._loaded = weights.digest
         logger.info("loaded policy %s", weights.digest)
 

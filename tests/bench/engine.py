@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from infra.bundles import BundleRef
 from models.config import SamplingConfig, TransformersEngine
 from models.engines import Request
 from models.engines.transformers import HuggingFaceEngine
+from models.records import PolicyVersion
 from models.seeds import derive_seed, sample_seed
 from tests.bench.tables import Table
 from tests.policies import VOCABULARY, write_policy
@@ -80,7 +82,7 @@ def compare(rounds: int) -> list[Result]:
         directory = Path(name)
         write_policy(directory)
         engine = HuggingFaceEngine(TransformersEngine())
-        engine.load(directory, "bench")
+        engine.load(directory, PolicyVersion(version=0, weights=BundleRef(key="bench", digest="bench", bytes=0)))
         model = AutoModelForCausalLM.from_pretrained(name)
     work, sampling = requests(), SamplingConfig(max_new_tokens=LONGEST)
 

@@ -1,0 +1,74 @@
+"""How likely given continuations are, and how an engine times its steps."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from infra.bundles import BundleRef
+from infra.errors import BadInput
+from models.config import SamplingConfig, TransformersEngine
+from models.engines import Request
+from models.engines.build import build_engine
+from models.records import PolicyVersion
+from tests.policies import ARCHITECTURES, CONTEXT, write_policy
+
+POLICY = PolicyVersion(version=0, weights=BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0))
+PROMPTS = [np.random.default_rng(row).integers(2, 354, length).tolist() for row, length in enumerate([9, 3, 17, 1, 9])]
+CONTINUATIONS = [[7], [8, 30, 31, 9], [12, 5]]
+
+
+def naive(directory: Path, prompt: list[int], continuation: list[int]) -> float:
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.inference_mode():
+        logits_TV = model(torch.tensor([prompt + continuation]), use_cache=False).logits[0].double()
+    logprobs_LV = logits_TV[len(prompt) - 1 : -1].log_softmax(dim=-1)
+    return float(logprobs_LV.gather(1, torch.tensor(continuation)[:, None]).sum())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("continuations", [CONTINUATIONS, [[7], [8]]])
+def test_likelihoods_are_those_of_each_sequence_by_itself(architecture, continuations, tmp_path):
+    write_policy(tmp_path, architecture)
+    engine = build_engine(TransformersEngine(max_batch_rows=7))  # of several batches
+    engine.load(tmp_path, POLICY)
+    found = engine.likelihoods(PROMPTS, continuations)
+    expected = [[naive(tmp_path, prompt, continuation) for continuation in continuations] for prompt in PROMPTS]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_an_engine_that_slept_answers_as_before_once_it_is_loaded(tmp_path):
+    write_policy(tmp_path)
+    engine = build_engine(TransformersEngine())
+    engine.load(tmp_path, POLICY)
+    before = engine.likelihoods(PROMPTS, CONTINUATIONS)
+    engine.sleep()
+    with pytest.raises(AssertionError, match="before load"):
+        engine.likelihoods(PROMPTS, CONTINUATIONS)
+    engine.load(tmp_path, POLICY)
+    assert engine.likelihoods(PROMPTS, CONTINUATIONS) == before
+
+
+def test_a_continuation_that_does_not_fit_the_context_is_bad_input(tmp_path):
+    write_policy(tmp_path)
+    engine = build_engine(TransformersEngine())
+    engine.load(tmp_path, POLICY)
+    with pytest.raises(BadInput, match=f"prompt 1: {CONTEXT} tokens and a continuation of 1"):
+        engine.likelihoods([[5], [5] * CONTEXT], [[7]])
+
+
+def test_steps_count_every_sequence_that_a_decoding_step_brought_forward(tmp_path):
+    write_policy(tmp_path)
+    engine = build_engine(TransformersEngine())
+    engine.load(tmp_path, POLICY)
+    requests = [Request(row=row, tokens=tuple(tokens), seeds=(row, row + 9)) for row, tokens in enumerate(PROMPTS)]
+    groups = engine.generate(requests, SamplingConfig(max_new_tokens=16))
+    lengths = [len(completion.tokens) for group in groups for completion in group]
+    sums = engine.steps()
+    # The prefill writes each sequence's first token; every later one takes a step.
+    assert (sums.steps, sums.sequences) == (max(lengths) - 1, sum(lengths) - len(lengths))
+    live = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    assert sums.sequences_squared == sum(count**2 for count in live)
+    assert 0 < sums.seconds <= sums.sequence_seconds <= max(live) * sums.seconds
