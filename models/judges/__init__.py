@@ -28,9 +28,11 @@ class Answer:
 
 
 class Judge(Protocol):
-    """Answers about completions; `progress` moves while questions are answered, and another thread may read it."""
+    """Answers about completions."""
 
-    progress: int
+    @property
+    def progress(self) -> int:
+        """A count that moves while questions are answered; another thread may read it."""
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer per question, in order. What one question does is its own error, never another's."""

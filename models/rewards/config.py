@@ -69,7 +69,7 @@ class ScoreVerdict(Settings):
     """Worst score."""
     high: float = 10
     """Best score."""
-    pattern: str = r"(?i)score\s*[:=]?\s*(-?\d+(?:\.\d+)?)"
+    pattern: str = r"(?i)score(?:\s*[:=])?\s*(-?\d+(?:\.\d+)?)"
     """Regular expression whose first group is the score; it must occur exactly once in the judge's answer."""
 
     @model_validator(mode="after")

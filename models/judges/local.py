@@ -1,0 +1,157 @@
+"""A judge whose model runs in this process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from models.config import EngineConfig, SamplingConfig
+from models.data import Message, Prompt
+from models.engines import Completion, Request, StepSums
+from models.engines.build import build_engine
+from models.engines.sampling import uniforms
+from models.judges import Answer, Question
+from models.records import FinishReason, PolicyVersion
+from models.rewards.config import ChoiceVerdict, LogprobVerdict, VerdictConfig
+from models.roles.tokenizer import load_tokenizer, render
+
+_UNREAD: Final = Answer(text=None, probabilities=None, tokens=0, error=None)
+
+
+class LocalJudge:
+    """Answer with an engine: free text is generated, choices are compared by how likely each one is.
+
+    The same weights and questions give the same answers, whatever was asked before.
+    """
+
+    def __init__(
+        self, engine: EngineConfig, sampling: SamplingConfig, *, verdict: VerdictConfig, chat: bool, threads: int
+    ) -> None:
+        torch.set_num_threads(threads)
+        self._engine = build_engine(engine)
+        self._sampling = sampling
+        self._verdict = verdict
+        self._chat = chat  # ask in a chat's turn where the tokenizer has a template for it
+        self._tokenizer: PreTrainedTokenizerFast | None = None
+        self._context: int | None = None
+
+    @property
+    def progress(self) -> int:
+        """Moves with every forward pass and every load."""
+        return self._engine.progress
+
+    def load(self, directory: Path, model: PolicyVersion) -> None:
+        """Take the model in `directory`, whose files were verified to be those of its digest."""
+        self._engine.load(directory, model)
+        self._tokenizer = load_tokenizer(directory)
+        config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        self._context = getattr(config.get_text_config(), "max_position_embeddings", None)
+
+    def sleep(self) -> None:
+        """Give the memory of weights and cache back."""
+        self._engine.sleep()
+
+    def steps(self) -> StepSums:
+        """Sums over all decoding steps so far."""
+        return self._engine.steps()
+
+    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+        """Answer together; a question that is longer than the context is an error of its own."""
+        choices = _choices(self._verdict)
+        continuations = [self._tokens(choice) for choice in choices]
+        room = max(map(len, continuations)) if choices else self._sampling.max_new_tokens
+        prompts = self._prompts(questions)
+        fitting = {text: tokens for text, tokens in prompts.items() if self._fits(len(tokens) + room)}
+        asked = [question for question in questions if question.text in fitting]
+        answers = iter(self._compare(asked, fitting, continuations) if choices else self._write(asked, fitting))
+        return [
+            next(answers) if question.text in fitting else self._too_long(len(prompts[question.text]), room)
+            for question in questions
+        ]
+
+    def _compare(
+        self, questions: Sequence[Question], prompts: dict[str, tuple[int, ...]], continuations: list[list[int]]
+    ) -> list[Answer]:
+        if not questions:
+            return []
+        found = self._engine.likelihoods(list(prompts.values()), continuations)
+        logprobs = dict(zip(prompts, map(np.array, found), strict=True))
+        choices = _choices(self._verdict)
+        if isinstance(self._verdict, LogprobVerdict):
+            shares = {text: _softmax(values).tolist() for text, values in logprobs.items()}
+            # One token: no more than that is decided, and one forward pass is what it takes.
+            return [Answer(None, dict(zip(choices, shares[q.text], strict=True)), 1, None) for q in questions]
+        drawn = [_draw(logprobs[q.text], self._sampling.temperature, q.seed) for q in questions]
+        return [Answer(choices[index], None, len(continuations[index]), None) for index in drawn]
+
+    def _write(self, questions: Sequence[Question], prompts: dict[str, tuple[int, ...]]) -> list[Answer]:
+        if not questions:
+            return []
+        places = {text: [index for index, q in enumerate(questions) if q.text == text] for text in prompts}
+        requests = [
+            Request(row=row, tokens=prompts[text], seeds=tuple(questions[index].seed for index in indices))
+            for row, (text, indices) in enumerate(places.items())
+        ]
+        answers = [_UNREAD] * len(questions)
+        for indices, group in zip(places.values(), self._engine.generate(requests, self._sampling), strict=True):
+            for index, completion in zip(indices, group, strict=True):
+                answers[index] = _written(completion)
+        return answers
+
+    def _prompts(self, questions: Sequence[Question]) -> dict[str, tuple[int, ...]]:
+        """Tokenize each text once, in the order of first appearance."""
+        assert self._tokenizer is not None, "ask before load"
+        texts = list(dict.fromkeys(question.text for question in questions))
+        if not texts:
+            return {}
+        chat = self._chat and bool(self._tokenizer.chat_template)
+        turns: list[Prompt] = [(Message("user", text),) if chat else text for text in texts]
+        rendered = [render(turn, self._tokenizer, source="judge's question") for turn in turns]
+        encoded = self._tokenizer(rendered, add_special_tokens=not chat)["input_ids"]
+        return {text: tuple(tokens) for text, tokens in zip(texts, encoded, strict=True)}
+
+    def _tokens(self, choice: str) -> list[int]:
+        assert self._tokenizer is not None, "ask before load"
+        tokens: list[int] = self._tokenizer(choice, add_special_tokens=False)["input_ids"]
+        return tokens
+
+    def _fits(self, length: int) -> bool:
+        return self._context is None or length <= self._context
+
+    def _too_long(self, length: int, room: int) -> Answer:
+        return Answer(
+            text=None,
+            probabilities=None,
+            tokens=0,
+            error=f"the question has {length} tokens and its answer up to {room}, the context holds {self._context}",
+        )
+
+
+def _choices(verdict: VerdictConfig) -> list[str]:
+    """Name the answers that a verdict chooses among; none where the judge writes freely."""
+    if isinstance(verdict, LogprobVerdict):
+        return [verdict.yes, verdict.no]
+    return list(verdict.choices) if isinstance(verdict, ChoiceVerdict) and verdict.constrained else []
+
+
+def _written(completion: Completion) -> Answer:
+    cut = completion.finish_reason is FinishReason.LENGTH  # what would follow may change the verdict: 1 of 10
+    error = f"the answer did not end within {len(completion.tokens)} tokens" if cut else None
+    return Answer(completion.text, None, len(completion.tokens), error)
+
+
+def _draw(logprobs_C: NDArray[np.float64], temperature: float, seed: int) -> int:
+    if temperature == 0:
+        return int(logprobs_C.argmax())
+    cumulative_C = _softmax(logprobs_C / temperature).cumsum()
+    return min(int((cumulative_C <= uniforms(seed, 1)[0] * cumulative_C[-1]).sum()), len(logprobs_C) - 1)
+
+
+def _softmax(logprobs_C: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights_C = np.exp(logprobs_C - logprobs_C.max())
+    shares_C: NDArray[np.float64] = weights_C / weights_C.sum()
+    return shares_C

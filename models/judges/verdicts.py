@@ -1,0 +1,132 @@
+"""From a judge's answer to a reward, or to the reason why it is invalid. Torch-free; invalid is never 0."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Final, Literal, assert_never
+
+from models.judges import Answer
+from models.rewards.config import ChoiceVerdict, LogprobVerdict, ScoreVerdict, VerdictConfig
+
+LONGEST: Final = 100_000
+"""Characters of an answer that is still read; no verdict needs more, and patterns may take quadratic time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What one answer is worth: a finite reward, or none and why."""
+
+    value: float | None
+    error: str | None
+
+
+def read_verdict(answer: Answer, verdict: VerdictConfig) -> Judgement:
+    """Find the one verdict in an answer, whatever it contains."""
+    if answer.error is not None:
+        return _invalid(answer.error)
+    if isinstance(verdict, LogprobVerdict):
+        return _read_probabilities(answer.probabilities, verdict)
+    text = answer.text or ""
+    if not text.strip():
+        return _invalid("expected a verdict, found an empty answer")
+    if len(text) > LONGEST:
+        return _invalid(f"expected at most {LONGEST} characters, found {len(text)}")
+    if "\N{REPLACEMENT CHARACTER}" in text:
+        return _invalid("expected text in UTF-8, found bytes that are none")
+    if isinstance(verdict, ScoreVerdict):
+        return _read_score(text, verdict)
+    return _read_choice(text, verdict)
+
+
+def worst(verdict: VerdictConfig) -> float:
+    """Return the lowest reward that a verdict can earn; a completion that says nothing has it without being judged."""
+    match verdict:
+        case ChoiceVerdict():
+            return min(verdict.choices.values())
+        case ScoreVerdict() | LogprobVerdict():
+            return 0.0
+        case _:
+            assert_never(verdict)
+
+
+def count_votes(values: Sequence[float | None], vote: Literal["mean", "median", "majority"]) -> float | None:
+    """Make one reward of the valid votes; none where none is valid. Of values named equally often the lowest wins."""
+    valid = sorted(value for value in values if value is not None)
+    if not valid:
+        return None
+    match vote:
+        case "mean":
+            return fmean(valid)
+        case "median":
+            return median(valid)
+        case "majority":
+            counts = Counter(valid)
+            return max(counts, key=lambda value: (counts[value], -value))
+        case _:
+            assert_never(vote)
+
+
+def choice_of(text: str, choices: Sequence[str]) -> str | None:
+    """Return the choice that a text is, capitals and surrounding punctuation aside; none where it is no choice."""
+    bare = text.strip().strip(".,;:!\"'`*()[] \t\n")
+    exact = [choice for choice in choices if choice.strip() in (text.strip(), bare)]
+    alike = exact or [choice for choice in choices if choice.strip().casefold() == bare.casefold()]
+    return alike[0] if len(alike) == 1 else None
+
+
+def _read_score(text: str, verdict: ScoreVerdict) -> Judgement:
+    found = [match[1] for match in re.finditer(verdict.pattern, text)]
+    if len(found) != 1:
+        return _invalid(f"expected one score, found {len(found) or 'none'}")
+    try:
+        score = float(found[0])
+    except (TypeError, ValueError):
+        return _invalid("expected a number as score, found something else")
+    if not verdict.low <= score <= verdict.high:
+        return _invalid(f"expected a score from {verdict.low:g} to {verdict.high:g}, found {score:g}")
+    return Judgement((score - verdict.low) / (verdict.high - verdict.low), None)
+
+
+def _read_choice(text: str, verdict: ChoiceVerdict) -> Judgement:
+    choices = list(verdict.choices)
+    chosen = choice_of(text, choices)
+    if chosen is not None:
+        return Judgement(verdict.choices[chosen], None)
+    if verdict.constrained:
+        return _invalid("expected nothing but one of the choices, found something else")
+    named = _named(text, choices)
+    if len(named) != 1:
+        return _invalid(f"expected one choice, found {len(named) or 'none'}")
+    return Judgement(verdict.choices[named.pop()], None)
+
+
+def _named(text: str, choices: Sequence[str]) -> set[str]:
+    """Collect the choices that stand as words in a text; of two that begin alike, the longer is named.
+
+    Capitals matter only where a single letter is a choice: "a" is a word, "A" is an answer.
+    """
+    longest_first = sorted(choices, key=len, reverse=True)
+    words = "|".join(f"(?{'-i' if len(choice) == 1 else 'i'}:{re.escape(choice)})" for choice in longest_first)
+    found = {match[0] for match in re.finditer(rf"(?<!\w)(?:{words})(?!\w)", text)}
+    folded = {choice.casefold(): choice for choice in choices}
+    return {word if word in choices else folded[word.casefold()] for word in found}
+
+
+def _read_probabilities(probabilities: dict[str, float] | None, verdict: LogprobVerdict) -> Judgement:
+    if probabilities is None:
+        return _invalid("expected probabilities of the answers, found none")
+    yes, no = probabilities.get(verdict.yes), probabilities.get(verdict.no)
+    if yes is None or no is None:
+        return _invalid(f"expected probabilities of {verdict.yes!r} and {verdict.no!r}, found less")
+    if not all(math.isfinite(p) and 0 <= p <= 1 for p in (yes, no)) or yes + no == 0:
+        return _invalid(f"expected probabilities from 0 to 1 that are not both 0, found {yes:g} and {no:g}")
+    return Judgement(yes / (yes + no), None)
+
+
+def _invalid(reason: str) -> Judgement:
+    """Keep a reason short, in one line of valid text: it is part of a shard."""
+    line = " ".join(reason.split())[:200]
+    return Judgement(None, line.encode("utf-8", "replace").decode() or "no reason given")
