@@ -1,5 +1,6 @@
-"""Interval estimates for counts."""
+"""Interval estimates for counts, and what stands for a distribution."""
 
+from collections.abc import Sequence
 from math import isclose, sqrt
 
 Z95 = 1.959963984540054  # 97.5% quantile of the standard normal
@@ -34,3 +35,15 @@ def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
     centre = (share + Z95**2 / (2 * trials)) / scale
     half = Z95 * sqrt(share * (1 - share) / trials + Z95**2 / (4 * trials**2)) / scale
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def order_statistics(values: Sequence[int], most: int = 64) -> list[int]:
+    """At most `most` of the values, evenly spaced in ascending order from the least to the greatest.
+
+    >>> order_statistics([9, 1, 5, 3, 7], most=3)
+    [1, 5, 9]
+    """
+    ascending = sorted(values)
+    if len(ascending) <= most:
+        return ascending
+    return [ascending[round(index * (len(ascending) - 1) / (most - 1))] for index in range(most)]

@@ -46,6 +46,16 @@ class StepSums:
     sequence_seconds: float = 0.0
     """Sum of batch size x step time."""
 
+    def since(self, earlier: "StepSums") -> dict[str, float]:
+        """Name what came after an earlier reading, as a unit of work reports it among its timings."""
+        return {
+            "steps": self.steps - earlier.steps,
+            "step_sequences": self.sequences - earlier.sequences,
+            "step_sequences_squared": self.sequences_squared - earlier.sequences_squared,
+            "step_seconds": self.seconds - earlier.seconds,
+            "step_sequence_seconds": self.sequence_seconds - earlier.sequence_seconds,
+        }
+
 
 class Engine(Protocol):
     """Generates with the weights it loaded last.

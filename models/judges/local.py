@@ -91,7 +91,9 @@ class LocalJudge:
     def _write(self, questions: Sequence[Question], prompts: dict[str, tuple[int, ...]]) -> list[Answer]:
         if not questions:
             return []
-        places = {text: [index for index, q in enumerate(questions) if q.text == text] for text in prompts}
+        places: dict[str, list[int]] = {text: [] for text in prompts}
+        for index, question in enumerate(questions):
+            places[question.text].append(index)
         requests = [
             Request(row=row, tokens=prompts[text], seeds=tuple(questions[index].seed for index in indices))
             for row, (text, indices) in enumerate(places.items())
