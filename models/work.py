@@ -12,7 +12,7 @@ from models.config import (
     WarmupConfig,
 )
 from models.records import PolicyVersion
-from models.rewards.config import JudgeReward
+from models.rewards.config import JudgeReward, ServedReward
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,15 @@ class WarmupWork:
     policy: PolicyVersion
     data: DataConfig
     warmup: WarmupConfig
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class JudgePreparation:
+    """Make the model behind a served reward: build it and train its tokenizer, or import it."""
+
+    reward: ServedReward
+    data: DataConfig
     seed: int
 
 

@@ -1,0 +1,210 @@
+"""The worker that asks a judge: rollout shards in by reference, one shard of verdicts out for each."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from infra.bundles import fetch_bundle
+from infra.errors import BadInput
+from infra.shards import read_shard, write_shard
+from infra.storage import open_store
+from models.engines import StepSums
+from models.judges import Answer, Judge
+from models.judges.ballots import CANARY, Ballot, Judged, with_canaries
+from models.judges.verdicts import Judgement, count_votes, read_verdict, worst
+from models.records import VERDICT_SCHEMA, Outcome, PolicyVersion
+from models.rewards.config import DirectoryJudge, EndpointJudge, JudgeReward, TrainedJudge
+from models.statistics import order_statistics
+from models.work import JudgeWork
+
+if TYPE_CHECKING:
+    from models.judges.local import LocalJudge
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt", "completion", "answer")
+KEPT_CHARACTERS = 10_000
+"""Of an answer that is longer, so much of its beginning is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """One answer to one ballot."""
+
+    attempt: int
+    answer: Answer
+    judgement: Judgement
+
+
+@dataclass(slots=True)
+class _Votes:
+    """Every attempt at every ballot; the last of each counts."""
+
+    cast: dict[Ballot, list[_Cast]] = field(default_factory=dict)
+
+    def values(self, judged: Judged, votes: int) -> list[float | None]:
+        return [self.cast[Ballot(judged, vote)][-1].judgement.value for vote in range(votes)]
+
+
+class JudgeWorker:
+    """Ask one judge; where the run holds its model, with no weights but those it has verified.
+
+    The same work gives a shard of the same digest in any process with as many threads, if the judge runs here.
+    """
+
+    def __init__(self, store_uri: str, run: str, term: str, reward: JudgeReward, threads: int) -> None:
+        self._store = open_store(f"{store_uri}/{run}")
+        self._term = term
+        self._reward = reward
+        self._local: LocalJudge | None = None
+        if isinstance(reward.model, EndpointJudge):
+            self._judge = _endpoint_judge(reward.model, reward)
+        else:
+            self._judge = self._local = _local_judge(reward.model, reward, threads)
+        self._loaded = ""
+
+    def progress(self) -> int:
+        """Return a count that moves with every forward pass or request, and every load."""
+        return self._judge.progress
+
+    def take(self, policy: PolicyVersion) -> str:
+        """Load the named model unless it is loaded, and return the digest that is now served."""
+        if self._local is None:
+            raise BadInput(f"judge {self._term}: its model is behind an endpoint, found one to load")
+        weights = policy.weights
+        if self._loaded != weights.digest:
+            self._loaded = ""
+            self._local.load(fetch_bundle(self._store, weights), policy)
+            self._loaded = weights.digest
+            logger.info("judge %s: loaded %s", self._term, weights.digest)
+        return self._loaded
+
+    def sleep(self) -> None:
+        """Give the model's memory back; the next work loads it again."""
+        self._loaded = ""
+        if self._local is not None:
+            self._local.sleep()
+
+    def close(self) -> None:
+        """End the worker's use of its judge."""
+        self.sleep()
+
+    def judge(self, work: JudgeWork) -> Outcome:
+        """Write the verdicts on every completion of a rollout shard, the canaries' first."""
+        clock = time.perf_counter
+        started = clock()
+        if self._local is not None:
+            if work.model is None:
+                raise BadInput(f"judge {self._term}: expected the model to judge with, found none")
+            self.take(work.model)
+        loaded, before = clock(), self._steps()
+        completions = _completions(read_shard(self._store, work.rollouts, ROLLOUT_COLUMNS))
+        everything = with_canaries(completions, self._reward.canaries)
+        votes = self._collect([judged for judged in everything if not judged.says_nothing], work)
+        judged = clock()
+        table = _table(everything, votes, self._reward)
+        metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest, "term": self._term}
+        ref = write_shard(self._store, table, kind="verdicts", metadata=metadata)
+        answers = [cast.answer for casts in votes.cast.values() for cast in casts]
+        return Outcome(
+            shards=(ref,),
+            metrics=_metrics(everything, votes, self._reward),
+            detail={"lengths": [*order_statistics([answer.tokens for answer in answers])]},
+            timings={"load": loaded - started, "generate": judged - loaded, "write": clock() - judged}
+            | self._steps().since(before),
+        )
+
+    def _steps(self) -> StepSums:
+        return StepSums() if self._local is None else self._local.steps()
+
+    def _collect(self, completions: Sequence[Judged], work: JudgeWork) -> _Votes:
+        """Ask for all votes at once, then again for those that are invalid, `retries` times at most."""
+        seed_parts = (self._term, work.seed, work.iteration)
+        votes = _Votes()
+        open_ballots = [Ballot(judged, vote) for judged in completions for vote in range(self._reward.votes)]
+        for attempt in range(self._reward.retries + 1):
+            if not open_ballots:
+                break
+            questions = [
+                ballot.question(self._reward.template, seed_parts=seed_parts, attempt=attempt)
+                for ballot in open_ballots
+            ]
+            for ballot, answer in zip(open_ballots, self._judge.ask(questions), strict=True):
+                judgement = read_verdict(answer, self._reward.verdict)
+                votes.cast.setdefault(ballot, []).append(_Cast(attempt, answer, judgement))
+            open_ballots = [ballot for ballot in open_ballots if votes.cast[ballot][-1].judgement.value is None]
+        return votes
+
+
+def _local_judge(model: DirectoryJudge | TrainedJudge, reward: JudgeReward, threads: int) -> "LocalJudge":
+    from models.judges.local import LocalJudge  # torch: a worker before an endpoint does not pay for it
+
+    return LocalJudge(
+        model.engine,
+        reward.sampling,
+        verdict=reward.verdict,
+        chat=isinstance(model, DirectoryJudge),  # a trained judge learnt from the bare question
+        threads=threads,
+    )
+
+
+def _endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
+    from models.judges import endpoint
+
+    return endpoint.EndpointJudge(model, sampling=reward.sampling, verdict=reward.verdict)
+
+
+def _completions(rollouts: pa.Table) -> list[Judged]:
+    columns = (rollouts[name].to_pylist() for name in ROLLOUT_COLUMNS)
+    return [Judged(*row, row[0]) for row in zip(*columns, strict=True)]
+
+
+def _table(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> pa.Table:
+    ordered = sorted(everything, key=lambda judged: (judged.prompt_row, judged.sample))
+    rows = [row for judged in ordered for row in _rows(judged, votes, reward)]
+    return pa.Table.from_pylist(rows, schema=VERDICT_SCHEMA)
+
+
+def _rows(judged: Judged, votes: _Votes, reward: JudgeReward) -> Iterator[dict[str, int | float | str | None]]:
+    place = {"prompt_row": judged.prompt_row, "sample": judged.sample}
+    if judged.says_nothing:
+        verdict = {"text": None, "value": worst(reward.verdict), "error": None, "tokens": 0}
+        yield {**place, "vote": 0, "attempt": 0, **verdict}
+        return
+    for vote in range(reward.votes):
+        for cast in votes.cast[Ballot(judged, vote)]:
+            text, judgement = cast.answer.text, cast.judgement
+            yield {
+                **place,
+                "vote": vote,
+                "attempt": cast.attempt,
+                "text": None if text is None else text[:KEPT_CHARACTERS].encode("utf-8", "replace").decode(),
+                "value": judgement.value,
+                "error": judgement.error,
+                "tokens": cast.answer.tokens,
+            }
+
+
+def _metrics(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
+    """Count what was asked and what came of it; `answers` and `invalid` are votes on completions, attempts aside."""
+    spoken = [judged for judged in everything if not judged.says_nothing]
+    values = [value for judged in spoken if judged.prompt_row != CANARY for value in votes.values(judged, reward.votes)]
+    canaries = [
+        count_votes(votes.values(judged, reward.votes), reward.vote) for judged in spoken if judged.prompt_row == CANARY
+    ]
+    known = [value for value in canaries if value is not None]
+    passing = reward.canaries.passing if reward.canaries else 0.0
+    asked = [cast.answer.tokens for casts in votes.cast.values() for cast in casts]
+    return {
+        "sequences": float(len(asked)),
+        "tokens": float(sum(asked)),
+        "answers": float(len(values)),
+        "invalid": float(values.count(None)),
+        "empty": float(len(everything) - len(spoken)),
+        "canaries": float(len(known)),
+        "canaries_passed": float(sum(value >= passing for value in known)),
+    }
