@@ -10,9 +10,11 @@ RheostatError
 ├── Conflict            two different results were committed under one name
 ├── ClusterFailed       the cluster that hosts the workers did not start or cannot be reached
 ├── ApiFailed           the Prefect API did not start or cannot be reached
+├── EndpointDown        a service that a worker asks does not answer; the same work can be done later
 ├── WorkerFailed        a worker raised; the work itself is at fault
 ├── WorkerLost          a worker died; the work can be done again elsewhere
 │   └── WorkerStalled   a worker is alive but made no progress within its deadline
+├── WorkerAsleep        a worker of a fleet fell asleep before the work reached it; another does it
 └── Quarantined         a stage refused its result (too many failures, nothing to learn from)
 """
 
@@ -57,6 +59,13 @@ class ApiFailed(RheostatError):
     """The Prefect API did not start, or cannot be reached."""
 
 
+class EndpointDown(RheostatError, ConnectionError):
+    """A service that a worker asks did not answer, however often it was asked; the work can be done again later.
+
+    An OSError, as all of the outside world's failures are: nothing is wrong with the work or with the worker.
+    """
+
+
 class WorkerFailed(RheostatError):
     """A worker raised while doing its work; doing it again elsewhere would raise again."""
 
@@ -67,6 +76,10 @@ class WorkerLost(RheostatError):
 
 class WorkerStalled(WorkerLost):
     """A worker is alive but reported no progress within its deadline."""
+
+
+class WorkerAsleep(RheostatError):
+    """A worker of a fleet fell asleep before the work reached it."""
 
 
 class Quarantined(RheostatError):

@@ -1,0 +1,138 @@
+"""Where completions may be sent: hosts that the configuration names, at addresses that were checked. No HTTP here."""
+
+import difflib
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+from infra.errors import BadInput
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+PORTS = {"http": 80, "https": 443}
+SHARED = ipaddress.ip_network("100.64.0.0/10")  # RFC 6598, inside providers' networks
+TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
+METADATA = tuple(
+    ipaddress.ip_address(text)
+    for text in ("169.254.169.254", "169.254.170.2", "100.100.100.200", "192.0.0.192", "fd00:ec2::254")
+)
+"""Where clouds hand out their credentials; no judge lives there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An address that the configuration allows; its host is not resolved yet."""
+
+    scheme: str
+    host: str
+    """In lower case; an IPv6 address without brackets."""
+    port: int
+    path: str
+    """Without a `/` at its end."""
+    allow_private: bool
+
+    @property
+    def authority(self) -> str:
+        """Host and port as the Host header has them."""
+        host = _bracketed(self.host)
+        return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.path}"
+
+    def at(self, address: str) -> str:
+        """Spell the URL with an address in place of the host: what connects to it resolves no name again."""
+        return f"{self.scheme}://{_bracketed(address)}:{self.port}{self.path}"
+
+
+def parse_endpoint(base_url: str, allowed_hosts: Sequence[str], *, allow_private: bool) -> Endpoint:
+    """Take a URL apart and refuse it unless its host is allowed. Asks no name server."""
+    parts = _split(base_url)
+    host, port = _host(parts, base_url), parts.port or PORTS[parts.scheme]
+    allowed = [_allowed(entry) for entry in allowed_hosts]
+    if (host, port) not in allowed and (host, None) not in allowed:
+        near = difflib.get_close_matches(parts.netloc.lower(), allowed_hosts, n=1, cutoff=0)
+        raise BadInput(
+            f"endpoint {base_url!r}: {_bracketed(host)}:{port} is not in allowed_hosts; nearest: {near[0]!r}"
+        )
+    if parts.scheme == "http" and not allow_private:
+        raise BadInput(
+            f"endpoint {base_url!r}: expected https; plain http is only for private addresses (allow_private)"
+        )
+    return Endpoint(scheme=parts.scheme, host=host, port=port, path=parts.path.rstrip("/"), allow_private=allow_private)
+
+
+def resolve(endpoint: Endpoint) -> tuple[str, ...]:
+    """Ask for the host's addresses and refuse it unless all of them are allowed. Raises OSError without an answer."""
+    found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+    for address in addresses:
+        fault = _fault(_unwrapped(ipaddress.ip_address(address)), endpoint)
+        if fault:
+            raise BadInput(f"endpoint {endpoint}: {endpoint.host} is at {address}: {fault}")
+    return addresses
+
+
+def _split(base_url: str) -> SplitResult:
+    try:
+        parts = urlsplit(base_url)
+        _ = parts.port
+    except ValueError as error:
+        raise BadInput(f"endpoint: expected a base_url such as https://judge.example.com/v1: {error}") from None
+    if parts.username is not None or parts.password is not None:  # the URL is not shown: it holds a secret
+        raise BadInput("endpoint: base_url has a user name or password in it; put the key into api_key_variable")
+    if parts.scheme not in PORTS:
+        raise BadInput(f"endpoint {base_url!r}: expected the scheme https or http, found {parts.scheme!r}")
+    if parts.query or parts.fragment or not re.fullmatch(r"[\w./~-]*", parts.path, re.ASCII) or base_url[-1:] in "?#":
+        raise BadInput(f"endpoint {base_url!r}: expected a plain path such as /v1, without query or fragment")
+    return parts
+
+
+def _host(parts: SplitResult, base_url: str) -> str:
+    host = (parts.hostname or "").rstrip(".")
+    if "[" in parts.netloc:
+        if "%" not in host:
+            return str(ipaddress.IPv6Address(host))
+    elif re.fullmatch(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", host):
+        return host
+    raise BadInput(f"endpoint {base_url!r}: expected a host name in ASCII or an address, found {parts.hostname!r}")
+
+
+def _allowed(entry: str) -> tuple[str, int | None]:
+    try:
+        parts = urlsplit(f"//{entry}")
+        if parts.netloc == entry and parts.username is None:
+            return _host(parts, entry), parts.port
+    except ValueError:
+        pass
+    raise BadInput(f"allowed_hosts: expected `host` or `host:port`, found {entry!r}")
+
+
+def _unwrapped(address: Address) -> Address:
+    """Return the IPv4 address that an IPv6 one stands for, if it does."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in TRANSLATED:
+            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        return address.ipv4_mapped or address.sixtofour or address
+    return address
+
+
+def _fault(address: Address, endpoint: Endpoint) -> str:
+    """Say why nothing may be sent to an address; empty where it may."""
+    if address in METADATA:
+        return "a cloud's metadata service, never a judge"
+    if address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback):
+        return "no address of a single machine"
+    private = not address.is_global or address in SHARED or getattr(address, "is_site_local", False)
+    if private and not endpoint.allow_private:
+        return "a private, loopback or link-local address; set allow_private if it is meant"
+    if endpoint.scheme == "http" and not private:
+        return "a public address, which needs https"
+    return ""
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
