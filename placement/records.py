@@ -37,6 +37,8 @@ class Demand(Settings):
     """Measured, or a prior before the first measurement."""
     slots: int = 1
     """Worker slots that one worker of the role takes (of several reward models: the mean)."""
+    least_slots: int = 1
+    """Fewest slots the role can work with (of several reward models: one replica each, or what is fixed)."""
     units_at_once: int = 1
     """Units that one worker decodes together (continuous batching), or 1."""
     busy_seconds: float = 0.0
@@ -78,7 +80,9 @@ class Memory(Settings):
     moved: int = 0
     """Workers moved inside this stage."""
     predicted_seconds: float | None = None
-    """What the last decision expected of the stage."""
+    """When the last decision expected the stage to end, in seconds after its begin."""
+    behind_seconds: float = 0.0
+    """By how much stages since the last change were expected to be slower than taking turns, in all."""
 
 
 class PlanInputs(Settings):

@@ -1,0 +1,124 @@
+"""Plan between stages and correct inside them, from what was measured."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.config import AdaptivePlacement
+from placement.draining import drained
+from placement.prediction import Forecast, forecast
+from placement.reasons import changed, described, short
+from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs
+from placement.splits import candidates, standing
+from placement.unchanged import unchanged
+
+AT_ONCE = 0.25
+"""A gain of more than this share of the stage need not hold twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """The least predicted time wins, if winning pays for the change.
+
+    A change is made when the gain exceeds threshold × S (S: what moving costs), twice in a row in the same direction,
+    or at once where it is more than 25% of the stage; not at once in the stage right after another change, so that
+    inputs that alternate change the plan in every second stage at most.
+
+    Guard: taking turns is always among the candidates, and a split that would be slower than turns by more than
+    threshold × S, summed since the last change, is left at once. So in predicted seconds, over any number of stages,
+    stages cost at most those of taking turns + threshold × S × (changes + 1), and moving costs S × changes.
+    """
+
+    config: AdaptivePlacement
+
+    def plan(self, inputs: PlanInputs) -> Decision:
+        plans = candidates(inputs)
+        cast = forecast(inputs, plans, bootstraps=self.config.bootstraps)
+        scores_K = cast.scores(self.config.risk)
+        best, current = int(scores_K.argmin()), standing(inputs)
+        if current is None:
+            return _first(cast, best, scores_K)
+        kept = plans.index(current)
+        memory, pays = _weigh(inputs, self.config, plans, scores_K, kept=kept, best=best)
+        return _decide(inputs, cast, memory, pays, kept=kept, best=best, scores_K=scores_K)
+
+    def drain(self, inputs: DrainInputs) -> Decision:
+        if not self.config.drain:
+            return unchanged(inputs, "moving inside a stage is switched off")
+        return drained(inputs, bootstraps=self.config.bootstraps, risk=self.config.risk)
+
+
+def _weigh(
+    inputs: PlanInputs,
+    config: AdaptivePlacement,
+    plans: tuple[Plan, ...],
+    scores_K: NDArray[np.float64],
+    *,
+    kept: int,
+    best: int,
+) -> tuple[Memory, bool]:
+    """What is remembered if nothing changes, and whether a change pays."""
+    price = config.threshold * inputs.resize.mean_seconds
+    gain, past = float(scores_K[kept] - scores_K[best]), inputs.memory
+    behind = max(0.0, past.behind_seconds + float(scores_K[kept] - scores_K[0]))
+    wanted = plans[best] if gain > price else None
+    again = wanted is not None and past.wanted is not None and _same_way(plans[kept], wanted, past.wanted)
+    held = 0 if wanted is None else past.held + 1 if again else 1
+    at_once = gain > max(price, AT_ONCE * float(scores_K[kept])) and past.held >= 0
+    memory = Memory(wanted=wanted, held=held, behind_seconds=behind)
+    return memory, at_once or held >= 2 or behind > price
+
+
+def _same_way(current: Plan, wanted: Plan, before: Plan) -> bool:
+    """Whether two wishes agree: the exact split is a matter of luck, its direction is not."""
+    if wanted.mode != before.mode or current.mode == "colocated":
+        return wanted.mode == before.mode
+    return (wanted.rollout > current.rollout) == (before.rollout > current.rollout)
+
+
+def _first(cast: Forecast, best: int, scores_K: NDArray[np.float64]) -> Decision:
+    plan, seconds = cast.plans[best], float(cast.seconds_KB[best].mean())
+    other = [k for k in range(len(cast.plans)) if (cast.plans[k].mode == "split") != (plan.mode == "split")]
+    rival = ""
+    if other:
+        second = min(other, key=lambda k: float(scores_K[k]))
+        name = "taking turns" if cast.plans[second].mode == "colocated" else "the best split"
+        rival = f", {name} {cast.seconds_KB[second].mean():.1f} s"
+    reason = f"{described(plan)}: predicted {seconds:.1f} s{rival}"
+    memory = Memory(held=-1, predicted_seconds=seconds)
+    return Decision(plan=plan, predicted_seconds=seconds, unchanged_seconds=seconds, reason=reason, memory=memory)
+
+
+def _decide(
+    inputs: PlanInputs,
+    cast: Forecast,
+    memory: Memory,
+    pays: bool,
+    *,
+    kept: int,
+    best: int,
+    scores_K: NDArray[np.float64],
+) -> Decision:
+    current, cost = cast.plans[kept], inputs.resize.mean_seconds
+    unchanged_seconds = float(cast.seconds_KB[kept].mean())
+    if pays and best != kept:
+        seconds = float(cast.seconds_KB[best].mean()) + cost
+        plan = cast.plans[best]
+        reason = f"{changed(current, plan)}: predicted {seconds:.1f} s instead of {unchanged_seconds:.1f} s"
+        memory = Memory(held=-1)
+    else:
+        seconds, plan = unchanged_seconds, current
+        reason = f"kept {short(current)}: {_why_kept(memory, float(scores_K[kept] - scores_K[best]), cost)}"
+    memory = memory.model_copy(update={"predicted_seconds": seconds})
+    return Decision(
+        plan=plan, predicted_seconds=seconds, unchanged_seconds=unchanged_seconds, reason=reason, memory=memory
+    )
+
+
+def _why_kept(memory: Memory, gain: float, cost: float) -> str:
+    if memory.wanted is not None:
+        return f"{short(memory.wanted)} would gain {gain:.1f} s, and is taken if that holds"
+    if gain <= 0:
+        return "no other way is predicted to be faster"
+    return f"the best change would gain {gain:.1f} s, less than the {cost:.1f} s that moving costs"

@@ -1,0 +1,81 @@
+"""Many workers: when a stage ends, from a table over units per worker instead of scheduling every unit.
+
+With many workers, list scheduling depends on units per worker alone: every worker goes from unit to unit on its own
+until the queue is empty (a renewal process), and the stage ends with the last unit under way. So some lanes simulated
+once answer for every number of workers. Beyond `ROUNDS` units per worker the end grows by the mean seconds of a unit.
+
+Shapes: B bootstraps, L lanes, J units of a lane in turn, Q shares of the units, K candidates.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+LANES = 64
+ROUNDS = 8
+STEPS = 4
+"""Entries of the table per unit and worker."""
+SHARES_Q = np.array([0.0, 0.05, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 0.95, 1.0])
+"""Shares of the units whose completion is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Completion times by units per worker; entry e stands for e / STEPS units per worker."""
+
+    done_EBQ: Floats
+    """When a share of the units is done."""
+    mean_B: Floats
+    """Mean seconds of a unit."""
+
+    def done(self, units_per_worker_K: Floats) -> Floats:
+        """Return when each share of the units is done; the share 1 is the end."""
+        top = self.done_EBQ.shape[0] - 1
+        entry_K = np.minimum(units_per_worker_K * STEPS, top)
+        low_K = np.minimum(entry_K.astype(np.int64), top - 1)
+        part_K11 = (entry_K - low_K)[:, None, None]
+        inside_KBQ = (1 - part_K11) * self.done_EBQ[low_K] + part_K11 * self.done_EBQ[low_K + 1]
+        beyond_K = np.maximum(units_per_worker_K - top / STEPS, 0)
+        done_KBQ: Floats = inside_KBQ + beyond_K[:, None, None] * self.mean_B[None, :, None] * SHARES_Q
+        return done_KBQ
+
+
+def tabulate(seconds_BU: Floats, peak_B: Floats) -> Table:
+    """Simulate `LANES` workers with units drawn from `seconds_BU` (at least LANES × (ROUNDS + 1) of them).
+
+    `peak_B` is the longest unit of the whole stage: the few simulated units rarely contain it.
+    """
+    bootstraps = seconds_BU.shape[0]
+    seconds_BLJ = seconds_BU[:, : LANES * (ROUNDS + 1)].reshape(bootstraps, LANES, ROUNDS + 1)
+    ends_BLJ = np.cumsum(seconds_BLJ, axis=2)
+    begins_BI = (ends_BLJ - seconds_BLJ).reshape(bootstraps, -1)
+    order_BI = np.argsort(begins_BI, axis=1, kind="stable")
+    ends_BI = np.take_along_axis(ends_BLJ.reshape(bootstraps, -1), order_BI, axis=1)
+    begins_BI = np.take_along_axis(begins_BI, order_BI, axis=1)
+    done_EBQ = np.zeros((ROUNDS * STEPS + 1, bootstraps, len(SHARES_Q)))
+    for entry in range(1, ROUNDS * STEPS + 1):
+        taken = max(LANES * entry // STEPS, 1)
+        done_BI = np.sort(ends_BI[:, :taken], axis=1)
+        at_Q = np.maximum(np.ceil(SHARES_Q * taken).astype(np.int64) - 1, 0)
+        done_EBQ[entry] = done_BI[:, at_Q]
+        # The stage's longest unit begins anywhere: on average halfway to the begin of the last unit.
+        done_EBQ[entry, :, -1] = np.maximum(done_BI[:, -1], begins_BI[:, taken - 1] / 2 + peak_B)
+    # Even a handful of units per hundred workers takes a unit's time.
+    done_EBQ[0] = done_EBQ[1] * 0
+    return Table(done_EBQ=done_EBQ, mean_B=seconds_BU.mean(axis=1))
+
+
+def stream_end(rollout_done_KBQ: Floats, scoring: Table, scoring_per_worker_K: Floats, *, unit_B: Floats) -> Floats:
+    """Return when scoring ends that takes units as rollout finishes them.
+
+    From whenever a share of the units is there, the others still need their time on the scoring workers; the latest of
+    these bounds is the end. The last unit is scored after rollout's end.
+    """
+    end_KB = rollout_done_KBQ[:, :, -1] + unit_B
+    for at, share in enumerate(SHARES_Q[:-1]):
+        rest_KB = scoring.done(scoring_per_worker_K * (1 - share))[:, :, -1]
+        end_KB = np.maximum(end_KB, rollout_done_KBQ[:, :, at] + rest_KB)
+    return end_KB

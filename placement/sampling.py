@@ -1,0 +1,67 @@
+"""Bootstraps of the work in units: how long a unit's longest sequence is, and how many tokens it has in all.
+
+Shapes: B bootstraps, U units, L lengths of a resample.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.records import Demand
+
+Floats = NDArray[np.float64]
+
+PRIOR_LENGTHS = 8
+"""The prior counts as so many observed lengths."""
+PRIOR_SIGMA = 0.5
+"""The prior is log-normal about the observed median, at least so wide: a small sample knows nothing of its tail."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDraws:
+    """Units as they may turn out, one row per bootstrap."""
+
+    longest_BU: Floats
+    """Tokens of the longest sequence: decoding steps of the unit."""
+    tokens_BU: Floats
+    """Tokens of all its sequences."""
+    peak_B: Floats
+    """Tokens of the longest sequence in the whole stage."""
+
+
+def draw_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int, ...]) -> UnitDraws:
+    """Draw `units` units from `bootstraps` resamples of the role's recent lengths, mixed with a robust prior.
+
+    A unit's longest of b sequences is the resample's quantile at u^(1/b); the others are drawn from what lies below it,
+    their sum by the central limit theorem. So a draw costs the same whatever b is.
+    """
+    rng = np.random.default_rng(seed)
+    lengths_BL = _resamples(np.asarray(demand.lengths, dtype=np.float64), bootstraps=bootstraps, rng=rng)
+    size = lengths_BL.shape[1]
+    counts_L = np.arange(1, size + 1)
+    mean_BL = np.cumsum(lengths_BL, axis=1) / counts_L
+    variance_BL = np.maximum(np.cumsum(lengths_BL**2, axis=1) / counts_L - mean_BL**2, 0)
+    b = max(demand.sequences, 1)
+    uniform_BU = rng.random((bootstraps, units))
+    rank_BU = np.minimum((uniform_BU ** (1 / b) * size).astype(np.int64), size - 1)
+    longest_BU = np.take_along_axis(lengths_BL, rank_BU, axis=1)
+    rest_BU = (b - 1) * np.take_along_axis(mean_BL, rank_BU, axis=1)
+    rest_BU += np.sqrt((b - 1) * np.take_along_axis(variance_BL, rank_BU, axis=1)) * rng.standard_normal(rest_BU.shape)
+    tokens_BU = longest_BU + np.clip(rest_BU, (b - 1) * lengths_BL[:, :1], (b - 1) * longest_BU)
+    total = max(demand.units, units, 1) * b
+    peak_B = np.take_along_axis(
+        lengths_BL, np.minimum((rng.random((bootstraps, 1)) ** (1 / total) * size).astype(np.int64), size - 1), axis=1
+    )[:, 0]
+    return UnitDraws(longest_BU=longest_BU, tokens_BU=tokens_BU, peak_B=np.maximum(peak_B, longest_BU.max(axis=1)))
+
+
+def _resamples(lengths_n: Floats, *, bootstraps: int, rng: np.random.Generator) -> Floats:
+    """Sorted resamples of the lengths and of a log-normal about their median."""
+    lengths_n = np.maximum(lengths_n, 1.0) if lengths_n.size else np.ones(1)
+    drawn_Bn = rng.choice(lengths_n, size=(bootstraps, lengths_n.size))
+    logs_n = np.log(lengths_n)
+    # A role that writes nothing (lengths of one token) has no tail to guard against.
+    sigma = max(float(logs_n.std()), PRIOR_SIGMA) if lengths_n.max() > 1 else 0.0
+    prior_BP = np.exp(np.median(logs_n) + sigma * rng.standard_normal((bootstraps, PRIOR_LENGTHS)))
+    return np.sort(np.concatenate([drawn_Bn, prior_BP], axis=1), axis=1)

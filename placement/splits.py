@@ -1,0 +1,47 @@
+"""The ways to deal slots between the roles."""
+
+from infra.errors import BadInput
+from placement.records import Plan, PlanInputs
+
+
+def splits(inputs: PlanInputs) -> tuple[Plan, ...]:
+    """Every split that makes whole workers and leaves no slot over; where there is none, those that waste slots."""
+    rollout, scoring, workers = inputs.rollout, inputs.scoring, inputs.workers
+    least = max(scoring.slots, scoring.least_slots)
+    first = -(-max(rollout.slots, rollout.least_slots) // rollout.slots) * rollout.slots
+    counts = range(first, workers - least + 1, rollout.slots)
+    whole = [count for count in counts if (workers - count) % scoring.slots == 0]
+    return tuple(Plan(mode="split", rollout=count, scoring=workers - count) for count in whole or counts)
+
+
+def turns(inputs: PlanInputs) -> Plan:
+    """Roles one after the other, each on all slots."""
+    return Plan(mode="colocated", rollout=inputs.workers, scoring=inputs.workers)
+
+
+def standing(inputs: PlanInputs) -> Plan | None:
+    """The plan that may be kept: none at the start, or where the number of slots has changed since."""
+    current = inputs.current
+    if current is None or current == turns(inputs):
+        return current
+    return current if current.mode == "split" and current.rollout + current.scoring == inputs.workers else None
+
+
+def candidates(inputs: PlanInputs) -> tuple[Plan, ...]:
+    """All that may be done: in turns first, then every split; the plan that stands is among them."""
+    plans, current = (turns(inputs), *splits(inputs)), standing(inputs)
+    return plans if current is None or current in plans else (*plans, current)
+
+
+def nearest_split(inputs: PlanInputs, rollout: float) -> Plan:
+    """The split whose rollout is nearest to so many slots; of two as near, the one with more.
+
+    Raises `BadInput` where the slots are too few for both roles.
+    """
+    found = splits(inputs)
+    if not found:
+        raise BadInput(
+            f"placement: expected at least {inputs.rollout.slots} + {inputs.scoring.least_slots} worker slots to run"
+            f" rollout and scoring side by side, found {inputs.workers}: set pools.workers, or placement.kind=colocated"
+        )
+    return min(found, key=lambda plan: (abs(plan.rollout - rollout), -plan.rollout))
