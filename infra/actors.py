@@ -3,6 +3,7 @@
 import importlib
 import os
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -11,12 +12,14 @@ from typing import Protocol, cast
 
 import psutil
 
-from infra.errors import RheostatError
+from infra.errors import RheostatError, WorkerAsleep
 
 WORK = "work"
 """Concurrency group of one thread: constructs the worker and runs its methods, one after another."""
 WATCH = "watch"
 """Concurrency group of one thread that answers while the other is busy."""
+LIFE = "life"
+"""Concurrency group of one thread that never answers: the call fails when the process ends."""
 
 
 class Hosted(Protocol):
@@ -60,8 +63,10 @@ class Raised:
 class Host:
     """Host one worker, named by import string (`pkg.mod:Class`), in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, asleep: bool = False) -> None:
+        """Make a process without a worker; `asleep` it takes no work until `wake`."""
         self._worker: Hosted | None = None
+        self._asleep = asleep
 
     def place(self) -> Place:
         """Say where this process runs."""
@@ -89,9 +94,44 @@ class Host:
 
     def run(self, method: str, arguments: tuple[object, ...]) -> Returned | Raised:
         """Run one method of the worker; what it raises is an answer too."""
-        worker = self._worker
-        assert worker is not None, "construct() comes first"
-        return _answer(lambda: cast(Callable[..., object], getattr(worker, method))(*arguments))
+
+        def work() -> object:
+            if self._asleep:
+                raise WorkerAsleep(f"the worker of pid {os.getpid()} fell asleep before {method} began")
+            return self._call(method, *arguments)
+
+        return _answer(work)
+
+    def wake(self, record: object) -> Returned | Raised:
+        """Let the worker `take` a record, if there is one, and take work from now on."""
+
+        def rouse() -> object:
+            served = None if record is None else self._call("take", record)
+            self._asleep = False
+            return served
+
+        return _answer(rouse)
+
+    def sleep(self) -> Returned | Raised:
+        """Take no more work, and let the worker give its memory back, if it has a `sleep()`."""
+
+        def doze() -> object:
+            self._asleep = True
+            return self._call("sleep") if hasattr(self._worker, "sleep") else None
+
+        return _answer(doze)
+
+    def asleep(self) -> bool:
+        """Say whether it takes work."""
+        return self._asleep
+
+    def live(self) -> None:
+        """Wait for the end of the process."""
+        threading.Event().wait()
+
+    def _call(self, method: str, *arguments: object) -> object:
+        assert self._worker is not None, "construct() comes first"
+        return cast(Callable[..., object], getattr(self._worker, method))(*arguments)
 
     def progress(self) -> int:
         """Read the worker's counter."""

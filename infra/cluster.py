@@ -13,13 +13,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra import reaper
+from infra.berths import SLOT, Berths
 from infra.errors import ClusterFailed
+from infra.fleet import Fleet
 from infra.pools import Pool
 from infra.ranks import RankGroup
 from infra.workers import PoolSpec
@@ -27,6 +29,7 @@ from infra.workers import PoolSpec
 logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 100 * 2**20  # calls carry references, so Ray's minimum of 75 MB would do
+EMBEDDED_SLOTS = 2**20
 SHUTDOWN_SECONDS = 15.0
 QUIET = logging.ERROR
 
@@ -49,7 +52,8 @@ class Cluster:
     address: str
     """Where other processes find the same pools: `Cluster.open(namespace, address=address)`."""
     namespace: str
-    _members: list[Pool | RankGroup] = field(default_factory=list)
+    _embedded: bool
+    _members: list[Pool | Fleet | RankGroup] = field(default_factory=list)
 
     @staticmethod
     @contextlib.asynccontextmanager
@@ -66,7 +70,7 @@ class Cluster:
             what = f"the Ray cluster at {address!r}"
             connection = _connected(address, namespace, log_to_driver=log_to_driver)
         async with _in_thread(connection, what=what, start_seconds=start_seconds) as reached:
-            cluster = Cluster(reached, namespace)
+            cluster = Cluster(reached, namespace, address is None)
             try:
                 yield cluster
             finally:
@@ -78,6 +82,17 @@ class Cluster:
         await pool.open(self._found(spec.role))
         self._members.append(pool)
         return pool
+
+    def fleet(self, specs: Sequence[PoolSpec], *, slots: int, gpus_per_slot: float) -> Fleet:
+        """Return worker slots that these roles share; nothing starts before they are arranged.
+
+        In a process that does not arrange them, it finds the workers that are awake in the one that does.
+        """
+        patience = max(spec.start_seconds for spec in specs)
+        berths = Berths(slots, gpus=gpus_per_slot, roles=len(specs), embedded=self._embedded, start_seconds=patience)
+        fleet = Fleet(specs, berths=berths, found=self._found)
+        self._members.append(fleet)
+        return fleet
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
         """Return a group of ranks: the one that another process has started, else a new one."""
@@ -113,6 +128,7 @@ def _embedded(namespace: str, *, log_to_driver: bool) -> Iterator[str]:
                 address="local",
                 namespace=namespace,
                 num_cpus=0,
+                resources={SLOT: EMBEDDED_SLOTS},
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=log_to_driver,

@@ -1,17 +1,15 @@
-"""A pool of workers of one role: queueing, retries, replacements, resizing."""
+"""A pool of workers of one role: queueing, retries, replacements."""
 
 import asyncio
-import enum
-import itertools
 import logging
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from infra.actors import Returned
-from infra.errors import ClusterFailed, RheostatError, WorkerLost
-from infra.workers import Done, PoolSpec, Worker, checked, find_worker, start_worker, together
+from infra.errors import ClusterFailed, RheostatError, WorkerAsleep, WorkerLost
+from infra.seats import Seat, State
+from infra.workers import Berth, Done, PoolSpec, Worker, checked, together
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -19,192 +17,232 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class _State(enum.Enum):
-    STARTING = enum.auto()
-    IDLE = enum.auto()
-    BUSY = enum.auto()
+class Ground(Protocol):
+    """What a pool's workers stand on when it shares slots with others: a fleet."""
 
+    def berth(self, slot: int) -> Berth:
+        """Say where the worker of a slot runs."""
 
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """One of a pool's places for a worker; a replacement gets the next generation's name."""
-
-    index: int
-    generation: int
-    worker: Worker | None = None
-    state: _State = _State.STARTING
-
-    def name(self, role: str) -> str:
-        return f"{role}-{self.index}-{self.generation}"
+    def look(self) -> None:
+        """Be told that work waits for a worker."""
 
 
 class Pool:
     """Run work on interchangeable workers. Belongs to one event loop.
 
     A lost worker is replaced and its work done again elsewhere; what a worker raises is not tried again.
+    On a `ground`, workers come and go as its fleet says, and work waits for them; else there are always `spec.size`.
     """
 
-    def __init__(self, spec: PoolSpec) -> None:
-        """Make an empty pool."""
+    def __init__(self, spec: PoolSpec, *, ground: Ground | None = None) -> None:
+        """Make a pool without workers."""
         self.spec = spec
-        self.size = spec.size
         self.restarts = 0
-        self.busy_seconds = 0.0
-        self._slots: list[_Slot] = []
-        self._generations: dict[int, int] = {}
+        self.done = 0
+        self.waiting = 0
+        """Pieces of work that wait for a worker."""
+        self.record: object = None
+        """What the replacement of a lost worker takes before it is used."""
+        self._ended_seconds = 0.0
+        self._ground = ground
+        self._seats: dict[int, Seat] = {}
         self._tasks: set[asyncio.Task[object]] = set()
-        self._leaving: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._fault: RheostatError | None = None
         self._closed = False
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that are ready."""
-        return tuple(slot.worker.place.pid for slot in self._slots if slot.worker is not None)
+        """Process ids of the workers that take work."""
+        seats = (seat for _, seat in sorted(self._seats.items()) if seat.wanted)
+        return tuple(seat.worker.place.pid for seat in seats if seat.worker is not None)
+
+    @property
+    def seats(self) -> Mapping[int, Seat]:
+        """Places of workers, by index; on a ground, the index is a worker's first slot."""
+        return self._seats
+
+    @property
+    def busy_seconds(self) -> float:
+        """Worker-seconds spent in works, those under way included."""
+        now = time.monotonic()
+        under_way = sum(now - seat.began for seat in self._seats.values() if seat.state is State.BUSY)
+        return self._ended_seconds + under_way
 
     async def open(self, found: Mapping[int, int]) -> None:
         """Take over the workers found (index → generation) and start those that are missing; all or nothing."""
-        self._generations = dict(found)
-        self._slots = [
-            _Slot(index, found[index] if index in found else self._next_generation(index)) for index in range(self.size)
-        ]
+        for index, generation in found.items():
+            self.add(index, generation=generation)
+        starts = []
+        for index in range(self.spec.size):
+            seat = self.add(index)
+            seat.wanted = True
+            starts.append(seat.find() if index in found else seat.enter(None))
         try:
-            failures = await together([self._launch(slot, find=slot.index in found) for slot in self._slots])
+            failures = await together(starts)
             if failures:
                 raise failures[0]
         except BaseException:
             await self.close()
             raise
+        for seat in self._seats.values():
+            self._watch(seat)
+
+    def add(self, index: int, *, generation: int = -1) -> Seat:
+        """Return the place of this index; a new one has no process, and its next will be `generation + 1`."""
+        if index not in self._seats:
+            ground = self._ground
+            berth = None if ground is None else (lambda: ground.berth(index))
+            self._seats[index] = Seat(self.spec, index, generation=generation, berth=berth)
+        return self._seats[index]
 
     async def run(self, method: str, work: object, *, returns: type[R]) -> Done[R]:
         """Run one method on an idle worker, first come first served; its result must be a `returns`.
 
         When the awaiting task is cancelled, the worker ends its work, which nobody gets, and is idle again.
         """
-        asked = time.monotonic()
-        for attempt in itertools.count(1):
+        asked, attempt = time.monotonic(), 1
+        while True:
+            seat, worker = await self._take(work)
+            use = self._spawn(self._use(seat, worker, method=method, work=work))
+            await asyncio.wait({use})  # unlike the call itself, waiting for it can be cancelled alone
+            if use.cancelled():
+                raise ClusterFailed(f"pool {self.spec.role} was closed while it ran {method}")
             try:
-                slot, worker = await self._take()
-                use = self._spawn(self._use(slot, worker, method=method, work=work))
-                await asyncio.wait({use})  # unlike the call itself, waiting for it can be cancelled alone
-                if use.cancelled():
-                    raise ClusterFailed(f"pool {self.spec.role} was closed while it ran {method}")
                 outcome = use.result()
+            except WorkerAsleep:
+                continue
             except WorkerLost as lost:
                 if attempt > self.spec.max_restarts:
                     message = f"{lost}; {self.spec.role}.{method} given up after attempt {attempt}"
                     raise type(lost)(message) from lost
                 logger.warning("%s; attempt %d of %d was lost", lost, attempt, self.spec.max_restarts + 1)
+                attempt += 1
                 continue
             result = checked(outcome, returns, what=f"{self.spec.role}.{method}")
             waited = time.monotonic() - asked - outcome.seconds
             place = worker.place
             return Done(result, outcome.seconds, max(0.0, waited), attempt, worker.name, place.pid, place.host)
-        raise AssertionError("unreachable")
 
-    async def resize(self, size: int) -> None:
-        """Grow or shrink; busy workers finish first. Returns when the pool has `size` workers."""
-        self.size, self._fault = size, None
-        self._settle()
-        self._fill()
-        while len(self._slots) > self.size or any(slot.state is _State.STARTING for slot in self._slots):
+    async def drain(self, index: int) -> None:
+        """Give its worker no more work, and wait until the work under way has ended."""
+        seat = self._seats[index]
+        seat.wanted = False
+        while seat.state in (State.BUSY, State.COMING):
             await self._changed.wait()
-        await asyncio.gather(*self._leaving)
-        if len(self._slots) < self.size and self._fault is not None:
-            raise self._fault
+
+    async def enter(self, index: int, record: object) -> None:
+        """Start or wake the worker of a place; it takes the record before it takes work."""
+        seat = self.add(index)
+        before = seat.worker
+        await seat.enter(record)
+        seat.wanted = True
+        if seat.worker is not before:
+            self._watch(seat)
+        self.settle()
 
     async def close(self) -> None:
-        """End the workers that this process started: idle ones may close what they hold, the others are killed."""
-        self.size, self._closed = 0, True
-        slots, self._slots = self._slots, []
-        self._settle()
-        busy = {slot.index for slot in slots if slot.state is _State.BUSY}
+        """End the workers that this process started: those at rest may close what they hold, the others are killed."""
+        self._closed = True
+        self.settle()
+        seats, self._seats = list(self._seats.values()), {}
+        resting = [seat.worker for seat in seats if seat.state in (State.IDLE, State.ASLEEP) and seat.worker]
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        ready = [(slot.index, slot.worker) for slot in slots if slot.worker is not None and slot.worker.ours]
-        for index, worker in ready:
-            if index in busy:
-                worker.kill()
-        await asyncio.gather(*(worker.stop() for index, worker in ready if index not in busy))
+        for seat in seats:
+            if seat.worker is not None and seat.worker.ours and seat.worker not in resting:
+                seat.lose()
+        await asyncio.gather(*(worker.stop() for worker in resting if worker.ours))
 
-    async def _take(self) -> tuple[_Slot, Worker]:
-        self._fill()
-        while True:
-            for slot in self._slots:
-                if slot.state is _State.IDLE and slot.worker is not None:
-                    slot.state = _State.BUSY
-                    return slot, slot.worker
-            if self._closed:
-                raise ClusterFailed(f"pool {self.spec.role} is closed")
-            if not self._slots:
-                raise self._fault or ValueError(f"pool {self.spec.role!r} has no workers: resize it before its use")
-            await self._changed.wait()
-
-    async def _use(self, slot: _Slot, worker: Worker, *, method: str, work: object) -> Returned:
-        started = time.monotonic()
-        try:
-            return await worker.perform(method, work, stall_seconds=self.spec.stall_seconds)
-        except WorkerLost:
-            worker.kill()
-            slot.worker, slot.state = None, _State.STARTING
-            slot.generation = self._next_generation(slot.index)
-            self.restarts += 1
-            self._spawn(self._replace(slot))
-            raise
-        finally:
-            self.busy_seconds += time.monotonic() - started
-            if slot.state is _State.BUSY:
-                slot.state = _State.IDLE
-            self._settle()
-
-    async def _replace(self, slot: _Slot) -> None:
-        """Start a slot's worker; a failure is raised to whoever finds the pool empty, and tried again by the next."""
-        try:
-            await self._launch(slot, find=False)
-        except RheostatError as error:
-            logger.warning("%s", error)
-            self._fault = error
-            if slot in self._slots:
-                self._slots.remove(slot)
-        self._settle()
-
-    async def _launch(self, slot: _Slot, *, find: bool) -> None:
-        if find:
-            try:
-                slot.worker = await find_worker(self.spec, slot.name(self.spec.role))
-            except WorkerLost:
-                slot.generation = self._next_generation(slot.index)
-        if slot.worker is None:
-            slot.worker = await start_worker(self.spec, slot.name(self.spec.role))
-        slot.state = _State.IDLE
-
-    def _fill(self) -> None:
-        taken = {slot.index for slot in self._slots}
-        free = (index for index in itertools.count() if index not in taken)
-        for index in list(itertools.islice(free, max(0, self.size - len(self._slots)))):
-            slot = _Slot(index, self._next_generation(index))
-            self._slots.append(slot)
-            self._spawn(self._replace(slot))
-
-    def _next_generation(self, index: int) -> int:
-        """Number an index's workers: a name is never used twice, and processes that replace one worker agree on it."""
-        self._generations[index] = self._generations.get(index, -1) + 1
-        return self._generations[index]
-
-    def _settle(self) -> None:
-        """Let surplus idle workers go, and wake who waits for a worker or for the size."""
-        idle = [slot for slot in self._slots if slot.state is _State.IDLE]
-        for slot in idle[::-1][: max(0, len(self._slots) - self.size)]:
-            self._slots.remove(slot)
-            if slot.worker is not None:
-                task = self._spawn(slot.worker.stop())
-                self._leaving.add(task)
-                task.add_done_callback(self._leaving.discard)
+    def settle(self) -> None:
+        """Wake who waits for a worker, or for one to end its work."""
         self._changed.set()
         self._changed.clear()
+
+    def fill(self) -> None:
+        """Try again to start the workers that are wanted and could not be started."""
+        for seat in self._seats.values():
+            if seat.wanted and seat.state is State.EMPTY:
+                self._replace(seat)
+
+    async def _take(self, work: object) -> tuple[Seat, Worker]:
+        self.fill()
+        self.waiting += 1
+        try:
+            while True:
+                if self._closed:
+                    raise ClusterFailed(f"pool {self.spec.role} is closed")
+                for seat in self._seats.values():
+                    if seat.usable and seat.worker is not None:
+                        seat.state, seat.work, seat.began = State.BUSY, work, time.monotonic()
+                        return seat, seat.worker
+                wanted = [seat for seat in self._seats.values() if seat.wanted]
+                if self._fault is not None and wanted and all(seat.state is State.EMPTY for seat in wanted):
+                    raise self._fault
+                if self._ground is not None:
+                    self._ground.look()
+                await self._changed.wait()
+        finally:
+            self.waiting -= 1
+
+    async def _use(self, seat: Seat, worker: Worker, *, method: str, work: object) -> Returned:
+        try:
+            outcome = await worker.perform(method, work, stall_seconds=self.spec.stall_seconds)
+            self.done += 1
+            return outcome
+        except WorkerLost:
+            self._lose(seat)
+            raise
+        except WorkerAsleep:
+            seat.wanted = False
+            raise
+        finally:
+            self._ended_seconds += time.monotonic() - seat.began
+            if seat.state is State.BUSY:
+                seat.state = State.IDLE
+            seat.work = None
+            self.settle()
+
+    def _lose(self, seat: Seat) -> None:
+        """Give a lost worker up, and replace it if it is still wanted."""
+        ours = self._ground is None or (seat.worker is not None and seat.worker.ours)
+        seat.lose()
+        self.restarts += 1
+        seat.wanted = seat.wanted and ours  # its fleet replaces it
+        if seat.wanted:
+            self._replace(seat)
+
+    def _replace(self, seat: Seat) -> None:
+        """Start a seat's worker; a failure is raised to whoever finds no other, and tried again by the next."""
+
+        async def start() -> None:
+            try:
+                await seat.enter(self.record)
+                self._watch(seat)
+            except RheostatError as error:
+                logger.warning("%s", error)
+                self._fault = error
+            self.settle()
+
+        seat.state = State.COMING
+        self._spawn(start())
+
+    def _watch(self, seat: Seat) -> None:
+        """Notice at once when a worker that is not at work dies."""
+        worker = seat.worker
+        if worker is None or not worker.ours:
+            return
+
+        async def watch() -> None:
+            await worker.end()
+            if seat.worker is worker and seat.state in (State.IDLE, State.ASLEEP):
+                logger.warning("%s worker %s (pid %d) died", self.spec.role, worker.name, worker.place.pid)
+                self._lose(seat)
+                self.settle()
+
+        self._spawn(watch())
 
     def _spawn(self, body: Coroutine[object, object, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(body)

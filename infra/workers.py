@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import psutil
 
-from infra.actors import WATCH, WORK, Host, Place, Raised, Returned, thread_variables
+from infra.actors import LIFE, WATCH, WORK, Host, Place, Raised, Returned, thread_variables
 from infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -44,6 +45,18 @@ class PoolSpec:
     """Longest time without a change of the worker's `progress()`; a method shorter than this need not count."""
     max_restarts: int = 3
     """How often one piece of work is tried again after its worker died."""
+    slots: int = 1
+    """Slots of a fleet that one worker takes; it runs in the first of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Berth:
+    """One bundle of a Ray placement group."""
+
+    group: "PlacementGroup"
+    index: int
+    gpus: float
+    """What one process in it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +85,33 @@ class Worker:
 
     async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
         """Run a method; raise what it raised, or `WorkerLost` when it died or stood still."""
-        what = f"{self.role}.{method} (pid {self.place.pid} on {self.place.host})"
         call = self.actor.run.options(concurrency_group=WORK).remote(method, arguments)
+        return await self._answer(call, method, stall_seconds)
+
+    async def wake(self, record: object, *, stall_seconds: float) -> None:
+        """Let it take work again; it `take`s the record first, if there is one."""
+        outcome = await self._answer(
+            self.actor.wake.options(concurrency_group=WORK).remote(record), "take", stall_seconds
+        )
+        if record is not None:
+            checked(outcome, str, what=f"{self.role}.take")
+
+    async def sleep(self, *, stall_seconds: float) -> float:
+        """Let it give its memory back after the work under way; return the seconds that this alone took."""
+        call = self.actor.sleep.options(concurrency_group=WORK).remote()
+        return (await self._answer(call, "sleep", stall_seconds)).seconds
+
+    async def asleep(self) -> bool:
+        """Ask whether it refuses work until its fleet wakes it."""
+        return bool(await _ask(self.actor.asleep.options(concurrency_group=WATCH).remote(), f"worker {self.name}"))
+
+    async def end(self) -> None:
+        """Return when its process has ended."""
+        with contextlib.suppress(WorkerLost):
+            await _ask(self.actor.live.options(concurrency_group=LIFE).remote(), f"worker {self.name}")
+
+    async def _answer(self, call: "Awaitable[Returned | Raised]", method: str, stall_seconds: float) -> Returned:
+        what = f"{self.role}.{method} (pid {self.place.pid} on {self.place.host})"
         answer = asyncio.ensure_future(_ask(call, what))
         watch = asyncio.ensure_future(self._watch(what, stall_seconds))
         try:
@@ -139,21 +177,29 @@ class Worker:
             _kill(self.actor)
 
 
-async def start_worker(spec: PoolSpec, name: str) -> Worker:
-    """Start a worker, or find the one of that name; the process is killed if it is not ready in time."""
+async def start_worker(spec: PoolSpec, name: str, *, berth: Berth | None = None) -> Worker:
+    """Start a worker, or find the one of that name; the process is killed if it is not ready in time.
+
+    In a berth, the worker is asleep until it is woken.
+    """
     import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     what = f"{spec.role} worker {name}"
+    gpus = spec.gpus if berth is None else berth.gpus
     actor = (
-        ray.remote(concurrency_groups={WORK: 1, WATCH: 1})(Host)
+        ray.remote(concurrency_groups={WORK: 1, WATCH: 1, LIFE: 1})(Host)
         .options(
             name=name,
             get_if_exists=True,
             num_cpus=0,
-            num_gpus=spec.gpus,
-            runtime_env={"env_vars": thread_variables(spec.threads, gpus=spec.gpus)},
+            num_gpus=gpus,
+            runtime_env={"env_vars": thread_variables(spec.threads, gpus=gpus)},
+            scheduling_strategy="DEFAULT"
+            if berth is None
+            else PlacementGroupSchedulingStrategy(berth.group, placement_group_bundle_index=berth.index),
         )
-        .remote()
+        .remote(asleep=berth is not None)
     )
     try:
         async with asyncio.timeout(spec.start_seconds):

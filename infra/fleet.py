@@ -1,0 +1,271 @@
+"""Worker slots that several roles share: at any moment each is awake in one of them."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from infra.berths import Berths
+from infra.dealing import Change, Post, changes, deal
+from infra.errors import BadInput, ClusterFailed, RheostatError, WorkerLost
+from infra.pools import Pool
+from infra.seats import Seat, State
+from infra.workers import Berth, PoolSpec, find_worker, together
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+"""How often a process that does not arrange the fleet looks for workers while work waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One slot's change."""
+
+    slot: int
+    before: str | None
+    """Role; none is asleep."""
+    after: str | None
+    how: str
+    """`start`, `wake` or `sleep`."""
+    seconds: float
+    """To put the old worker to sleep, and to wake or start the new one and let it take what it serves."""
+    drain_seconds: float
+    """Until the old worker had ended its work."""
+    error: str | None
+    """Why it was undone; none means that it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLoad:
+    """What a role has to do and has done, measured in this process."""
+
+    role: str
+    slots: int
+    workers: int
+    """Awake."""
+    idle: int
+    waiting: int
+    """Works that wait for a worker."""
+    in_flight: tuple[tuple[float, object], ...]
+    """Seconds since it began, and the work, for each busy worker."""
+    done: int
+    """Works finished since the fleet was opened."""
+    busy_seconds: float
+    """Worker-seconds spent in works since then, those under way included."""
+
+
+class Fleet:
+    """Slots, and a pool for each role on them. Belongs to one event loop.
+
+    The process that arranges the fleet has its workers; any other finds those that are awake, and uses them only.
+    A worker that falls asleep keeps its process, and is woken when its role returns to its slots.
+    """
+
+    def __init__(self, specs: Sequence[PoolSpec], *, berths: Berths, found: Callable[[str], Mapping[int, int]]) -> None:
+        """Describe a fleet; `found` looks a role's workers up (slot → newest generation). Nothing starts yet."""
+        self._berths = berths
+        self._found = found
+        self._pools = {spec.role: Pool(spec, ground=self) for spec in specs}
+        self._widths = {spec.role: spec.slots for spec in specs}
+        self._turn = asyncio.Lock()
+        self._arranges = False
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._looking: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def role(self, role: str) -> Pool:
+        """Return the pool of a role; its works wait while none of its workers is awake."""
+        return self._pools[role]
+
+    def berth(self, slot: int) -> Berth:
+        """Say where the worker of a slot runs."""
+        return self._berths[slot]
+
+    def load(self) -> dict[str, RoleLoad]:
+        """Measure every role, without asking any worker."""
+        return {role: self._load(role) for role in self._pools}
+
+    def allocation(self) -> dict[str, tuple[int, ...]]:
+        """Tell which slots are awake in each role; a slot whose lost worker is being replaced is."""
+        return {
+            role: tuple(slot for post in self._awake() if post.role == role for slot in post.slots)
+            for role in self._pools
+        }
+
+    async def arrange(self, workers: Mapping[str, int], *, take: Mapping[str, object] = {}) -> tuple[Move, ...]:
+        """Have so many workers of each role awake, and all others asleep.
+
+        Least loaded workers leave first, and end their work before. A worker `take`s its role's record before it
+        counts as awake. What fails is undone and told in its moves. Cancelled, it is finished in the background.
+        """
+        unknown = sorted((set(workers) | set(take)) - set(self._pools))
+        if unknown:
+            raise BadInput(f"the fleet has the roles {sorted(self._pools)}, not {unknown}")
+        if self._closed:
+            raise ClusterFailed("the fleet is closed")
+        task = asyncio.create_task(self._arrange(dict(workers), dict(take)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise ClusterFailed("the fleet was closed while it was arranged")
+        return task.result()
+
+    async def close(self) -> None:
+        """End all workers, awake and asleep."""
+        self._closed = True
+        tasks = [*self._tasks] if self._looking is None else [*self._tasks, self._looking]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+        self._berths.remove()
+
+    def look(self) -> None:
+        """Look for awake workers while work waits, unless they are this process's own."""
+        if not self._arranges and self._looking is None and not self._closed:
+            self._looking = asyncio.create_task(self._look())
+
+    def _load(self, role: str) -> RoleLoad:
+        pool, now = self._pools[role], time.monotonic()
+        awake = [seat for seat in pool.seats.values() if seat.awake]
+        busy = tuple((now - seat.began, seat.work) for seat in awake if seat.state is State.BUSY)
+        return RoleLoad(
+            role=role,
+            slots=len(awake) * self._widths[role],
+            workers=len(awake),
+            idle=sum(seat.usable for seat in awake),
+            waiting=pool.waiting,
+            in_flight=busy,
+            done=pool.done,
+            busy_seconds=pool.busy_seconds,
+        )
+
+    def _awake(self, growing: Set[str] = frozenset()) -> list[Post]:
+        """Posts that are awake, those with the most to do first; where a growing role has a process, last."""
+        order = {State.BUSY: 0, State.GOING: 0, State.COMING: 1, State.IDLE: 2}
+        posts = [(post, seat) for post, seat in self._seats() if seat.awake]
+        asleep = {slot for post, seat in self._seats() if post.role in growing and seat.worker for slot in post.slots}
+        posts.sort(key=lambda at: (order[at[1].state], bool(asleep & set(at[0].slots)), -at[1].began))
+        return [post for post, _ in posts]
+
+    def _seats(self) -> list[tuple[Post, Seat]]:
+        return [
+            (Post(role, slot, self._widths[role]), seat)
+            for role, pool in self._pools.items()
+            for slot, seat in pool.seats.items()
+        ]
+
+    async def _arrange(self, workers: dict[str, int], take: dict[str, object]) -> tuple[Move, ...]:
+        async with self._turn:
+            if not self._arranges:
+                await self._begin()
+            for role, pool in self._pools.items():
+                pool.record = take.get(role)
+            for _, seat in self._seats():
+                if seat.state is State.EMPTY:
+                    seat.wanted = False  # tried again below, if this place is chosen again
+            serving = Counter(post.role for post in self._awake())
+            growing = {role for role, count in workers.items() if count > serving[role]}
+            current = self._awake(growing)
+            asleep = {post for post, seat in self._seats() if seat.worker is not None and not seat.awake}
+            target = deal(current, workers, widths=self._widths, slots=self._berths.slots, asleep=asleep)
+            moves = await asyncio.gather(*(self._change(change) for change in changes(set(current), target)))
+        return tuple(sorted((move for some in moves for move in some), key=lambda move: move.slot))
+
+    async def _begin(self) -> None:
+        """Set the slots aside; names of workers that an earlier process may have left are not used again."""
+        await self._berths.reserve()
+        self._arranges = True
+        for role, pool in self._pools.items():
+            for slot, generation in self._found(role).items():
+                pool.add(slot, generation=generation)
+
+    async def _change(self, change: Change) -> list[Move]:
+        """Let workers leave and others come to their slots; what fails is undone."""
+        asked = time.monotonic()
+        await asyncio.gather(*(self._pools[post.role].drain(post.first) for post in change.out))
+        slept_seconds = max(await asyncio.gather(*(self._sleep(post) for post in change.out)), default=0.0)
+        asleep = time.monotonic()
+        woken = {post for post in change.into if self._pools[post.role].add(post.first).worker is not None}
+        failures = await together([self._enter(post) for post in change.into])
+        seconds = slept_seconds + time.monotonic() - asleep
+        if failures:
+            await self._undo(change)
+        unexpected = [failure for failure in failures if not isinstance(failure, RheostatError)]
+        if unexpected:
+            raise unexpected[0]
+        error = str(failures[0]) if failures else None
+        return _moves(change, woken, (seconds, asleep - asked - slept_seconds), error)
+
+    async def _undo(self, change: Change) -> None:
+        """Have the slots as they were; a worker that cannot come back is tried again when work waits for it."""
+        for post in change.into:
+            if self._pools[post.role].add(post.first).awake:
+                await self._pools[post.role].drain(post.first)
+                await self._sleep(post)
+        for failure in await together([self._enter(post) for post in change.out]):
+            logger.warning("%s; its slot stays empty", failure)
+        for post in change.out:
+            self._pools[post.role].add(post.first).wanted = True
+
+    async def _enter(self, post: Post) -> None:
+        pool = self._pools[post.role]
+        await pool.enter(post.first, pool.record)
+
+    async def _sleep(self, post: Post) -> float:
+        return await self._pools[post.role].add(post.first).sleep()
+
+    async def _look(self) -> None:
+        try:
+            while not self._arranges and any(pool.waiting for pool in self._pools.values()):
+                await asyncio.gather(
+                    *(
+                        self._find(pool, slot, generation)
+                        for role, pool in self._pools.items()
+                        if pool.waiting
+                        for slot, generation in self._found(role).items()
+                    )
+                )
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            self._looking = None
+
+    async def _find(self, pool: Pool, slot: int, generation: int) -> None:
+        """Use a worker if it is awake; one that does not say so at once is asked again at the next look."""
+        seat = pool.add(slot)
+        if seat.wanted:
+            return
+        with contextlib.suppress(WorkerLost, TimeoutError):
+            async with asyncio.timeout(LOOK_SECONDS):
+                worker = seat.worker
+                if worker is None or seat.generation != generation:
+                    worker = await find_worker(pool.spec, f"{pool.spec.role}-{slot}-{generation}")
+                if not await worker.asleep():
+                    seat.generation = generation
+                    seat.use(worker)
+                    pool.settle()
+
+
+def _moves(change: Change, woken: Set[Post], took_seconds: tuple[float, float], error: str | None) -> list[Move]:
+    """Tell a change slot by slot; `took_seconds` are those of moving and of draining."""
+    before = {slot: post.role for post in change.out for slot in post.slots}
+    after = {slot: post for post in change.into for slot in post.slots}
+    seconds, drain_seconds = took_seconds
+    return [
+        Move(
+            slot=slot,
+            before=before.get(slot),
+            after=after[slot].role if slot in after else None,
+            how="sleep" if slot not in after else "wake" if after[slot] in woken else "start",
+            seconds=seconds,
+            drain_seconds=drain_seconds,
+            error=error,
+        )
+        for slot in sorted({*before, *after})
+    ]

@@ -1,0 +1,73 @@
+"""Small real workers that share the slots of a fleet in tests, and tell on disk what they do.
+
+`awake/ROLE-PID` exists from the moment that a worker takes its slot's memory until it has given it back.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a worker takes; where `trouble` names a file that exists, it is removed and the trouble happens."""
+
+    version: str
+    trouble: Path | None = None
+
+
+class Turning:
+    """Sleeps, wakes and works; told by files to die or fail on the way."""
+
+    def __init__(self, role: str, home: Path, width: int = 1) -> None:
+        self.role = role
+        self.home = home
+        self.ticks = 0
+        self.version = ""
+        self.memory = home / "awake" / f"{role}-{os.getpid()}"
+        if (home / f"unbuildable-{role}").exists():
+            raise FileNotFoundError(f"no weights for {role}")
+
+    def progress(self) -> int:
+        return self.ticks
+
+    def take(self, record: Served) -> str:
+        self.memory.touch()
+        self._meet("take")
+        self.version = record.version
+        return record.version
+
+    def sleep(self) -> None:
+        self._meet("sleep")
+        self.version = ""
+        self.memory.unlink(missing_ok=True)
+
+    def work(self, work: tuple[str, float]) -> tuple[int, str]:
+        """Work for so many seconds, and write that this piece is done."""
+        name, seconds = work
+        time.sleep(seconds)
+        with (self.home / "done").open("a") as done:
+            done.write(f"{self.role} {name} {os.getpid()}\n")
+        return os.getpid(), self.version
+
+    def _meet(self, moment: str) -> None:
+        """Do what a file tells: `die` with SIGKILL, `fail` with an error, `wait` until it is gone, `lie`."""
+        for trouble in ("die", "fail", "wait"):
+            told = self.home / f"{trouble}-{self.role}-{moment}"
+            while told.exists():
+                if trouble == "wait":
+                    time.sleep(0.01)
+                    continue
+                told.unlink()
+                if trouble == "die":
+                    os.kill(os.getpid(), 9)
+                raise ValueError(f"{self.role} cannot {moment}")
+
+
+class Untrue(Turning):
+    """Does not say what it serves."""
+
+    def take(self, record: Served) -> str:
+        super().take(record)
+        return None  # type: ignore[return-value]
