@@ -16,13 +16,12 @@ from infra.errors import Damaged
 from models.algorithms.grpo import Floats, GroupStatistics, Integers, advantages, group_statistics
 from models.config import AlgorithmConfig
 from models.records import SAMPLE_SCHEMA, FinishReason
+from models.selection import Mask, Selection, Wanted, select_groups
 
 ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt_tokens", "completion_tokens", "logprobs", "finish_reason")
 """Columns of the rollout shards that credit reads."""
 BAD_LOGPROBS = "rollout: behaviour log-probs are not finite"
 """The reason that a completion without usable log-probs is missing."""
-
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,37 +32,48 @@ class Credit:
     metrics: dict[str, float]
     errors: Counter[str]
     """Reasons of the missing completions, each with its count."""
+    surplus: tuple[tuple[int, ...], ...] = ()
+    """Prompt rows of informative groups beyond the target, by pair of tables."""
 
 
 def assign_credit(
-    rollouts: Sequence[pa.Table], scores: Sequence[pa.Table], *, terms: Sequence[str], algorithm: AlgorithmConfig
+    rollouts: Sequence[pa.Table],
+    scores: Sequence[pa.Table],
+    *,
+    terms: Sequence[str],
+    algorithm: AlgorithmConfig,
+    wanted: Wanted | None = None,
 ) -> Credit:
     """Give each scored completion its advantage; paired tables must list the same completions in the same order.
 
-    Missing completions are left out, and so are groups that teach nothing, unless the algorithm keeps them.
+    Missing completions are left out, and so are groups that teach nothing, unless the algorithm keeps them. Where
+    sampling is dynamic, the groups that are wanted are trained, whatever the algorithm would keep.
     """
     for position, (rollout, score) in enumerate(zip(rollouts, scores, strict=True)):
         _check_paired(position, rollout, score)
+    _check_apart(rollouts)
     table, judged = pa.concat_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
     bad_N = _bad_logprobs(table)
     rewards_N = _floats(judged["reward"])
     rewards_N[bad_N] = np.nan
     groups = group_statistics(rewards_N, _integers(table["prompt_row"]))
-    advantages_N = advantages(rewards_N, groups, algorithm.normalise_std)
-    kept_N = np.isfinite(rewards_N)
-    if not algorithm.keep_uninformative:
-        kept_N &= groups.informative_G[groups.group_N]
-    samples, num_tokens = _samples(table, kept_N, advantages_N)
+    selection = None if wanted is None else _selection(judged, rewards_N, groups, wanted)
+    kept_N, filling_N = _kept(rewards_N, groups, selection, algorithm)
+    samples, num_tokens = _samples(
+        table, kept_N, advantages(rewards_N, groups, algorithm.normalise_std), filling_N=filling_N
+    )
     metrics = {
         "samples": float(samples.num_rows),
         "tokens": float(num_tokens),
         "bad_logprobs": float(bad_N.sum()),
         **_reward_metrics(rewards_N, groups),
         **_length_metrics(table),
+        **(selection.metrics() if selection else {}),
     }
     for term in terms:
         metrics |= _mean(f"term_{term}_mean", _floats(judged[f"reward_{term}"]))
-    return Credit(samples=samples, metrics=metrics, errors=_errors(judged, bad_N))
+    surplus = _surplus(rollouts, selection) if selection else ()
+    return Credit(samples=samples, metrics=metrics, errors=_errors(judged, bad_N), surplus=surplus)
 
 
 def _check_paired(position: int, rollout: pa.Table, score: pa.Table) -> None:
@@ -72,6 +82,44 @@ def _check_paired(position: int, rollout: pa.Table, score: pa.Table) -> None:
             raise Damaged(
                 f"pair {position} of {rollout.num_rows} rollouts and {score.num_rows} scores: their {name} differ"
             )
+
+
+def _check_apart(rollouts: Sequence[pa.Table]) -> None:
+    """Refuse a prompt in two tables: its groups would be taken for one."""
+    seen: set[int] = set()
+    for position, rollout in enumerate(rollouts):
+        rows = set(pc.unique(rollout["prompt_row"]).to_pylist())
+        if seen & rows:
+            raise Damaged(f"pair {position}: prompt row {min(seen & rows)} is in an earlier pair too")
+        seen |= rows
+
+
+def _selection(judged: pa.Table, rewards_N: Floats, groups: GroupStatistics, wanted: Wanted) -> Selection:
+    raw_N = np.where(np.isfinite(rewards_N), _floats(judged[f"reward_{wanted.metric}"]), np.nan)
+    return select_groups(groups, group_statistics(raw_N, groups.group_N), wanted)
+
+
+def _kept(
+    rewards_N: Floats, groups: GroupStatistics, selection: Selection | None, algorithm: AlgorithmConfig
+) -> tuple[Mask, Mask]:
+    """Return which completions become samples, and which of these only fill."""
+    scored_N: Mask = np.isfinite(rewards_N)
+    if selection is not None:
+        filling_N = selection.filling_G[groups.group_N]
+        return scored_N & (selection.trained_G[groups.group_N] | filling_N), filling_N
+    kept_N = scored_N if algorithm.keep_uninformative else scored_N & groups.informative_G[groups.group_N]
+    return kept_N, np.zeros_like(kept_N)
+
+
+def _surplus(rollouts: Sequence[pa.Table], selection: Selection) -> tuple[tuple[int, ...], ...]:
+    begin = 0
+    surplus: list[tuple[int, ...]] = []
+    for rollout in rollouts:
+        first = np.sort(selection.first_G[selection.surplus_G])
+        mine = first[(first >= begin) & (first < begin + rollout.num_rows)] - begin
+        surplus.append(tuple(_integers(rollout["prompt_row"])[mine].tolist()))
+        begin += rollout.num_rows
+    return tuple(surplus)
 
 
 def _bad_logprobs(table: pa.Table) -> Mask:
@@ -85,22 +133,36 @@ def _bad_logprobs(table: pa.Table) -> Mask:
     return bad_N
 
 
-def _samples(table: pa.Table, kept_N: Mask, advantages_N: Floats) -> tuple[pa.Table, int]:
-    """Build the sample table, ordered by (prompt_row, sample), and count its tokens."""
+def _samples(table: pa.Table, kept_N: Mask, advantages_N: Floats, *, filling_N: Mask) -> tuple[pa.Table, int]:
+    """Build the sample table, ordered by (prompt_row, sample), and count its tokens.
+
+    A sample that only fills has its prompt and no token of its completion. So it has a place in a minibatch, and
+    neither a share in the loss or its penalty nor in what they are divided by.
+    """
     order_K = np.lexsort((_integers(table["sample"]), _integers(table["prompt_row"])))
     order_K = order_K[kept_N[order_K]]
     rows = table.take(pa.array(order_K)).combine_chunks()
-    prompts_K, completions_K = _lengths(rows["prompt_tokens"]), _lengths(rows["completion_tokens"])
+    tokens, logprobs = rows["completion_tokens"], rows["logprobs"]
+    if filling_N[order_K].any():
+        tokens, logprobs = (_emptied(column, filling_N[order_K]) for column in (tokens, logprobs))
+    prompts_K, completions_K = _lengths(rows["prompt_tokens"]), _lengths(tokens)
     advantages_T = np.repeat(advantages_N[order_K].astype(np.float32), completions_K)
     columns = {
         "prompt_row": rows["prompt_row"],
         "sample": rows["sample"],
-        "tokens": _joined(rows["prompt_tokens"], rows["completion_tokens"]),
+        "tokens": _joined(rows["prompt_tokens"], tokens),
         "num_prompt_tokens": pa.array(prompts_K.astype(np.int32)),
-        "logprobs": rows["logprobs"],
+        "logprobs": logprobs,
         "advantages": _lists(advantages_T, completions_K),
     }
     return pa.table(columns, schema=SAMPLE_SCHEMA), int(prompts_K.sum() + completions_K.sum())
+
+
+def _emptied(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
+    """Make the lists of some rows empty."""
+    lengths_K = _lengths(column)
+    kept_T = np.repeat(~emptied_K, lengths_K)
+    return pa.chunked_array([_lists(_values(column)[kept_T], np.where(emptied_K, 0, lengths_K))])
 
 
 def _joined(left: pa.ChunkedArray, right: pa.ChunkedArray) -> pa.ListArray:

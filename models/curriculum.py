@@ -28,8 +28,8 @@ def take(
     A row of the stream that the iteration has already comes at the end of `returned`: later, but not never.
     """
     others = frozenset(taken)
-    if not 0 < count <= num_prompts - len(others):
-        raise ValueError(f"expected 1 to {num_prompts - len(others)} prompts beside {len(others)}, found {count}")
+    if not 0 <= count <= num_prompts - len(others):
+        raise ValueError(f"expected at most {num_prompts - len(others)} prompts beside {len(others)}, found {count}")
     rows: dict[int, None] = {}
     waiting: list[int] = []
     for row in cursor.returned:

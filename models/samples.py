@@ -35,12 +35,12 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> Samples:
     prompts = table["num_prompt_tokens"].to_numpy()
     completions = lengths - prompts
     for column in ("logprobs", "advantages"):
-        wrong = np.flatnonzero((_lengths(table, column) != completions) | (prompts < 1) | (completions < 1))
+        wrong = np.flatnonzero((_lengths(table, column) != completions) | (prompts < 1) | (completions < 0))
         if len(wrong):
             row = int(wrong[0])
             raise Damaged(
                 f"sample {row}: {lengths[row]} tokens of which {prompts[row]} are the prompt's: expected at least one "
-                f"of each and one of {column} per completion token, found {_lengths(table, column)[row]}"
+                f"and one of {column} per completion token, found {_lengths(table, column)[row]}"
             )
     return Samples(
         table=table,

@@ -97,10 +97,15 @@ def test_a_returned_row_that_the_iteration_already_has_stays_where_it_waits():
     assert after.returned == (6, 4)
 
 
-@pytest.mark.parametrize(("count", "taken"), [(0, ()), (9, ()), (7, (0, 1))])
+@pytest.mark.parametrize(("count", "taken"), [(-1, ()), (9, ()), (7, (0, 1))])
 def test_more_prompts_than_the_iteration_can_have_are_refused(count, taken):
-    with pytest.raises(ValueError, match="expected 1 to"):
+    with pytest.raises(ValueError, match="expected at most"):
         take(Cursor(), count, taken=taken, num_prompts=8, seed=3)
+
+
+def test_a_wave_of_no_prompts_moves_nothing():
+    cursor = Cursor(position=5, returned=(2,))
+    assert take(cursor, 0, taken=(), num_prompts=8, seed=3) == ((), cursor)
 
 
 def test_epochs_and_seeds_give_different_orders():

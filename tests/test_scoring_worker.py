@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,10 +15,13 @@ import pytest
 from infra.errors import Damaged, Quarantined
 from infra.shards import ShardRef, read_shard, write_shard
 from infra.storage import Store, open_store
-from models.config import Grpo
-from models.records import ROLLOUT_SCHEMA, SAMPLE_SCHEMA, score_schema
+from models.config import ConstantMean, DynamicSampling, Grpo, SequenceMean, TokenMean
+from models.objectives.aggregation import token_weights
+from models.records import ROLLOUT_SCHEMA, SAMPLE_SCHEMA, Outcome, score_schema
 from models.rewards.config import NumericReward, RegexReward, ScoringConfig, TargetReward
-from models.work import CreditWork, ScoringWork
+from models.samples import open_samples
+from models.selection import informative_prompts
+from models.work import CreditWork, ScoredShard, ScoringWork
 from models.workers.scoring import ScoringWorker
 
 OBEDIENT = TargetReward(name="obedient", target="tests.rewards_for_tests:obedient")
@@ -56,6 +60,7 @@ def rollout(prompt_row: int, sample: int, completion: str, **columns: object) ->
         "logprobs": [-0.5 * position for position in range(len(completion))],
         "finish_reason": "stop",
         "seed": 2**64 - 1,
+        "segments": [{"policy_version": 2, "tokens": len(completion)}],
         **columns,
     }
 
@@ -67,7 +72,7 @@ def write_rollouts(store: Store, *rows: dict[str, object]) -> ShardRef:
 
 def scored(worker: ScoringWorker, *rollouts: ShardRef) -> CreditWork:
     scores = [worker.score(ScoringWork(iteration=3, rollouts=ref)).shards[0] for ref in rollouts]
-    return CreditWork(iteration=3, rollouts=rollouts, scores=tuple(scores))
+    return CreditWork(iteration=3, shards=tuple(map(ScoredShard, rollouts, scores)))
 
 
 def test_scores_keep_the_order_of_rollouts_and_the_raw_value_of_each_term(store: Store, make: Make):
@@ -172,6 +177,129 @@ def test_a_completion_without_finite_log_probs_is_missing_and_counted(store: Sto
     assert (outcome.metrics["bad_logprobs"], outcome.metrics["missing"]) == (1, 1)
 
 
+DYNAMIC = DynamicSampling()
+
+
+def group(prompt_row: int, *texts: str) -> list[dict[str, object]]:
+    return [rollout(prompt_row, sample, text) for sample, text in enumerate(texts)]
+
+
+def waves(store: Store, worker: ScoringWorker, *, target: int, **settings: object) -> CreditWork:
+    """Two waves: prompts 9 and 3 differ, 4 and 2 are equal; then 1 and 5 differ."""
+    first = write_rollouts(store, *group(9, "1", "0"), *group(4, "5", "5"), *group(3, "2", "0"), *group(2, "7", "7.0"))
+    second = write_rollouts(store, *group(5, "1", "3"), *group(1, "4", "0"))
+    work = scored(worker, first, second)
+    return replace(work, target=target, dynamic=DYNAMIC.model_copy(update=settings))
+
+
+def trained(store: Store, outcome: Outcome) -> list[tuple[int, int]]:
+    table = read_shard(store, outcome.shards[0])
+    return list(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True))
+
+
+def counts(outcome: Outcome) -> list[float]:
+    names = ("issued", "informative", "trained", "filling", "surplus", "shortfall")
+    return [outcome.metrics[f"{name}_groups"] for name in names]
+
+
+def test_the_first_informative_groups_are_trained_and_the_others_are_surplus(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)))
+    outcome = worker.credit(waves(store, worker, target=2))
+    assert trained(store, outcome) == [(3, 0), (3, 1), (9, 0), (9, 1)]
+    assert outcome.detail == {"surplus": [{"shard": 1, "rows": [5, 1]}]}
+    assert counts(outcome) == [6, 4, 2, 0, 2, 0]
+    outcome = worker.credit(waves(store, worker, target=1))
+    assert trained(store, outcome) == [(9, 0), (9, 1)]
+    assert outcome.detail == {"surplus": [{"shard": 0, "rows": [3]}, {"shard": 1, "rows": [5, 1]}]}
+
+
+def test_what_is_trained_has_the_advantages_that_it_has_without_dynamic_sampling(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)))
+    work = waves(store, worker, target=4)
+    dynamic, plain = worker.credit(work), worker.credit(replace(work, target=None, dynamic=None))
+    assert dynamic.shards == plain.shards
+    assert plain.detail is None
+    assert "issued_groups" not in plain.metrics
+
+
+def test_only_the_rows_of_a_shard_that_count_are_looked_at(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)))
+    work = waves(store, worker, target=2)
+    kept = replace(work.shards[1], rows=(1,))
+    outcome = worker.credit(replace(work, shards=(kept, work.shards[0])))
+    assert trained(store, outcome) == [(1, 0), (1, 1), (9, 0), (9, 1)]
+    assert outcome.detail == {"surplus": [{"shard": 1, "rows": [3]}]}
+    assert counts(outcome) == [5, 3, 2, 0, 1, 0]
+
+
+def test_a_shortfall_shrinks_the_iteration(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)))
+    outcome = worker.credit(waves(store, worker, target=5, on_shortfall="shrink"))
+    assert {row for row, _ in trained(store, outcome)} == {1, 3, 5, 9}
+    assert counts(outcome) == [6, 4, 4, 0, 0, 1]
+    assert outcome.detail == {"surplus": []}
+
+
+def test_a_shortfall_is_filled_with_groups_that_have_no_token_in_the_loss(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)))
+    outcome = worker.credit(waves(store, worker, target=5, on_shortfall="fill"))
+    assert {row for row, _ in trained(store, outcome)} == {1, 3, 4, 5, 9}
+    assert counts(outcome) == [6, 4, 4, 1, 0, 1]
+    rows = read_shard(store, outcome.shards[0]).to_pylist()
+    for row in rows:
+        fills = row["prompt_row"] == 4
+        assert (row["advantages"] == [], row["logprobs"] == []) == (fills, fills)
+        assert (len(row["tokens"]) == row["num_prompt_tokens"]) == fills
+    samples = open_samples(store, outcome.shards)
+    lean = open_samples(store, worker.credit(waves(store, worker, target=5)).shards)
+    for aggregation in (TokenMean(), SequenceMean(), ConstantMean(length=8)):
+        filled, plain = (token_weights(aggregation, part.completion_lengths) for part in (samples, lean))
+        weights = [w for w, length in zip(filled, samples.completion_lengths, strict=True) if length]
+        assert weights == plain
+
+
+def test_a_shortfall_that_must_not_be_fails_with_its_counts(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)))
+    with pytest.raises(Quarantined, match=r"iteration 3: 4 of 6 groups are informative .* expected 5 "):
+        worker.credit(waves(store, worker, target=5, on_shortfall="fail"))
+    assert counts(worker.credit(waves(store, worker, target=4, on_shortfall="fail"))) == [6, 4, 4, 0, 0, 0]
+
+
+def test_a_group_is_informative_by_the_raw_term_and_not_by_what_shapes_it(store: Store, make: Make):
+    shaping = RegexReward(name="short", pattern=r"^.{0,1}$", weight=0.1)
+    worker = make(ScoringConfig(rewards=(OBEDIENT, shaping)))
+    work = scored(worker, write_rollouts(store, *group(1, "5", "5.0"), *group(2, "1", "0")))
+    dynamic = replace(work, target=2, dynamic=DYNAMIC)
+    assert {row for row, _ in trained(store, worker.credit(dynamic))} == {2}
+    assert {row for row, _ in trained(store, worker.credit(work))} == {1, 2}
+    shaped = replace(dynamic, dynamic=DynamicSampling(metric="short"))
+    assert {row for row, _ in trained(store, worker.credit(shaped))} == {1}
+
+
+def test_the_groups_that_a_score_shard_calls_informative_are_those_that_credit_finds(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,), max_missing=0.5))
+    work = scored(worker, write_rollouts(store, *group(1, "5", "raise"), *group(2, "1", "0"), *group(3, "1", "1")))
+    assert informative_prompts(read_shard(store, work.shards[0].scores), "obedient") == [2]
+    outcome = worker.credit(replace(work, target=3, dynamic=DYNAMIC))
+    assert {row for row, _ in trained(store, outcome)} == {2}
+
+
+def test_an_iteration_without_a_finished_group_gives_no_samples(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)))
+    work = scored(worker, write_rollouts(store))
+    for asked in (work, replace(work, target=2, dynamic=DynamicSampling(on_shortfall="fill"))):
+        outcome = worker.credit(asked)
+        assert read_shard(store, outcome.shards[0]).num_rows == 0
+    assert counts(outcome) == [0, 0, 0, 0, 0, 2]
+
+
+def test_a_prompt_in_two_shards_is_refused(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)))
+    shards = write_rollouts(store, *group(1, "1", "0")), write_rollouts(store, *group(1, "2", "0"))
+    with pytest.raises(Damaged, match="prompt row 1 is in an earlier pair"):
+        worker.credit(scored(worker, *shards))
+
+
 def test_too_many_missing_scores_are_refused_with_the_commonest_reason(store: Store, make: Make):
     worker = make(ScoringConfig(rewards=(OBEDIENT,), max_missing=0.5))
     completions = ["1", "raise", "none", "none"]
@@ -184,9 +312,9 @@ def test_too_many_missing_scores_are_refused_with_the_commonest_reason(store: St
 def test_scores_of_other_rollouts_are_refused(store: Store, make: Make):
     worker = make(ScoringConfig(rewards=(OBEDIENT,)))
     ours, other = (write_rollouts(store, rollout(0, 0, "1"), rollout(0, sample, "2")) for sample in (1, 2))
-    scores = scored(worker, other).scores
+    [shard] = scored(worker, other).shards
     with pytest.raises(Damaged, match="sample differ"):
-        worker.credit(CreditWork(iteration=0, rollouts=(ours,), scores=scores))
+        worker.credit(CreditWork(iteration=0, shards=(replace(shard, rollouts=ours),)))
 
 
 def test_scoring_512_completions_takes_a_fraction_of_a_second(store: Store, make: Make):
@@ -200,7 +328,8 @@ def test_scoring_512_completions_takes_a_fraction_of_a_second(store: Store, make
 HANGING_WORKER = """
 import sys
 from infra.shards import ShardRef
-from models.config import Grpo, ScoringConfig, TargetReward
+from models.config import Grpo
+from models.rewards.config import ScoringConfig, TargetReward
 from models.work import ScoringWork
 from models.workers.scoring import ScoringWorker
 

@@ -104,6 +104,20 @@ def test_without_samples_the_policy_stays_as_it_is(uri, policy):
     assert outcome.metrics == {"quarantined": 0, "steps": 0, "samples": 0}
 
 
+def test_groups_without_a_token_in_the_loss_have_no_weight_in_it(uri, policy):
+    lean, filled = (start(uri, UNCLIPPED).update(work(uri, policy, filling=count)) for count in (0, 3))
+    for name in ("loss", "kl", "tokens", "grad_norm_max"):
+        assert filled.metrics[name] == pytest.approx(lean.metrics[name], rel=1e-5)
+    assert filled.metrics["samples"] == lean.metrics["samples"] + 12
+
+
+def test_groups_without_a_token_in_the_loss_take_no_step_of_their_own(uri, policy):
+    alone = start(uri).update(work(uri, policy, prompts=0, filling=3))
+    assert alone.policy == PolicyVersion(version=1, weights=policy.weights, state=None)
+    one = start(uri).update(work(uri, policy, prompts=1, filling=1))  # two minibatches, of which one has no token
+    assert one.metrics["steps"] == 1
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_poisoned_advantage_changes_neither_weights_nor_what_comes_after(uri, policy, poison):
     worker = start(uri)

@@ -25,9 +25,18 @@ def publish_scratch(store_uri: str, directory: Path, *, policy: ScratchPolicy = 
 
 
 def write_samples(
-    store_uri: str, *, prompts: int = 6, group: int = 4, seed: int = 0, advantages: list[float] | None = None
+    store_uri: str,
+    *,
+    prompts: int = 6,
+    group: int = 4,
+    seed: int = 0,
+    advantages: list[float] | None = None,
+    filling: int = 0,
 ) -> ShardRef:
-    """Write random samples of random lengths; `advantages` replaces those of the first completions."""
+    """Write random samples of random lengths; `advantages` replaces those of the first completions.
+
+    `filling` more groups follow that have no token in the loss.
+    """
     rng = np.random.default_rng(seed)
     rows = []
     for prompt in range(prompts):
@@ -45,4 +54,7 @@ def write_samples(
                     "advantages": [advantage] * length,
                 }
             )
+    for prompt in range(prompts, prompts + filling):
+        empty = {"tokens": [5, 6, 7], "num_prompt_tokens": 3, "logprobs": [], "advantages": []}
+        rows += [{"prompt_row": prompt, "sample": sample} | empty for sample in range(group)]
     return write_shard(open_store(store_uri), pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})

@@ -2,20 +2,25 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import JsonValue
 
-from infra.errors import Quarantined
+from infra.errors import BadInput, Quarantined
 from infra.shards import read_shard, write_shard
 from infra.storage import open_store
 from models.config import AlgorithmConfig
 from models.credit import ROLLOUT_COLUMNS, Credit, assign_credit
+from models.judges.tally import tally
+from models.judges.verdicts import Judgement
 from models.records import Outcome, score_schema
-from models.rewards.config import ScoringConfig
+from models.rewards.config import JudgeReward, ScoringConfig, ServedReward
 from models.rewards.evaluate import Case, Evaluator, Verdict
-from models.work import CreditWork, ScoringWork
+from models.selection import Wanted, informative_prompts
+from models.work import CreditWork, ScoredShard, ScoringWork
 
 
 class ScoringWorker:
@@ -32,29 +37,59 @@ class ScoringWorker:
         """Judge every completion of a rollout shard: one score shard with the same rows."""
         began = time.perf_counter()
         rollouts = read_shard(self._store, work.rollouts, ("prompt_row", "sample", "prompt", "completion", "answer"))
+        served = self._served(rollouts, work)
         texts = (rollouts[name].to_pylist() for name in ("prompt", "completion", "answer"))
-        verdicts = self._evaluator.evaluate([Case(*row) for row in zip(*texts, strict=True)])
-        table = score_table(rollouts, verdicts, self._scoring)
+        ruled = self._evaluator.evaluate([Case(*row) for row in zip(*texts, strict=True)])
+        table = score_table(rollouts, all_terms(ruled, served, self._scoring), self._scoring)
         metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest}
         ref = write_shard(self._store, table, kind="scores", metadata=metadata)
         timings = {"score_seconds": time.perf_counter() - began}
-        return Outcome(shards=(ref,), metrics=score_metrics(table, self._scoring.terms), timings=timings)
+        metrics = score_metrics(table, self._scoring.terms)
+        if work.metric:
+            metrics["informative_groups"] = float(len(informative_prompts(table, work.metric)))
+        return Outcome(shards=(ref,), metrics=metrics, timings=timings)
 
     def credit(self, work: CreditWork) -> Outcome:
-        """Turn an iteration's rollouts and scores into one sample shard, or refuse if too many are missing."""
+        """Turn an iteration's rollouts and scores into one sample shard, or refuse if too many are missing.
+
+        Where sampling is dynamic, `surplus` in the detail names informative groups beyond the target: per shard of the
+        work, by its index, their prompt rows.
+        """
         began = time.perf_counter()
+        wanted = wanted_groups(work, self._scoring.terms)
         credit = assign_credit(
-            [read_shard(self._store, ref, ROLLOUT_COLUMNS) for ref in work.rollouts],
-            [read_shard(self._store, ref) for ref in work.scores],
+            [counted(read_shard(self._store, shard.rollouts, ROLLOUT_COLUMNS), shard) for shard in work.shards],
+            [counted(read_shard(self._store, shard.scores), shard) for shard in work.shards],
             terms=self._scoring.terms,
             algorithm=self._algorithm,
+            wanted=wanted,
         )
         check_missing(credit, max_missing=self._scoring.max_missing, iteration=work.iteration)
+        check_shortfall(credit, work)
         metadata = {"iteration": str(work.iteration)}
         ref = write_shard(self._store, credit.samples, kind="samples", metadata=metadata)
         self._credited += int(credit.metrics["completions"])
-        timings = {"credit_seconds": time.perf_counter() - began}
-        return Outcome(shards=(ref,), metrics=credit.metrics, timings=timings)
+        surplus: list[JsonValue] = [
+            {"shard": shard, "rows": list(rows)} for shard, rows in enumerate(credit.surplus) if rows
+        ]
+        return Outcome(
+            shards=(ref,),
+            metrics=credit.metrics,
+            detail={"surplus": surplus} if wanted else None,
+            timings={"credit_seconds": time.perf_counter() - began},
+        )
+
+    def _served(self, rollouts: pa.Table, work: ScoringWork) -> dict[str, list[Judgement]]:
+        """Read what served rewards answered about the shard, by term."""
+        served = self._scoring.served
+        shards = {verdicts.term: verdicts.verdicts for verdicts in work.verdicts}
+        if set(shards) != set(served) or len(shards) < len(work.verdicts):
+            found = ", ".join(verdicts.term for verdicts in work.verdicts) or "none"
+            raise BadInput(f"scoring work: expected verdicts of {', '.join(served) or 'no term'}, found {found}")
+        return {
+            term: tally(read_shard(self._store, shards[term]), rollouts, vote=vote_of(reward), term=term)
+            for term, reward in served.items()
+        }
 
     def progress(self) -> int:
         """Count completions judged and credited; it moves while work advances."""
@@ -81,6 +116,25 @@ def score_table(rollouts: pa.Table, verdicts: Sequence[Verdict], scoring: Scorin
     return pa.table(columns, schema=score_schema(scoring.terms))
 
 
+def all_terms(
+    ruled: Sequence[Verdict], served: Mapping[str, Sequence[Judgement]], scoring: ScoringConfig
+) -> list[Verdict]:
+    """Join what rules and served rewards found about each completion, in the order of the terms."""
+    joined: list[Verdict] = []
+    for row, verdict in enumerate(ruled):
+        values = dict(zip(scoring.rule_terms, verdict.values, strict=True))
+        values |= {term: judgements[row].value for term, judgements in served.items()}
+        errors = [f"{term}: {judgements[row].error}" for term, judgements in served.items() if judgements[row].error]
+        first = verdict.error or (errors[0] if errors else None)
+        joined.append(Verdict(tuple(values[term] for term in scoring.terms), first))
+    return joined
+
+
+def vote_of(reward: ServedReward) -> Literal["mean", "median", "majority"]:
+    """How a served reward's answers are counted; a reward model gives but one."""
+    return reward.vote if isinstance(reward, JudgeReward) else "mean"
+
+
 def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
     """Count rows and missing scores, and sum what is there and its squares; sums, unlike means, add up over shards."""
     scored = table.filter(pc.is_valid(table["reward"]))  # a term may have a value where a later one failed
@@ -92,6 +146,32 @@ def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
         **{f"term_{term}_sum": math.fsum(numbers) for term, numbers in values.items()},
         **{f"term_{term}_squares": math.fsum(number**2 for number in numbers) for term, numbers in values.items()},
     }
+
+
+def counted(table: pa.Table, shard: ScoredShard) -> pa.Table:
+    """Keep the completions of the prompt rows that count."""
+    if shard.rows is None:
+        return table
+    return table.filter(pc.is_in(table["prompt_row"], pa.array(shard.rows, pa.int32())))
+
+
+def wanted_groups(work: CreditWork, terms: Sequence[str]) -> Wanted | None:
+    """Say what dynamic sampling wants; none takes every group."""
+    if work.dynamic is None:
+        return None
+    assert work.target is not None, "dynamic sampling has a target"
+    return Wanted(target=work.target, metric=work.dynamic.metric or terms[0], fill=work.dynamic.on_shortfall == "fill")
+
+
+def check_shortfall(credit: Credit, work: CreditWork) -> None:
+    """Raise Quarantined if informative groups are wanting and the configuration does not put up with it."""
+    if work.dynamic is None or work.dynamic.on_shortfall != "fail" or not credit.metrics["shortfall_groups"]:
+        return
+    informative, issued = (int(credit.metrics[name]) for name in ("informative_groups", "issued_groups"))
+    raise Quarantined(
+        f"credit of iteration {work.iteration}: {informative} of {issued} groups are informative after the last wave, "
+        f"expected {work.target} (rollout.prompts; rollout.dynamic.on_shortfall is fail)"
+    )
 
 
 def check_missing(credit: Credit, *, max_missing: float, iteration: int) -> None:

@@ -57,11 +57,12 @@ class UpdateWorker:
     def update(self, work: UpdateWork) -> Outcome:
         """Take one iteration's steps and publish the next policy version.
 
-        Without samples, or where anything was not finite, the next version has its parent's very weights and state.
+        Without a token to learn from, or where anything was not finite, the next version has its parent's very weights
+        and state.
         """
         ranks, clock = self._joined(), time.perf_counter
         samples = open_samples(self._store, work.samples)
-        if not samples.groups:
+        if not any(samples.completion_lengths):
             return _unchanged(work, quarantined=False)
         begun = clock()
         trainer = self._at_policy(work.policy)
@@ -118,7 +119,7 @@ class UpdateWorker:
 
     def _steps(self, work: UpdateWork, samples: Samples, ranks: Ranks) -> list[StepPasses]:
         config = self._update
-        plans = plan_steps(
+        planned = plan_steps(
             samples.groups,
             samples.lengths,
             minibatches=config.minibatches,
@@ -126,6 +127,8 @@ class UpdateWorker:
             microbatch_tokens=config.microbatch_tokens,
             seed=work.seed,
         )
+        # Where groups without weight are all that a step has, only momentum would move the weights.
+        plans = [plan for plan in planned if any(samples.completion_lengths[row] for row in plan.rows)]
         first = work.policy.version * config.minibatches
         rates = [
             learning_rate(
