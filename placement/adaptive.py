@@ -38,7 +38,7 @@ class Adaptive:
         scores_K = cast.scores(self.config.risk)
         best, current = int(scores_K.argmin()), standing(inputs)
         if current is None:
-            return _first(cast, best, scores_K)
+            return _first(inputs, cast, best, scores_K)
         kept = plans.index(current)
         memory, pays = _weigh(inputs, self.config, plans, scores_K, kept=kept, best=best)
         return _decide(inputs, cast, memory, pays, kept=kept, best=best, scores_K=scores_K)
@@ -77,7 +77,9 @@ def _same_way(current: Plan, wanted: Plan, before: Plan) -> bool:
     return (wanted.rollout > current.rollout) == (before.rollout > current.rollout)
 
 
-def _first(cast: Forecast, best: int, scores_K: NDArray[np.float64]) -> Decision:
+def _first(inputs: PlanInputs, cast: Forecast, best: int, scores_K: NDArray[np.float64]) -> Decision:
+    if not (inputs.rollout.measured and inputs.scoring.measured):
+        return _unmeasured(cast)
     plan, seconds = cast.plans[best], float(cast.seconds_KB[best].mean())
     other = [k for k in range(len(cast.plans)) if (cast.plans[k].mode == "split") != (plan.mode == "split")]
     rival = ""
@@ -87,6 +89,14 @@ def _first(cast: Forecast, best: int, scores_K: NDArray[np.float64]) -> Decision
         rival = f", {name} {cast.seconds_KB[second].mean():.1f} s"
     reason = f"{described(plan)}: predicted {seconds:.1f} s{rival}"
     memory = Memory(held=-1, predicted_seconds=seconds)
+    return Decision(plan=plan, predicted_seconds=seconds, unchanged_seconds=seconds, reason=reason, memory=memory)
+
+
+def _unmeasured(cast: Forecast) -> Decision:
+    """Take turns: a split by guessed paces can be many times slower than turns, turns never."""
+    plan, seconds = cast.plans[0], float(cast.seconds_KB[0].mean())
+    reason = f"nothing is measured yet, so {described(plan)}: {seconds:.1f} s by a guess"
+    memory = Memory(predicted_seconds=seconds)
     return Decision(plan=plan, predicted_seconds=seconds, unchanged_seconds=seconds, reason=reason, memory=memory)
 
 

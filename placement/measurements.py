@@ -1,0 +1,197 @@
+"""From what stages measured to what policies decide from. Frozen, and JSON like all of placement's records."""
+
+from collections.abc import Iterable
+from math import exp
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+
+from infra.config import Settings
+from placement.records import Demand, Pace, ResizeCost
+from placement.regression import LineSums, fit_line
+
+Role = Literal["rollout", "scoring"]
+
+SAMPLE = 512
+"""Lengths kept per role."""
+FADE = 0.5
+"""What a stage's step times weigh one stage later."""
+BUSY_KEPT = 0.7
+"""EMA of busy seconds: 0.7 of the old, 0.3 of the new."""
+RESIZE_KEPT = 0.7
+MOVES_KEPT = 64
+"""Moves behind the 95th percentile."""
+
+
+class UnitObservation(Settings):
+    """One finished unit, as its manifest tells. Steps may be missing (0) where an engine does not count them."""
+
+    role: Role
+    sequences: int
+    """Sequences decoded; judges' votes and second attempts counted each."""
+    seconds: float
+    """From the worker's taking it to its commit; without loading weights, which is a cost of moving."""
+    steps: float = 0.0
+    step_sequences: float = 0.0
+    """Sum of the batch sizes."""
+    step_sequences_squared: float = 0.0
+    step_seconds: float = 0.0
+    step_sequence_seconds: float = 0.0
+    """Sum of batch size × seconds."""
+    lengths: tuple[float, ...] = ()
+    """Evenly spaced order statistics of the lengths, smallest and largest included."""
+
+
+class Prior(Settings):
+    """What is assumed of a role before its first measurement."""
+
+    median_tokens: float = 128.0
+    sigma: float = 0.8
+    """Of the log-normal distribution of lengths."""
+    max_tokens: float = 4096.0
+    """Where lengths are cut."""
+    pace: Pace = Pace(base_seconds=0.02, per_sequence_seconds=0.0005)
+
+    def lengths(self) -> tuple[float, ...]:
+        """Lengths at 64 evenly spaced quantiles."""
+        normals = [NormalDist().inv_cdf((rank + 0.5) / 64) for rank in range(64)]
+        return tuple(min(self.median_tokens * exp(self.sigma * z), self.max_tokens) for z in normals)
+
+
+class RoleMeasurements(Settings):
+    """What is known of a role."""
+
+    stages: int = 0
+    steps: LineSums = LineSums()
+    """Step time on batch size."""
+    rest: LineSums = LineSums()
+    """What units take beside their steps, on their sequences."""
+    lengths: tuple[float, ...] = ()
+    """Sorted; at least half of them from the last stage."""
+    busy_seconds: float = 0.0
+    """Worker-seconds per stage."""
+
+
+class Measurements(Settings):
+    """What is known of both roles and of moving; `observe` returns what is known after another stage."""
+
+    rollout: RoleMeasurements = RoleMeasurements()
+    scoring: RoleMeasurements = RoleMeasurements()
+    moves: tuple[float, ...] = ()
+    """Seconds of recent moves, oldest first."""
+    move_seconds: float | None = None
+    """EMA."""
+
+    def observe(self, units: Iterable[UnitObservation], *, moves: Iterable[float] = ()) -> "Measurements":
+        """Take in a stage that has ended: all of its units, for those that finish early are short ones; and its moves,
+        in seconds from the wish to the first work elsewhere."""
+        seen, moves = tuple(units), tuple(moves)
+        average = self.move_seconds
+        for seconds in moves:
+            average = seconds if average is None else RESIZE_KEPT * average + (1 - RESIZE_KEPT) * seconds
+        return Measurements(
+            rollout=_observe(self.rollout, [unit for unit in seen if unit.role == "rollout"]),
+            scoring=_observe(self.scoring, [unit for unit in seen if unit.role == "scoring"]),
+            moves=(*self.moves, *moves)[-MOVES_KEPT:],
+            move_seconds=average,
+        )
+
+    def resize(self) -> ResizeCost:
+        """What moving a worker costs; a guess before the first move."""
+        if self.move_seconds is None:
+            return ResizeCost()
+        return ResizeCost(mean_seconds=self.move_seconds, p95_seconds=float(np.quantile(self.moves, 0.95)))
+
+    def pace(self, role: Role, *, prior: Pace) -> Pace:
+        """How fast a worker of the role is."""
+        known = self.rollout if role == "rollout" else self.scoring
+        # Units without steps (a sequence classifier, log-probs) take all their time beside them.
+        without = known.stages > 0 and known.steps.count == 0
+        guess = (0.0, 0.0) if without else (prior.base_seconds, prior.per_sequence_seconds)
+        base, slope = fit_line(known.steps, prior=guess)
+        unit, setup = fit_line(known.rest, prior=(prior.unit_seconds, prior.setup_seconds))
+        return Pace(base_seconds=base, per_sequence_seconds=slope, setup_seconds=setup, unit_seconds=unit)
+
+    def demand(
+        self,
+        role: Role,
+        *,
+        units: int,
+        sequences: int,
+        slots: int = 1,
+        least_slots: int = 1,
+        units_at_once: int = 1,
+        prior: Prior | None = None,
+    ) -> Demand:
+        """What the role has to do in a stage of `units` units of `sequences` sequences each."""
+        known = self.rollout if role == "rollout" else self.scoring
+        prior = prior or Prior()
+        return Demand(
+            units=units,
+            sequences=sequences,
+            lengths=known.lengths or prior.lengths(),
+            pace=self.pace(role, prior=prior.pace),
+            slots=slots,
+            least_slots=least_slots,
+            units_at_once=units_at_once,
+            busy_seconds=known.busy_seconds,
+            measured=known.stages > 0,
+        )
+
+
+def _observe(known: RoleMeasurements, units: list[UnitObservation]) -> RoleMeasurements:
+    if not units:
+        return known
+    busy = sum(unit.seconds for unit in units)
+    return RoleMeasurements(
+        stages=known.stages + 1,
+        steps=known.steps.plus(_total(_steps(unit) for unit in units), decay=FADE),
+        rest=known.rest.plus(_total(_rest(unit) for unit in units), decay=FADE),
+        lengths=_merged(known.lengths, units, seed=known.stages),
+        busy_seconds=BUSY_KEPT * known.busy_seconds + (1 - BUSY_KEPT) * busy if known.stages else busy,
+    )
+
+
+def _steps(unit: UnitObservation) -> LineSums:
+    return LineSums(
+        count=unit.steps,
+        x=unit.step_sequences,
+        xx=unit.step_sequences_squared,
+        y=unit.step_seconds,
+        xy=unit.step_sequence_seconds,
+    )
+
+
+def _rest(unit: UnitObservation) -> LineSums:
+    rest, b = max(unit.seconds - unit.step_seconds, 0.0), float(unit.sequences)
+    return LineSums(count=1.0, x=b, xx=b * b, y=rest, xy=rest * b)
+
+
+def _total(parts: Iterable[LineSums]) -> LineSums:
+    total = LineSums()
+    for part in parts:
+        total = total.plus(part)
+    return total
+
+
+def _merged(old: tuple[float, ...], units: list[UnitObservation], *, seed: int) -> tuple[float, ...]:
+    """A sorted sample of at most `SAMPLE` lengths, old ones at most as many as new ones.
+
+    Too many are thinned by chance: whatever is chosen by rank would bias the tail.
+    """
+    rng = np.random.default_rng(seed)
+    counted = [unit for unit in units if unit.lengths]
+    if not counted:
+        return old
+    # A unit's order statistics are its quantile function, read as often as it has sequences.
+    new = np.concatenate(
+        [
+            np.interp(np.linspace(0, 1, max(unit.sequences, 1)), np.linspace(0, 1, len(unit.lengths)), unit.lengths)
+            for unit in counted
+        ]
+    )
+    past = np.asarray(old)
+    past = rng.choice(past, size=min(past.size, new.size, SAMPLE // 2), replace=False)
+    new = rng.choice(new, size=min(new.size, SAMPLE - past.size), replace=False)
+    return tuple(float(length) for length in np.sort(np.concatenate([past, new])))
