@@ -1,17 +1,17 @@
-"""From a reward's configuration to the function that judges."""
+"""From the configuration of a reward that is a rule to the function that judges."""
 
 import re
 from typing import assert_never
 
 from infra.errors import BadInput
 from models.protocols import Reward
-from models.rewards.config import MathReward, NumericReward, RegexReward, RewardConfig, TargetReward
+from models.rewards.config import MathReward, NumericReward, RegexReward, RuleReward, TargetReward
 from models.rewards.numeric import numeric_reward
 from models.rewards.pattern import pattern_reward
 from models.rewards.target import target_reward
 
 
-def build_reward(config: RewardConfig) -> Reward:
+def build_reward(config: RuleReward) -> Reward:
     """Make a reward; what cannot work is bad input here, before any completion exists."""
     match config:
         case NumericReward():
@@ -30,7 +30,7 @@ def build_reward(config: RewardConfig) -> Reward:
             assert_never(config)
 
 
-def check_reward(config: RewardConfig) -> None:
+def check_reward(config: RuleReward) -> None:
     """Raise BadInput, naming what was meant where it can, if the reward cannot be built."""
     build_reward(config)
 

@@ -192,6 +192,11 @@ class JudgeReward(RewardTerm):
     slots: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker slots that one replica takes, each with `pools.threads` threads or its GPUs."""
 
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether the model runs elsewhere."""
+        return isinstance(self.model, EndpointJudge)
+
 
 class ModelReward(RewardTerm):
     """The score of a discriminative reward model: a sequence classifier with one output."""
@@ -207,6 +212,11 @@ class ModelReward(RewardTerm):
     """Tokens, padding included, in one forward pass."""
     slots: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker slots that one replica takes."""
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether the model runs elsewhere: never."""
+        return False
 
 
 RuleReward = NumericReward | MathReward | RegexReward | TargetReward
@@ -236,10 +246,20 @@ class ScoringConfig(Settings):
         return tuple(reward for reward in self.rewards if not isinstance(reward, ServedReward))
 
     @property
+    def rule_terms(self) -> tuple[str, ...]:
+        """Column names of the rules, in order."""
+        return tuple(term for term in self.terms if term not in self.served)
+
+    @property
     def served(self) -> dict[str, ServedReward]:
         """Rewards that models serve, by term."""
         pairs = zip(self.terms, self.rewards, strict=True)
         return {term: reward for term, reward in pairs if isinstance(reward, ServedReward)}
+
+    @property
+    def local(self) -> dict[str, ServedReward]:
+        """Served rewards whose model runs in worker slots; one behind an endpoint is elsewhere."""
+        return {term: reward for term, reward in self.served.items() if not reward.is_endpoint}
 
     @model_validator(mode="after")
     def _terms_differ(self) -> "ScoringConfig":

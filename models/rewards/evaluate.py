@@ -40,7 +40,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One raw value per reward term, none where it is missing, and the first reason, as `term: why`."""
+    """One raw value per rule, none where it is missing, and the first reason, as `term: why`."""
 
     values: tuple[float | None, ...]
     error: str | None
@@ -66,6 +66,8 @@ class Evaluator:
 
     def evaluate(self, cases: Sequence[Case]) -> list[Verdict]:
         """Judge in order; takes at most `timeout_seconds` (and a restart) for each completion that misbehaves."""
+        if not self._scoring.rules:
+            return [Verdict((), None) for _ in cases]
         verdicts: list[Verdict] = []
         suspect = -1
         while (position := len(verdicts)) < len(cases):
@@ -104,7 +106,7 @@ class _Child:
 
     def __init__(self, scoring: ScoringConfig) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would inherit the locks of Ray's and Arrow's threads
-        self.terms, self.timeout_seconds = scoring.terms, scoring.timeout_seconds
+        self.terms, self.timeout_seconds = scoring.rule_terms, scoring.timeout_seconds
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, name="rewards", args=(theirs, scoring, os.getpid()), daemon=True)
         self.process.start()
@@ -184,7 +186,7 @@ def _serve(pipe: Connection, scoring: ScoringConfig, parent: int) -> None:
     _die_with(parent)
     os.setsid()  # own process group: what rewards start is killed with them, and Ctrl-C is the parent's affair
     try:
-        rewards = [build_reward(config) for config in scoring.rewards]
+        rewards = [build_reward(config) for config in scoring.rules]
     except BadInput as error:
         pipe.send(str(error))
         return

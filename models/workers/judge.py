@@ -159,8 +159,8 @@ def _endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
 
 
 def _completions(rollouts: pa.Table) -> list[Judged]:
-    columns = (rollouts[name].to_pylist() for name in ROLLOUT_COLUMNS)
-    return [Judged(*row, row[0]) for row in zip(*columns, strict=True)]
+    columns = (rollouts[name].to_pylist() for name in (*ROLLOUT_COLUMNS, "prompt_row"))
+    return [Judged(*row) for row in zip(*columns, strict=True)]
 
 
 def _table(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> pa.Table:
