@@ -83,7 +83,7 @@ class Cluster:
         self._members.append(pool)
         return pool
 
-    def fleet(self, specs: Sequence[PoolSpec], *, slots: int, gpus_per_slot: float) -> Fleet:
+    async def fleet(self, specs: Sequence[PoolSpec], *, slots: int, gpus_per_slot: float) -> Fleet:
         """Return worker slots that these roles share; nothing starts before they are arranged.
 
         In a process that does not arrange them, it finds the workers that are awake in the one that does.
