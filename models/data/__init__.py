@@ -8,7 +8,7 @@ from models.data.arithmetic import arithmetic_problems, bare_guess
 from models.data.files import file_problems
 from models.data.problems import Message, Problem, Prompt, identity, is_heldout
 
-__all__ = ["Message", "Problem", "Prompt", "identity", "is_heldout", "load_problems", "warmup_examples"]
+__all__ = ["Example", "Message", "Problem", "Prompt", "identity", "is_heldout", "load_problems", "warmup_examples"]
 
 Example = tuple[Prompt, str]
 """A prompt and the completion that warm-up imitates."""

@@ -20,6 +20,8 @@ from transformers.utils import logging as transformers_logging
 from infra.errors import BadInput
 from models.config import ScratchPolicy
 from models.data import Problem, identity
+from models.judges.training import question_about, verdict_texts
+from models.rewards.config import JudgeReward
 from models.roles.tokenizer import train_tokenizer
 
 
@@ -38,6 +40,15 @@ def scratch_tokenizer(policy: ScratchPolicy, problems: Iterable[Problem]) -> Pre
     """Train the tokenizer on prompts and answers, worked ones included."""
     texts = chain.from_iterable((identity(p.prompt), p.worked or p.answer) for p in problems)
     return train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
+
+
+def judge_tokenizer(
+    judge: ScratchPolicy, reward: JudgeReward, problems: Iterable[Problem], *, seed: int
+) -> PreTrainedTokenizerFast:
+    """Train the tokenizer of a judge on its questions and verdicts."""
+    verdicts = verdict_texts(reward.verdict)
+    texts = (question_about(p, p.worked or p.answer, template=reward.template, seed=seed) for p in problems)
+    return train_tokenizer(chain(texts, verdicts), vocab_size=judge.vocab_size, context=judge.context)
 
 
 def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:

@@ -10,35 +10,38 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import Quarantined
 from models.batching import TokenSequence, lay_out, plan_step
-from models.data import Prompt, warmup_examples
+from models.config import WarmupConfig
+from models.data import Example, Prompt
 from models.roles.ranks import Ranks, sum_and_max
 from models.roles.tokenizer import load_tokenizer, render
 from models.roles.trainer import Trainer
 from models.schedule import learning_rate
-from models.work import WarmupWork
 
 
 def imitate(
     trainer: Trainer,
-    work: WarmupWork,
+    examples: Sequence[Example],
     *,
+    warmup: WarmupConfig,
     directory: Path,
     microbatch_tokens: int,
     ranks: Ranks,
     beat: Callable[[], None],
 ) -> dict[str, float]:
-    """Take all warm-up steps and return their statistics; a loss that is not finite is refused."""
-    examples = warmup_examples(work.data, work.warmup, work.seed)
+    """Take all warm-up steps over the examples, in order, and return statistics; a loss that is not finite is refused.
+
+    `directory` has the tokenizer.
+    """
     sequences = example_sequences(examples, load_tokenizer(directory))
-    losses = torch.zeros(work.warmup.steps, dtype=torch.float64, device=ranks.device)
-    for step in range(work.warmup.steps):
-        chosen = sequences[step * work.warmup.batch_size : (step + 1) * work.warmup.batch_size]
+    losses = torch.zeros(warmup.steps, dtype=torch.float64, device=ranks.device)
+    for step in range(warmup.steps):
+        chosen = sequences[step * warmup.batch_size : (step + 1) * warmup.batch_size]
         losses[step] = _imitate_step(trainer, chosen, microbatch_tokens=microbatch_tokens, ranks=ranks, beat=beat)
         rate = learning_rate(
             step,
-            work.warmup.steps,
-            peak=work.warmup.learning_rate,
-            warmup_steps=round(work.warmup.steps * 0.05),
+            warmup.steps,
+            peak=warmup.learning_rate,
+            warmup_steps=round(warmup.steps * 0.05),
             schedule="cosine",
             floor=0.1,
         )
@@ -48,7 +51,7 @@ def imitate(
     return {
         "loss_first": float(losses[0]),
         "loss_last": float(losses[-20:].mean()),
-        "steps": float(work.warmup.steps),
+        "steps": float(warmup.steps),
         "tokens": float(sum(len(sequence.tokens) - sequence.num_prompt_tokens for sequence in sequences)),
         "samples": float(len(sequences)),
     }
@@ -77,9 +80,7 @@ def _imitate_step(
     return total
 
 
-def example_sequences(
-    examples: Sequence[tuple[Prompt, str]], tokenizer: PreTrainedTokenizerFast
-) -> list[TokenSequence]:
+def example_sequences(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[TokenSequence]:
     """Tokenize prompts as for generation, and completions with EOS at their end; each text but once."""
     prompts = _tokens_of({prompt for prompt, _ in examples}, tokenizer)
     texts = sorted({completion for _, completion in examples})

@@ -10,15 +10,19 @@ from blake3 import blake3
 from transformers import AutoConfig
 
 from infra.bundles import fetch_bundle, publish_bundle
+from infra.errors import BadInput
 from infra.shards import write_shard
 from infra.storage import open_store
 from models.config import DirectoryPolicy
 from models.data import Problem, load_problems
 from models.records import PROMPT_SCHEMA, Outcome, PolicyVersion
+from models.rewards.config import DirectoryJudge, JudgeReward, ModelReward, TrainedJudge
 from models.roles.directory import check_directory, copy_directory
-from models.roles.policy import build_scratch, policy_shape, save_policy, scratch_tokenizer
+from models.roles.policy import build_scratch, judge_tokenizer, policy_shape, save_policy, scratch_tokenizer
+from models.roles.reward_model import check_reward_model
 from models.roles.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_prompts
-from models.work import PolicyWork, PromptWork
+from models.seeds import derive_seed
+from models.work import JudgePreparation, PolicyWork, PromptWork
 
 
 class PreparationWorker:
@@ -41,6 +45,20 @@ class PreparationWorker:
             parameters = _write_policy(work, Path(folder))
             self._progress += 1
             ref = publish_bundle(self._store, Path(folder), prefix="policies")
+        self._progress += 1
+        return Outcome(
+            policy=PolicyVersion(version=0, weights=ref),
+            metrics={"parameters": parameters},
+            timings={"make": time.perf_counter() - started},
+        )
+
+    def make_judge(self, work: JudgePreparation) -> Outcome:
+        """Build or import the model behind a served reward, and publish it as version 0."""
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="rheostat-judge-") as folder:
+            parameters = _write_judge(work, Path(folder))
+            self._progress += 1
+            ref = publish_bundle(self._store, Path(folder), prefix="judges")
         self._progress += 1
         return Outcome(
             policy=PolicyVersion(version=0, weights=ref),
@@ -78,6 +96,26 @@ def _write_policy(work: PolicyWork, directory: Path) -> int:
     model = build_scratch(work.policy, tokenizer, seed=work.seed)
     save_policy(model, tokenizer, directory)
     return int(model.num_parameters())
+
+
+def _write_judge(work: JudgePreparation, directory: Path) -> int:
+    match work.reward:
+        case ModelReward(path=path):
+            parameters = check_reward_model(path, work.reward.template)
+            copy_directory(path, directory)
+            return parameters
+        case JudgeReward(model=DirectoryJudge(path=path)):
+            _, _, parameters = check_directory(path)
+            copy_directory(path, directory)
+            return parameters
+        case JudgeReward(model=TrainedJudge(shape=shape)):
+            problems = load_problems(work.data, "train", work.seed)
+            tokenizer = judge_tokenizer(shape, work.reward, problems, seed=work.seed)
+            model = build_scratch(shape, tokenizer, seed=derive_seed("judge", work.seed))
+            save_policy(model, tokenizer, directory)
+            return int(model.num_parameters())
+        case _:
+            raise BadInput("judge preparation: a model behind an endpoint is not the run's to make")
 
 
 def _table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.Table:

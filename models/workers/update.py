@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -9,7 +10,9 @@ from infra.bundles import BundleRef, fetch_bundle
 from infra.errors import BadInput
 from infra.storage import open_store
 from models.batching import plan_steps
-from models.config import KlPenalty, UpdateConfig
+from models.config import KlPenalty, UpdateConfig, WarmupConfig
+from models.data import Example, warmup_examples
+from models.judges.training import judge_examples
 from models.records import Outcome, PolicyVersion
 from models.roles.logprobs import TokenLogprobs
 from models.roles.optimizer_state import load_state
@@ -21,7 +24,7 @@ from models.roles.trainer import Trainer
 from models.roles.update_steps import StepPasses, StepsTaken, extra_logprobs, prepare, take_steps
 from models.samples import Samples, open_samples
 from models.schedule import learning_rate
-from models.work import UpdateWork, WarmupWork
+from models.work import JudgeWarmupWork, UpdateWork, WarmupWork
 
 logger = logging.getLogger(__name__)
 
@@ -97,22 +100,30 @@ class UpdateWorker:
 
     def warmup(self, work: WarmupWork) -> Outcome:
         """Imitate worked examples and publish a policy without optimizer state."""
+        return self._warm(work.policy, warmup_examples(work.data, work.warmup, work.seed), work.warmup)
+
+    def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
+        """Train a judge on right and wrong completions and publish it."""
+        return self._warm(work.judge, judge_examples(work.data, work.reward, work.warmup, work.seed), work.warmup)
+
+    def _warm(self, model: PolicyVersion, examples: Sequence[Example], warmup: WarmupConfig) -> Outcome:
         ranks, clock = self._joined(), time.perf_counter
         begun = clock()
         self._at = None
-        trainer = self._start(work.policy.weights, temperature=1.0)
+        trainer = self._start(model.weights, temperature=1.0)
         loaded = clock()
         metrics = imitate(
             trainer,
-            work,
-            directory=fetch_bundle(self._store, work.policy.weights),
+            examples,
+            warmup=warmup,
+            directory=fetch_bundle(self._store, model.weights),
             microbatch_tokens=self._update.microbatch_tokens,
             ranks=ranks,
             beat=self._beat,
         )
         stepped = clock()
         policy = publish_policy(
-            self._store, trainer, version=work.policy.version, parent=work.policy.weights, state_of=None, ranks=ranks
+            self._store, trainer, version=model.version, parent=model.weights, state_of=None, ranks=ranks
         )
         timings = {"load": loaded - begun, "steps": stepped - loaded, "save": clock() - stepped}
         return Outcome(policy=policy, metrics=metrics, timings=timings)
