@@ -178,9 +178,6 @@ def test_a_redirect_is_refused():
     assert other.asked == []
 
 
-NOT_FINISHED = says("score: 1", finish_reason="length")
-
-
 @pytest.mark.parametrize(
     ("reply", "error"),
     [
@@ -194,7 +191,6 @@ NOT_FINISHED = says("score: 1", finish_reason="length")
         (says(""), "empty"),
         (Reply(body=b'{"choices": [{"message": {"content": null}}]}'), "empty"),
         (Reply(body=b'{"choices": [{"message": {"content": 7}}]}'), "content"),
-        (NOT_FINISHED, "length"),
         (says("x" * (5 << 20)), "longer than"),
         (Reply(status=400, body=b"too long for this model"), "too long for this model"),
     ],
@@ -207,6 +203,13 @@ def test_what_is_no_answer_is_an_error_and_never_a_value(reply, error):
     assert error in answer.error
     assert "\n" not in answer.error
     assert len(server.asked) == 1
+
+
+def test_an_answer_that_was_cut_is_an_error_beside_its_text():
+    with chat_server(lambda asked, before: says("score: 1", finish_reason="length")) as server:
+        [answer] = judge_at(server.url).ask(questions(1))
+    assert answer.text == "score: 1"  # of 10, perhaps
+    assert "not finished" in answer.error
 
 
 def test_a_long_answer_is_read_whole():

@@ -1,0 +1,136 @@
+"""The worker that scores with a discriminative reward model: one shard of verdicts for each rollout shard."""
+
+import logging
+import time
+
+import pyarrow as pa
+import torch
+
+from infra.bundles import fetch_bundle
+from infra.errors import BadInput
+from infra.shards import read_shard, write_shard
+from infra.storage import open_store
+from models.engines import StepSums
+from models.records import VERDICT_SCHEMA, Outcome, PolicyVersion
+from models.rewards.config import ModelReward
+from models.roles.reward_model import RewardModel, Scored, encode, load_reward_model, score
+from models.statistics import order_statistics
+from models.work import JudgeWork
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt", "completion")
+
+
+class RewardModelWorker:
+    """Score with the model that each piece of work names, and with no weights but those it has verified.
+
+    The same work gives a shard of the same digest in any process with as many threads.
+    """
+
+    def __init__(self, store_uri: str, run: str, term: str, reward: ModelReward, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._store = open_store(f"{store_uri}/{run}")
+        self._term = term
+        self._reward = reward
+        self._model: RewardModel | None = None
+        self._loaded = ""
+        self._progress = 0
+        self._steps = StepSums()
+
+    def progress(self) -> int:
+        """Return a count that moves with every forward pass and every load."""
+        return self._progress
+
+    def take(self, policy: PolicyVersion) -> str:
+        """Load the named model unless it is loaded, and return the digest that is now served."""
+        if self._loaded != policy.weights.digest:
+            self.sleep()  # the old weights go before the new ones come
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            directory = fetch_bundle(self._store, policy.weights)
+            self._model = load_reward_model(directory, device=device, dtype=getattr(torch, self._reward.dtype))
+            self._loaded = policy.weights.digest
+            self._progress += 1
+            logger.info("reward model %s: loaded %s", self._term, self._loaded)
+        return self._loaded
+
+    def sleep(self) -> None:
+        """Give the weights' memory back; the next work loads them again."""
+        self._model, self._loaded = None, ""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def judge(self, work: JudgeWork) -> Outcome:
+        """Write the scores of every completion of a rollout shard, in the same order."""
+        clock = time.perf_counter
+        started = clock()
+        if work.model is None:
+            raise BadInput(f"reward model {self._term}: expected the model to score with, found none")
+        self.take(work.model)
+        loaded, before = clock(), self._steps
+        rollouts = read_shard(self._store, work.rollouts, ROLLOUT_COLUMNS)
+        scores, tokens_read = self._score(rollouts)
+        scored = clock()
+        metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest, "term": self._term}
+        ref = write_shard(self._store, _table(rollouts, scores), kind="verdicts", metadata=metadata)
+        passed = sum(1 for tokens in tokens_read if tokens)
+        return Outcome(
+            shards=(ref,),
+            metrics=_metrics(scores, passed=passed, tokens_read=sum(tokens_read)),
+            # A score takes one step, as an answer of one token would: that is what placement reckons with.
+            detail={"lengths": [*order_statistics([1] * passed)]},
+            timings={"load": loaded - started, "generate": scored - loaded, "write": clock() - scored}
+            | self._steps.since(before),
+        )
+
+    def _score(self, rollouts: pa.Table) -> tuple[list[Scored], list[int]]:
+        """Return scores and how many tokens the model read for each, none where it was not asked."""
+        assert self._model is not None, "take() comes first"
+        texts = zip(rollouts["prompt"].to_pylist(), rollouts["completion"].to_pylist(), strict=True)
+        sequences: list[list[int]] = []
+        faults: dict[int, str] = {}
+        for row, (prompt, completion) in enumerate(texts):
+            try:
+                tokens = encode(self._model, self._reward.template, prompt=prompt, completion=completion)
+            except ValueError as error:
+                tokens, faults[row] = [], str(error)
+            sequences.append(tokens)
+        scores = score(self._model, sequences, batch_tokens=self._reward.batch_tokens, on_pass=self._passed)
+        read = [len(tokens) if len(tokens) <= self._model.context else 0 for tokens in sequences]
+        return [Scored(None, faults[row]) if row in faults else scored for row, scored in enumerate(scores)], read
+
+    def _passed(self, sequences: int, seconds: float) -> None:
+        sums = self._steps
+        self._progress += 1
+        self._steps = StepSums(
+            steps=sums.steps + 1,
+            sequences=sums.sequences + sequences,
+            sequences_squared=sums.sequences_squared + sequences**2,
+            seconds=sums.seconds + seconds,
+            sequence_seconds=sums.sequence_seconds + sequences * seconds,
+        )
+
+
+def _table(rollouts: pa.Table, scores: list[Scored]) -> pa.Table:
+    count = len(scores)
+    columns = {
+        "prompt_row": rollouts["prompt_row"],
+        "sample": rollouts["sample"],
+        "vote": [0] * count,
+        "attempt": [0] * count,
+        "text": [None] * count,
+        "value": [scored.value for scored in scores],
+        "error": [scored.error for scored in scores],
+        "tokens": [0] * count,
+    }
+    return pa.table(columns, schema=VERDICT_SCHEMA)
+
+
+def _metrics(scores: list[Scored], *, passed: int, tokens_read: int) -> dict[str, float]:
+    return {
+        "sequences": float(passed),
+        "tokens": float(passed),
+        "tokens_read": float(tokens_read),
+        "answers": float(len(scores)),
+        "invalid": float(sum(scored.value is None for scored in scores)),
+    }
