@@ -98,8 +98,8 @@ def read_answer(data: bytes, verdict: VerdictConfig) -> Answer:
     if isinstance(verdict, LogprobVerdict):
         return _likelihoods(choice.logprobs, verdict, tokens=tokens)
     if choice.finish_reason not in ("stop", None):  # a number that was cut in two is another number
-        error = f"the answer was not finished: finish_reason {choice.finish_reason[:40]!r}"
-        return Answer(text=choice.message.content, probabilities=None, tokens=tokens, error=error)
+        cut = f"the answer was not finished: finish_reason {choice.finish_reason[:40]!r}"
+        return Answer(text=choice.message.content, probabilities=None, tokens=tokens, error=cut)
     if not choice.message.content:
         return refusal("the answer is empty", tokens=tokens)
     return Answer(text=choice.message.content, probabilities=None, tokens=tokens, error=None)
