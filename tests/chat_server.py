@@ -1,6 +1,7 @@
 """A small real OpenAI-compatible server that answers as it is told, and remembers what it was asked."""
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -64,7 +65,7 @@ def says(text: str, **choice: object) -> Reply:
 
 
 @contextmanager
-def chat_server(reply: Callable[[Asked, int], Reply]) -> Iterator[ChatServer]:
+def chat_server(reply: Callable[[Asked, int], Reply], tls: ssl.SSLContext | None = None) -> Iterator[ChatServer]:
     server = ChatServer(reply)
 
     class Handler(BaseHTTPRequestHandler):
@@ -106,9 +107,11 @@ def chat_server(reply: Callable[[Asked, int], Reply]) -> Iterator[ChatServer]:
         request_queue_size = 128
 
     http = Server(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        http.socket = tls.wrap_socket(http.socket, server_side=True)
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
-    server.url = f"http://127.0.0.1:{http.server_port}/v1"
+    server.url = f"{'https' if tls else 'http'}://127.0.0.1:{http.server_port}/v1"
     try:
         yield server
     finally:
