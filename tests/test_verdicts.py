@@ -26,7 +26,12 @@ def likely(probabilities: dict[str, float] | None) -> Judgement:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("Score: 3", 0.5), ("Good work.\nSCORE = 5", 1.0), ("I give it a score 1, no more", 0.0), ("score:\n\n 2.5", 0.375)],
+    [
+        ("Score: 3", 0.5),
+        ("Good work.\nSCORE = 5", 1.0),
+        ("I give it a score 1, no more", 0.0),
+        ("score:\n\n 2.5", 0.375),
+    ],
 )
 def test_a_score_is_its_place_in_the_range(text, value):
     assert said(text, SCORE) == Judgement(value, None)
@@ -120,7 +125,9 @@ def test_no_text_breaks_the_reading_and_garbage_is_never_a_value(text, verdict):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from(["score: 5", "score=1", "Score 2.5", "yes", "no", "correct", "10", "<|im_end|>", "\n"])))
+@given(
+    st.lists(st.sampled_from(["score: 5", "score=1", "Score 2.5", "yes", "no", "correct", "10", "<|im_end|>", "\n"]))
+)
 def test_of_several_different_verdicts_none_counts(parts):
     scores = [part for part in parts if "score" in part.casefold()]
     judgement = said(" | ".join(parts), SCORE)
