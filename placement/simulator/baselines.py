@@ -1,0 +1,154 @@
+"""What the controller is measured against: deals that never change, a planner by the calendar, and hindsight.
+
+Suffixes: I iterations, N slots.
+"""
+
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs
+from placement.simulator.splits import colocated_seconds, lower_bound, split_seconds
+from placement.simulator.stage import Role, Stage
+from placement.simulator.workload import StageWork, Workload
+
+Floats = NDArray[np.float64]
+
+ALL_SPLITS = 64
+"""Up to so many workers every split is tried; beyond, a grid that becomes finer about its best point."""
+GRID = 17
+PERIOD = 4
+"""Iterations between two plans of the periodic planner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hindsight:
+    """Seconds by split and iteration, of the splits that were tried."""
+
+    seconds: dict[int, tuple[float, ...]]
+
+    def fixed(self, rollout: int) -> tuple[float, ...]:
+        """Seconds per iteration with the tried split that is nearest."""
+        return self.seconds[min(self.seconds, key=lambda tried: abs(tried - rollout))]
+
+    def best_fixed(self) -> tuple[float, ...]:
+        """Seconds per iteration with the one split that was best over all of them."""
+        return min(self.seconds.values(), key=sum)
+
+    def best_each(self) -> tuple[float, ...]:
+        """Seconds per iteration if each had the split that was best for it."""
+        return tuple(min(each) for each in zip(*self.seconds.values(), strict=True))
+
+
+def hindsight(workload: Workload) -> Hindsight:
+    """Try splits; where not all are tried, the best one of all iterations and of each is approached to 1/256 of N."""
+    workers = workload.workers
+    tried: dict[int, tuple[float, ...]] = {}
+
+    def attempt(rollout: int) -> None:
+        if 1 <= rollout < workers and rollout not in tried:
+            tried[rollout] = split_run(workload, rollout)
+
+    whole = workers <= ALL_SPLITS
+    grid = range(1, workers) if whole else np.linspace(1, workers - 1, GRID).round().astype(int).tolist()
+    for rollout in grid:
+        attempt(rollout)
+    for rollout in (workers // 4, workers // 2, workers - workers // 4):
+        attempt(rollout)
+    gap = 1 if whole else workers // GRID
+    while gap > max(1, workers // 256):
+        gap //= 2
+        bests = {min(tried, key=lambda rollout: sum(tried[rollout]))}
+        bests |= {min(tried, key=lambda rollout: tried[rollout][i]) for i in range(len(workload.stages))}
+        for best in bests:
+            attempt(best - gap)
+            attempt(best + gap)
+    return Hindsight(seconds=tried)
+
+
+def split_run(workload: Workload, rollout: int) -> tuple[float, ...]:
+    """Seconds per iteration with a split that never changes."""
+    workers = workload.workers
+    if workload.simple:
+        return tuple(split_seconds(stage, workload.slowness_N, rollout) for stage in workload.stages)
+    roles: list[Role] = ["rollout" if slot < rollout else "scoring" for slot in range(workers)]
+    plan = Plan(mode="split", rollout=rollout, scoring=workers - rollout)
+    return _staged(workload, plan, roles, move_seconds=0.0)
+
+
+def colocated_run(workload: Workload, resize_seconds: float) -> tuple[float, ...]:
+    """Seconds per iteration if roles take turns; each iteration pays one switch of all slots, to scoring.
+
+    The way back costs nothing here: with the iteration's new weights every way to deal the slots begins with loading.
+    """
+    if workload.simple:
+        return tuple(colocated_seconds(stage, workload.slowness_N, resize_seconds) for stage in workload.stages)
+    workers = workload.workers
+    plan = Plan(mode="colocated", rollout=workers, scoring=workers)
+    return _staged(workload, plan, ["rollout"] * workers, move_seconds=resize_seconds)
+
+
+def co_resident_run(workload: Workload) -> tuple[float, ...]:
+    """Seconds per iteration if every slot held both models: it generates while there is something to, then scores."""
+    return tuple(co_resident_seconds(stage, workload.slowness_N) for stage in workload.stages)
+
+
+def lower_bound_run(workload: Workload) -> tuple[float, ...]:
+    """Seconds per iteration that nothing can beat."""
+    return tuple(lower_bound(stage, workload.slowness_N) for stage in workload.stages)
+
+
+def co_resident_seconds(work: StageWork, slowness_N: Floats) -> float:
+    """Makespan without turns and moves, whole units, nobody dying."""
+    assert work.units_at_once == 1, "units that share a batch need the event loop"
+    free = [(0.0, slot) for slot in range(len(slowness_N))]
+    heapify(free)
+    to_generate = iter(enumerate(work.rollout.seconds_U.tolist()))
+    ready: list[tuple[float, int]] = []
+    last = 0.0
+    for _ in range(2 * len(work.rollout.seconds_U)):
+        now, slot = heappop(free)
+        unit, seconds = next(to_generate, (-1, 0.0))
+        generating = unit >= 0
+        if not generating:
+            at, unit = heappop(ready)
+            now, seconds = max(now, at), float(work.scoring.seconds_U[unit])
+        end = now + seconds * float(slowness_N[slot])
+        heappush(free, (end, slot))
+        if generating:
+            heappush(ready, (end, unit))
+        last = max(last, end)
+    return last
+
+
+@dataclass(frozen=True, slots=True)
+class Periodic:
+    """Splits by the busy seconds of the last iteration, but only in every fourth iteration."""
+
+    def plan(self, inputs: PlanInputs) -> Decision:
+        age = inputs.memory.held
+        current = inputs.current
+        if current is None or current.mode != "split" or age >= PERIOD:
+            busy = inputs.rollout.busy_seconds, inputs.scoring.busy_seconds
+            share = busy[0] / sum(busy) if min(busy) > 0 else 0.5
+            rollout = min(max(round(inputs.workers * share), 1), inputs.workers - 1)
+            current, age = Plan(mode="split", rollout=rollout, scoring=inputs.workers - rollout), 0
+        return _decision(current, Memory(held=age + 1), "by the calendar")
+
+    def drain(self, inputs: DrainInputs) -> Decision:
+        return _decision(inputs.plan, inputs.memory, "the split changes between stages only")
+
+
+def _decision(plan: Plan, memory: Memory, reason: str) -> Decision:
+    return Decision(plan=plan, predicted_seconds=0.0, unchanged_seconds=0.0, reason=reason, memory=memory)
+
+
+def _staged(workload: Workload, plan: Plan, roles: list[Role], *, move_seconds: float) -> tuple[float, ...]:
+    return tuple(
+        Stage(work, workload.slowness_N, plan=plan, roles=roles, move_seconds=move_seconds)
+        .run(absences=absences)
+        .seconds
+        for work, absences in zip(workload.stages, workload.absences, strict=True)
+    )

@@ -1,0 +1,197 @@
+"""Cells of the evaluation: a pool, a load, a cost of moving; what every policy makes of them with paired seeds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from placement.build import build_policy
+from placement.config import AdaptivePlacement, ProportionalPlacement
+from placement.policies import Policy
+from placement.simulator.baselines import (
+    Periodic,
+    co_resident_run,
+    colocated_run,
+    hindsight,
+    lower_bound_run,
+    split_run,
+)
+from placement.simulator.lengths import KNOWN
+from placement.simulator.runs import play
+from placement.simulator.workload import Judge, Trouble, Workload, World, draw_workload
+
+REGIMES: dict[str, World] = {
+    "throughput": World(workers=0),
+    "tail": World(workers=0, units_per_worker=1.0, lengths=KNOWN["lognormal-1.2"]),
+    "batched": World(workers=0, units_per_worker=24.0, groups_per_unit=1, units_at_once=8),
+    "votes-4": World(workers=0, judge=Judge(mean_tokens=128.0, votes=4)),
+    "votes-8": World(workers=0, judge=Judge(mean_tokens=128.0, votes=8)),
+    "long-verdicts": World(workers=0, judge=Judge(mean_tokens=2048.0, unparsable=0.03)),
+    "troubled": World(
+        workers=0, trouble=Trouble(slow_share=0.02, kills_per_hour=1.0, preemptions_per_hour=1.0, notice_seconds=10.0)
+    ),
+}
+"""Loads by name: plenty of units, few and long ones, continuous batching, heavier judges, workers in trouble."""
+
+PLAYED: dict[str, Callable[[], Policy]] = {
+    "proportional": lambda: build_policy(ProportionalPlacement()),
+    "periodic": Periodic,
+    "adaptive": lambda: build_policy(AdaptivePlacement()),
+}
+"""Policies that decide; they are the objects that deal real workers."""
+
+FIXED = {"fixed_25": 0.25, "fixed_50": 0.5, "fixed_75": 0.75}
+"""Splits that never change: share of the slots that generate."""
+
+POLICIES = (
+    "lower_bound",
+    "clairvoyant",
+    "co_resident",
+    "colocated",
+    *FIXED,
+    "fixed_hindsight",
+    *PLAYED,
+)
+"""Everything that is compared, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Where a comparison was made."""
+
+    regime: str
+    workers: int
+    scenario: str
+    lengths: str
+    resize_seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.regime}, N={self.workers}, {self.scenario}, {self.lengths}, S={self.resize_seconds:g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """What the policies made of a cell; one entry per seed."""
+
+    cell: Cell
+    iterations: int
+    seconds: dict[str, tuple[float, ...]]
+    """Seconds of all iterations, by policy."""
+    moves: tuple[float, ...]
+    """Of the adaptive policy, per worker and iteration."""
+    turns: tuple[float, ...]
+    """Share of iterations that the adaptive policy planned in turns."""
+    slowest_decision: float
+    """Seconds, of all policies that decide."""
+    tail: float
+    """Above 1 the longest answer decides about a stage, below it throughput does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Cells that share their workloads: they differ in the cost of moving alone."""
+
+    cells: tuple[Cell, ...]
+    draw: Callable[[int], Workload]
+    """Workload of a seed."""
+
+
+def load_of(
+    regime: str,
+    *,
+    workers: int,
+    scenario: str,
+    resize_seconds: Sequence[float],
+    lengths: str | None = None,
+    iterations: int | None = None,
+) -> Load:
+    """Describe a load by names; lengths and iterations default to those of the regime."""
+    world = replace(REGIMES[regime], workers=workers, scenario=scenario)
+    if lengths is not None:
+        world = replace(world, lengths=KNOWN[lengths])
+    if iterations is not None:
+        world = replace(world, iterations=iterations)
+    cells = tuple(Cell(regime, workers, scenario, world.lengths.name, seconds) for seconds in resize_seconds)
+    return Load(cells=cells, draw=partial(draw_workload, world))
+
+
+def evaluate(
+    load: Load,
+    *,
+    seeds: int,
+    policies: Sequence[str] = POLICIES,
+    clock: Callable[[], float],
+    told: Callable[[str], None] = lambda _: None,
+) -> list[CellResult]:
+    """Let every policy meet the same workloads; one result per cost of moving. `told` hears of every seed."""
+    trials: list[list[_Trial]] = [[] for _ in load.cells]
+    for seed in range(seeds):
+        told(f"{load.cells[0]}: seed {seed + 1} of {seeds}")
+        workload = load.draw(seed)
+        still = _still(workload, policies)
+        for cell, found in zip(load.cells, trials, strict=True):
+            found.append(_trial(workload, still, cell.resize_seconds, policies=policies, clock=clock))
+    return [_result(cell, found) for cell, found in zip(load.cells, trials, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    iterations: int
+    seconds: dict[str, float]
+    moves: float
+    turns: float
+    slowest: float
+    tail: float
+
+
+def _still(workload: Workload, policies: Sequence[str]) -> dict[str, float]:
+    """Seconds of what the cost of moving does not touch."""
+    workers = workload.workers
+    found = {}
+    if "lower_bound" in policies:
+        found["lower_bound"] = sum(lower_bound_run(workload))
+    if "co_resident" in policies and workload.simple:
+        found["co_resident"] = sum(co_resident_run(workload))
+    if {"clairvoyant", "fixed_hindsight"} & set(policies):
+        tried = hindsight(workload)
+        found["clairvoyant"], found["fixed_hindsight"] = sum(tried.best_each()), sum(tried.best_fixed())
+    for name, share in FIXED.items():
+        if name in policies:
+            found[name] = sum(split_run(workload, min(max(round(workers * share), 1), workers - 1)))
+    return {name: seconds for name, seconds in found.items() if name in policies}
+
+
+def _trial(
+    workload: Workload,
+    still: dict[str, float],
+    resize_seconds: float,
+    *,
+    policies: Sequence[str],
+    clock: Callable[[], float],
+) -> _Trial:
+    seconds = dict(still)
+    if "colocated" in policies:
+        seconds["colocated"] = sum(colocated_run(workload, resize_seconds))
+    moves, turns, slowest = 0.0, 0.0, 0.0
+    for name, make in PLAYED.items():
+        if name not in policies:
+            continue
+        played = play(make(), workload, resize_seconds=resize_seconds, clock=clock)
+        seconds[name] = sum(played.seconds)
+        slowest = max(slowest, played.slowest_decision)
+        if name == "adaptive":
+            moves = sum(played.moves) / len(played.moves) / workload.workers
+            turns = sum(plan.mode == "colocated" for plan in played.plans) / len(played.plans)
+    ordered = {name: seconds[name] for name in POLICIES if name in seconds}
+    return _Trial(len(workload.stages), ordered, moves=moves, turns=turns, slowest=slowest, tail=workload.tail)
+
+
+def _result(cell: Cell, trials: list[_Trial]) -> CellResult:
+    return CellResult(
+        cell=cell,
+        iterations=trials[0].iterations,
+        seconds={name: tuple(trial.seconds[name] for trial in trials) for name in trials[0].seconds},
+        moves=tuple(trial.moves for trial in trials),
+        turns=tuple(trial.turns for trial in trials),
+        slowest_decision=max(trial.slowest for trial in trials),
+        tail=sum(trial.tail for trial in trials) / len(trials),
+    )

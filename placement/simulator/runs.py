@@ -1,0 +1,180 @@
+"""A policy at work over the iterations of a workload: it sees what was measured, and nothing else."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from placement.measurements import SAMPLE, Measurements, UnitObservation
+from placement.policies import Policy
+from placement.records import Decision, Demand, DrainInputs, InFlight, Memory, Plan, PlanInputs, RoleProgress
+from placement.simulator.stage import Done, Role, RoleView, Stage, StageResult, View
+from placement.simulator.workload import StageWork, Workload
+
+ORDER_STATISTICS = 64
+"""Lengths that a unit's manifest tells, evenly spaced by rank."""
+LEAST_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a policy made of a workload; one entry per iteration."""
+
+    seconds: tuple[float, ...]
+    moves: tuple[int, ...]
+    """Slots that changed roles inside the stage, or began it in another role than the stage before."""
+    plans: tuple[Plan, ...]
+    decisions: int
+    slowest_decision: float
+    """By the clock that was handed in."""
+
+
+@dataclass(slots=True)
+class _Player:
+    policy: Policy
+    workload: Workload
+    resize_seconds: float
+    clock: Callable[[], float]
+    measurements: Measurements = field(default_factory=Measurements)
+    memory: Memory = field(default_factory=Memory)
+    first: tuple[Role, ...] = ()
+    """Role of each slot when the last stage began."""
+    current: Plan | None = None
+    decisions: int = 0
+    slowest: float = 0.0
+
+    def plan(self, number: int) -> PlanInputs:
+        """Ask for a plan, and say what it was made from."""
+        work = self.workload.stages[number]
+        inputs = PlanInputs(
+            workers=self.workload.workers,
+            rollout=self._demand("rollout", work),
+            scoring=self._demand("scoring", work),
+            resize=self.measurements.resize(),
+            current=self.current,
+            memory=self.memory,
+            seed=number,
+        )
+        self.current = self._take(lambda: self.policy.plan(inputs)).plan
+        return inputs
+
+    def drain(self, inputs: PlanInputs, view: View) -> Plan:
+        """Ask for a correction."""
+        drain = DrainInputs(
+            elapsed_seconds=view.elapsed,
+            workers=inputs.workers,
+            plan=view.plan,
+            rollout=_progress(view.rollout, inputs.rollout),
+            scoring=_progress(view.scoring, inputs.scoring),
+            movable_rollout=view.rollout.movable,
+            movable_scoring=view.scoring.movable,
+            resize=inputs.resize,
+            memory=self.memory,
+            seed=inputs.seed + 1000 * self.decisions,
+        )
+        return self._take(lambda: self.policy.drain(drain)).plan
+
+    def _take(self, decide: Callable[[], Decision]) -> Decision:
+        begin = self.clock()
+        decision = decide()
+        self.slowest = max(self.slowest, self.clock() - begin)
+        self.decisions += 1
+        self.memory = decision.memory
+        return decision
+
+    def _demand(self, role: Role, work: StageWork) -> Demand:
+        lengths_US = (work.rollout if role == "rollout" else work.scoring).lengths_US
+        units, sequences = lengths_US.shape
+        return self.measurements.demand(role, units=units, sequences=sequences, units_at_once=work.units_at_once)
+
+
+def play(policy: Policy, workload: Workload, *, resize_seconds: float, clock: Callable[[], float]) -> Played:
+    """Run all iterations of a workload under a policy.
+
+    Between iterations all slots sleep for the update, and wake up in their planned roles: that costs every policy the
+    same and is not counted. Slots that a new plan starts in another role than the plan before pay for the move.
+    The cost of moving is known from the start, where every slot was woken once.
+    """
+    player = _Player(policy, workload, resize_seconds, clock)
+    player.measurements = Measurements().observe((), moves=(resize_seconds,))
+    seconds, moves, plans = [], [], []
+    for number, work in enumerate(workload.stages):
+        inputs = player.plan(number)
+        assert player.current is not None
+        result, changed = _play_stage(player, inputs, work, number)
+        player.measurements = _observed(player.measurements, work, result, resize_seconds, changed=changed)
+        seconds.append(result.seconds)
+        moves.append(result.moves + changed)
+        plans.append(player.current)
+    return Played(
+        seconds=tuple(seconds),
+        moves=tuple(moves),
+        plans=tuple(plans),
+        decisions=player.decisions,
+        slowest_decision=player.slowest,
+    )
+
+
+def _play_stage(player: _Player, inputs: PlanInputs, work: StageWork, number: int) -> tuple[StageResult, int]:
+    plan = player.current
+    assert plan is not None
+    roles = _first_roles(player.first or None, plan, inputs.workers)
+    late = frozenset(slot for slot, before in enumerate(player.first) if before != roles[slot])
+    player.first = roles
+    stage = Stage(
+        work, player.workload.slowness_N, plan=plan, roles=roles, late=late, move_seconds=player.resize_seconds
+    )
+    result = stage.run(
+        absences=player.workload.absences[number],
+        drain=lambda view: player.drain(inputs, view),
+        poll_seconds=max(player.resize_seconds / 4, LEAST_POLL_SECONDS),
+    )
+    return result, len(late)
+
+
+def _first_roles(before: tuple[Role, ...] | None, plan: Plan, workers: int) -> tuple[Role, ...]:
+    """Roles with which the slots begin; as few of them as possible differ from before."""
+    roles: list[Role] = list(before) if before else ["rollout"] * workers
+    wanted = plan.rollout - roles.count("rollout")
+    source: Role = "scoring" if wanted > 0 else "rollout"
+    # A split has its rollout in front: so it stays.
+    order = range(workers) if wanted > 0 else range(workers - 1, -1, -1)
+    for slot in [slot for slot in order if roles[slot] == source][: abs(wanted)]:
+        roles[slot] = "rollout" if wanted > 0 else "scoring"
+    return tuple(roles)
+
+
+def _progress(view: RoleView, demand: Demand) -> RoleProgress:
+    sequences = demand.sequences
+    return RoleProgress(
+        demand=demand,
+        slots=view.slots,
+        waiting=view.waiting,
+        coming=view.coming,
+        in_flight=tuple(InFlight(elapsed_seconds=elapsed, sequences=sequences) for elapsed in view.in_flight),
+        done=view.done,
+    )
+
+
+def _observed(
+    measurements: Measurements, work: StageWork, result: StageResult, resize_seconds: float, *, changed: int
+) -> Measurements:
+    """Measure a stage as its manifests would tell."""
+    units = [_observation(done, work) for done in result.done]
+    return measurements.observe(units, moves=(resize_seconds,) * min(result.moves + changed, SAMPLE))
+
+
+def _observation(done: Done, work: StageWork) -> UnitObservation:
+    lengths_S = np.sort((work.rollout if done.role == "rollout" else work.scoring).lengths_US[done.unit])
+    ranks = np.linspace(0, lengths_S.size - 1, min(ORDER_STATISTICS, lengths_S.size)).round().astype(int)
+    return UnitObservation(
+        role=done.role,
+        sequences=lengths_S.size,
+        seconds=done.end - done.begin,
+        steps=done.steps.steps,
+        step_sequences=done.steps.sequences,
+        step_sequences_squared=done.steps.sequences_squared,
+        step_seconds=done.steps.seconds,
+        step_sequence_seconds=done.steps.sequence_seconds,
+        lengths=tuple(lengths_S[ranks].tolist()),
+    )

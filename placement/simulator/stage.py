@@ -1,0 +1,310 @@
+"""One rollout-and-scoring stage as discrete events: units, workers, moves, turns, deaths."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from typing import Literal
+
+from placement.records import Plan
+from placement.simulator.workers import Decoder, SharedBatch, Steps, WholeUnits
+from placement.simulator.workload import Absence, Floats, StageWork
+
+Role = Literal["rollout", "scoring"]
+ROLES: tuple[Role, Role] = ("rollout", "scoring")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A unit that was finished, and where."""
+
+    role: Role
+    unit: int
+    slot: int
+    begin: float
+    end: float
+    steps: Steps
+
+
+@dataclass(frozen=True, slots=True)
+class RoleView:
+    """Where a role stands, as a controller can see it."""
+
+    slots: int
+    """Slots present and at work in the role: those still on their way to it are not."""
+    waiting: int
+    coming: int
+    in_flight: tuple[float, ...]
+    """Seconds since each unit under way began."""
+    done: int
+    movable: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A stage as a controller can see it while it runs."""
+
+    elapsed: float
+    plan: Plan
+    rollout: RoleView
+    scoring: RoleView
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """What a stage came to."""
+
+    seconds: float
+    done: tuple[Done, ...]
+    moves: int
+    roles: tuple[Role, ...]
+    """Role of each slot at the end, or the one that it was on its way to."""
+    plan: Plan
+    """As the slots were dealt at the end."""
+
+
+Drain = Callable[[View], Plan]
+
+
+@dataclass(slots=True)
+class _Slot:
+    role: Role
+    decoders: dict[Role, Decoder]
+    here: bool = True
+    """In its role: not on the way to it."""
+    alive: bool = True
+    noticed: bool = False
+    """Takes nothing more: it will be preempted, or it leaves for the other role when it is empty."""
+    leaving: bool = False
+    moved: bool = False
+    since: float = 0.0
+    """When it last became free."""
+    units: dict[int, float] = field(default_factory=dict)
+    """Units under way, and when they began."""
+    stamp: int = 0
+    """Offers and ends with an older stamp are void."""
+
+
+class Stage:
+    """Runs one stage. Units are taken in order, by the worker with the fewest under way that has waited longest."""
+
+    def __init__(
+        self,
+        work: StageWork,
+        slowness_N: Floats,
+        *,
+        plan: Plan,
+        roles: Sequence[Role],
+        late: frozenset[int] = frozenset(),
+        move_seconds: float,
+    ) -> None:
+        """`late` slots come from another role and are there after `move_seconds`."""
+        kind = WholeUnits if work.units_at_once == 1 else SharedBatch
+        pair = {"rollout": work.rollout, "scoring": work.scoring}
+        self._slots = [
+            _Slot(role=role, decoders={name: kind(pair[name], slowness) for name in ROLES})
+            for role, slowness in zip(roles, slowness_N.tolist(), strict=True)
+        ]
+        self._at_once, self._move_seconds, self._plan = work.units_at_once, move_seconds, plan
+        self._units = len(work.rollout.seconds_U)
+        self._waiting: dict[Role, deque[int]] = {"rollout": deque(range(self._units)), "scoring": deque()}
+        self._offers: dict[Role, list[tuple[int, float, int, int]]] = {"rollout": [], "scoring": []}
+        self._finished: dict[Role, int] = {"rollout": 0, "scoring": 0}
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = count()
+        self._done: list[Done] = []
+        self._moves = 0
+        for index in range(len(self._slots)):
+            if index in late:
+                self._travel(index, 0.0)
+            else:
+                self._offer(index)
+
+    def run(
+        self, *, absences: Sequence[Absence] = (), drain: Drain | None = None, poll_seconds: float = 1.0
+    ) -> StageResult:
+        """Go on until every unit is scored."""
+        for absence in absences:
+            self._at(absence.notice, partial(self._notice, absence.slot))
+            self._at(absence.until, partial(self._die, absence.slot))
+            self._at(absence.back, partial(self._return, absence.slot))
+        if drain is not None:
+            self._at(poll_seconds, partial(self._poll, drain, poll_seconds))
+        now = 0.0
+        self._dispatch(now)
+        while self._finished["scoring"] < self._units:
+            now, _, event = heappop(self._events)
+            event(now)
+            self._dispatch(now)
+        return StageResult(
+            seconds=now,
+            done=tuple(self._done),
+            moves=self._moves,
+            roles=tuple(slot.role for slot in self._slots),
+            plan=self._plan,
+        )
+
+    def _at(self, when: float, event: Callable[[float], None]) -> None:
+        heappush(self._events, (when, next(self._order), event))
+
+    # ---- units
+
+    def _offer(self, index: int) -> None:
+        """Say that a worker would take a unit."""
+        slot = self._slots[index]
+        if slot.here and slot.alive and not slot.noticed and not slot.leaving and len(slot.units) < self._at_once:
+            heappush(self._offers[slot.role], (len(slot.units), slot.since, index, slot.stamp))
+
+    def _dispatch(self, now: float) -> None:
+        for role in ROLES:
+            waiting, offers = self._waiting[role], self._offers[role]
+            while waiting and offers:
+                _, _, index, stamp = heappop(offers)
+                if self._slots[index].stamp == stamp:
+                    self._begin(index, waiting.popleft(), now)
+
+    def _begin(self, index: int, unit: int, now: float) -> None:
+        slot = self._slots[index]
+        slot.decoders[slot.role].begin(unit, now)
+        slot.units[unit] = now
+        self._changed(index)
+
+    def _changed(self, index: int) -> None:
+        """Void what was said about a worker, and say it anew."""
+        slot = self._slots[index]
+        slot.stamp += 1
+        if slot.units:
+            when, unit = slot.decoders[slot.role].next_end()
+            self._at(when, partial(self._end, index, unit, slot.stamp))
+        self._offer(index)
+
+    def _end(self, index: int, unit: int, stamp: int, now: float) -> None:
+        slot = self._slots[index]
+        if slot.stamp != stamp:
+            return
+        role, steps = slot.role, slot.decoders[slot.role].end(unit, now)
+        begin = slot.units.pop(unit)
+        self._done.append(Done(role=role, unit=unit, slot=index, begin=begin, end=now, steps=steps))
+        self._finished[role] += 1
+        slot.since = now
+        self._changed(index)
+        if slot.leaving and not slot.units:
+            self._leave(index, now)
+        if role == "rollout":
+            self._waiting["scoring"].append(unit)
+            if self._finished["rollout"] == self._units:
+                self._turn(now)
+
+    # ---- moves
+
+    def _arrange(self, plan: Plan, now: float) -> None:
+        """Follow a plan as far as workers may still move: idle ones go first, then those longest at work."""
+        wanted = plan.rollout - sum(self._dealt(slot) == "rollout" for slot in self._slots)
+        if wanted > 0 and self._finished["rollout"] == self._units:
+            return
+        giver: Role = "scoring" if wanted > 0 else "rollout"
+        movable = [index for index, slot in enumerate(self._slots) if self._movable(slot, giver)]
+        movable.sort(
+            key=lambda index: (len(self._slots[index].units), min(self._slots[index].units.values(), default=0))
+        )
+        for index in movable[: abs(wanted)]:
+            slot = self._slots[index]
+            slot.moved = slot.leaving = True
+            self._moves += 1
+            self._changed(index)
+            if not slot.units:
+                self._leave(index, now)
+        rollout = sum(self._dealt(slot) == "rollout" for slot in self._slots)
+        self._plan = plan.model_copy(update={"rollout": rollout, "scoring": len(self._slots) - rollout})
+
+    def _dealt(self, slot: _Slot) -> Role:
+        return _other(slot.role) if slot.leaving else slot.role
+
+    def _movable(self, slot: _Slot, giver: Role) -> bool:
+        return slot.role == giver and slot.alive and slot.here and not slot.moved and not slot.noticed
+
+    def _leave(self, index: int, now: float) -> None:
+        slot = self._slots[index]
+        slot.role, slot.leaving = _other(slot.role), False
+        self._travel(index, now)
+
+    def _travel(self, index: int, now: float) -> None:
+        slot = self._slots[index]
+        slot.here = False
+        slot.stamp += 1
+        self._at(now + self._move_seconds, partial(self._arrive, index, slot.stamp))
+
+    def _arrive(self, index: int, stamp: int, now: float) -> None:
+        slot = self._slots[index]
+        if slot.stamp != stamp:
+            return
+        slot.here, slot.since = True, now
+        self._changed(index)
+        if slot.role == "rollout" and self._finished["rollout"] == self._units:
+            self._turn(now)  # came too late to generate
+
+    def _turn(self, now: float) -> None:
+        """Everything is generated: where nobody is dealt to scoring, all turn to it."""
+        for slot in self._slots:
+            if slot.role == "scoring":
+                slot.leaving = False  # nothing is left to go for
+        if all(slot.role == "rollout" and slot.here for slot in self._slots):
+            for index in range(len(self._slots)):
+                self._leave(index, now)
+
+    # ---- what goes wrong
+
+    def _notice(self, index: int, now: float) -> None:
+        self._slots[index].noticed = True
+        self._changed(index)
+
+    def _die(self, index: int, now: float) -> None:
+        slot = self._slots[index]
+        slot.alive = False
+        for unit in reversed(slot.units):
+            slot.decoders[slot.role].drop(unit)
+            self._waiting[slot.role].appendleft(unit)
+        slot.units.clear()
+        if slot.leaving:
+            slot.role, slot.leaving = _other(slot.role), False
+        slot.here = True  # who comes back is started in the role that the slot is dealt to
+        self._changed(index)
+
+    def _return(self, index: int, now: float) -> None:
+        slot = self._slots[index]
+        slot.alive, slot.noticed, slot.since = True, False, now
+        self._changed(index)
+
+    # ---- control
+
+    def _poll(self, drain: Drain, every: float, now: float) -> None:
+        plan = drain(self.view(now))
+        if plan != self._plan:
+            self._arrange(plan, now)
+        self._at(now + every, partial(self._poll, drain, every))
+
+    def view(self, now: float) -> View:
+        """The stage as a controller can see it."""
+        return View(
+            elapsed=now,
+            plan=self._plan,
+            rollout=self._role_view("rollout", now),
+            scoring=self._role_view("scoring", now),
+        )
+
+    def _role_view(self, role: Role, now: float) -> RoleView:
+        present = [slot for slot in self._slots if slot.role == role]
+        return RoleView(
+            slots=sum(slot.here and slot.alive for slot in present),
+            waiting=len(self._waiting[role]),
+            coming=self._units - self._finished["rollout"] if role == "scoring" else 0,
+            in_flight=tuple(now - begin for slot in present for begin in slot.units.values()),
+            done=self._finished[role],
+            movable=sum(self._movable(slot, role) for slot in present),
+        )
+
+
+def _other(role: Role) -> Role:
+    return "scoring" if role == "rollout" else "rollout"

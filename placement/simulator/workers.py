@@ -1,0 +1,163 @@
+"""How long a simulated worker takes: whole units one after another, or units that share a batch."""
+
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from placement.simulator.workload import RoleWork
+
+
+@dataclass(slots=True)
+class Steps:
+    """Sums over decoding steps, as engines report them: step time is regressed on batch size from these."""
+
+    steps: float = 0.0
+    sequences: float = 0.0
+    sequences_squared: float = 0.0
+    seconds: float = 0.0
+    sequence_seconds: float = 0.0
+
+    def add(self, steps: float, *, batch: int, step_seconds: float) -> None:
+        """Count steps over a batch of one size."""
+        self.steps += steps
+        self.sequences += steps * batch
+        self.sequences_squared += steps * batch * batch
+        self.seconds += steps * step_seconds
+        self.sequence_seconds += steps * step_seconds * batch
+
+    def since(self, earlier: "Steps") -> "Steps":
+        """What lies between two readings."""
+        return Steps(
+            steps=self.steps - earlier.steps,
+            sequences=self.sequences - earlier.sequences,
+            sequences_squared=self.sequences_squared - earlier.sequences_squared,
+            seconds=self.seconds - earlier.seconds,
+            sequence_seconds=self.sequence_seconds - earlier.sequence_seconds,
+        )
+
+    def copy(self) -> "Steps":
+        """The reading as it is now."""
+        return Steps(self.steps, self.sequences, self.sequences_squared, self.seconds, self.sequence_seconds)
+
+
+class Decoder(Protocol):
+    """What one worker has under way."""
+
+    def begin(self, unit: int, now: float) -> None:
+        """Take a unit."""
+
+    def next_end(self) -> tuple[float, int]:
+        """When the next unit ends if none is taken before, and which."""
+
+    def end(self, unit: int, now: float) -> Steps:
+        """Let go of a unit that has ended; return the steps that were taken since it began."""
+
+    def drop(self, unit: int) -> None:
+        """Forget a unit: the worker died."""
+
+
+@dataclass(slots=True)
+class WholeUnits:
+    """One unit at a time, decoded as one batch from its longest sequence's first token to its last."""
+
+    work: RoleWork
+    slowness: float
+    _unit: int = -1
+    _end: float = 0.0
+
+    def begin(self, unit: int, now: float) -> None:
+        self._unit, self._end = unit, now + self.slowness * float(self.work.seconds_U[unit])
+
+    def next_end(self) -> tuple[float, int]:
+        return self._end, self._unit
+
+    def end(self, unit: int, now: float) -> Steps:
+        return unit_steps(self.work, unit, slowness=self.slowness)
+
+    def drop(self, unit: int) -> None:
+        self._unit = -1
+
+
+@dataclass(slots=True)
+class SharedBatch:
+    """Units that share a batch; a unit's setup stops the others, as prefill does.
+
+    Steps are divisible: a unit may join in the middle of one. Against whole steps that errs by less than one step per
+    unit that joins.
+    """
+
+    work: RoleWork
+    slowness: float
+    _clock: float = 0.0
+    """When the step counter stood at `_step`; later than now while a setup goes on."""
+    _step: float = 0.0
+    _ends: list[float] = field(default_factory=list)
+    """Steps at which the sequences of the batch end, ascending."""
+    _units: dict[int, float] = field(default_factory=dict)
+    """The step at which each unit ends."""
+    _sums: Steps = field(default_factory=Steps)
+    _began: dict[int, Steps] = field(default_factory=dict)
+
+    def begin(self, unit: int, now: float) -> None:
+        self._pass_time(now)
+        self._clock = max(self._clock, now) + self.slowness * float(self.work.setup_U[unit])
+        self._began[unit] = self._sums.copy()
+        lengths = self.work.lengths_US[unit].tolist()
+        for length in lengths:
+            insort(self._ends, self._step + length)
+        self._units[unit] = self._step + max(lengths)
+
+    def next_end(self) -> tuple[float, int]:
+        unit = min(self._units, key=self._units.__getitem__)
+        last, pace = self._units[unit], self.work.pace
+        sequence_steps = sum(min(end, last) - self._step for end in self._ends)
+        seconds = pace.base_seconds * (last - self._step) + pace.per_sequence_seconds * sequence_steps
+        return self._clock + self.slowness * seconds, unit
+
+    def end(self, unit: int, now: float) -> Steps:
+        last = self._units.pop(unit)
+        while self._ends and self._ends[0] <= last:
+            self._count(self._ends[0])
+        self._clock = now
+        return self._sums.since(self._began.pop(unit))
+
+    def drop(self, unit: int) -> None:
+        self._units.pop(unit)
+        self._began.pop(unit)
+        self._ends.clear()  # all units of a worker are lost together
+
+    def _pass_time(self, now: float) -> None:
+        while self._ends and self._clock < now:
+            step_seconds = self._step_seconds()
+            whole = self._ends[0] - self._step
+            self._count(self._step + min(whole, (now - self._clock) / step_seconds))
+
+    def _step_seconds(self) -> float:
+        return self.slowness * (self.work.pace.base_seconds + self.work.pace.per_sequence_seconds * len(self._ends))
+
+    def _count(self, step: float) -> None:
+        """Decode up to a step at which or before which no sequence ends."""
+        steps, seconds = step - self._step, self._step_seconds()
+        self._sums.add(steps, batch=len(self._ends), step_seconds=seconds)
+        self._step, self._clock = step, self._clock + steps * seconds
+        while self._ends and self._ends[0] <= step:
+            self._ends.pop(0)
+
+
+def unit_steps(work: RoleWork, unit: int, *, slowness: float) -> Steps:
+    """Sums over the steps of a unit that is decoded alone.
+
+    A step's batch is the number of sequences at least so long, hence Σ b² = Σ_ij min(ℓ_i, ℓ_j).
+    """
+    ascending = sorted(work.lengths_US[unit].tolist())
+    size = len(ascending)
+    steps, sequences = ascending[-1], sum(ascending)
+    squared = sum(length * (2 * (size - rank) - 1) for rank, length in enumerate(ascending))
+    base, slope = slowness * work.pace.base_seconds, slowness * work.pace.per_sequence_seconds
+    return Steps(
+        steps=steps,
+        sequences=sequences,
+        sequences_squared=squared,
+        seconds=base * steps + slope * sequences,
+        sequence_seconds=base * sequences + slope * squared,
+    )
