@@ -98,6 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--json", action="store_true", help="print JSON")
 
+    reader("placement", "show a run's placement decisions, each made again from its inputs", example="judge")
+    plan = add("plan", "show which workers a run would begin with", example="configs/judge.toml pools.workers=8")
+    plan.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
+    _add_overrides(plan)
+    plan.add_argument("--json", action="store_true", help="print JSON")
+
     server = add("server", "serve Prefect's API and UI on this machine", example="--port 4300")
     server.add_argument("--port", type=int, default=4200, help="port on loopback (default: %(default)s)")
     return parser

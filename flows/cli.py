@@ -171,6 +171,34 @@ def _verify(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def _placement(options: argparse.Namespace) -> int:
+    from flows.placing import decision_rows, replay_run
+    from flows.terminal import table, write
+
+    lines = replay_run(options.store, options.run)
+    if options.json:
+        write(json.dumps([line.model_dump() for line in lines], indent=2))
+    else:
+        nothing = f"run {options.run}: no decision yet; roles compete for workers only where reward models have slots"
+        write(table(decision_rows(lines)) or nothing)
+    return 0 if all(line.replayed for line in lines) else 1
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from flows.config import load_config
+    from flows.placing import assumption_rows, first_placement
+    from flows.terminal import table, write
+
+    plan = first_placement(load_config(options.config, options.overrides))
+    if options.json:
+        write(plan.model_dump_json(indent=2))
+        return 0
+    write(f"{plan.decision.reason}\n")
+    write(table(assumption_rows(plan.inputs)))
+    write("\nNothing is measured yet: lengths and step times are assumed, and replaced after the first iteration.")
+    return 0
+
+
 def _server(options: argparse.Namespace) -> int:
     from flows.server import serve
     from flows.terminal import write
@@ -200,6 +228,8 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "export": _export,
     "verify": _verify,
     "evaluate": _evaluate,
+    "placement": _placement,
+    "plan": _plan,
     "server": _server,
 }
 

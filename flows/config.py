@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from flows.complaints import explain
+from flows.complaints import explain, nearest
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
 from models.config import (
@@ -93,6 +93,40 @@ class RunConfig(Settings):
             raise ValueError(f"evaluation.problems {asked} exceeds data.heldout_problems {made}")
         if self.rollout.sampling.temperature == 0:
             raise ValueError("rollout.sampling.temperature 0 makes every completion of a group the same: use above 0")
+        partial, longest = self.rollout.partial, self.rollout.sampling.max_new_tokens
+        if partial is not None and partial.tokens >= longest:
+            raise ValueError(f"rollout.partial.tokens {partial.tokens} never cuts: max_new_tokens is {longest}")
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_reward_terms(self) -> "RunConfig":
+        dynamic, terms, local = self.rollout.dynamic, self.scoring.terms, [*self.scoring.local]
+        if dynamic is not None and dynamic.metric is not None and dynamic.metric not in terms:
+            raise ValueError(
+                f"rollout.dynamic.metric {dynamic.metric!r}: expected a reward term, one of {', '.join(terms)}"
+                f"{nearest(dynamic.metric, terms)}"
+            )
+        for term in self.placement.replicas:
+            if term not in local:
+                known = ", ".join(local) or "none"
+                raise ValueError(
+                    f"placement.replicas.{term}: expected a reward that a model serves here, found {known}"
+                    f"{nearest(term, local)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _roles_have_room(self) -> "RunConfig":
+        slots = sum(self.placement.replicas.get(term, 1) * reward.slots for term, reward in self.scoring.local.items())
+        if slots > self.pools.workers:
+            raise ValueError(
+                f"pools.workers {self.pools.workers}: one replica of each reward model takes {slots} slots"
+            )
+        if slots and slots == self.pools.workers and self.placement.kind in ("fixed", "proportional"):
+            raise ValueError(
+                f"pools.workers {self.pools.workers}: placement.kind {self.placement.kind!r} runs rollout beside the "
+                f"reward models, which take {slots} slots: raise pools.workers, or use 'colocated' or 'adaptive'"
+            )
         return self
 
     def identity(self) -> dict[str, JsonValue]:

@@ -6,8 +6,8 @@ from flows.config import RunConfig
 from flows.generation import generate_and_score
 from flows.running import hold
 from flows.warmup import warmup
+from tasks.batches import plan_evaluation
 from tasks.evaluation import summarise_evaluation
-from tasks.placement import place_evaluation
 from tasks.reports import Accuracy
 from tasks.session import RunRef
 
@@ -15,7 +15,7 @@ from tasks.session import RunRef
 @flow(name="evaluation", flow_run_name="eval-{number:04d}")
 async def evaluation(run: RunRef, number: int) -> Accuracy:
     """Generate and score one completion for each held-out problem."""
-    plan = await place_evaluation(run, number)
+    plan = await plan_evaluation(run, number)
     await generate_and_score(run, plan)
     return await summarise_evaluation(run, plan)
 

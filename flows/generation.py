@@ -1,22 +1,49 @@
-"""Rollout and scoring controllers in parallel, over disjoint slices of one batch."""
+"""Rollout and scoring controllers over disjoint slices of one batch: side by side, or in turns."""
 
 import asyncio
+import time
 
 from flows.rollout import rollout
 from flows.running import controllers_of, launch
 from flows.scoring import scoring
 from placement.allocation import deal
+from tasks.correction import correct_placement
+from tasks.placement import learn, place_stage, place_turn
 from tasks.plan import BatchPlan
 from tasks.session import RunRef
 
 
 async def generate_and_score(run: RunRef, plan: BatchPlan) -> None:
     """Return when every shard is generated and scored. One controller's failure stops its peers."""
-    controllers = controllers_of(run)
-    slices = deal(range(len(plan.shards)), controllers=controllers.count)
-    silence = controllers.silence_seconds
-    async with asyncio.TaskGroup() as group:
-        for number, shards in enumerate(slices):
-            group.create_task(launch(rollout, run, batch=plan.key, controller=number, shards=shards))
-            following = launch(scoring, run, batch=plan.key, controller=number, shards=shards, silence_seconds=silence)
-            group.create_task(following)
+    started = time.monotonic()
+    placed = await place_stage(run, plan)
+    if placed.mode == "colocated":
+        async with asyncio.TaskGroup() as group:
+            start_rollout(group, run, plan)
+        await place_turn(run, plan, "scoring")
+        async with asyncio.TaskGroup() as group:
+            start_scoring(group, run, plan)
+    else:
+        async with asyncio.TaskGroup() as watched:
+            correcting = watched.create_task(correct_placement(run, plan, placed))
+            if controllers_of(run).where == "deployment":
+                correcting.cancel()  # the queues are in the controllers' own processes
+            async with asyncio.TaskGroup() as group:
+                start_rollout(group, run, plan)
+                start_scoring(group, run, plan)
+            correcting.cancel()
+    learn(run, plan, seconds=time.monotonic() - started)
+
+
+def start_rollout(group: asyncio.TaskGroup, run: RunRef, plan: BatchPlan) -> None:
+    """Start the rollout controllers, each with its slice of the shards."""
+    for number, shards in enumerate(deal(range(plan.num_shards), controllers=controllers_of(run).count)):
+        group.create_task(launch(rollout, run, batch=plan.key, controller=number, shards=shards))
+
+
+def start_scoring(group: asyncio.TaskGroup, run: RunRef, plan: BatchPlan) -> None:
+    """Start the scoring controllers, one for each of rollout."""
+    silence = controllers_of(run).silence_seconds
+    for number, shards in enumerate(deal(range(plan.num_shards), controllers=controllers_of(run).count)):
+        following = launch(scoring, run, batch=plan.key, controller=number, shards=shards, silence_seconds=silence)
+        group.create_task(following)

@@ -16,7 +16,7 @@ from infra.storage import open_store
 from infra.verify import verify_store
 from models.rewards.config import ScoringConfig
 from tasks.invariants import check_invariants
-from tasks.plan import iteration_key, policy_key
+from tasks.plan import iteration_key, policy_key, rollouts_of
 from tasks.reports import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations
 from tasks.samples import Sample, sample_rollouts
 
@@ -61,7 +61,7 @@ class RunLine(Settings):
 
 def describe_run(store: str, name: str) -> RunDescription:
     """Read a run's seals and evaluations."""
-    run = _open(store, name)
+    run = open_known_run(store, name)
     return RunDescription(
         name=name,
         created=run.record.created,
@@ -131,7 +131,7 @@ def read_rollouts(
     store: str, name: str, *, iteration: int | None, order: Literal["position", "reward", "length"], limit: int
 ) -> list[Sample]:
     """Completions of one iteration, by default the last sealed one."""
-    run = _open(store, name)
+    run = open_known_run(store, name)
     if iteration is None:
         sealed = sealed_iterations(run)
         if not sealed:
@@ -142,7 +142,7 @@ def read_rollouts(
 
 def export_run(store: str, name: str) -> list[Path]:
     """Write one Parquet file per sealed iteration: rollouts with their scores; return the files."""
-    run = _open(store, name)
+    run = open_known_run(store, name)
     numbers = [report.iteration for report in reports_of(run, term=_terms(run)[0])]
     if not numbers:
         raise BadInput(f"run {name!r} has no sealed iteration yet: nothing to export")
@@ -151,11 +151,11 @@ def export_run(store: str, name: str) -> list[Path]:
 
 def verify_run(store: str, name: str) -> list[str]:
     """Check every digest and every invariant of a run; one line per problem, naming the offender."""
-    run = _open(store, name)
+    run = open_known_run(store, name)
     return verify_store(run) or check_invariants(run)
 
 
-def _open(store: str, name: str) -> Run:
+def open_known_run(store: str, name: str) -> Run:
     """Open a run by name, or say which name or store was probably meant."""
     if "/" in name:
         path = Path(name)
@@ -172,7 +172,7 @@ def _open(store: str, name: str) -> Run:
 
 def _scored(run: Run, number: int) -> Iterator[pa.Table]:
     """An iteration's rollouts and scores side by side, shard by shard, with run and iteration as columns."""
-    for rollouts in run.manifests(f"{iteration_key(number)}/rollout/"):
+    for rollouts in rollouts_of(run, number):
         table = read_shard(run.store, rollouts.shards[0])
         scored = run.find(rollouts.key.replace("/rollout/", "/scoring/"))
         assert scored is not None, "a sealed iteration has scores for every rollout shard"

@@ -5,7 +5,7 @@ import asyncio
 from prefect import flow
 
 from flows.running import joined
-from tasks.placement import read_plan
+from tasks.batches import read_plan
 from tasks.rollout import generate_shard
 from tasks.session import RunRef
 
@@ -22,7 +22,7 @@ async def rollout(run: RunRef, batch: str, controller: int = 0, shards: tuple[in
     """
     async with joined(run) as here, asyncio.TaskGroup() as group:
         plan = read_plan(here, batch)
-        mine = range(len(plan.shards)) if shards is None else shards
+        mine = range(plan.num_shards) if shards is None else shards
         for shard in mine:
             group.create_task(generate_shard(here, plan, shard))
     return len(mine)

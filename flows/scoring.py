@@ -5,8 +5,9 @@ import asyncio
 from prefect import flow
 
 from flows.running import joined
-from tasks.placement import read_plan
-from tasks.scoring import score_shard
+from tasks.batches import read_plan
+from tasks.judges import served_terms
+from tasks.scoring import judge_shard, score_shard
 from tasks.session import RunRef
 
 
@@ -29,7 +30,9 @@ async def scoring(
     """
     async with joined(run) as here, asyncio.TaskGroup() as group:
         plan = read_plan(here, batch)
-        mine = range(len(plan.shards)) if shards is None else shards
+        mine = range(plan.num_shards) if shards is None else shards
         for shard in mine:
+            for term in served_terms(here):
+                group.create_task(judge_shard(here, plan, shard, term, silence_seconds))
             group.create_task(score_shard(here, plan, shard, silence_seconds))
     return len(mine)

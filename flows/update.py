@@ -3,7 +3,7 @@
 from prefect import flow
 
 from flows.running import joined
-from tasks.placement import read_plan
+from tasks.batches import read_plan
 from tasks.session import RunRef
 from tasks.update import update_policy
 

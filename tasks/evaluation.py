@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 @task(task_run_name="{plan.key} summary")
 async def summarise_evaluation(run: RunRef, plan: BatchPlan) -> Accuracy:
     """Commit the accuracy of one evaluated policy."""
-    scores = [required(run, plan.shard_key("scoring", shard)) for shard in range(len(plan.shards))]
+    scores = [required(run, plan.shard_key("scoring", shard)) for shard in range(plan.num_shards)]
     term = session_of(run).settings.scoring.terms[0]
     total = sum(m.metrics[f"term_{term}_sum"] for m in scores)
     squares = sum(m.metrics[f"term_{term}_squares"] for m in scores)

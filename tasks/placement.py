@@ -1,75 +1,161 @@
-"""Plan a batch: which prompts, which shards, which policy, and which workers serve it."""
+"""Which workers serve which role: planned before each batch, from measurements. Every decision is in the journal."""
+
+import logging
+import time
+from dataclasses import asdict
 
 from prefect import task
+from prefect.artifacts import acreate_markdown_artifact
+from pydantic import JsonValue
 
-from infra.manifests import Manifest
-from models.config import SamplingConfig
-from models.curriculum import prompt_rows
-from tasks.plan import BatchPlan, evaluation_key, iteration_key, plan_key, policy_key
-from tasks.preparation import PROMPTS
-from tasks.reports import sealed_iterations
-from tasks.session import RunRef, session_of
-from tasks.stages import record, required
+from infra.fleet import Move
+from placement.build import build_policy
+from placement.measurements import Role
+from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs
+from tasks.judges import model_key
+from tasks.observing import observed, recalled
+from tasks.placing import Placing, judge_role, rollout_demand, scoring_demand, workers_of
+from tasks.plan import BatchPlan
+from tasks.session import RunRef, Session, session_of
+from tasks.stages import policy_of, required
+
+logger = logging.getLogger(__name__)
+
+PAST_ITERATIONS = 5
+"""Iterations that are read again on resume: measurements forget what is older."""
 
 
-@task(task_run_name="place it-{number:04d}")
-async def place_iteration(run: RunRef, number: int) -> BatchPlan:
-    """Take the next prompts after those of the sealed iterations and cut them into shards."""
+@task(task_run_name="place {plan.key}")
+async def place_stage(run: RunRef, plan: BatchPlan) -> Plan:
+    """Deal the worker slots for a batch, and have its workers awake with the weights that it names."""
     session = session_of(run)
-    rollout = session.settings.rollout
-    policy = required(run, policy_key(number - 1))
-    # The cursor is derived: an iteration that was not sealed never moved it.
-    earlier = sealed_iterations(session.run)[: number - 1]
-    issued = sum(int(sealed.metrics["prompts"]) for sealed in earlier)
-    num_prompts = _num_prompts(required(run, PROMPTS["train"]))
-    rows = prompt_rows(issued, rollout.prompts, num_prompts=num_prompts, seed=session.settings.seed)
-    plan = BatchPlan(
-        key=iteration_key(number),
-        number=number,
-        split="train",
-        rows=rows,
-        group_size=rollout.group_size,
-        shard_prompts=rollout.shard_prompts,
-        sampling=rollout.sampling,
-        policy=policy.key,
+    workers = session.settings.pools.workers
+    if not session.settings.scoring.local:  # nobody to share with
+        await _arrange(run, plan, {"rollout": workers})
+        return Plan(mode="split", rollout=workers, scoring=0)
+    placing = placing_of(run, before=plan.number)
+    inputs = _inputs(session, placing, plan)
+    key = f"placement/{plan.key}/plan"
+    decided = _noted(session, key, inputs)
+    decision = decided or placing.policy.plan(inputs)
+    if decided is None:
+        note_decision(session, key, inputs, decision)
+    placing.current, placing.memory = decision.plan, decision.memory
+    logger.info("placement of %s: %s", plan.key, decision.reason)
+    await _publish(run, plan, decision)
+    turn = "rollout" if decision.plan.mode == "colocated" else None
+    await arrange(run, plan, decision.plan, turn=turn)
+    return decision.plan
+
+
+@task(task_run_name="turn of {role} {plan.key}")
+async def place_turn(run: RunRef, plan: BatchPlan, role: Role) -> None:
+    """Where roles take turns: put the others to sleep, and have this one awake on all slots."""
+    placing = session_of(run).placing
+    assert placing is not None and placing.current is not None, "a turn follows a plan"
+    await arrange(run, plan, placing.current, turn=role)
+
+
+@task(task_run_name="place it-{number:04d} update")
+async def place_update(run: RunRef, number: int) -> None:
+    """Put all workers of the slots to sleep: the update takes the machines."""
+    fleet = await session_of(run).fleet()
+    await fleet.arrange({})
+
+
+def learn(run: RunRef, plan: BatchPlan, *, seconds: float) -> None:
+    """Take in what a batch measured, and note how long it took."""
+    session = session_of(run)
+    if session.placing is not None and plan.split == "train":
+        session.placing.measurements = observed(session.placing.measurements, session.run, plan, stages_of(session))
+    if session.placing is not None:
+        session.run.note(f"placement/{plan.key}/stage", {"seconds": seconds})
+
+
+def placing_of(run: RunRef, *, before: int) -> Placing:
+    """The placement of a run; at first use it is recalled from the store."""
+    session = session_of(run)
+    if session.placing is None:
+        placing = Placing(policy=build_policy(session.settings.placement))
+        placing.measurements = recalled(session.run, stages_of(session), before=before, iterations=PAST_ITERATIONS)
+        session.placing = placing
+    return session.placing
+
+
+def stages_of(session: Session) -> dict[str, Role]:
+    """Stages whose workers share the slots, and the roles that placement knows them by."""
+    judges: dict[str, Role] = {judge_role(term): "scoring" for term in session.settings.scoring.local}
+    return {"rollout": "rollout", **judges}
+
+
+async def arrange(run: RunRef, plan: BatchPlan, dealt: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
+    """Have the workers of a plan awake, and note what moving them took."""
+    return await _arrange(run, plan, workers_of(session_of(run).settings, dealt, turn))
+
+
+def note_decision(session: Session, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
+    """Keep a decision with all that it was made from, and by which policy."""
+    entry = {"inputs": inputs, "decision": decision, "policy": session.settings.placement}
+    session.run.note(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
+
+
+async def _arrange(run: RunRef, plan: BatchPlan, workers: dict[str, int]) -> tuple[Move, ...]:
+    session = session_of(run)
+    fleet = await session.fleet()
+    take: dict[str, object] = {"rollout": policy_of(required(run, plan.policy))}
+    for term in session.settings.scoring.local:
+        take[judge_role(term)] = policy_of(required(run, model_key(term)))
+    started = time.monotonic()
+    moves = await fleet.arrange(workers, take={role: take[role] for role in workers})
+    for move in moves:
+        if move.error is not None:
+            logger.warning("slot %d stays with %s: %s", move.slot, move.before, move.error)
+    if moves and session.placing is not None:
+        key = f"placement/{plan.key}/moves-{session.run.epoch:04d}-{_count(session, plan):04d}"
+        entry: dict[str, JsonValue] = {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started}
+        session.run.note(key, entry)
+    return moves
+
+
+def _count(session: Session, plan: BatchPlan) -> int:
+    return len(session.run.journal(f"placement/{plan.key}/moves-{session.run.epoch:04d}-"))
+
+
+def _inputs(session: Session, placing: Placing, plan: BatchPlan) -> PlanInputs:
+    demand = {"shards": plan.num_shards, "completions": completions_of(plan)}
+    return PlanInputs(
+        workers=session.settings.pools.workers,
+        rollout=rollout_demand(session.settings, placing.measurements, **demand),
+        scoring=scoring_demand(session.settings, placing.measurements, **demand),
+        resize=placing.measurements.resize(),
+        current=placing.current,
+        memory=placing.memory.model_copy(update=Memory().model_dump(include={"misses", "moved_at", "moved"})),  # anew
+        seed=plan.number,
     )
-    return _commit(run, plan, policy)
 
 
-@task(task_run_name="place eval-{number:04d}")
-async def place_evaluation(run: RunRef, number: int) -> BatchPlan:
-    """Take the first held-out problems for the policy after `number` iterations."""
-    settings = session_of(run).settings
-    policy = required(run, policy_key(number))
-    sampling = settings.rollout.sampling
-    problems = min(settings.evaluation.problems, _num_prompts(required(run, PROMPTS["heldout"])))
-    plan = BatchPlan(
-        key=evaluation_key(number),
-        number=number,
-        split="heldout",
-        rows=tuple(range(problems)),
-        group_size=1,
-        # As many completions per shard as in training, so that a shard costs the same.
-        shard_prompts=settings.rollout.shard_prompts * settings.rollout.group_size,
-        sampling=SamplingConfig(
-            temperature=settings.evaluation.temperature, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop
-        ),
-        policy=policy.key,
+def completions_of(plan: BatchPlan) -> int:
+    """Completions per shard."""
+    return max(1, min(plan.shard_prompts, len(plan.rows))) * plan.group_size
+
+
+def _noted(session: Session, key: str, inputs: PlanInputs) -> Decision | None:
+    """The decision that an earlier attempt at this batch took, if it was about as many workers."""
+    entry = session.run.noted(key)
+    if entry is None or PlanInputs.model_validate(entry["inputs"]).workers != inputs.workers:
+        return None
+    return Decision.model_validate(entry["decision"])
+
+
+async def _publish(run: RunRef, plan: BatchPlan, decision: Decision) -> None:
+    """Show the decision with the run in Prefect's UI."""
+    from tasks.reporting import artifact_key
+
+    dealt = decision.plan
+    text = (
+        f"**{plan.key}**: {decision.reason}\n\n"
+        f"| mode | rollout | scoring | predicted | unchanged |\n|---|---|---|---|---|\n"
+        f"| {dealt.mode} | {dealt.rollout} | {dealt.scoring} | {decision.predicted_seconds:.1f} s "
+        f"| {decision.unchanged_seconds:.1f} s |\n"
     )
-    return _commit(run, plan, policy)
-
-
-def read_plan(run: RunRef, batch: str) -> BatchPlan:
-    """The plan that was committed for a batch: small parameters and the store, rather than the plan itself, travel."""
-    return BatchPlan.read(required(run, plan_key(batch)))
-
-
-def _commit(run: RunRef, plan: BatchPlan, policy: Manifest) -> BatchPlan:
-    prompts = required(run, PROMPTS[plan.split])
-    return BatchPlan.read(
-        record(run, plan_key(plan.key), parents=[policy, prompts], detail=plan.model_dump(mode="json"))
-    )
-
-
-def _num_prompts(prompts: Manifest) -> int:
-    return prompts.shards[0].rows
+    await acreate_markdown_artifact(text, key=f"{artifact_key(run.name)}-placement", description=decision.reason)

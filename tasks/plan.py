@@ -4,7 +4,9 @@ from typing import Literal, Self
 
 from infra.config import Settings
 from infra.manifests import Manifest
+from infra.runs import Run
 from models.config import SamplingConfig
+from models.curriculum import Cursor
 from placement.allocation import cut
 
 
@@ -12,7 +14,7 @@ class BatchPlan(Settings):
     """The prompts of one batch and how they are cut into shards."""
 
     key: str
-    """`it-0003` or `eval-0010`: the prefix of its manifests."""
+    """`it-0003`, `it-0003/wave-2` or `eval-0010`: the prefix of its manifests."""
     number: int
     """Iteration, or the number of iterations after which the policy is evaluated."""
     split: Literal["train", "heldout"]
@@ -27,6 +29,12 @@ class BatchPlan(Settings):
     """How completions are drawn."""
     policy: str
     """Key of the manifest that committed the policy."""
+    wave: int = 1
+    """Number among the batches of its iteration; there is more than one where sampling is dynamic."""
+    carried: tuple[str, ...] = ()
+    """Rollout manifests of the iteration before whose cut groups go on here: the first shards, one each."""
+    cursor: Cursor | None = None
+    """Where the stream of prompts stands after this batch; none for evaluations."""
 
     @classmethod
     def read(cls, manifest: Manifest) -> Self:
@@ -34,13 +42,18 @@ class BatchPlan(Settings):
         return cls.model_validate(manifest.detail)
 
     @property
-    def shards(self) -> tuple[range, ...]:
-        """Positions in `rows` of each shard's prompts."""
-        return cut(len(self.rows), shard_prompts=self.shard_prompts)
+    def num_shards(self) -> int:
+        """Shards of the batch, those of carried groups first."""
+        return len(self.carried) + len(self._fresh)
 
     def shard_rows(self, shard: int) -> tuple[int, ...]:
-        """Rows of one shard's prompts."""
-        return tuple(self.rows[position] for position in self.shards[shard])
+        """Rows of one shard's new prompts; none where it only continues carried groups."""
+        fresh = shard - len(self.carried)
+        return tuple(self.rows[position] for position in self._fresh[fresh]) if fresh >= 0 else ()
+
+    @property
+    def _fresh(self) -> tuple[range, ...]:
+        return cut(len(self.rows), shard_prompts=self.shard_prompts)
 
     def shard_key(self, stage: str, shard: int) -> str:
         """Key of the manifest that commits one shard of a stage."""
@@ -55,6 +68,24 @@ def plan_key(batch: str) -> str:
 def iteration_key(number: int) -> str:
     """Prefix of an iteration's manifests; iterations count from 1."""
     return f"it-{number:04d}"
+
+
+def wave_key(number: int, wave: int) -> str:
+    """Prefix of the manifests of one of an iteration's batches."""
+    return iteration_key(number) if wave == 1 else f"{iteration_key(number)}/wave-{wave}"
+
+
+def waves_of(run: Run, number: int) -> list[BatchPlan]:
+    """Batches of an iteration that have been planned so far, in order."""
+    waves: list[BatchPlan] = []
+    while (planned := run.find(plan_key(wave_key(number, len(waves) + 1)))) is not None:
+        waves.append(BatchPlan.read(planned))
+    return waves
+
+
+def rollouts_of(run: Run, number: int) -> list[Manifest]:
+    """Manifests of an iteration's rollouts that have been committed so far, of all its batches."""
+    return [manifest for manifest in run.manifests(f"{iteration_key(number)}/") if "/rollout/" in manifest.key]
 
 
 def evaluation_key(number: int) -> str:

@@ -59,7 +59,8 @@ def start_pools(run: RunRef) -> None:
     if session.run.find(PROMPTS["heldout"]) is None:
         session.warm("preparation")
     if session.run.find(policy_key(session.settings.iterations)) is None:
-        session.warm("update", "rollout", "scoring")
+        session.warm("update", "scoring")
+        session.warm_slots()
 
 
 async def release_preparation(run: RunRef) -> None:

@@ -15,6 +15,8 @@ async def generate_shard(run: RunRef, plan: BatchPlan, shard: int) -> Manifest:
     """Have a rollout worker complete one shard's prompts and commit what it wrote."""
     policy = required(run, plan.policy)
     prompts = required(run, PROMPTS[plan.split])
+    settings = session_of(run).settings
+    continued = required(run, plan.carried[shard]).shards[1] if shard < len(plan.carried) else None
     work = RolloutWork(
         iteration=plan.number,
         policy=policy_of(policy),
@@ -22,7 +24,9 @@ async def generate_shard(run: RunRef, plan: BatchPlan, shard: int) -> Manifest:
         rows=plan.shard_rows(shard),
         group_size=plan.group_size,
         sampling=plan.sampling,
-        seed=session_of(run).settings.seed,
+        seed=settings.seed,
+        continued=continued,
+        partial=settings.rollout.partial if plan.split == "train" else None,
     )
     key = plan.shard_key("rollout", shard)
     return await once(run, key, role="rollout", method="generate", work=work, parents=[policy, prompts])

@@ -9,7 +9,7 @@ from infra.errors import BadInput
 from infra.manifests import Manifest
 from infra.runs import Run
 from infra.shards import read_shard
-from tasks.plan import iteration_key
+from tasks.plan import rollouts_of
 
 
 class Sample(Settings):
@@ -39,7 +39,7 @@ def sample_rollouts(
     run: Run, iteration: int, *, limit: int, order: Literal["reward", "length", "position"] = "position"
 ) -> list[Sample]:
     """Read completions of one iteration. By position only as many shards and rows are read as `limit` needs."""
-    rollouts = run.manifests(f"{iteration_key(iteration)}/rollout/")
+    rollouts = rollouts_of(run, iteration)
     if not rollouts:
         begun = sorted({m.key.split("/")[0] for m in run.manifests("it-") if "/rollout/" in m.key})
         found = f"iterations {begun[0]} to {begun[-1]}" if begun else "none yet"

@@ -1,32 +1,87 @@
-"""Rewards, one task per shard, and credit, one task per iteration."""
+"""Verdicts of served rewards and scores, one task per shard; credit, one task per iteration."""
 
 from prefect import task
 
 from infra.manifests import Manifest
-from models.work import CreditWork, ScoringWork
-from tasks.plan import BatchPlan
-from tasks.session import RunRef
-from tasks.stages import committed, is_transient, once, required
+from models.judges.alarms import check_judges
+from models.work import CreditWork, JudgeWork, ScoredShard, ScoringWork, VerdictShard
+from tasks.handover import handover_before
+from tasks.judges import local_terms, model_key
+from tasks.placing import judge_role
+from tasks.plan import BatchPlan, iteration_key, waves_of
+from tasks.session import RunRef, session_of
+from tasks.stages import committed, is_transient, once, policy_of, required
+
+
+@task(task_run_name="{plan.key} {term} {shard:04d}", retries=2, retry_condition_fn=is_transient)
+async def judge_shard(run: RunRef, plan: BatchPlan, shard: int, term: str, silence_seconds: float) -> Manifest:
+    """Wait for one rollout shard's commit, have a served reward judge it, commit the verdicts."""
+    rollouts = await committed(run, plan.shard_key("rollout", shard), silence_seconds=silence_seconds)
+    settings = session_of(run).settings
+    served = [required(run, model_key(term))] if term in local_terms(run) else []
+    work = JudgeWork(
+        iteration=plan.number,
+        rollouts=rollouts.shards[0],
+        model=policy_of(served[0]) if served else None,
+        seed=settings.seed,
+    )
+    key = plan.shard_key(judge_role(term), shard)
+    return await once(run, key, role=judge_role(term), method="judge", work=work, parents=[rollouts, *served])
 
 
 @task(task_run_name="{plan.key} score {shard:04d}", retries=2, retry_condition_fn=is_transient)
 async def score_shard(run: RunRef, plan: BatchPlan, shard: int, silence_seconds: float) -> Manifest:
-    """Wait for one rollout shard's commit, have a scoring worker score it, commit the scores."""
+    """Wait for one rollout shard's commit and its verdicts, have a scoring worker score it, commit the scores."""
+    settings = session_of(run).settings
     rollouts = await committed(run, plan.shard_key("rollout", shard), silence_seconds=silence_seconds)
-    work = ScoringWork(iteration=plan.number, rollouts=rollouts.shards[0])
-    key = plan.shard_key("scoring", shard)
-    return await once(run, key, role="scoring", method="score", work=work, parents=[rollouts])
-
-
-@task(task_run_name="{plan.key} credit", retries=2, retry_condition_fn=is_transient)
-async def assign_credit(run: RunRef, plan: BatchPlan) -> Manifest:
-    """Turn the iteration's rewards into training samples."""
-    rollouts = [required(run, plan.shard_key("rollout", shard)) for shard in range(len(plan.shards))]
-    scores = [required(run, plan.shard_key("scoring", shard)) for shard in range(len(plan.shards))]
-    work = CreditWork(
+    terms = list(settings.scoring.served)
+    verdicts = [
+        await committed(run, plan.shard_key(judge_role(term), shard), silence_seconds=silence_seconds) for term in terms
+    ]
+    dynamic = settings.rollout.dynamic
+    work = ScoringWork(
         iteration=plan.number,
-        rollouts=tuple(manifest.shards[0] for manifest in rollouts),
-        scores=tuple(manifest.shards[0] for manifest in scores),
+        rollouts=rollouts.shards[0],
+        verdicts=tuple(
+            VerdictShard(term=term, verdicts=manifest.shards[0]) for term, manifest in zip(terms, verdicts, strict=True)
+        ),
+        metric="" if dynamic is None else dynamic.metric or settings.scoring.terms[0],
     )
-    key = f"{plan.key}/credit"
-    return await once(run, key, role="scoring", method="credit", work=work, parents=[*rollouts, *scores])
+    key = plan.shard_key("scoring", shard)
+    return await once(run, key, role="scoring", method="score", work=work, parents=[rollouts, *verdicts])
+
+
+@task(task_run_name="it-{number:04d} credit", retries=2, retry_condition_fn=is_transient)
+async def assign_credit(run: RunRef, number: int) -> Manifest:
+    """Turn the rewards of all of the iteration's batches into training samples; refuse those of judges gone wrong."""
+    session = session_of(run)
+    settings = session.settings
+    waves, before = waves_of(session.run, number), handover_before(session.run, number)
+    rollouts = stage_of(run, waves, "rollout")
+    scores = stage_of(run, waves, "scoring")
+    verdicts = {term: stage_of(run, waves, judge_role(term)) for term in settings.scoring.served}
+    shown = {term: [manifest.metrics for manifest in manifests] for term, manifests in verdicts.items()}
+    check_judges(settings.scoring, shown, iteration=number)
+    kept = [(required(run, groups.rollouts), required(run, groups.scores), groups.rows) for groups in before.kept]
+    fresh = [(rollout, score, None) for rollout, score in zip(rollouts, scores, strict=True)]
+    work = CreditWork(
+        iteration=number,
+        shards=tuple(
+            ScoredShard(rollouts=rollout.shards[0], scores=score.shards[0], rows=rows)
+            for rollout, score, rows in (*kept, *fresh)
+        ),
+        target=settings.rollout.prompts if settings.rollout.dynamic is not None else None,
+        dynamic=settings.rollout.dynamic,
+    )
+    parents = [manifest for rollout, score, _ in (*kept, *fresh) for manifest in (rollout, score)]
+    return await once(run, credit_key(number), role="scoring", method="credit", work=work, parents=parents)
+
+
+def credit_key(number: int) -> str:
+    """Key of the manifest that committed an iteration's training samples."""
+    return f"{iteration_key(number)}/credit"
+
+
+def stage_of(run: RunRef, waves: list[BatchPlan], stage: str) -> list[Manifest]:
+    """Manifests of one stage of some batches, in order."""
+    return [required(run, wave.shard_key(stage, shard)) for wave in waves for shard in range(wave.num_shards)]

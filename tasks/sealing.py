@@ -7,22 +7,33 @@ from prefect import task
 from infra.bundles import BundleRef, retirement_key
 from infra.manifests import Manifest
 from infra.retention import retire_bundle
-from tasks.plan import BatchPlan, plan_key, policy_key
+from tasks.handover import handover_after, handover_before
+from tasks.plan import iteration_key, plan_key, policy_key, waves_of
+from tasks.scoring import credit_key, stage_of
 from tasks.session import RunRef, session_of
 from tasks.stages import record, required
 
 
-@task(task_run_name="{plan.key} seal")
-async def seal_iteration(run: RunRef, plan: BatchPlan) -> Manifest:
-    """Commit the list of everything that the iteration made, with its metrics."""
-    placed = required(run, plan_key(plan.key))
-    shards = range(len(plan.shards))
-    rollouts = [required(run, plan.shard_key("rollout", shard)) for shard in shards]
-    scores = [required(run, plan.shard_key("scoring", shard)) for shard in shards]
-    credit, update = required(run, f"{plan.key}/credit"), required(run, policy_key(plan.number))
-    elapsed = datetime.now(UTC) - datetime.fromisoformat(placed.provenance.created)
+@task(task_run_name="it-{number:04d} seal")
+async def seal_iteration(run: RunRef, number: int) -> Manifest:
+    """Commit the list of everything that the iteration made, with its metrics, and what it leaves to the next."""
+    session = session_of(run)
+    rollout, waves = session.settings.rollout, waves_of(session.run, number)
+    plans = [required(run, plan_key(wave.key)) for wave in waves]
+    rollouts, scores = stage_of(run, waves, "rollout"), stage_of(run, waves, "scoring")
+    credit, update = required(run, credit_key(number)), required(run, policy_key(number))
+    handover = handover_after(
+        handover_before(session.run, number),
+        waves,
+        rollouts=rollouts,
+        scores=scores,
+        credit=credit,
+        keep_surplus=rollout.dynamic is not None and rollout.dynamic.surplus == "keep",
+        dynamic=rollout.dynamic is not None,
+    )
+    elapsed = datetime.now(UTC) - datetime.fromisoformat(plans[0].provenance.created)
     seconds = {
-        "rollout": max(m.provenance.seconds["stage"] for m in rollouts),
+        "rollout": max((m.provenance.seconds["stage"] for m in rollouts), default=0.0),
         "scoring": sum(m.provenance.seconds["worker"] for m in scores),
         "credit": credit.provenance.seconds["stage"],
         "update": update.provenance.seconds["stage"],
@@ -30,14 +41,14 @@ async def seal_iteration(run: RunRef, plan: BatchPlan) -> Manifest:
     }
     return record(
         run,
-        f"{plan.key}/seal",
-        parents=[placed, *rollouts, *scores, credit, update],
+        f"{iteration_key(number)}/seal",
+        parents=[*plans, *rollouts, *scores, credit, update],
         metrics={
-            "prompts": len(plan.rows),
+            "prompts": sum(len(wave.rows) for wave in waves),
             **{f"credit/{name}": value for name, value in credit.metrics.items()},
             **{f"update/{name}": value for name, value in update.metrics.items()},
         },
-        detail={"policy": update.bundles["weights"].digest},
+        detail={"policy": update.bundles["weights"].digest, **handover.detail()},
         seconds=seconds,
     )
 

@@ -6,28 +6,20 @@ Flows and tasks hand each other a `RunRef`, small and serialisable; `session_of`
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 from infra.cluster import Cluster
 from infra.config import PoolsConfig, Settings
 from infra.errors import RheostatError
+from infra.fleet import Fleet
 from infra.pools import Pool
 from infra.ranks import RankGroup
 from infra.runs import Run
 from infra.workers import Done, PoolSpec
-from models.config import (
-    AlgorithmConfig,
-    DataConfig,
-    EvaluationConfig,
-    PolicyConfig,
-    RetentionConfig,
-    RolloutConfig,
-    UpdateConfig,
-    WarmupConfig,
-)
 from models.records import Outcome
-from models.rewards.config import ScoringConfig
+from models.rewards.config import JudgeReward, ServedReward
+from tasks.placing import Placing, judge_role
+from tasks.settings import RunSettings
 
 
 class RunRef(Settings):
@@ -45,35 +37,6 @@ class RunRef(Settings):
     """The holder's worker processes, which who joins it shares; none takes those that the run was made with."""
 
 
-class RunSettings(Protocol):
-    """What tasks need to know of a run's configuration."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def iterations(self) -> int: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def policy(self) -> PolicyConfig: ...
-    @property
-    def warmup(self) -> WarmupConfig | None: ...
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def scoring(self) -> ScoringConfig: ...
-    @property
-    def algorithm(self) -> AlgorithmConfig: ...
-    @property
-    def update(self) -> UpdateConfig: ...
-    @property
-    def pools(self) -> PoolsConfig: ...
-    @property
-    def evaluation(self) -> EvaluationConfig: ...
-    @property
-    def retention(self) -> RetentionConfig: ...
-
-
 @dataclass(slots=True)
 class Session:
     """An open run. Pools start when they are first asked for, in the background, and stay hot between stages."""
@@ -82,12 +45,25 @@ class Session:
     settings: RunSettings
     cluster: Cluster
     _pools: dict[str, asyncio.Task[Pool | RankGroup]] = field(default_factory=dict)
+    _fleet: asyncio.Task[Fleet] | None = None
+    _starting: asyncio.Task[None] | None = None
+    placing: Placing | None = None
+    """What the placement knows, once it has been asked."""
 
     def warm(self, *roles: str) -> None:
         """Begin to start the pools of these roles without waiting for them."""
         for role in roles:
             if role not in self._pools:
                 self._pools[role] = asyncio.create_task(_start(self, role), name=f"start {role}")
+
+    def warm_slots(self) -> None:
+        """Begin to start the rollout workers, which are asked for first."""
+
+        async def start() -> None:
+            await (await self.fleet()).arrange({"rollout": self.settings.pools.workers})
+
+        if self._starting is None:
+            self._starting = asyncio.create_task(start(), name="start the slots")
 
     async def ready(self, role: str) -> Pool | RankGroup:
         """Wait until the pool of a role has started: processes that join then share its workers."""
@@ -100,10 +76,31 @@ class Session:
                 del self._pools[role]
             raise
 
+    async def fleet(self) -> Fleet:
+        """The worker slots, which the placement deals to the roles that models serve."""
+        if self._fleet is None:
+            self._fleet = asyncio.create_task(_open_fleet(self), name="open the fleet")
+        opening = self._fleet
+        try:
+            return await asyncio.shield(opening)
+        except RheostatError:
+            if self._fleet is opening:
+                self._fleet = None
+            raise
+
     async def perform(self, role: str, method: str, work: object) -> Done[Outcome]:
         """Have a worker of the role, or all its ranks, do the work."""
-        pool = await self.ready(role)
+        if role in self.slot_roles:
+            pool: Pool | RankGroup = (await self.fleet()).role(role)
+        else:
+            pool = await self.ready(role)
         return await pool.run(method, work, returns=Outcome)
+
+    @property
+    def slot_roles(self) -> dict[str, int]:
+        """Roles that share the worker slots, and the slots that one worker of each takes."""
+        local = self.settings.scoring.local
+        return {"rollout": 1} | {judge_role(term): reward.slots for term, reward in local.items()}
 
     async def release(self, role: str) -> None:
         """Close the pool of a role that no later stage needs."""
@@ -112,9 +109,10 @@ class Session:
 
     async def close(self) -> None:
         """Stop starting pools; those that are open end with the cluster."""
-        for starting in self._pools.values():
-            starting.cancel()
-        await asyncio.gather(*self._pools.values(), return_exceptions=True)
+        starting = [task for task in (*self._pools.values(), self._fleet, self._starting) if task is not None]
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
 
 
 _OPEN: dict[tuple[str, str], Session] = {}
@@ -154,24 +152,41 @@ async def _start(session: Session, role: str) -> Pool | RankGroup:
             return await session.cluster.pool(
                 _spec(session, role, "models.workers.preparation:PreparationWorker", 1, options=threads)
             )
-        case "rollout":
-            options = {**threads, "engine": settings.rollout.engine}
-            spec = _spec(session, role, "models.workers.rollout:RolloutWorker", pools.workers, options=options)
-            return await session.cluster.pool(spec)
         case "scoring":
-            options = {"scoring": settings.scoring, "algorithm": settings.algorithm}
+            options: dict[str, object] = {"scoring": settings.scoring, "algorithm": settings.algorithm}
             spec = _spec(session, role, "models.workers.scoring:ScoringWorker", pools.scoring_workers, options=options)
             return await session.cluster.pool(spec)
         case "update":
             options = {**threads, "update": settings.update, "temperature": settings.rollout.sampling.temperature}
             spec = _spec(session, role, "models.workers.update:UpdateWorker", pools.update_ranks, options=options)
             return await session.cluster.ranks(spec)
+    for term, reward in settings.scoring.served.items():
+        if role == judge_role(term):
+            return await session.cluster.pool(_judge_spec(session, term, reward, size=pools.scoring_workers))
     raise AssertionError(f"no worker class serves the role {role!r}")
+
+
+async def _open_fleet(session: Session) -> Fleet:
+    """Name the workers that share the slots; none is started before the placement asks for it."""
+    pools = session.settings.pools
+    options: dict[str, object] = {"threads": pools.threads, "engine": session.settings.rollout.engine}
+    specs = [_spec(session, "rollout", "models.workers.rollout:RolloutWorker", pools.workers, options=options)]
+    for term, reward in session.settings.scoring.local.items():
+        specs.append(_judge_spec(session, term, reward, size=pools.workers // reward.slots))
+    return await session.cluster.fleet(specs, slots=pools.workers, gpus_per_slot=pools.gpus_per_worker)
+
+
+def _judge_spec(session: Session, term: str, reward: ServedReward, *, size: int) -> PoolSpec:
+    threads = session.settings.pools.threads * reward.slots
+    options: dict[str, object] = {"term": term, "reward": reward, "threads": threads}
+    kind = "judge:JudgeWorker" if isinstance(reward, JudgeReward) else "reward_model:RewardModelWorker"
+    spec = _spec(session, judge_role(term), f"models.workers.{kind}", size, options=options)
+    return replace(spec, threads=threads, slots=reward.slots)
 
 
 def _spec(session: Session, role: str, target: str, size: int, *, options: dict[str, object]) -> PoolSpec:
     pools = session.settings.pools
-    gpus = {"rollout": pools.gpus_per_worker, "update": pools.gpus_per_update_rank}
+    gpus = {"update": pools.gpus_per_update_rank}
     home, _, name = session.run.store.uri.rstrip("/").rpartition("/")
     return PoolSpec(
         role=role,

@@ -47,7 +47,7 @@ async def once(
             bundles=_bundles(outcome.policy),
             parents=tuple(parent.digest for parent in parents),
             metrics=outcome.metrics or {},
-            detail={**_version(outcome.policy), **(detail or {})},
+            detail={**_version(outcome.policy), **(outcome.detail or {}), **(detail or {})},
             provenance=provenance_here(
                 worker=f"{done.worker} pid {done.pid}",
                 seconds={**(outcome.timings or {}), **waited},

@@ -5,6 +5,7 @@ from prefect import task
 from infra.manifests import Manifest
 from models.work import UpdateWork
 from tasks.plan import BatchPlan, policy_key
+from tasks.scoring import credit_key
 from tasks.session import RunRef, session_of
 from tasks.stages import is_transient, once, policy_of, required
 
@@ -13,7 +14,7 @@ from tasks.stages import is_transient, once, policy_of, required
 async def update_policy(run: RunRef, plan: BatchPlan) -> Manifest:
     """Have the update ranks learn from the iteration's samples and commit the new policy version."""
     settings = session_of(run).settings
-    parent, credit = required(run, plan.policy), required(run, f"{plan.key}/credit")
+    parent, credit = required(run, plan.policy), required(run, credit_key(plan.number))
     work = UpdateWork(
         iteration=plan.number,
         policy=policy_of(parent),

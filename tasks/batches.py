@@ -1,0 +1,117 @@
+"""Plan a batch: which prompts, which shards, which policy. What is planned is committed before it is done."""
+
+from prefect import task
+
+from infra.manifests import Manifest
+from models.config import SamplingConfig
+from models.curriculum import take
+from models.waves import Sampling, another_wave, wave_size
+from tasks.handover import Handover, handover_before
+from tasks.plan import BatchPlan, evaluation_key, plan_key, policy_key, wave_key, waves_of
+from tasks.preparation import PROMPTS
+from tasks.session import RunRef, session_of
+from tasks.stages import record, required
+
+
+@task(task_run_name="plan it-{number:04d}")
+async def plan_iteration(run: RunRef, number: int) -> BatchPlan:
+    """Plan an iteration's first batch: what was carried over, and the prompts that come next."""
+    session = session_of(run)
+    before = handover_before(session.run, number)
+    rollout = session.settings.rollout
+    gap = max(0, rollout.prompts - sum(len(groups.rows) for groups in before.kept))
+    ema, margin = (before.sampling or Sampling()).ema, 1.0 if rollout.dynamic is None else rollout.dynamic.margin
+    over_dispatch = 0.0 if rollout.partial is None else rollout.partial.over_dispatch
+    going_on = sum(len(groups.rows) for groups in before.carried)
+    wanted = wave_size(gap, ema, margin, over_dispatch=over_dispatch) - going_on
+    return _plan_wave(run, number, wave=1, wanted=wanted, before=before)
+
+
+@task(task_run_name="wave {plan.key}")
+async def plan_next_wave(run: RunRef, plan: BatchPlan) -> BatchPlan | None:
+    """Plan another batch if informative groups are wanting and waves are left (DAPO, arXiv 2503.14476)."""
+    session = session_of(run)
+    rollout = session.settings.rollout
+    dynamic = rollout.dynamic
+    if dynamic is None:
+        return None
+    before = handover_before(session.run, plan.number)
+    informative = sum(len(groups.rows) for groups in before.kept)
+    for wave in waves_of(session.run, plan.number)[: plan.wave]:
+        scores = [required(run, wave.shard_key("scoring", shard)) for shard in range(wave.num_shards)]
+        informative += sum(int(manifest.metrics["informative_groups"]) for manifest in scores)
+    gap = rollout.prompts - informative
+    if not another_wave(plan.wave, gap, max_extra_waves=dynamic.max_extra_waves):
+        return None
+    wanted = wave_size(gap, (before.sampling or Sampling()).ema, dynamic.margin)
+    following = _plan_wave(run, plan.number, wave=plan.wave + 1, wanted=wanted, before=before)
+    return following if following.num_shards else None
+
+
+@task(task_run_name="plan eval-{number:04d}")
+async def plan_evaluation(run: RunRef, number: int) -> BatchPlan:
+    """Take the first held-out problems for the policy after `number` iterations."""
+    settings = session_of(run).settings
+    policy = required(run, policy_key(number))
+    sampling = settings.rollout.sampling
+    problems = min(settings.evaluation.problems, _num_prompts(required(run, PROMPTS["heldout"])))
+    plan = BatchPlan(
+        key=evaluation_key(number),
+        number=number,
+        split="heldout",
+        rows=tuple(range(problems)),
+        group_size=1,
+        # As many completions per shard as in training, so that a shard costs the same.
+        shard_prompts=settings.rollout.shard_prompts * settings.rollout.group_size,
+        sampling=SamplingConfig(
+            temperature=settings.evaluation.temperature, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop
+        ),
+        policy=policy.key,
+    )
+    return _commit(run, plan, policy)
+
+
+def read_plan(run: RunRef, batch: str) -> BatchPlan:
+    """The plan that was committed for a batch: small parameters and the store, rather than the plan itself, travel."""
+    return BatchPlan.read(required(run, plan_key(batch)))
+
+
+def _plan_wave(run: RunRef, number: int, *, wave: int, wanted: int, before: Handover) -> BatchPlan:
+    """Take the next prompts: none that the iteration has already, none left out."""
+    session = session_of(run)
+    rollout = session.settings.rollout
+    policy = required(run, policy_key(number - 1))
+    earlier = waves_of(session.run, number)[: wave - 1]
+    taken = before.rows().union(*(plan.rows for plan in earlier))
+    num_prompts = _num_prompts(required(run, PROMPTS["train"]))
+    cursor = earlier[-1].cursor if earlier else before.cursor
+    assert cursor is not None, "an iteration's batches have a cursor"
+    count = max(0, min(wanted, num_prompts - len(taken)))
+    rows, after = tuple[int, ...](), cursor
+    if count:
+        rows, after = take(cursor, count, taken=taken, num_prompts=num_prompts, seed=session.settings.seed)
+    plan = BatchPlan(
+        key=wave_key(number, wave),
+        number=number,
+        split="train",
+        rows=rows,
+        group_size=rollout.group_size,
+        shard_prompts=rollout.shard_prompts,
+        sampling=rollout.sampling,
+        policy=policy.key,
+        wave=wave,
+        carried=tuple(groups.rollouts for groups in before.carried) if wave == 1 else (),
+        cursor=after,
+    )
+    return _commit(run, plan, policy)
+
+
+def _commit(run: RunRef, plan: BatchPlan, policy: Manifest) -> BatchPlan:
+    prompts = required(run, PROMPTS[plan.split])
+    return BatchPlan.read(
+        record(run, plan_key(plan.key), parents=[policy, prompts], detail=plan.model_dump(mode="json"))
+    )
+
+
+def _num_prompts(prompts: Manifest) -> int:
+    return prompts.shards[0].rows

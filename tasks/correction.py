@@ -1,0 +1,102 @@
+"""Correct the placement inside a stage: whoever has nothing left to do goes where work waits."""
+
+import asyncio
+import logging
+import time
+
+from infra.fleet import Fleet
+from placement.config import AdaptivePlacement, TargetPlacement
+from placement.measurements import Role
+from placement.records import DrainInputs, InFlight, Plan, RoleProgress
+from tasks.placement import arrange, completions_of, note_decision, stages_of
+from tasks.placing import Placing, rollout_demand, scoring_demand
+from tasks.plan import BatchPlan
+from tasks.session import RunRef, Session, session_of
+
+logger = logging.getLogger(__name__)
+
+LEAST_SECONDS = 0.5
+"""Between two looks; or a quarter of what a move costs, where that is more."""
+
+
+async def correct_placement(run: RunRef, plan: BatchPlan, dealt: Plan) -> None:
+    """Ask the policy again and again while a stage runs; move workers where it says so. Runs until cancelled."""
+    session = session_of(run)
+    placing, policy = session.placing, session.settings.placement
+    if placing is None or not isinstance(policy, AdaptivePlacement | TargetPlacement):
+        return
+    stage = _Stage(session, placing, plan, await session.fleet(), dealt)
+    while True:
+        await asyncio.sleep(max(LEAST_SECONDS, placing.measurements.resize().mean_seconds / 4))
+        inputs = stage.inputs()
+        decision = placing.policy.drain(inputs)
+        placing.memory = decision.memory
+        if decision.plan != stage.dealt:
+            note_decision(session, stage.next_key(), inputs, decision)
+            logger.info("placement inside %s: %s", plan.key, decision.reason)
+            await arrange(run, plan, decision.plan)
+            stage.moved(decision.plan)
+
+
+class _Stage:
+    """A stage as it goes: what is left, and which workers have not been moved yet."""
+
+    def __init__(self, session: Session, placing: Placing, plan: BatchPlan, fleet: Fleet, dealt: Plan) -> None:
+        self.dealt = dealt
+        self._session, self._placing, self._plan, self._fleet = session, placing, plan, fleet
+        self._began = time.monotonic()
+        self._movable = {"rollout": dealt.rollout, "scoring": dealt.scoring}
+        self._corrections = 0
+        self._done_before = {role: load.done for role, load in fleet.load().items()}
+        self._units: dict[Role, int] = {"rollout": 0, "scoring": 0}
+        for stage, role in stages_of(session).items():
+            keys = (plan.shard_key(stage, shard) for shard in range(plan.num_shards))
+            self._units[role] += sum(session.run.find(key) is None for key in keys)
+
+    def inputs(self) -> DrainInputs:
+        """What the policy is asked with now."""
+        return DrainInputs(
+            elapsed_seconds=time.monotonic() - self._began,
+            workers=self._session.settings.pools.workers,
+            plan=self.dealt,
+            rollout=self._progress("rollout"),
+            scoring=self._progress("scoring"),
+            movable_rollout=self._movable["rollout"],
+            movable_scoring=self._movable["scoring"],
+            resize=self._placing.measurements.resize(),
+            memory=self._placing.memory,
+            seed=self._plan.number,
+        )
+
+    def moved(self, dealt: Plan) -> None:
+        """Take note of a correction: a worker moves at most once per stage."""
+        self._movable["rollout"] -= max(0, self.dealt.rollout - dealt.rollout)
+        self._movable["scoring"] -= max(0, self.dealt.scoring - dealt.scoring)
+        self.dealt = dealt
+
+    def next_key(self) -> str:
+        """Name the next correction in the journal; a resumed stage counts anew under its own epoch."""
+        self._corrections += 1
+        return f"placement/{self._plan.key}/drain-{self._session.run.epoch:04d}-{self._corrections:04d}"
+
+    def _progress(self, role: Role) -> RoleProgress:
+        stages = [stage for stage, its in stages_of(self._session).items() if its == role]
+        all_loads = self._fleet.load()
+        loads = [all_loads[stage] for stage in stages]
+        demand = (rollout_demand if role == "rollout" else scoring_demand)(
+            self._session.settings,
+            self._placing.measurements,
+            shards=self._plan.num_shards,
+            completions=completions_of(self._plan),
+        )
+        elapsed = [seconds for load in loads for seconds, _ in load.in_flight]
+        waiting = sum(load.waiting for load in loads)
+        done = sum(load.done - self._done_before[load.role] for load in loads)
+        return RoleProgress(
+            demand=demand,
+            slots=self.dealt.rollout if role == "rollout" else self.dealt.scoring,
+            waiting=waiting,
+            coming=max(0, self._units[role] - waiting - len(elapsed) - done),
+            in_flight=tuple(InFlight(elapsed_seconds=seconds, sequences=demand.sequences) for seconds in elapsed),
+            done=done,
+        )
