@@ -90,6 +90,7 @@ def test_a_shard_has_a_row_per_completion_in_the_order_of_prompts_and_samples(st
         assert row["completion"] == small_tokenizer().decode(row["completion_tokens"], skip_special_tokens=True)
         assert len(row["logprobs"]) == len(row["completion_tokens"])
         assert row["seed"] == sample_seed(5, 3, prompt_row=prompt, sample=row["sample"])
+        assert row["segments"] == [{"policy_version": 0, "tokens": len(row["completion_tokens"])}]
 
 
 def test_metrics_count_what_the_shard_holds(store, work, tmp_path):
@@ -102,9 +103,19 @@ def test_metrics_count_what_the_shard_holds(store, work, tmp_path):
         "tokens": sum(len(row["completion_tokens"]) for row in rows),
         "truncated": sum(row["finish_reason"] == "length" for row in rows),
         "prompt_tokens": sum(len(small_tokenizer().encode(TEXTS[row])) for row in work.rows),
+        "groups": 5,
+        "carried_groups": 0,
+        "sequences": 20,
     }
     assert 0 < outcome.metrics["truncated"] < 20
-    assert outcome.timings.keys() == {"load", "generate", "write"}
+    lengths = sorted(len(row["completion_tokens"]) for row in rows)
+    assert outcome.detail == {"lengths": lengths}
+    assert outcome.timings.keys() == {
+        "load", "generate", "write",
+        "steps", "step_sequences", "step_sequences_squared", "step_seconds", "step_sequence_seconds",
+    }  # fmt: skip
+    # Every token but each sequence's first takes a sequence one step forward.
+    assert outcome.timings["step_sequences"] == sum(lengths) - 20
     assert worker_.progress() > before
 
 
@@ -124,6 +135,21 @@ def test_each_policy_generates_with_its_own_weights_whichever_was_loaded_before(
     turns = [digest(busy.generate(asked)) for asked in (work, other, work)]
     assert turns[0] == turns[2] == digest(worker(tmp_path).generate(work))
     assert turns[1] == digest(worker(tmp_path).generate(other)) != turns[0]
+
+
+def test_a_policy_is_taken_before_there_is_work_and_loaded_again_after_sleep(store, work, tmp_path):
+    other = publish(store, tmp_path / "other", seed=1)
+    awake = worker(tmp_path)
+    assert awake.take(work.policy) == work.policy.weights.digest
+    assert awake.take(other) == other.weights.digest
+    taken = awake.progress()
+    awake.take(other)
+    assert awake.progress() == taken
+    awake.sleep()
+    assert digest(awake.generate(replace(work, policy=other))) == digest(
+        worker(tmp_path).generate(replace(work, policy=other))
+    )
+    assert awake.progress() > taken + 1
 
 
 def test_weights_that_are_not_those_of_the_digest_generate_nothing(store, work, tmp_path):

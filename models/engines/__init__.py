@@ -19,11 +19,13 @@ class Request:
     seeds: tuple[int, ...]
     prefixes: tuple[tuple[int, ...], ...] = ()
     """What each completion already has, where it continues one; its draws go on after those of the prefix."""
+    budget: int | None = None
+    """New tokens after which a completion is cut for now; none lets each come to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the policy answered: its tokens, how likely each was, and why it ended."""
+    """What the policy answered: its tokens, how likely each was, and why it ended. Tokens of a prefix are not here."""
 
     tokens: tuple[int, ...]
     """Ends with an EOS token, or with the token that completed a stop text, when the reason is `stop`."""

@@ -1,8 +1,8 @@
 """Decoding one batch with a KV cache. B live rows, R all rows of the batch, E end tokens,
 P prompts, T tokens, V vocabulary.
 
-A row is one completion. Each prompt is prefilled once and its cache rows are repeated for its completions; finished
-rows leave the batch.
+A row is one completion. Each prompt is prefilled once and its cache rows are repeated for its completions; one that is
+continued is prefilled with what it has. Finished rows leave the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,6 +45,15 @@ class Row:
     prompt_row: int
     prompt: tuple[int, ...]
     seed: int
+    prefix: tuple[int, ...]
+    """Tokens that the completion already has."""
+    limit: int
+    """Tokens, those of the prefix included, at which it ends for now."""
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """What is prefilled."""
+        return self.prompt + self.prefix
 
 
 @dataclass(slots=True)
@@ -73,7 +82,11 @@ class _Written:
     """What has been drawn, by row of the batch; entries past a row's length mean nothing."""
 
     tokens_RT: Tensor
+    """Begins with the row's prefix."""
     logprobs_RT: Tensor
+    begun_R: Tensor
+    """Length of the prefix."""
+    limits_R: Tensor
     lengths_R: Tensor
     stopped_R: Tensor
 
@@ -86,38 +99,47 @@ def decode(
 
     `on_step` is called after every forward with the number of sequences that it brought forward, 0 after the prefill.
     """
-    device, longest = policy.model.device, sampling.max_new_tokens
-    written = _Written(
-        tokens_RT=torch.zeros(len(rows), longest, dtype=torch.long, device=device),
-        logprobs_RT=torch.zeros(len(rows), longest, device=device),
-        lengths_R=torch.full((len(rows),), longest, device=device),
-        stopped_R=torch.zeros(len(rows), dtype=torch.bool, device=device),
-    )
-    uniforms_RT = torch.from_numpy(np.stack([uniforms(row.seed, longest) for row in rows])).to(device)
-    logits_BV, live = _prefill(policy, rows, longest)
+    num_steps = max(row.limit - len(row.prefix) for row in rows)
+    width = max(len(row.prefix) for row in rows) + num_steps  # rows that ended may run on as long as any other
+    written = _written(rows, width, device=policy.model.device)
+    uniforms_RT = torch.from_numpy(np.stack([uniforms(row.seed, width) for row in rows])).to(policy.model.device)
+    logits_BV, live = _prefill(policy, rows, num_steps)
     on_step(0)
-    for step in range(longest):
+    for step in range(num_steps):
         _require_finite(logits_BV, live, policy, rows)
-        tokens_B, logprobs_B = draw(logits_BV, uniforms_RT[live.rows_B, step], sampling)
-        written.tokens_RT[live.rows_B, step] = tokens_B
-        written.logprobs_RT[live.rows_B, step] = logprobs_B
-        _end_rows(live, written, step, policy, sampling.stop)
+        at_B = written.begun_R[live.rows_B] + step
+        tokens_B, logprobs_B = draw(logits_BV, uniforms_RT[live.rows_B, at_B], sampling)
+        written.tokens_RT[live.rows_B, at_B] = tokens_B
+        written.logprobs_RT[live.rows_B, at_B] = logprobs_B
+        _end_rows(live, written, at_B, policy, sampling.stop)
         num_alive = int(live.alive_B.sum())
-        if num_alive == 0 or step + 1 == longest:
+        if num_alive == 0:
             break
         if num_alive < _KEEP_SHARE * len(live.rows_B):
             live.keep_alive()
-        logits_BV = _forward(policy, live, written.tokens_RT[live.rows_B, step])
+        logits_BV = _forward(policy, live, written.tokens_RT[live.rows_B, written.begun_R[live.rows_B] + step])
         on_step(num_alive)
-    return _completions(written, policy)
+    return _completions(written, policy, sampling.max_new_tokens)
 
 
-def _prefill(policy: LoadedPolicy, rows: Sequence[Row], longest: int) -> tuple[Tensor, _Live]:
+def _written(rows: Sequence[Row], width: int, *, device: torch.device) -> _Written:
+    limits_R = torch.tensor([row.limit for row in rows], device=device)
+    return _Written(
+        tokens_RT=torch.tensor([[*row.prefix, *[0] * (width - len(row.prefix))] for row in rows], device=device),
+        logprobs_RT=torch.zeros(len(rows), width, device=device),
+        begun_R=torch.tensor([len(row.prefix) for row in rows], device=device),
+        limits_R=limits_R,
+        lengths_R=limits_R.clone(),
+        stopped_R=torch.zeros(len(rows), dtype=torch.bool, device=device),
+    )
+
+
+def _prefill(policy: LoadedPolicy, rows: Sequence[Row], num_steps: int) -> tuple[Tensor, _Live]:
     """Run each prompt once, padded on the left, and repeat what it left in the cache for each of its rows."""
     device = policy.model.device
-    firsts = [index for index, row in enumerate(rows) if index == 0 or row.request != rows[index - 1].request]
+    firsts = [index for index, row in enumerate(rows) if index == 0 or not _shares_cache(row, rows[index - 1])]
     counts = np.diff([*firsts, len(rows)])
-    prompts = [rows[index].prompt for index in firsts]
+    prompts = [rows[index].given for index in firsts]
     width = max(map(len, prompts))
     tokens_PT = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask_PT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -130,7 +152,7 @@ def _prefill(policy: LoadedPolicy, rows: Sequence[Row], longest: int) -> tuple[T
     )
     prompt_B = torch.arange(len(prompts), device=device).repeat_interleave(torch.from_numpy(counts).to(device))
     output.past_key_values.reorder_cache(prompt_B)
-    room_BT = mask_PT.new_ones(len(rows), longest)
+    room_BT = mask_PT.new_ones(len(rows), num_steps)
     live = _Live(
         rows_B=torch.arange(len(rows), device=device),
         alive_B=torch.ones(len(rows), dtype=torch.bool, device=device),
@@ -140,6 +162,10 @@ def _prefill(policy: LoadedPolicy, rows: Sequence[Row], longest: int) -> tuple[T
         cache=output.past_key_values,
     )
     return output.logits[:, -1][prompt_B], live
+
+
+def _shares_cache(row: Row, other: Row) -> bool:
+    return row.request == other.request and row.prefix == other.prefix
 
 
 def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
@@ -153,7 +179,7 @@ def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
         use_cache=True,
         logits_to_keep=1,
     )
-    live.lengths_B = live.lengths_B + 1
+    live.lengths_B = live.lengths_B + live.alive_B  # a row that ended stays inside the policy's context
     logits_BV: Tensor = output.logits[:, -1]
     return logits_BV
 
@@ -167,40 +193,44 @@ def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: 
         )
 
 
-def _end_rows(live: _Live, written: _Written, step: int, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
+def _end_rows(live: _Live, written: _Written, at_B: Tensor, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
     """Note which rows ended with the token just written."""
-    ended_B = torch.isin(written.tokens_RT[live.rows_B, step], policy.eos_E)
+    ended_B = torch.isin(written.tokens_RT[live.rows_B, at_B], policy.eos_E)
     if stop:
-        ended_B |= _says_stop(live, written, step, policy.tokenizer, stop)
+        ended_B |= _says_stop(live, written, at_B, policy.tokenizer, stop)
     ended_B &= live.alive_B
     ended_rows = live.rows_B[ended_B]
-    written.lengths_R[ended_rows] = step + 1
+    written.lengths_R[ended_rows] = at_B[ended_B] + 1
     written.stopped_R[ended_rows] = True
-    live.alive_B &= ~ended_B
+    live.alive_B &= ~ended_B & (at_B + 1 < written.limits_R[live.rows_B])
 
 
 def _says_stop(
-    live: _Live, written: _Written, step: int, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
+    live: _Live, written: _Written, at_B: Tensor, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
 ) -> Tensor:
     """Look for a stop text in the last tokens: each spells at least a byte, so as many as its bytes hold all of it."""
     # 4 more: the first tokens may be the rest of a character, which decodes as another one.
     window = max(len(text.encode()) for text in stop) + 4
-    recent_BT = written.tokens_RT[live.rows_B, max(0, step + 1 - window) : step + 1]
-    texts = _texts(tokenizer, recent_BT.tolist())
-    return torch.tensor([any(end in text for end in stop) for text in texts], device=recent_BT.device)
+    back_W = torch.arange(window - 1, -1, -1, device=at_B.device)
+    recent_BW = written.tokens_RT[live.rows_B[:, None], (at_B[:, None] - back_W).clamp(min=0)]
+    counts = (at_B + 1).clamp(max=window).tolist()
+    recent = [tokens[window - count :] for tokens, count in zip(recent_BW.tolist(), counts, strict=True)]
+    texts = _texts(tokenizer, recent)
+    return torch.tensor([any(end in text for end in stop) for text in texts], device=at_B.device)
 
 
-def _completions(written: _Written, policy: LoadedPolicy) -> list[Completion]:
-    lengths = written.lengths_R.tolist()
+def _completions(written: _Written, policy: LoadedPolicy, longest: int) -> list[Completion]:
+    begun, lengths = written.begun_R.tolist(), written.lengths_R.tolist()
     tokens = [row[:length] for row, length in zip(written.tokens_RT.tolist(), lengths, strict=True)]
     logprobs = [row[:length] for row, length in zip(written.logprobs_RT.tolist(), lengths, strict=True)]
     texts, stopped = _texts(policy.tokenizer, tokens), written.stopped_R.tolist()
+    unstopped = [FinishReason.LENGTH if length == longest else FinishReason.CUT for length in lengths]
     return [
         Completion(
-            tokens=tuple(tokens[row]),
-            logprobs=tuple(logprobs[row]),
+            tokens=tuple(tokens[row][begun[row] :]),
+            logprobs=tuple(logprobs[row][begun[row] :]),
             text=texts[row],
-            finish_reason=FinishReason.STOP if stopped[row] else FinishReason.LENGTH,
+            finish_reason=FinishReason.STOP if stopped[row] else unstopped[row],
         )
         for row in range(len(tokens))
     ]

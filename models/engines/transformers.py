@@ -20,7 +20,7 @@ from models.roles.tokenizer import load_tokenizer
 class HuggingFaceEngine:
     """Decode with a KV cache any causal language model that transformers knows without code of its own.
 
-    Rows are decoded in the order of their prompts' lengths, then of the requests, `max_batch_rows` at a time: which
+    Rows are decoded in the order of their lengths so far, then of the requests, `max_batch_rows` at a time: which
     rows share a batch follows from the work alone, never from timing. The same work gives the same completions, bit
     for bit, in every process of one build with as many threads. With other neighbours or another `max_batch_rows` a
     completion still draws the same random numbers, but sums may round otherwise in the last bits of float32.
@@ -78,12 +78,8 @@ class HuggingFaceEngine:
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         assert self._policy is not None, "generate before load"
         _require_room(requests, sampling, context=self._policy.context)
-        rows = [
-            Row(request=index, sample=sample, prompt_row=request.row, prompt=request.tokens, seed=seed)
-            for index, request in enumerate(requests)
-            for sample, seed in enumerate(request.seeds)
-        ]
-        rows.sort(key=lambda row: len(row.prompt))  # stable: requests of equal length stay in their order
+        rows = [row for index, request in enumerate(requests) for row in _rows(index, request, sampling.max_new_tokens)]
+        rows.sort(key=lambda row: len(row.given))  # stable: requests of equal length stay in their order
         groups: list[dict[int, Completion]] = [{} for _ in requests]
         size = self._config.max_batch_rows
         self._stepped = time.perf_counter()
@@ -107,11 +103,35 @@ class HuggingFaceEngine:
             )
 
 
+def _rows(index: int, request: Request, longest: int) -> list[Row]:
+    """Say of each wanted completion what it has and where it ends."""
+    prefixes = request.prefixes or ((),) * len(request.seeds)
+    budget = longest if request.budget is None else request.budget
+    return [
+        Row(
+            request=index,
+            sample=sample,
+            prompt_row=request.row,
+            prompt=request.tokens,
+            seed=seed,
+            prefix=prefix,
+            limit=min(longest, len(prefix) + budget),
+        )
+        for sample, (seed, prefix) in enumerate(zip(request.seeds, prefixes, strict=True))
+    ]
+
+
 def _require_room(requests: Sequence[Request], sampling: SamplingConfig, *, context: int | None) -> None:
     for request in requests:
         length = len(request.tokens)
         if length == 0:
             raise BadInput(f"prompt row {request.row}: expected at least one token, found none")
+        longest = max(map(len, request.prefixes), default=0)
+        if longest >= sampling.max_new_tokens:
+            raise BadInput(
+                f"prompt row {request.row}: a completion of {longest} tokens cannot go on, max_new_tokens is "
+                f"{sampling.max_new_tokens}"
+            )
         if context is not None and length + sampling.max_new_tokens > context:
             raise BadInput(
                 f"prompt row {request.row}: {length} prompt tokens and max_new_tokens {sampling.max_new_tokens} make "

@@ -1,20 +1,21 @@
-"""The worker that generates: prompts in by reference, one shard of completions out."""
+"""The worker that generates: prompts in by reference, a shard of completions out, and one of those to be continued."""
 
 import logging
 import time
 
 import pyarrow as pa
 import torch
+from pydantic import JsonValue
 
 from infra.bundles import fetch_bundle
 from infra.errors import BadInput
-from infra.shards import read_shard, write_shard
+from infra.shards import ShardRef, read_shard, write_shard
 from infra.storage import open_store
 from models.config import EngineConfig
-from models.engines import Completion, Engine, Request
 from models.engines.build import build_engine
-from models.records import PROMPT_SCHEMA, ROLLOUT_SCHEMA, FinishReason, Outcome, PolicyVersion
-from models.seeds import sample_seed
+from models.groups import Group, fresh_groups, groups_of, table_of
+from models.records import PROMPT_SCHEMA, FinishReason, Outcome, PolicyVersion
+from models.statistics import order_statistics
 from models.work import RolloutWork
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 class RolloutWorker:
     """Generate with the policy each piece of work names, and with no weights but those it has verified.
 
-    The same work gives a shard of the same digest in any worker process with as many threads on the same kind of
+    The same work gives shards of the same digests in any worker process with as many threads on the same kind of
     machine, whatever the worker did before.
     """
 
@@ -31,106 +32,116 @@ class RolloutWorker:
         torch.set_num_threads(threads)
         self._store = open_store(f"{store_uri}/{run}")
         self._run = run
-        self._engine: Engine = build_engine(engine)
-        self._loaded = ""
+        self._kind = engine.kind
+        self._engine = build_engine(engine)
+        self._loaded: PolicyVersion | None = None
 
     def progress(self) -> int:
         """Return a count that moves with every decoding step and every load."""
         return self._engine.progress
 
+    def take(self, policy: PolicyVersion) -> str:
+        """Load a policy unless it is loaded, and return the digest of the weights that are now served."""
+        if self._loaded != policy:
+            self._loaded = None
+            self._engine.load(fetch_bundle(self._store, policy.weights), policy)
+            self._loaded = policy
+            logger.info("loaded policy %s", policy.weights.digest)
+        return policy.weights.digest
+
+    def sleep(self) -> None:
+        """Give the weights' memory back; the next work loads them again."""
+        self._loaded = None
+        self._engine.sleep()
+
     def generate(self, work: RolloutWork) -> Outcome:
-        """Write the completions of the work's prompts as one shard."""
+        """Write the completions of the work's prompts, finished groups as the first shard.
+
+        Groups with a completion that was cut at the budget are a second one, if there are any. The first may be empty.
+        """
         clock = time.perf_counter
         started = clock()
-        self._take(work.policy)
-        loaded = clock()
-        rows = _ascending(work)
-        prompts = read_shard(self._store, work.prompts, PROMPT_SCHEMA.names).take(pa.array(rows, pa.int64()))
-        requests = _requests(work, rows, prompts)
-        groups = self._engine.generate(requests, work.sampling)
+        self.take(work.policy)
+        loaded, before = clock(), self._engine.steps()
+        begun = self._groups(work)
+        requests = [group.request(work.policy.version, work.partial) for group in begun]
+        answers = self._engine.generate(requests, work.sampling)
         generated = clock()
-        table = _table(requests, prompts, groups)
-        ref = write_shard(self._store, table, kind="rollouts", metadata=_metadata(work, run=self._run))
+        groups = [group.continued(new, work.policy.version) for group, new in zip(begun, answers, strict=True)]
+        finished, cut = (table_of([group for group in groups if group.finished is done]) for done in (True, False))
+        shards = [self._write(finished, work, kind="rollouts")]
+        lengths = [len(completion.tokens) for new in answers for completion in new]
+        detail: dict[str, JsonValue] = {"lengths": [*order_statistics(lengths)]}
+        if cut.num_rows:
+            shards.append(self._write(cut, work, kind="unfinished"))
+            detail["carried_rows"] = [*sorted(group.prompt_row for group in groups if not group.finished)]
         return Outcome(
-            shards=(ref,),
-            metrics=_metrics(requests, groups),
-            timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated},
+            shards=tuple(shards),
+            metrics=_metrics(groups, lengths) | {"prompt_tokens": sum(len(request.tokens) for request in requests)},
+            detail=detail,
+            timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated}
+            | self._engine.steps().since(before),
         )
 
-    def _take(self, policy: PolicyVersion) -> None:
-        weights = policy.weights
-        if self._loaded == weights.digest:
-            return
-        self._loaded = ""
-        self._engine.load(fetch_bundle(self._store, weights), policy)
-        self._loaded = weights.digest
-        logger.info("loaded policy %s", weights.digest)
+    def _groups(self, work: RolloutWork) -> list[Group]:
+        """Groups that go on, then the new ones in the order of the prompts' shard."""
+        continued = groups_of(read_shard(self._store, work.continued)) if work.continued else []
+        rows = _ascending(work, {group.prompt_row for group in continued})
+        prompts = read_shard(self._store, work.prompts, PROMPT_SCHEMA.names).take(pa.array(rows, pa.int64()))
+        fresh = fresh_groups(prompts, rows, group_size=work.group_size, seed=work.seed, iteration=work.iteration)
+        return continued + fresh
+
+    def _write(self, table: pa.Table, work: RolloutWork, *, kind: str) -> ShardRef:
+        metadata = _metadata(work, run=self._run) | {"producer": self._kind}
+        return write_shard(self._store, table, kind=kind, metadata=metadata)
 
 
-def _ascending(work: RolloutWork) -> list[int]:
-    """Return the work's prompt rows in the order of the shard; a row named twice would get the same seeds twice."""
+def _ascending(work: RolloutWork, continued: set[int]) -> list[int]:
+    """Return the new prompts' rows in the order of the shard; a row named twice would get the same seeds twice."""
     rows = sorted(set(work.rows))
-    if not rows or len(rows) < len(work.rows):
-        raise BadInput(f"rollout work: expected one or more different prompt rows, found {work.rows}")
-    if not 0 <= rows[0] <= rows[-1] < work.prompts.rows:
+    if len(rows) < len(work.rows) or not (rows or continued) or continued & set(rows):
+        going_on = f" beside {sorted(continued)} that go on" if continued else ""
+        raise BadInput(f"rollout work: expected one or more different prompt rows{going_on}, found {work.rows}")
+    if rows and not 0 <= rows[0] <= rows[-1] < work.prompts.rows:
         raise BadInput(
             f"rollout work: expected rows of {work.prompts.key} below {work.prompts.rows}, found {work.rows}"
         )
     return rows
 
 
-def _requests(work: RolloutWork, rows: list[int], prompts: pa.Table) -> list[Request]:
-    samples = range(work.group_size)
-    return [
-        Request(
-            row=row,
-            tokens=tuple(tokens),
-            seeds=tuple(sample_seed(work.seed, work.iteration, prompt_row=row, sample=sample) for sample in samples),
-        )
-        for row, tokens in zip(rows, prompts["tokens"].to_pylist(), strict=True)
-    ]
-
-
-def _table(requests: list[Request], prompts: pa.Table, groups: list[list[Completion]]) -> pa.Table:
-    completions = [completion for group in groups for completion in group]
-    repeated = prompts.take(pa.array([index for index, group in enumerate(groups) for _ in group], pa.int64()))
-    columns = {
-        "prompt_row": [request.row for request in requests for _ in request.seeds],
-        "sample": [sample for request in requests for sample in range(len(request.seeds))],
-        "prompt_id": repeated["prompt_id"],
-        "prompt": repeated["text"],
-        "completion": [completion.text for completion in completions],
-        "answer": repeated["answer"],
-        "prompt_tokens": repeated["tokens"],
-        "completion_tokens": [completion.tokens for completion in completions],
-        "logprobs": [completion.logprobs for completion in completions],
-        "finish_reason": [completion.finish_reason.value for completion in completions],
-        "seed": [seed for request in requests for seed in request.seeds],
-    }
-    return pa.table(columns, schema=ROLLOUT_SCHEMA)
-
-
 def _metadata(work: RolloutWork, *, run: str) -> dict[str, str]:
-    """Say what the completions came from; seeds follow from `seed`, iteration, prompt row and sample."""
-    return {
+    """Say what wrote last, and from what.
+
+    Seeds of new groups follow from `seed`, iteration, prompt row and sample; those of continued ones stand in their
+    rows, and so do the versions of the policy that wrote before.
+    """
+    metadata = {
         "run": run,
         "iteration": str(work.iteration),
         "policy_version": str(work.policy.version),
         "weights_digest": work.policy.weights.digest,
-        "producer": "transformers",
         "sampling": work.sampling.model_dump_json(),
         "prompts_digest": work.prompts.digest,
         "seed": str(work.seed),
-        "seed_prompt_rows": f"{min(work.rows)}..{max(work.rows)}",
         "seed_samples": f"0..{work.group_size - 1}",
     }
+    if work.rows:
+        metadata["seed_prompt_rows"] = f"{min(work.rows)}..{max(work.rows)}"
+    if work.partial is not None:
+        metadata["partial"] = work.partial.model_dump_json()
+    if work.continued is not None:
+        metadata["continued_digest"] = work.continued.digest
+    return metadata
 
 
-def _metrics(requests: list[Request], groups: list[list[Completion]]) -> dict[str, float]:
-    completions = [completion for group in groups for completion in group]
+def _metrics(groups: list[Group], lengths: list[int]) -> dict[str, float]:
+    """Count finished and cut groups, what was generated now, and completions of finished groups."""
+    finished = [draft for group in groups if group.finished for draft in group.drafts]
     return {
-        "completions": len(completions),
-        "tokens": sum(len(completion.tokens) for completion in completions),
-        "truncated": sum(completion.finish_reason is FinishReason.LENGTH for completion in completions),
-        "prompt_tokens": sum(len(request.tokens) for request in requests),
+        "groups": sum(group.finished for group in groups),
+        "carried_groups": sum(not group.finished for group in groups),
+        "sequences": len(lengths),
+        "tokens": sum(lengths),
+        "completions": len(finished),
+        "truncated": sum(draft.finish_reason is FinishReason.LENGTH for draft in finished),
     }
