@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -160,9 +160,14 @@ def _answer(body: Callable[[], object]) -> Returned | Raised:
     return Returned(result, time.perf_counter() - started)
 
 
-def thread_variables(threads: int, *, gpus: float) -> dict[str, str]:
-    """Return the environment of a worker: sums depend on the number of threads, and workers never go to the network."""
+def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a worker: sums depend on the number of threads, and workers never go to the network.
+
+    It sees the GPUs that Ray gives it, of which there are `gpus`, or else these `devices`, which Ray must not hide.
+    """
     limits = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")}
     accelerator = {} if gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    if devices:
+        accelerator = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
     return {"TOKENIZERS_PARALLELISM": "false", **limits, **accelerator, **offline}

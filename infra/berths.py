@@ -3,7 +3,7 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from infra.errors import ClusterFailed
+from infra.errors import BadInput, ClusterFailed
 from infra.workers import Berth
 
 if TYPE_CHECKING:
@@ -14,35 +14,52 @@ SLOT = "rheostat_slot"
 
 
 class Berths:
-    """One bundle per slot, in which a process of every role fits."""
+    """One bundle per slot, numbered so that those of one node follow each other.
 
-    def __init__(self, slots: int, *, gpus: float, roles: int, embedded: bool, start_seconds: float) -> None:
+    Processes of all roles share a bundle's GPUs, of which Ray can hand each only a part; so they ask Ray for none and
+    are told which they are.
+    """
+
+    def __init__(self, slots: int, *, gpus: float, embedded: bool, start_seconds: float) -> None:
         """Describe the places; none is reserved yet."""
+        if gpus > 1 and gpus != int(gpus):
+            raise BadInput(f"a worker slot has a part of one GPU or whole ones, not {gpus:g}")
         self.slots = slots
+        self.nodes: tuple[str, ...] = ()
+        """The node of each slot, once they are reserved."""
+        self._gpus = gpus
         self._needs = {SLOT if embedded else "CPU": 1.0, **({"GPU": gpus} if gpus else {})}
-        self._gpus = gpus / roles if gpus <= 1 else gpus
         self._start_seconds = start_seconds
         self._group: PlacementGroup | None = None
+        self._bundles: list[int] = []
+        self._devices: list[tuple[str, ...]] = []
 
-    def __getitem__(self, slot: int) -> Berth:
+    def berth(self, first: int, width: int) -> Berth:
+        """Say where the worker of `width` slots from `first` on runs, and which GPUs it has."""
         assert self._group is not None, "reserve() comes first"
-        return Berth(self._group, slot, self._gpus)
+        devices = [device for held in self._devices[first : first + width] for device in held]
+        return Berth(self._group, self._bundles[first], tuple(dict.fromkeys(devices)))
 
     async def reserve(self) -> None:
         """Wait until the cluster has set the places aside."""
-        from ray.util.placement_group import placement_group
+        from ray.util.placement_group import placement_group, placement_group_table
 
         if self._group is not None:
             return
-        group = placement_group([dict(self._needs) for _ in range(self.slots)], strategy="PACK")
-        if not await asyncio.to_thread(group.wait, self._start_seconds):
-            self._group = group
+        self._group = placement_group([dict(self._needs) for _ in range(self.slots)], strategy="PACK")
+        try:
+            if not await asyncio.to_thread(self._group.wait, self._start_seconds):
+                raise ClusterFailed(
+                    f"the cluster did not set {self.slots} worker slots of {self._needs} aside within"
+                    f" {self._start_seconds:g} s"
+                )
+            nodes = placement_group_table(self._group)["bundles_to_node_id"]
+            self._bundles = sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+            self._devices = await self._held() if self._gpus else [()] * self.slots
+            self.nodes = tuple(nodes[bundle] for bundle in self._bundles)
+        except BaseException:
             self.remove()
-            raise ClusterFailed(
-                f"the cluster did not set {self.slots} worker slots of {self._needs} aside within"
-                f" {self._start_seconds:g} s"
-            )
-        self._group = group
+            raise
 
     def remove(self) -> None:
         """Give the places back."""
@@ -51,3 +68,23 @@ class Berths:
         if self._group is not None:
             remove_placement_group(self._group)
         self._group = None
+
+    async def _held(self) -> list[tuple[str, ...]]:
+        """Ask each bundle for the ids of its GPUs: they stay the same as long as it stands."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        assert self._group is not None
+        asking = ray.remote(num_cpus=0, num_gpus=self._gpus, max_calls=1)(_devices)
+        places = [PlacementGroupSchedulingStrategy(self._group, bundle) for bundle in self._bundles]
+        try:
+            async with asyncio.timeout(self._start_seconds):
+                return list(await asyncio.gather(*(asking.options(scheduling_strategy=at).remote() for at in places)))
+        except TimeoutError:
+            raise ClusterFailed(f"the GPUs of the worker slots are not known after {self._start_seconds:g} s") from None
+
+
+def _devices() -> tuple[str, ...]:
+    import ray
+
+    return tuple(map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"]))

@@ -89,7 +89,7 @@ class Cluster:
         In a process that does not arrange them, it finds the workers that are awake in the one that does.
         """
         patience = max(spec.start_seconds for spec in specs)
-        berths = Berths(slots, gpus=gpus_per_slot, roles=len(specs), embedded=self._embedded, start_seconds=patience)
+        berths = Berths(slots, gpus=gpus_per_slot, embedded=self._embedded, start_seconds=patience)
         fleet = Fleet(specs, berths=berths, found=self._found)
         self._members.append(fleet)
         return fleet

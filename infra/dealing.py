@@ -1,5 +1,6 @@
 """Deal slots to roles so that as few workers as possible move. Pure functions."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -29,28 +30,33 @@ class Change:
 
 
 def deal(
-    current: Sequence[Post], wanted: Mapping[str, int], *, widths: Mapping[str, int], slots: int, asleep: Set[Post]
+    current: Sequence[Post],
+    wanted: Mapping[str, int],
+    *,
+    widths: Mapping[str, int],
+    nodes: Sequence[str],
+    asleep: Set[Post],
 ) -> set[Post]:
-    """Choose a post for every wanted worker.
+    """Choose a post for every wanted worker; `nodes` names the node of each slot, and no post lies on two.
 
     `current` lists the posts that are awake, those to be kept longest first. New ones go, the widest first, to free
     slots, where possible to a post where a worker sleeps. If no gap is wide enough, all are dealt anew.
     """
     needed = sum(count * widths[role] for role, count in wanted.items())
-    if needed > slots:
-        raise BadInput(f"{dict(wanted)} needs {needed} slots, there are {slots}")
-    left = dict(wanted)
-    dealt: set[Post] = set()
+    if min(wanted.values(), default=0) < 0:
+        raise BadInput(f"expected numbers of workers from 0 on, got {dict(wanted)}")
+    if needed > len(nodes):
+        raise BadInput(f"{dict(wanted)} needs {needed} slots, there are {len(nodes)}")
+    left = Counter(wanted)
+    kept: set[Post] = set()
     for post in current:
-        if left.get(post.role, 0) > 0:
+        if left[post.role] > 0:
             left[post.role] -= 1
-            dealt.add(post)
-    order = sorted((role for role in left for _ in range(left[role])), key=lambda role: (-widths[role], role))
-    for role in order:
-        gap = _gap(role, widths[role], dealt=dealt, slots=slots, asleep=asleep)
-        if gap is None:
-            return _packed(wanted, widths=widths)
-        dealt.add(gap)
+            kept.add(post)
+    dealt = _placed(left, kept, widths=widths, nodes=nodes, asleep=asleep)
+    dealt = _placed(Counter(wanted), set(), widths=widths, nodes=nodes, asleep=set()) if dealt is None else dealt
+    if dealt is None:
+        raise BadInput(f"{dict(wanted)} with {dict(widths)} slots a worker does not fit the nodes {list(nodes)}")
     return dealt
 
 
@@ -69,17 +75,16 @@ def changes(current: Set[Post], target: Set[Post]) -> list[Change]:
     ]
 
 
-def _gap(role: str, width: int, *, dealt: Set[Post], slots: int, asleep: Set[Post]) -> Post | None:
-    taken = {slot for post in dealt for slot in post.slots}
-    gaps = [Post(role, first, width) for first in range(slots - width + 1)]
-    free = [post for post in gaps if not taken.intersection(post.slots)]
-    return min(free, key=lambda post: (post not in asleep, post.first), default=None)
-
-
-def _packed(wanted: Mapping[str, int], *, widths: Mapping[str, int]) -> set[Post]:
-    packed, first = set(), 0
-    for role in sorted(wanted, key=lambda role: (-widths[role], role)):
-        for _ in range(wanted[role]):
-            packed.add(Post(role, first, widths[role]))
-            first += widths[role]
-    return packed
+def _placed(
+    left: Counter[str], kept: Set[Post], *, widths: Mapping[str, int], nodes: Sequence[str], asleep: Set[Post]
+) -> set[Post] | None:
+    """Add posts to those kept, the widest first; without any kept this leaves no gaps on a node."""
+    dealt = set(kept)
+    for role in sorted(left.elements(), key=lambda role: (-widths[role], role)):
+        taken = {slot for post in dealt for slot in post.slots}
+        gaps = [Post(role, first, widths[role]) for first in range(len(nodes) - widths[role] + 1)]
+        free = [gap for gap in gaps if not taken.intersection(gap.slots) and len({nodes[at] for at in gap.slots}) == 1]
+        if not free:
+            return None
+        dealt.add(min(free, key=lambda gap: (gap not in asleep, gap.first)))
+    return dealt

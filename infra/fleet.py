@@ -81,9 +81,9 @@ class Fleet:
         """Return the pool of a role; its works wait while none of its workers is awake."""
         return self._pools[role]
 
-    def berth(self, slot: int) -> Berth:
-        """Say where the worker of a slot runs."""
-        return self._berths[slot]
+    def berth(self, role: str, slot: int) -> Berth:
+        """Say where the worker of a role in this slot runs."""
+        return self._berths.berth(slot, self._widths[role])
 
     def load(self) -> dict[str, RoleLoad]:
         """Measure every role, without asking any worker."""
@@ -174,7 +174,7 @@ class Fleet:
             growing = {role for role, count in workers.items() if count > serving[role]}
             current = self._awake(growing)
             asleep = {post for post, seat in self._seats() if seat.worker is not None and not seat.awake}
-            target = deal(current, workers, widths=self._widths, slots=self._berths.slots, asleep=asleep)
+            target = deal(current, workers, widths=self._widths, nodes=self._berths.nodes, asleep=asleep)
             moves = await asyncio.gather(*(self._change(change) for change in changes(set(current), target)))
         return tuple(sorted((move for some in moves for move in some), key=lambda move: move.slot))
 

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class Ground(Protocol):
     """What a pool's workers stand on when it shares slots with others: a fleet."""
 
-    def berth(self, slot: int) -> Berth:
-        """Say where the worker of a slot runs."""
+    def berth(self, role: str, slot: int) -> Berth:
+        """Say where the worker of a role in this slot runs."""
 
     def look(self) -> None:
         """Be told that work waits for a worker."""
@@ -92,7 +92,7 @@ class Pool:
         """Return the place of this index; a new one has no process, and its next will be `generation + 1`."""
         if index not in self._seats:
             ground = self._ground
-            berth = None if ground is None else (lambda: ground.berth(index))
+            berth = None if ground is None else (lambda: ground.berth(self.spec.role, index))
             self._seats[index] = Seat(self.spec, index, generation=generation, berth=berth)
         return self._seats[index]
 

@@ -55,8 +55,8 @@ class Berth:
 
     group: "PlacementGroup"
     index: int
-    gpus: float
-    """What one process in it takes."""
+    devices: tuple[str, ...]
+    """Ids of the GPUs that a worker there sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +186,15 @@ async def start_worker(spec: PoolSpec, name: str, *, berth: Berth | None = None)
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     what = f"{spec.role} worker {name}"
-    gpus = spec.gpus if berth is None else berth.gpus
+    devices = () if berth is None else berth.devices
     actor = (
         ray.remote(concurrency_groups={WORK: 1, WATCH: 1, LIFE: 1})(Host)
         .options(
             name=name,
             get_if_exists=True,
             num_cpus=0,
-            num_gpus=gpus,
-            runtime_env={"env_vars": thread_variables(spec.threads, gpus=gpus)},
+            num_gpus=spec.gpus if berth is None else 0,
+            runtime_env={"env_vars": thread_variables(spec.threads, gpus=spec.gpus, devices=devices)},
             scheduling_strategy="DEFAULT"
             if berth is None
             else PlacementGroupSchedulingStrategy(berth.group, placement_group_bundle_index=berth.index),

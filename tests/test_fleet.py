@@ -65,6 +65,12 @@ class Shared:
         """Numbers of slots awake in each role."""
         return tuple(len(slots) for slots in self.fleet.allocation().values())
 
+    @property
+    def pids(self):
+        """Processes, awake and asleep."""
+        seats = [seat for pool in (self.rollout, self.judge) for seat in pool.seats.values()]
+        return {seat.worker.place.pid for seat in seats if seat.worker is not None}
+
     def check(self):
         """Each slot is awake in at most one role, by the fleet's account and by its processes'."""
         slots = [slot for some in self.fleet.allocation().values() for slot in some]
@@ -139,20 +145,21 @@ async def test_slots_pass_between_roles_and_queued_works_are_done_exactly_once(c
     assert {one.attempts for one in await asyncio.gather(*works)} == {1}
     assert len(shared.done()) == len(set(shared.done())) == 80
     assert [load.done for load in shared.fleet.load().values()] == [40, 40]
-    pids = [seat.worker.place.pid for pool in (shared.rollout, shared.judge) for seat in pool.seats.values()]
+    pids = shared.pids
     assert len(pids) == 8
     await shared.fleet.close()
     assert await until(lambda: not any(alive(pid) for pid in pids))
 
 
 async def test_a_sleeping_worker_keeps_its_process_and_is_woken(shared):
-    before = (shared.rollout.pids, shared.judge.pids)
+    before = shared.pids
+    (sleeping,) = shared.judge.pids
     there = await shared.arrange(2, 0)
     assert shared.judge.pids == ()
-    assert alive(*before[1])
+    assert alive(sleeping)
     back = await shared.arrange(1, 1)
     assert [move.how for move in (*there, *back)] == ["wake", "wake"]
-    assert (shared.rollout.pids, shared.judge.pids) == before
+    assert shared.pids == before
 
 
 async def test_a_woken_worker_has_taken_what_its_role_serves(shared):
@@ -322,10 +329,8 @@ async def test_whatever_is_arranged_and_killed_every_slot_has_one_role_and_every
         split = (rollout, draw.randint(0, 2 - rollout))
         arranging = asyncio.create_task(shared.arrange(*split))
         await asyncio.sleep(draw.random() * 0.1)
-        seats = [seat for pool in (shared.rollout, shared.judge) for seat in pool.seats.values()]
-        pids = [seat.worker.place.pid for seat in seats if seat.worker is not None]
-        if pids and draw.random() < 0.4:
-            os.kill(draw.choice(pids), signal.SIGKILL)
+        if shared.pids and draw.random() < 0.4:
+            os.kill(draw.choice(sorted(shared.pids)), signal.SIGKILL)
         moves = await arranging
         shared.check()
         undone = any(move.error for move in moves)
@@ -370,6 +375,38 @@ asyncio.run(main())
 
 
 async def test_a_cluster_without_room_for_the_slots_says_so(cluster):
-    berths = Berths(2, gpus=1, roles=2, embedded=False, start_seconds=0.3)
+    berths = Berths(2, gpus=1, embedded=False, start_seconds=0.3)
     with pytest.raises(ClusterFailed, match=r"did not set 2 worker slots of .*'GPU': 1.* aside within 0\.3 s"):
         await berths.reserve()
+
+
+@pytest.mark.slow
+async def test_workers_of_all_roles_see_the_gpus_of_their_slots():
+    """On GPUs that are only said to be there: Ray counts them, nobody opens one."""
+    program = """
+import asyncio, ray
+from infra.berths import SLOT, Berths
+from infra.fleet import Fleet
+from infra.workers import PoolSpec
+async def main():
+    options = {"num_cpus": 0, "num_gpus": 4, "resources": {SLOT: 100}, "logging_level": "ERROR"}
+    ray.init(address="local", namespace="gpus", include_dashboard=False, **options)
+    for gpus, slots in ((1, 4), (2, 2), (0.5, 4)):
+        roles = {f"narrow{slots}{gpus}": 1, f"wide{slots}{gpus}": 2}
+        specs = [PoolSpec(role, "tests.workers_for_tests:Counting", slots=width) for role, width in roles.items()]
+        berths = Berths(slots, gpus=gpus, embedded=True, start_seconds=60)
+        fleet = Fleet(specs, berths=berths, found=lambda role: {})
+        seen = []
+        for (role, width) in roles.items():
+            count = min(2, slots // width)
+            await fleet.arrange({role: count})
+            works = [fleet.role(role).run("environment", ("CUDA_VISIBLE_DEVICES",), returns=dict) for _ in range(count)]
+            seen += sorted(done.result["CUDA_VISIBLE_DEVICES"] for done in await asyncio.gather(*works))
+        print(*seen, flush=True)
+        await fleet.close()
+    ray.shutdown()
+asyncio.run(main())
+"""
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
+    out, _ = await asyncio.wait_for(other.communicate(), 100)
+    assert out.decode().split("\n") == ["0 1 0,1 2,3", "0,1 2,3 0,1,2,3", "0 0 0 1", ""]

@@ -1,0 +1,66 @@
+from itertools import groupby
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.dealing import Post, changes, deal
+
+WIDTHS = {"rollout": 1, "judge": 2, "model": 3}
+
+
+def slots_of(posts):
+    return [slot for post in posts for slot in post.slots]
+
+
+@st.composite
+def counts(draw, slots):
+    """Numbers of workers that fit, the wide ones drawn first."""
+    left, chosen = slots, {}
+    for role, width in reversed(WIDTHS.items()):
+        chosen[role] = draw(st.integers(0, left // width))
+        left -= chosen[role] * width
+    return chosen
+
+
+@given(st.data())
+def test_whatever_is_wanted_in_turn_is_dealt_without_two_workers_in_one_slot(data):
+    slots = data.draw(st.integers(1, 9))
+    current = set()
+    for _ in range(4):
+        wanted = data.draw(counts(slots))
+        order = data.draw(st.permutations(sorted(current, key=repr)))
+        target = deal(order, wanted, widths=WIDTHS, nodes=["one"] * slots, asleep=set())
+        assert len(slots_of(target)) == len(set(slots_of(target)))
+        assert set(slots_of(target)) <= set(range(slots))
+        assert {role: sum(post.role == role for post in target) for role in WIDTHS} == wanted
+        parts = changes(current, target)
+        touched = [slot for part in parts for slot in {*slots_of(part.out), *slots_of(part.into)}]
+        assert len(touched) == len(set(touched))  # so changes can be made, or undone, each by itself
+        moved = {post for part in parts for post in part.out}
+        assert current - moved | {post for part in parts for post in part.into} == target
+        current = target
+
+
+@given(st.integers(0, 6), st.integers(0, 6))
+def test_workers_of_one_slot_move_no_more_than_they_must(before, after):
+    widths = {"rollout": 1, "judge": 1}
+    nodes = ["one"] * 6
+    current = deal([], {"rollout": before, "judge": 6 - before}, widths=widths, nodes=nodes, asleep=set())
+    target = deal(list(current), {"rollout": after, "judge": 6 - after}, widths=widths, nodes=nodes, asleep=set())
+    assert len(target - current) == abs(after - before)
+
+
+def test_the_last_of_the_list_leaves_and_a_sleeping_worker_is_woken():
+    current = [Post("rollout", slot, 1) for slot in (2, 0, 3, 1)]
+    free = deal(current, {"rollout": 2}, widths=WIDTHS, nodes=["one"] * 4, asleep=set())
+    assert free == {Post("rollout", 2, 1), Post("rollout", 0, 1)}
+    asleep = {Post("rollout", 3, 1)}
+    assert deal([], {"rollout": 1}, widths=WIDTHS, nodes=["one"] * 4, asleep=asleep) == asleep
+
+
+def test_no_worker_lies_on_two_nodes():
+    nodes = ["one"] * 3 + ["two"] * 3
+    dealt = deal([], {"judge": 2, "rollout": 2}, widths=WIDTHS, nodes=nodes, asleep=set())
+    judges = [post for post in dealt if post.role == "judge"]
+    assert len(judges) == 2
+    assert all(len(list(groupby(nodes[slot] for slot in post.slots))) == 1 for post in judges)
