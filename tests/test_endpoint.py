@@ -93,14 +93,14 @@ def test_a_server_that_fails_now_and_then_answers_all_in_the_end():
         Reply(status=409),
         Reply(status=500),
         Reply(status=502),
-        Reply(body=b"{}", stall_seconds=0.6),
-        Reply(body=b"{}", seconds=0.6),
+        Reply(body=b"{}", stall_seconds=3),
+        Reply(body=b"{}", seconds=3),
     ],
     ids=["reset", "408", "409", "500", "502", "stalled", "slow"],
 )
 def test_a_fault_that_passes_is_asked_again(fault):
     with chat_server(lambda asked, before: fault if before == 0 else echo(asked, before)) as server:
-        answers = judge_at(server.url, timeout_seconds=0.3).ask(questions(3))
+        answers = judge_at(server.url, timeout_seconds=1.5).ask(questions(3))
     assert [answer.error for answer in answers] == [None] * 3
     assert len(server.asked) == 6
 
@@ -113,18 +113,19 @@ def test_retry_after_is_obeyed():
         [answer] = judge_at(server.url).ask(questions(1))
     first, second = server.asked
     assert answer.error is None
-    assert 1.0 <= second.at - first.at < 1.5
+    assert 1.0 <= second.at - first.at < 5.0
 
 
-def test_an_endpoint_that_stays_down_is_a_named_error_in_bounded_time():
-    with chat_server(lambda asked, before: Reply(status=503)) as server:
+@pytest.mark.parametrize("status", [500, 503])
+def test_an_endpoint_that_stays_down_is_a_named_error_in_bounded_time(status):
+    with chat_server(lambda asked, before: Reply(status=status)) as server:
         judge = judge_at(server.url, retries=3)
         started = time.monotonic()
         with pytest.raises(
-            EndpointDown, match=r"127\.0\.0\.1:\d+/v1/chat/completions is down: it answers 503"
+            EndpointDown, match=r"127\.0\.0\.1:\d+/v1/chat/completions is down: it answers 50"
         ) as caught:
             judge.ask(questions(200))
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
     assert len(server.asked) <= 32 * 4 + 32  # it gives up after the first question that is lost, not after all
     assert isinstance(caught.value, OSError)  # what stages try again later
 
@@ -287,9 +288,12 @@ def test_a_key_that_cannot_be_sent_is_bad_input_and_is_not_repeated(monkeypatch,
     assert CANARY not in str(caught.value)
 
 
-def test_a_proxy_of_the_environment_sees_nothing(monkeypatch):
+def test_a_proxy_or_a_netrc_of_the_environment_changes_nothing(monkeypatch, tmp_path):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password other\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with chat_server(echo) as proxy, chat_server(echo) as server:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, proxy.url.removesuffix("/v1"))
         judge_at(server.url).ask(questions(1))
     assert (len(server.asked), len(proxy.asked)) == (1, 0)
+    assert "Authorization" not in server.asked[0].headers
