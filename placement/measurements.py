@@ -6,12 +6,14 @@ from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from infra.config import Settings
 from placement.records import Demand, Pace, ResizeCost
 from placement.regression import LineSums, fit_line
 
 Role = Literal["rollout", "scoring"]
+Floats = NDArray[np.float64]
 
 SAMPLE = 512
 """Lengths kept per role."""
@@ -20,6 +22,8 @@ FADE = 0.5
 BUSY_KEPT = 0.7
 """EMA of busy seconds: 0.7 of the old, 0.3 of the new."""
 RESIZE_KEPT = 0.7
+LIKENESS_KEPT = 0.7
+LIKENESS_MOST = 0.95
 MOVES_KEPT = 64
 """Moves behind the 95th percentile."""
 
@@ -69,6 +73,8 @@ class RoleMeasurements(Settings):
     """What units take beside their steps, on their sequences."""
     lengths: tuple[float, ...] = ()
     """Sorted; at least half of them from the last stage."""
+    likeness: float = 0.0
+    """Correlation of two log lengths of one unit, EMA."""
     busy_seconds: float = 0.0
     """Worker-seconds per stage."""
 
@@ -131,6 +137,7 @@ class Measurements(Settings):
             units=units,
             sequences=sequences,
             lengths=known.lengths or prior.lengths(),
+            likeness=known.likeness,
             pace=self.pace(role, prior=prior.pace),
             slots=slots,
             least_slots=least_slots,
@@ -144,11 +151,13 @@ def _observe(known: RoleMeasurements, units: list[UnitObservation]) -> RoleMeasu
     if not units:
         return known
     busy = sum(unit.seconds for unit in units)
+    lengths = [_expanded(unit) for unit in units if unit.lengths]
     return RoleMeasurements(
         stages=known.stages + 1,
         steps=known.steps.plus(_total(_steps(unit) for unit in units), decay=FADE),
         rest=known.rest.plus(_total(_rest(unit) for unit in units), decay=FADE),
-        lengths=_merged(known.lengths, units, seed=known.stages),
+        lengths=_merged(known.lengths, lengths, seed=known.stages),
+        likeness=_likeness(lengths, known),
         busy_seconds=BUSY_KEPT * known.busy_seconds + (1 - BUSY_KEPT) * busy if known.stages else busy,
     )
 
@@ -175,23 +184,36 @@ def _total(parts: Iterable[LineSums]) -> LineSums:
     return total
 
 
-def _merged(old: tuple[float, ...], units: list[UnitObservation], *, seed: int) -> tuple[float, ...]:
-    """A sorted sample of at most `SAMPLE` lengths, old ones at most as many as new ones.
+def _expanded(unit: UnitObservation) -> Floats:
+    """A unit's order statistics are its quantile function: read it as often as the unit has sequences."""
+    return np.interp(np.linspace(0, 1, max(unit.sequences, 1)), np.linspace(0, 1, len(unit.lengths)), unit.lengths)
 
-    Too many are thinned by chance: whatever is chosen by rank would bias the tail.
-    """
-    rng = np.random.default_rng(seed)
-    counted = [unit for unit in units if unit.lengths]
-    if not counted:
+
+def _merged(old: tuple[float, ...], lengths: list[Floats], *, seed: int) -> tuple[float, ...]:
+    """A sorted sample of at most `SAMPLE` lengths, old ones at most as many as new ones."""
+    if not lengths:
         return old
-    # A unit's order statistics are its quantile function, read as often as it has sequences.
-    new = np.concatenate(
-        [
-            np.interp(np.linspace(0, 1, max(unit.sequences, 1)), np.linspace(0, 1, len(unit.lengths)), unit.lengths)
-            for unit in counted
-        ]
-    )
-    past = np.asarray(old)
-    past = rng.choice(past, size=min(past.size, new.size, SAMPLE // 2), replace=False)
-    new = rng.choice(new, size=min(new.size, SAMPLE - past.size), replace=False)
+    rng = np.random.default_rng(seed)
+    new, past = np.concatenate(lengths), np.asarray(old)
+    past = _thinned(past, min(past.size, new.size, SAMPLE // 2), rng)
+    new = _thinned(new, min(new.size, SAMPLE - past.size), rng)
     return tuple(float(length) for length in np.sort(np.concatenate([past, new])))
+
+
+def _thinned(lengths: Floats, count: int, rng: np.random.Generator) -> Floats:
+    """One length by chance out of each of `count` equal slices of the sorted lengths: no tail is biased or lost."""
+    at = (np.arange(count) + rng.random(count)) * lengths.size / max(count, 1)
+    return np.asarray(np.sort(lengths)[np.minimum(at.astype(np.int64), max(lengths.size - 1, 0))])
+
+
+def _likeness(lengths: list[Floats], known: RoleMeasurements) -> float:
+    """Intraclass correlation of log lengths, from the variance of units' means against that inside units (ANOVA)."""
+    logs = [np.log(np.maximum(unit, 1.0)) for unit in lengths if unit.size > 1]
+    if len(logs) < 3:
+        return known.likeness
+    size = float(np.mean([unit.size for unit in logs]))
+    between = size * float(np.var([unit.mean() for unit in logs], ddof=1))
+    within = float(np.mean([unit.var(ddof=1) for unit in logs]))
+    total = between + (size - 1) * within
+    found = min(max((between - within) / total, 0.0), LIKENESS_MOST) if total > 0 else 0.0
+    return LIKENESS_KEPT * known.likeness + (1 - LIKENESS_KEPT) * found if known.stages else found

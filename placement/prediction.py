@@ -20,8 +20,8 @@ from placement.scheduling import list_schedule
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-COLOCATED_TURNS = 2
-"""Where roles take turns, all workers are switched twice per stage: to scoring, and back."""
+TURNS = 1
+"""Switches that taking turns costs beside what every plan pays: waking all workers at the begin, with new weights."""
 EXACT_WORK = 8_000_000
 """Up to so many (unit, case, lane) steps every unit is scheduled; 20 ms of one core. Beyond, tables answer."""
 
@@ -55,7 +55,7 @@ def forecast(inputs: PlanInputs, plans: tuple[Plan, ...], *, bootstraps: int) ->
     rollout_K = np.array([plan.rollout for plan in plans])
     scoring_K = np.array([plan.scoring for plan in plans])
     seconds_KB = predict(inputs, draws, rollout_K, scoring_K, turns)
-    switches_K = np.where(turns, COLOCATED_TURNS * inputs.resize.mean_seconds, 0.0)
+    switches_K = np.where(turns, TURNS * inputs.resize.mean_seconds, 0.0)
     return Forecast(plans=plans, seconds_KB=seconds_KB + switches_K[:, None])
 
 
@@ -108,23 +108,19 @@ def _schedule_role(demand: Demand, draws: UnitDraws, slots_K: Ints, ready_KBU: F
 def _tabulated(
     inputs: PlanInputs, draws: list[UnitDraws], rollout_K: Ints, scoring_K: Ints, turns_K: NDArray[np.bool_]
 ) -> Floats:
-    tables, loads, units = [], [], []
+    tables, loads, lanes = [], [], []
     for demand, drawn, slots_K in zip((inputs.rollout, inputs.scoring), draws, (rollout_K, scoring_K), strict=True):
-        # One table serves all candidates: that of the crew in the middle.
         workers_K, together_K = crews(demand, slots_K)
+        # One table serves all candidates: that of the crew in the middle.
         together = float(np.median(together_K))
-        seconds_BU = unit_seconds(demand, drawn.longest_BU, drawn.tokens_BU, together=together)
-        peak_B = np.maximum(
-            unit_seconds(demand, drawn.peak_B, drawn.tokens_BU.mean(axis=1), together=together), seconds_BU.max(axis=1)
-        )
-        tables.append(tabulate(seconds_BU, peak_B))
-        loads.append(demand.units / (workers_K * together))
-        units.append(seconds_BU.mean(axis=1))
-    rollout_done_KBQ = tables[0].done(loads[0])
+        tables.append(tabulate(unit_seconds(demand, drawn.longest_BU, drawn.tokens_BU, together=together)))
+        lanes.append((workers_K * together).astype(np.float64))
+        loads.append(demand.units / lanes[-1])
+    rollout_done_KBQ = tables[0].done(loads[0], lanes_K=lanes[0])
     if not inputs.scoring.units:
         return rollout_done_KBQ[:, :, -1]
-    streamed_KB = stream_end(rollout_done_KBQ, tables[1], loads[1], unit_B=units[1])
-    in_turns_KB = rollout_done_KBQ[:, :, -1] + tables[1].done(loads[1])[:, :, -1]
+    streamed_KB = stream_end(rollout_done_KBQ, tables[1], units_per_worker_K=loads[1], lanes_K=lanes[1])
+    in_turns_KB: Floats = rollout_done_KBQ[:, :, -1] + tables[1].done(loads[1], lanes_K=lanes[1])[:, :, -1]
     return np.where(turns_K[:, None], in_turns_KB, streamed_KB)
 
 

@@ -33,6 +33,8 @@ class Demand(Settings):
     """Sequences per unit (votes of a judge counted each), decoded as one batch."""
     lengths: tuple[float, ...]
     """Recent lengths in tokens: the empirical distribution, as a sorted sample of at most 512."""
+    likeness: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """How alike a unit's lengths are: the correlation of two log lengths of one unit (completions of one prompt)."""
     pace: Pace
     """Measured, or a prior before the first measurement."""
     slots: int = 1

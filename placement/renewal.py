@@ -30,9 +30,14 @@ class Table:
     """When a share of the units is done."""
     mean_B: Floats
     """Mean seconds of a unit."""
+    tail_B: Floats
+    """Seconds by which the longest of e times as many units is longer."""
 
-    def done(self, units_per_worker_K: Floats) -> Floats:
-        """Return when each share of the units is done; the share 1 is the end."""
+    def done(self, units_per_worker_K: Floats, *, lanes_K: Floats) -> Floats:
+        """Return when each share of the units is done; the share 1 is the end.
+
+        The end is the last of the units under way, one on each lane: with more lanes than were simulated it is later.
+        """
         top = self.done_EBQ.shape[0] - 1
         entry_K = np.minimum(units_per_worker_K * STEPS, top)
         low_K = np.minimum(entry_K.astype(np.int64), top - 1)
@@ -40,42 +45,40 @@ class Table:
         inside_KBQ = (1 - part_K11) * self.done_EBQ[low_K] + part_K11 * self.done_EBQ[low_K + 1]
         beyond_K = np.maximum(units_per_worker_K - top / STEPS, 0)
         done_KBQ: Floats = inside_KBQ + beyond_K[:, None, None] * self.mean_B[None, :, None] * SHARES_Q
+        # The last share alone has a tail; few units per lane leave lanes without one.
+        last_K = np.maximum(np.minimum(lanes_K, lanes_K * units_per_worker_K), 1)
+        simulated_K = LANES * np.minimum(np.maximum(units_per_worker_K, 1 / LANES), 1)
+        done_KBQ[:, :, -1] += np.log(last_K / simulated_K)[:, None] * self.tail_B
+        done_KBQ[:, :, -1] = np.maximum(done_KBQ[:, :, -1], done_KBQ[:, :, -2])
         return done_KBQ
 
 
-def tabulate(seconds_BU: Floats, peak_B: Floats) -> Table:
-    """Simulate `LANES` workers with units drawn from `seconds_BU` (at least LANES × (ROUNDS + 1) of them).
-
-    `peak_B` is the longest unit of the whole stage: the few simulated units rarely contain it.
-    """
+def tabulate(seconds_BU: Floats) -> Table:
+    """Simulate `LANES` workers with units drawn from `seconds_BU` (at least LANES × (ROUNDS + 1) of them)."""
     bootstraps = seconds_BU.shape[0]
     seconds_BLJ = seconds_BU[:, : LANES * (ROUNDS + 1)].reshape(bootstraps, LANES, ROUNDS + 1)
     ends_BLJ = np.cumsum(seconds_BLJ, axis=2)
     begins_BI = (ends_BLJ - seconds_BLJ).reshape(bootstraps, -1)
     order_BI = np.argsort(begins_BI, axis=1, kind="stable")
     ends_BI = np.take_along_axis(ends_BLJ.reshape(bootstraps, -1), order_BI, axis=1)
-    begins_BI = np.take_along_axis(begins_BI, order_BI, axis=1)
     done_EBQ = np.zeros((ROUNDS * STEPS + 1, bootstraps, len(SHARES_Q)))
     for entry in range(1, ROUNDS * STEPS + 1):
         taken = max(LANES * entry // STEPS, 1)
         done_BI = np.sort(ends_BI[:, :taken], axis=1)
         at_Q = np.maximum(np.ceil(SHARES_Q * taken).astype(np.int64) - 1, 0)
         done_EBQ[entry] = done_BI[:, at_Q]
-        # The stage's longest unit begins anywhere: on average halfway to the begin of the last unit.
-        done_EBQ[entry, :, -1] = np.maximum(done_BI[:, -1], begins_BI[:, taken - 1] / 2 + peak_B)
-    # Even a handful of units per hundred workers takes a unit's time.
-    done_EBQ[0] = done_EBQ[1] * 0
-    return Table(done_EBQ=done_EBQ, mean_B=seconds_BU.mean(axis=1))
+    high_B2 = np.quantile(seconds_BU, [1 - 4 / LANES, 1 - 1 / LANES], axis=1)
+    return Table(done_EBQ=done_EBQ, mean_B=seconds_BU.mean(axis=1), tail_B=(high_B2[1] - high_B2[0]) / np.log(4))
 
 
-def stream_end(rollout_done_KBQ: Floats, scoring: Table, scoring_per_worker_K: Floats, *, unit_B: Floats) -> Floats:
+def stream_end(rollout_done_KBQ: Floats, scoring: Table, *, units_per_worker_K: Floats, lanes_K: Floats) -> Floats:
     """Return when scoring ends that takes units as rollout finishes them.
 
     From whenever a share of the units is there, the others still need their time on the scoring workers; the latest of
     these bounds is the end. The last unit is scored after rollout's end.
     """
-    end_KB = rollout_done_KBQ[:, :, -1] + unit_B
+    end_KB = rollout_done_KBQ[:, :, -1] + scoring.mean_B
     for at, share in enumerate(SHARES_Q[:-1]):
-        rest_KB = scoring.done(scoring_per_worker_K * (1 - share))[:, :, -1]
+        rest_KB = scoring.done(units_per_worker_K * (1 - share), lanes_K=lanes_K)[:, :, -1]
         end_KB = np.maximum(end_KB, rollout_done_KBQ[:, :, at] + rest_KB)
     return end_KB

@@ -4,6 +4,8 @@ Shapes: B bootstraps, U units, L lengths of a resample.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +28,14 @@ class UnitDraws:
     """Tokens of the longest sequence: decoding steps of the unit."""
     tokens_BU: Floats
     """Tokens of all its sequences."""
-    peak_B: Floats
-    """Tokens of the longest sequence in the whole stage."""
 
 
 def draw_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int, ...]) -> UnitDraws:
     """Draw `units` units from `bootstraps` resamples of the role's recent lengths, mixed with a robust prior.
 
     A unit's longest of b sequences is the resample's quantile at u^(1/b); the others are drawn from what lies below it,
-    their sum by the central limit theorem. So a draw costs the same whatever b is.
+    their sum by the central limit theorem. So a draw costs the same whatever b is. Lengths of one unit share a normal
+    variable (a Gaussian copula of correlation `likeness`), which shifts the longest and the sum together.
     """
     rng = np.random.default_rng(seed)
     lengths_BL = _resamples(np.asarray(demand.lengths, dtype=np.float64), bootstraps=bootstraps, rng=rng)
@@ -43,17 +44,34 @@ def draw_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int, 
     mean_BL = np.cumsum(lengths_BL, axis=1) / counts_L
     variance_BL = np.maximum(np.cumsum(lengths_BL**2, axis=1) / counts_L - mean_BL**2, 0)
     b = max(demand.sequences, 1)
-    uniform_BU = rng.random((bootstraps, units))
-    rank_BU = np.minimum((uniform_BU ** (1 / b) * size).astype(np.int64), size - 1)
+    shared_BU = rng.standard_normal((bootstraps, units))
+    highest_BU = _highest(rng.random((bootstraps, units)), shared_BU, sequences=b, likeness=demand.likeness)
+    rank_BU = np.minimum((highest_BU * size).astype(np.int64), size - 1)
     longest_BU = np.take_along_axis(lengths_BL, rank_BU, axis=1)
-    rest_BU = (b - 1) * np.take_along_axis(mean_BL, rank_BU, axis=1)
-    rest_BU += np.sqrt((b - 1) * np.take_along_axis(variance_BL, rank_BU, axis=1)) * rng.standard_normal(rest_BU.shape)
+    tau_B1 = np.sqrt(np.log1p(demand.likeness * variance_BL[:, -1:] / mean_BL[:, -1:] ** 2))
+    level_BU = np.exp(tau_B1 * shared_BU - tau_B1**2 / 2)
+    rest_BU = (b - 1) * level_BU * np.take_along_axis(mean_BL, rank_BU, axis=1)
+    spread_BU = np.sqrt((b - 1) * (1 - demand.likeness) * np.take_along_axis(variance_BL, rank_BU, axis=1))
+    rest_BU += spread_BU * rng.standard_normal(rest_BU.shape)
     tokens_BU = longest_BU + np.clip(rest_BU, (b - 1) * lengths_BL[:, :1], (b - 1) * longest_BU)
-    total = max(demand.units, units, 1) * b
-    peak_B = np.take_along_axis(
-        lengths_BL, np.minimum((rng.random((bootstraps, 1)) ** (1 / total) * size).astype(np.int64), size - 1), axis=1
-    )[:, 0]
-    return UnitDraws(longest_BU=longest_BU, tokens_BU=tokens_BU, peak_B=np.maximum(peak_B, longest_BU.max(axis=1)))
+    return UnitDraws(longest_BU=longest_BU, tokens_BU=tokens_BU)
+
+
+def _highest(uniform_BU: Floats, shared_BU: Floats, *, sequences: int, likeness: float) -> Floats:
+    """Quantile at which the longest of a unit's sequences lies."""
+    highest_BU = uniform_BU ** (1 / sequences)
+    if likeness == 0:
+        return np.asarray(highest_BU)
+    z, share = _normal()
+    own_BU = np.interp(highest_BU, share, z)
+    return np.asarray(np.interp(np.sqrt(likeness) * shared_BU + np.sqrt(1 - likeness) * own_BU, z, share))
+
+
+@cache
+def _normal() -> tuple[Floats, Floats]:
+    """The standard normal distribution function on a grid; numpy has none."""
+    z = np.linspace(-6, 6, 1201)
+    return z, np.array([NormalDist().cdf(float(x)) for x in z])
 
 
 def _resamples(lengths_n: Floats, *, bootstraps: int, rng: np.random.Generator) -> Floats:
