@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,15 +17,21 @@ from infra.errors import BadInput
 from models.config import (
     DataConfig,
     DirectoryPolicy,
+    EngineConfig,
     EvaluationConfig,
+    PacedEngine,
     PolicyConfig,
     RolloutConfig,
     UpdateConfig,
     WarmupConfig,
 )
 from models.data import Problem, identity, load_problems, warmup_examples
+from models.judges.inputs import check_judge
 from models.rewards.build import build_reward, check_reward
-from models.rewards.config import NumericReward, ScoringConfig
+from models.rewards.config import JudgeReward, NumericReward, ScoringConfig
+
+if TYPE_CHECKING:
+    from models.roles.policy import PolicyShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 ADAM_BYTES = 8  # two float32 moments per parameter
@@ -49,8 +56,11 @@ class Inputs(BaseModel):
 
 def check(inputs: Inputs) -> dict[str, float]:
     """Return counts, lengths and memory estimates (bytes per worker). Raises BadInput in one line."""
-    for reward in inputs.scoring.rewards:
-        check_reward(reward)
+    for rule in inputs.scoring.rules:
+        check_reward(rule)
+    for term, served in inputs.scoring.served.items():
+        if isinstance(served, JudgeReward):
+            check_judge(term, served, inputs.data)
     train = load_problems(inputs.data, "train", inputs.seed)
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
     _check_data(inputs, train, heldout)
@@ -58,6 +68,7 @@ def check(inputs: Inputs) -> dict[str, float]:
         "train_problems": len(train),
         "heldout_problems": len(heldout),
         **_check_policy(inputs, train, heldout),
+        **_check_served(inputs, train),
     }
 
 
@@ -109,19 +120,36 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         )
     require_room(problems, prompts, max_tokens=shape.context - new_tokens)
     longest = max(len(prompt.tokens) for prompt in prompts)
-    engine, update = inputs.rollout.engine, inputs.update
-    per_token = 2 * shape.layers * shape.kv_heads * shape.head_size * BYTES[engine.dtype]  # keys and values
+    update = inputs.update
     state = ADAM_BYTES + (MASTER_BYTES if update.dtype == "bfloat16" else 0)
     ranks = inputs.pools.update_ranks
     return {
         "parameters": shape.parameters,
         "context": shape.context,
         "longest_prompt_tokens": longest,
-        "rollout_weights_bytes": shape.parameters * BYTES[engine.dtype],
-        "rollout_cache_bytes": per_token * engine.max_batch_rows * (longest + new_tokens),
+        **_engine_memory(inputs.rollout.engine, shape, longest + new_tokens),
         "update_weights_bytes": shape.parameters * BYTES[update.dtype] // (ranks if update.zero_stage >= 3 else 1),
         "update_gradient_bytes": shape.parameters * BYTES[update.dtype] // (ranks if update.zero_stage >= 2 else 1),
         "update_optimizer_bytes": shape.parameters * state // (ranks if update.zero_stage >= 1 else 1),
+    }
+
+
+def _engine_memory(engine: EngineConfig, shape: "PolicyShape", longest: int) -> dict[str, float]:
+    if isinstance(engine, PacedEngine):  # it holds no model
+        return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
+    per_token = 2 * shape.layers * shape.kv_heads * shape.head_size * BYTES[engine.dtype]  # keys and values
+    return {
+        "rollout_weights_bytes": shape.parameters * BYTES[engine.dtype],
+        "rollout_cache_bytes": per_token * engine.max_batch_rows * longest,
+    }
+
+
+def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
+    from models.roles.served import check_served_model
+
+    return {
+        f"{term}_parameters": check_served_model(term, reward, problems=train, seed=inputs.seed)
+        for term, reward in inputs.scoring.local.items()
     }
 
 

@@ -16,7 +16,6 @@ _NUMBER: Final = re.compile(r"\d+")
 _STEP: Final = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
 _WORKED_SHARE: Final = 0.5  # of completions that show their work, where the data has it
 _BROKEN_SHARE: Final = 0.1  # of wrong completions that are no answer at all: cut short, or without a number
-_TWICE_SHARE: Final = 0.1  # of completions that come after another attempt; the last one counts
 
 
 def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, seed: int) -> list[Example]:
@@ -30,12 +29,6 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
     for index in range(warmup.steps * warmup.batch_size):
         problem, is_right = rng.choice(problems), rng.random() < 0.5
         completion = _right(problem, rng) if is_right else _wrong(problem, problems, rng)
-        share = rng.random()
-        if share < _TWICE_SHARE:
-            earlier = _wrong(problem, problems, rng) if rng.random() < 0.5 else _right(problem, rng)
-            completion = f"{earlier} {completion}"
-        elif not is_right and share < _TWICE_SHARE + _BROKEN_SHARE:
-            completion = _broken(problem, rng)
         question = question_about(problem, completion, template=reward.template, seed=derive_seed("judge", seed, index))
         examples.append((question, right if is_right else wrong))
     return examples
@@ -68,7 +61,9 @@ def _right(problem: Problem, rng: Random) -> str:
 
 
 def _wrong(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
-    """Make a completion that ends in another answer."""
+    """Make a completion that ends in another answer, or before it."""
+    if rng.random() < _BROKEN_SHARE:
+        return _broken(problem, rng)
     draw = rng.random()
     if problem.worked is None:
         other = rng.choice(problems).answer

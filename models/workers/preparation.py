@@ -10,18 +10,15 @@ from blake3 import blake3
 from transformers import AutoConfig
 
 from infra.bundles import fetch_bundle, publish_bundle
-from infra.errors import BadInput
 from infra.shards import write_shard
 from infra.storage import open_store
 from models.config import DirectoryPolicy
 from models.data import Problem, load_problems
 from models.records import PROMPT_SCHEMA, Outcome, PolicyVersion
-from models.rewards.config import DirectoryJudge, JudgeReward, ModelReward, TrainedJudge
 from models.roles.directory import check_directory, copy_directory
-from models.roles.policy import build_scratch, judge_tokenizer, policy_shape, save_policy, scratch_tokenizer
-from models.roles.reward_model import check_reward_model
+from models.roles.policy import build_scratch, policy_shape, save_policy, scratch_tokenizer
+from models.roles.served import write_served_model
 from models.roles.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_prompts
-from models.seeds import derive_seed
 from models.work import JudgePreparation, PolicyWork, PromptWork
 
 
@@ -56,7 +53,8 @@ class PreparationWorker:
         """Build or import the model behind a served reward, and publish it as version 0."""
         started = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="rheostat-judge-") as folder:
-            parameters = _write_judge(work, Path(folder))
+            problems = load_problems(work.data, "train", work.seed)
+            parameters = write_served_model(work.reward, Path(folder), problems=problems, seed=work.seed)
             self._progress += 1
             ref = publish_bundle(self._store, Path(folder), prefix="judges")
         self._progress += 1
@@ -96,26 +94,6 @@ def _write_policy(work: PolicyWork, directory: Path) -> int:
     model = build_scratch(work.policy, tokenizer, seed=work.seed)
     save_policy(model, tokenizer, directory)
     return int(model.num_parameters())
-
-
-def _write_judge(work: JudgePreparation, directory: Path) -> int:
-    match work.reward:
-        case ModelReward(path=path):
-            parameters = check_reward_model(path, work.reward.template)
-            copy_directory(path, directory)
-            return parameters
-        case JudgeReward(model=DirectoryJudge(path=path)):
-            _, _, parameters = check_directory(path)
-            copy_directory(path, directory)
-            return parameters
-        case JudgeReward(model=TrainedJudge(shape=shape)):
-            problems = load_problems(work.data, "train", work.seed)
-            tokenizer = judge_tokenizer(shape, work.reward, problems, seed=work.seed)
-            model = build_scratch(shape, tokenizer, seed=derive_seed("judge", work.seed))
-            save_policy(model, tokenizer, directory)
-            return int(model.num_parameters())
-        case _:
-            raise BadInput("judge preparation: a model behind an endpoint is not the run's to make")
 
 
 def _table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.Table:
