@@ -231,7 +231,18 @@ def test_a_logprob_verdict_reads_the_likely_first_tokens():
     assert answer.probabilities == pytest.approx({"yes": 0.741866, "no": 0.049787}, abs=1e-6)  # e^-0.5 + e^-2, e^-3
 
 
-@pytest.mark.parametrize("logprob", ["NaN", "3.5", '"-1"', "null"])
+def test_a_token_counts_for_the_one_answer_that_it_begins():
+    top = [{"token": token, "logprob": -1.0} for token in (" Tr", "true", "t", "f", "falsely", " ")]
+    reply = says("t", logprobs={"content": [{"top_logprobs": top}]})
+    with chat_server(lambda asked, before: reply) as server:
+        [answer] = judge_at(server.url, verdict=LogprobVerdict(yes="true", no="tough")).ask(questions(1))
+        [other] = judge_at(server.url, verdict=LogprobVerdict(yes="true", no="false")).ask(questions(1))
+    share = 0.367879  # e^-1
+    assert answer.probabilities == pytest.approx({"true": 2 * share, "tough": 0}, abs=1e-5)  # `t` begins both
+    assert other.probabilities == pytest.approx({"true": 1, "false": share}, abs=1e-5)  # three shares are more than 1
+
+
+@pytest.mark.parametrize("logprob", ["NaN", "Infinity", "3.5", '"-1"', "null"])
 def test_a_log_prob_that_is_none_is_an_error(logprob):
     body = '{"choices": [{"message": {"content": "yes"}, "logprobs": {"content": [{"top_logprobs": [%s]}]}}]}'
     reply = Reply(body=(body % f'{{"token": "yes", "logprob": {logprob}}}').encode())

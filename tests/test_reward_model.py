@@ -8,7 +8,14 @@ import shutil
 import pyarrow as pa
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3Config,
+)
 
 from infra.bundles import publish_bundle
 from infra.errors import BadInput, Damaged
@@ -25,6 +32,16 @@ SHAPES = {
     "llama": (LlamaConfig, {**DECODER, "max_position_embeddings": 64}),
     "qwen3": (Qwen3Config, {**DECODER, "max_position_embeddings": 64}),
     "gpt2": (GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "bert": (
+        BertConfig,
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+        },
+    ),
 }
 TEXTS = [f"Ana has {n} pens, buys {n * 7} and sells {n // 2}. " * (1 + n % 2) + "#" * (n % 5) for n in range(1, 24)]
 REWARD = ModelReward(path="unused", name="liked", template="{prompt}{completion}", batch_tokens=200)
@@ -45,7 +62,8 @@ def write_classifier(directory, architecture="llama", *, labels=1, padding_side=
                 bos_token_id=None,
             )
         )
-        torch.nn.init.normal_(model.score.weight)  # scores of the order of 1
+        head = model.classifier if architecture == "bert" else model.score
+        torch.nn.init.normal_(head.weight)  # scores of the order of 1
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
@@ -93,7 +111,7 @@ def classifier(tmp_path_factory):
     return write_classifier(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "bert"])
 def test_batched_scores_are_those_of_plain_transformers_one_by_one(tmp_path, architecture):
     directory = write_classifier(tmp_path / "model", architecture)
     verdicts = Bench(tmp_path, directory).verdicts([("", text) for text in TEXTS])

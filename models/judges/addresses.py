@@ -13,7 +13,6 @@ from infra.errors import BadInput
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 PORTS = {"http": 80, "https": 443}
-SHARED = ipaddress.ip_network("100.64.0.0/10")  # RFC 6598, inside providers' networks
 TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
 METADATA = tuple(
     ipaddress.ip_address(text)
@@ -126,7 +125,7 @@ def _fault(address: Address, endpoint: Endpoint) -> str:
         return "a cloud's metadata service, never a judge"
     if address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback):
         return "no address of a single machine"
-    private = not address.is_global or address in SHARED or getattr(address, "is_site_local", False)
+    private = not address.is_global or getattr(address, "is_site_local", False)
     if private and not endpoint.allow_private:
         return "a private, loopback or link-local address; set allow_private if it is meant"
     if endpoint.scheme == "http" and not private:

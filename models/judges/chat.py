@@ -21,7 +21,7 @@ class _Read(BaseModel):
 
 class _Likely(_Read):
     token: str
-    logprob: Annotated[float, Field(le=0.01, allow_inf_nan=False)]  # above 0 only by rounding
+    logprob: Annotated[float, Field(le=0.01)]  # above 0 only by rounding; NaN is refused too
 
 
 class _Position(_Read):
