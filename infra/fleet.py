@@ -175,8 +175,14 @@ class Fleet:
             current = self._awake(growing)
             asleep = {post for post, seat in self._seats() if seat.worker is not None and not seat.awake}
             target = deal(current, workers, widths=self._widths, nodes=self._berths.nodes, asleep=asleep)
-            moves = await asyncio.gather(*(self._change(change) for change in changes(set(current), target)))
-        return tuple(sorted((move for some in moves for move in some), key=lambda move: move.slot))
+            parts = changes(set(current), target)
+            ended = await asyncio.gather(*(self._change(part) for part in parts), return_exceptions=True)
+        moves: list[Move] = []
+        for end in ended:
+            if isinstance(end, BaseException):
+                raise end
+            moves += end
+        return tuple(sorted(moves, key=lambda move: move.slot))
 
     async def _begin(self) -> None:
         """Set the slots aside; names of workers that an earlier process may have left are not used again."""
@@ -212,7 +218,10 @@ class Fleet:
         for failure in await together([self._enter(post) for post in change.out]):
             logger.warning("%s; its slot stays empty", failure)
         for post in change.out:
-            self._pools[post.role].add(post.first).wanted = True
+            pool = self._pools[post.role]
+            pool.add(post.first).wanted = True
+            if pool.waiting:
+                pool.fill()
 
     async def _enter(self, post: Post) -> None:
         pool = self._pools[post.role]

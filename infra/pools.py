@@ -193,6 +193,8 @@ class Pool:
             self.done += 1
             return outcome
         except WorkerLost:
+            worker.kill()
+            await worker.gone()
             self._lose(seat)
             raise
         except WorkerAsleep:
@@ -237,6 +239,7 @@ class Pool:
 
         async def watch() -> None:
             await worker.end()
+            await worker.gone()
             if seat.worker is worker and seat.state in (State.IDLE, State.ASLEEP):
                 logger.warning("%s worker %s (pid %d) died", self.spec.role, worker.name, worker.place.pid)
                 self._lose(seat)

@@ -79,6 +79,9 @@ class Seat:
                 self.worker = await start_worker(self._spec, self._name(), berth=berth)
             if self._bundle is not None:
                 await self.worker.wake(record, stall_seconds=self._spec.stall_seconds)
+        except RheostatError:
+            await self.end()
+            raise
         except BaseException:
             self.lose()
             raise
@@ -94,13 +97,20 @@ class Seat:
             seconds = await self.worker.sleep(stall_seconds=self._spec.stall_seconds)
         except RheostatError as error:
             logger.warning("%s; its process is ended instead", error)
-            self.lose()
+            await self.end()
             return time.monotonic() - began
         except BaseException:
             self.lose()
             raise
         self.state = State.ASLEEP
         return seconds
+
+    async def end(self) -> None:
+        """Kill what is left of the worker, and wait until its memory is free."""
+        if self.worker is not None:
+            self.worker.kill()
+            await self.worker.gone()
+        self.lose()
 
     def lose(self) -> None:
         """Kill what is left of the worker."""

@@ -23,6 +23,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_POLL_SECONDS = 5.0
+GONE_POLL_SECONDS = 0.01
 STOP_SECONDS = 5.0
 """How long an idle worker may take to close what it holds before it is killed."""
 
@@ -156,14 +157,30 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process, even a stopped one; work that it holds is lost."""
+        process = self._process()
+        if process is not None:  # Ray needs 5 s to give a stopped process up
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        _kill(self.actor)
+
+    async def gone(self) -> None:
+        """Wait until a killed process has given back what it held, as far as this can be seen from here."""
+        deadline = time.monotonic() + STOP_SECONDS
+        while self._process() is not None and time.monotonic() < deadline:
+            await asyncio.sleep(GONE_POLL_SECONDS)
+
+    def _process(self) -> psutil.Process | None:
+        """The process, if it is alive on this node."""
         import ray
 
-        if self.place.node == ray.get_runtime_context().get_node_id():  # Ray needs 5 s to give a stopped process up
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(self.place.pid)
-                if process.create_time() == self.place.born:
-                    process.kill()
-        _kill(self.actor)
+        if self.place.node != ray.get_runtime_context().get_node_id():
+            return None
+        try:
+            process = psutil.Process(self.place.pid)
+            alive = process.create_time() == self.place.born and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return None
+        return process if alive else None
 
     async def stop(self) -> None:
         """Let an idle worker close what it holds, then kill it."""

@@ -171,28 +171,35 @@ async def test_a_woken_worker_has_taken_what_its_role_serves(shared):
 
 async def test_busy_workers_end_their_work_and_idle_ones_leave_first(shared):
     await shared.arrange(2, 0)
-    (work,) = shared.works(shared.rollout, 0.6)
-    await asyncio.sleep(0.1)
+    held = shared.tell("wait-{role}-work", 0)
+    (work,) = shared.works(shared.rollout, 0)
+    assert await until(lambda: shared.fleet.load()[shared.names[0]].idle == 1)
     (idle,) = [slot for slot, seat in shared.rollout.seats.items() if seat.usable]
     (first,) = await shared.arrange(1, 1)
     assert (first.slot, first.before, first.after) == (idle, *shared.names)
-    assert not work.done()
-    (second,) = await shared.arrange(0, 2)
+    second = asyncio.create_task(shared.arrange(0, 2))
+    await asyncio.sleep(0.2)
+    assert shared.awake == (1, 1)
+    held.unlink()
+    (move,) = await second
     assert (await work).attempts == 1
-    assert first.drain_seconds < 0.1 < second.drain_seconds
-    assert second.seconds < 0.3
+    assert move.drain_seconds > 0.1
 
 
 async def test_the_load_tells_what_runs_and_what_waits(shared):
-    works = shared.works(shared.rollout, 0.4, 0)
+    held = shared.tell("wait-{role}-work", 0)
+    before = shared.fleet.load()[shared.names[0]]
+    works = shared.works(shared.rollout, 0, 0)
     await asyncio.sleep(0.2)
     rollout, judge = shared.fleet.load().values()
-    assert (rollout.workers, rollout.idle, rollout.waiting) == (1, 0, 1)
+    assert (rollout.slots, rollout.workers, rollout.idle, rollout.waiting) == (1, 1, 0, 1)
     ((seconds, work),) = rollout.in_flight
-    assert work == ("0", 0.4)
-    assert 0.1 < seconds <= rollout.busy_seconds
+    assert work == ("0", 0)
+    assert 0.1 < seconds <= rollout.busy_seconds - before.busy_seconds + 0.001
     assert (judge.workers, judge.idle, judge.waiting, judge.in_flight) == (1, 1, 0, ())
+    held.unlink()
     await asyncio.gather(*works)
+    assert shared.fleet.load()[shared.names[0]].done == before.done + 2
 
 
 @pytest.mark.parametrize("end", ["die", "fail"])
@@ -232,14 +239,39 @@ async def test_a_worker_that_cannot_be_built_gives_the_slot_back(cluster, tmp_pa
 
 async def test_a_slot_whose_old_worker_cannot_come_back_is_tried_again_when_work_waits(shared):
     await shared.arrange(2, 0)
-    for moment in ("fail-{role}-take",):
-        shared.tell(moment, 0)
-        shared.tell(moment, 1)
+    for role in (0, 1):
+        shared.tell("fail-{role}-take", role)
     (move,) = await shared.arrange(1, 1)
     assert move.error is not None
     assert shared.awake == (1, 0)
     await asyncio.gather(*shared.works(shared.rollout, 0))
     assert await until(lambda: len(shared.rollout.pids) == 2)
+
+
+async def test_work_that_waits_has_an_empty_slot_tried_again_and_a_fleet_can_be_closed_amid_a_move(cluster, tmp_path):
+    shared = await Shared.of(cluster, tmp_path, slots=1)
+    await shared.arrange(0, 1)
+    (work,) = shared.works(shared.judge, 0)
+    await work
+    for role in (0, 1):
+        shared.tell("fail-{role}-take", role)
+    held = shared.tell("wait-{role}-sleep", 1)
+    arranging = asyncio.create_task(shared.arrange(1, 0))
+    await asyncio.sleep(0.1)
+    (work,) = shared.works(shared.judge, 0)
+    held.unlink()
+    (move,) = await arranging
+    assert move.error is not None
+    assert (await work).attempts == 1
+    assert shared.awake == (0, 1)
+    held = shared.tell("wait-{role}-take", 0)
+    arranging = asyncio.create_task(shared.fleet.arrange({shared.names[0]: 1}, take={shared.names[0]: Served("v2")}))
+    assert await until(lambda: shared.awake == (0, 0))
+    pids = shared.pids
+    await shared.fleet.close()
+    assert await until(lambda: not any(alive(pid) for pid in pids))
+    with pytest.raises(ClusterFailed, match="closed while it was arranged"):
+        await arranging
 
 
 async def test_a_sleeping_or_idle_worker_that_is_killed_is_started_again_when_it_is_due(shared):
@@ -254,14 +286,27 @@ async def test_a_sleeping_or_idle_worker_that_is_killed_is_started_again_when_it
 
 
 async def test_a_worker_killed_at_work_is_replaced_in_its_slot(shared):
-    (before,) = shared.rollout.pids
     slots = shared.fleet.allocation()
-    (work,) = shared.works(shared.rollout, 0.3)
-    await asyncio.sleep(0.1)
-    os.kill(before, signal.SIGKILL)
-    assert (await work).attempts == 2
-    assert (await work).result[1] == "v1"
+    shared.tell("die-{role}-work", 0)
+    (work,) = shared.works(shared.rollout, 0)
+    done = await work
+    assert (done.attempts, done.result[1]) == (2, "v1")
     assert shared.fleet.allocation() == slots
+
+
+async def test_a_worker_killed_at_its_last_work_leaves_and_its_work_waits_for_another(shared):
+    held = shared.tell("wait-{role}-work", 0)
+    (work,) = shared.works(shared.rollout, 0)
+    await until(lambda: shared.fleet.load()[shared.names[0]].in_flight)
+    arranging = asyncio.create_task(shared.arrange(0, 2))
+    await asyncio.sleep(0.1)
+    os.kill(shared.rollout.seats[shared.fleet.allocation()[shared.names[0]][0]].worker.place.pid, signal.SIGKILL)
+    (move,) = await arranging
+    assert (move.error, shared.awake) == (None, (0, 2))
+    assert not work.done()
+    held.unlink()
+    await shared.arrange(1, 1)
+    assert (await work).attempts == 2
 
 
 async def test_an_arrangement_waits_for_a_replacement_and_leaks_none(shared):

@@ -11,16 +11,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Served:
-    """What a worker takes; where `trouble` names a file that exists, it is removed and the trouble happens."""
+    """What a worker takes."""
 
     version: str
-    trouble: Path | None = None
 
 
 class Turning:
     """Sleeps, wakes and works; told by files to die or fail on the way."""
 
-    def __init__(self, role: str, home: Path, width: int = 1) -> None:
+    def __init__(self, role: str, home: Path) -> None:
         self.role = role
         self.home = home
         self.ticks = 0
@@ -46,13 +45,14 @@ class Turning:
     def work(self, work: tuple[str, float]) -> tuple[int, str]:
         """Work for so many seconds, and write that this piece is done."""
         name, seconds = work
+        self._meet("work")
         time.sleep(seconds)
         with (self.home / "done").open("a") as done:
             done.write(f"{self.role} {name} {os.getpid()}\n")
         return os.getpid(), self.version
 
     def _meet(self, moment: str) -> None:
-        """Do what a file tells: `die` with SIGKILL, `fail` with an error, `wait` until it is gone, `lie`."""
+        """Do what a file tells: `die` by SIGKILL or `fail` with an error, once, or `wait` until it is gone."""
         for trouble in ("die", "fail", "wait"):
             told = self.home / f"{trouble}-{self.role}-{moment}"
             while told.exists():
