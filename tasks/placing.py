@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from models.config import EngineConfig, PacedEngine
-from models.rewards.config import JudgeReward, LogprobVerdict, ServedReward
+from models.rewards.config import ChoiceVerdict, JudgeReward, ScoreVerdict, ServedReward, VerdictConfig
 from placement.measurements import Measurements, Prior
 from placement.policies import Policy
 from placement.records import Demand, Memory, Pace, Plan
@@ -64,10 +64,15 @@ def judge_role(term: str) -> str:
 
 
 def _served_prior(reward: ServedReward) -> Prior:
-    if not isinstance(reward, JudgeReward) or isinstance(reward.verdict, LogprobVerdict):
+    if not isinstance(reward, JudgeReward) or not _writes(reward.verdict):
         return Prior(median_tokens=1, sigma=0, max_tokens=1)
     assert reward.model.kind != "endpoint", "what runs elsewhere takes no slot"
     return _prior(reward.model.engine, most=reward.sampling.max_new_tokens)
+
+
+def _writes(verdict: VerdictConfig) -> bool:
+    """Whether a judge writes its answer token by token, rather than weigh given ones."""
+    return isinstance(verdict, ScoreVerdict) or (isinstance(verdict, ChoiceVerdict) and not verdict.constrained)
 
 
 def _prior(engine: EngineConfig, *, most: int) -> Prior:
