@@ -38,6 +38,7 @@ SHAPES = {
             "hidden_size": 64,
             "intermediate_size": 96,
             "num_hidden_layers": 2,
+            "initializer_range": 0.3,  # a first token that looks at the others
             "num_attention_heads": 4,
             "max_position_embeddings": 64,
         },
