@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from placement.config import AdaptivePlacement
 from placement.draining import drained
-from placement.prediction import Forecast, forecast
+from placement.prediction import Forecast, forecast, scores
 from placement.reasons import changed, described, short
 from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs
 from placement.splits import candidates, standing
@@ -35,7 +35,7 @@ class Adaptive:
     def plan(self, inputs: PlanInputs) -> Decision:
         plans = candidates(inputs)
         cast = forecast(inputs, plans, bootstraps=self.config.bootstraps)
-        scores_K = cast.scores(self.config.risk)
+        scores_K = scores(cast.seconds_KB, risk=self.config.risk)
         best, current = int(scores_K.argmin()), standing(inputs)
         if current is None:
             return _first(inputs, cast, best, scores_K)

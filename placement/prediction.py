@@ -33,11 +33,11 @@ class Forecast:
     plans: tuple[Plan, ...]
     seconds_KB: Floats
 
-    def scores(self, risk: float) -> Floats:
-        """Weigh the mean with the mean of the worst quarter (CVaR), normalised so that scores are seconds."""
-        worst_KB = np.sort(self.seconds_KB, axis=1)[:, -max(self.seconds_KB.shape[1] // 4, 1) :]
-        scores_K: Floats = (self.seconds_KB.mean(axis=1) + risk * worst_KB.mean(axis=1)) / (1 + risk)
-        return scores_K
+
+def scores(seconds_KB: Floats, *, risk: float) -> Floats:
+    """Weigh the mean with the mean of the worst quarter (CVaR), normalised so that scores are seconds."""
+    worst_KB = np.sort(seconds_KB, axis=1)[:, -max(seconds_KB.shape[1] // 4, 1) :]
+    return np.asarray((seconds_KB.mean(axis=1) + risk * worst_KB.mean(axis=1)) / (1 + risk))
 
 
 def forecast(inputs: PlanInputs, plans: tuple[Plan, ...], *, bootstraps: int) -> Forecast:

@@ -4,12 +4,11 @@ Shapes: B bootstraps, U units, L lengths of a resample.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.normal import normal_cdf, normal_quantile
 from placement.records import Demand
 
 Floats = NDArray[np.float64]
@@ -62,16 +61,8 @@ def _highest(uniform_BU: Floats, shared_BU: Floats, *, sequences: int, likeness:
     highest_BU = uniform_BU ** (1 / sequences)
     if likeness == 0:
         return np.asarray(highest_BU)
-    z, share = _normal()
-    own_BU = np.interp(highest_BU, share, z)
-    return np.asarray(np.interp(np.sqrt(likeness) * shared_BU + np.sqrt(1 - likeness) * own_BU, z, share))
-
-
-@cache
-def _normal() -> tuple[Floats, Floats]:
-    """The standard normal distribution function on a grid; numpy has none."""
-    z = np.linspace(-6, 6, 1201)
-    return z, np.array([NormalDist().cdf(float(x)) for x in z])
+    shared_BU = np.sqrt(likeness) * shared_BU + np.sqrt(1 - likeness) * normal_quantile(highest_BU)
+    return normal_cdf(shared_BU)
 
 
 def _resamples(lengths_n: Floats, *, bootstraps: int, rng: np.random.Generator) -> Floats:

@@ -4,6 +4,10 @@ from infra.errors import BadInput
 from placement.records import Plan, PlanInputs
 
 
+MOST = 512
+"""Splits that are compared; finer steps than 1/500 of the workers are below what predictions can tell apart."""
+
+
 def splits(inputs: PlanInputs) -> tuple[Plan, ...]:
     """Every split that makes whole workers and leaves no slot over; where there is none, those that waste slots."""
     rollout, scoring, workers = inputs.rollout, inputs.scoring, inputs.workers
@@ -28,8 +32,10 @@ def standing(inputs: PlanInputs) -> Plan | None:
 
 
 def candidates(inputs: PlanInputs) -> tuple[Plan, ...]:
-    """All that may be done: in turns first, then every split; the plan that stands is among them."""
-    plans, current = (turns(inputs), *splits(inputs)), standing(inputs)
+    """What may be done: in turns first, then every split, or `MOST` of them evenly; the plan that stands is there."""
+    every, current = splits(inputs), standing(inputs)
+    thinned = [every[number * (len(every) - 1) // (MOST - 1)] for number in range(MOST)] if len(every) > MOST else every
+    plans = (turns(inputs), *thinned)
     return plans if current is None or current in plans else (*plans, current)
 
 

@@ -1,0 +1,138 @@
+"""How long a stage still takes, from where its roles stand, for each number of workers that may be moved.
+
+Shapes: K candidates, B bootstraps, F units in flight, W lanes (places for a unit), U units not begun, P drawn units.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.prediction import releases, unit_seconds
+from placement.records import DrainInputs, RoleProgress
+from placement.residual import residuals, stage_factor
+from placement.sampling import draw_units
+from placement.scheduling import list_schedule
+
+Floats = NDArray[np.float64]
+
+LANES = 32
+"""Beyond so many workers a stage is predicted at a smaller scale: with as many units per worker, and the same tail."""
+NEVER = 1e9
+"""Seconds until work is done for which no worker is left."""
+POOL = 256
+"""Units drawn per bootstrap."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """A role as it stands, at the scale of the prediction."""
+
+    free_BW: Floats
+    """Seconds until each of its lanes is free, ascending: 0 for idle workers."""
+    under_way_BF: Floats
+    """Seconds until each unit under way ends, on a worker that stays or leaves."""
+    seconds_BU: Floats
+    """Seconds of the units that are not begun: those that wait, then those that come."""
+    waiting: int
+    lanes_per_slot: float
+
+
+def remaining(inputs: DrainInputs, moves: Sequence[int], *, bootstraps: int) -> Floats:
+    """Return seconds [K, B] to the end of the stage if so many slots go to scoring (to rollout where negative)."""
+    scale = max(1.0, inputs.workers / LANES)
+    states = _settled(
+        inputs,
+        _state(inputs.rollout, inputs, scale, bootstraps, seed=(inputs.seed, 0)),
+        _state(inputs.scoring, inputs, scale, bootstraps, seed=(inputs.seed, 1)),
+        scale,
+    )
+    dealt = [_dealt(*states, move / scale, inputs.resize.mean_seconds) for move in moves]
+    return _ends(*states, [free_BW for free_BW, _ in dealt], [free_BW for _, free_BW in dealt])
+
+
+def _state(
+    role: RoleProgress, inputs: DrainInputs, scale: float, bootstraps: int, *, seed: tuple[int, ...]
+) -> RoleState:
+    demand, begun = role.demand, len(role.in_flight)
+    left = (begun + role.waiting + role.coming) * demand.slots
+    together = min(demand.units_at_once, max(1, -(-left // max(role.slots, 1))))
+    lanes = role.slots // demand.slots * together
+    drawn = draw_units(demand, POOL, bootstraps=bootstraps, seed=seed)
+    pool_BP = unit_seconds(demand, drawn.longest_BU, drawn.tokens_BU, together=together)
+    elapsed_F = np.array([unit.elapsed_seconds for unit in role.in_flight])
+    done, done_seconds = _finished(role, inputs, lanes)
+    pool_BP = pool_BP * stage_factor(pool_BP, elapsed_F, done=done, done_seconds=done_seconds)
+    residual_BF = np.sort(residuals(pool_BP, elapsed_F, seed=(*seed, 1)), axis=1)
+    idle_BW = np.zeros((bootstraps, max(lanes - begun, 0)))
+    waiting, coming = round(role.waiting / scale), round(role.coming / scale)
+    return RoleState(
+        free_BW=_scaled(np.concatenate([idle_BW, residual_BF], axis=1), scale),
+        under_way_BF=_scaled(residual_BF, scale),
+        seconds_BU=pool_BP[:, np.arange(waiting + coming) % POOL],
+        waiting=waiting,
+        lanes_per_slot=together / demand.slots,
+    )
+
+
+def _finished(role: RoleProgress, inputs: DrainInputs, lanes: int) -> tuple[int, float]:
+    """How many units are done and how long each took, where that can be told: nobody was moved, nobody was idle."""
+    if not role.done or not role.waiting or role.coming or inputs.memory.moved:
+        return 0, 0.0
+    spent = lanes * inputs.elapsed_seconds - sum(unit.elapsed_seconds for unit in role.in_flight)
+    return role.done, max(spent, 0.0) / role.done
+
+
+def _scaled(ascending_BW: Floats, scale: float) -> Floats:
+    """As many quantiles as the scale leaves, the longest kept: it is the tail."""
+    size = ascending_BW.shape[1]
+    kept = max(1, round(size / scale)) if size else 0
+    return ascending_BW[:, np.linspace(size - 1, 0, kept).round().astype(np.int64)[::-1]] if kept else ascending_BW
+
+
+def _settled(inputs: DrainInputs, rollout: RoleState, scoring: RoleState, scale: float) -> tuple[RoleState, RoleState]:
+    """Count workers where the plan has dealt them: some have yet to leave, some are still on their way."""
+    cost = inputs.resize.mean_seconds
+    late = inputs.rollout.slots - inputs.plan.rollout, inputs.scoring.slots - inputs.plan.scoring
+    for to_scoring, leaving in ((1, late[0]), (-1, late[1])):
+        if leaving > 0:
+            rollout_BW, scoring_BW = _dealt(rollout, scoring, to_scoring * leaving / scale, cost)
+            rollout, scoring = replace(rollout, free_BW=rollout_BW), replace(scoring, free_BW=scoring_BW)
+    travelling = -late[0] - max(late[1], 0), -late[1] - max(late[0], 0)
+    return _awaited(rollout, travelling[0] / scale, cost), _awaited(scoring, travelling[1] / scale, cost)
+
+
+def _awaited(role: RoleState, slots: float, cost: float) -> RoleState:
+    lanes = max(round(slots * role.lanes_per_slot), 0)
+    arriving_BW = np.full((role.free_BW.shape[0], lanes), cost)
+    return replace(role, free_BW=np.sort(np.concatenate([role.free_BW, arriving_BW], axis=1), axis=1))
+
+
+def _dealt(rollout: RoleState, scoring: RoleState, move: float, cost: float) -> tuple[Floats, Floats]:
+    """When the lanes of rollout and of scoring are free after a move of slots: those that are free first go."""
+    source, target = (rollout, scoring) if move > 0 else (scoring, rollout)
+    leaving = min(round(abs(move) * source.lanes_per_slot), source.free_BW.shape[1])
+    arriving = round(abs(move) * target.lanes_per_slot) if leaving else 0
+    gone_BW = source.free_BW[:, np.arange(arriving) * leaving // max(arriving, 1)]
+    left_BW = source.free_BW[:, leaving:]
+    joined_BW = np.sort(np.concatenate([target.free_BW, gone_BW + cost], axis=1), axis=1)
+    return (left_BW, joined_BW) if move > 0 else (joined_BW, left_BW)
+
+
+def _ends(rollout: RoleState, scoring: RoleState, rollout_K: list[Floats], scoring_K: list[Floats]) -> Floats:
+    K, B = len(rollout_K), rollout.free_BW.shape[0]
+    done_XU = _schedule(rollout, rollout_K, None)
+    done_XU = np.sort(np.concatenate([done_XU, np.tile(rollout.under_way_BF, (K, 1))], axis=1), axis=1)
+    coming = scoring.seconds_BU.shape[1] - scoring.waiting
+    ready_XU = np.concatenate([np.zeros((K * B, scoring.waiting)), releases(done_XU, coming)], axis=1)
+    scored_XU = _schedule(scoring, scoring_K, ready_XU)
+    under_way_B = scoring.under_way_BF.max(axis=1, initial=0)
+    last_X = np.maximum(done_XU.max(axis=1, initial=0), scored_XU.max(axis=1, initial=0))
+    return np.asarray(np.maximum(last_X.reshape(K, B), under_way_B))
+
+
+def _schedule(role: RoleState, free_K: list[Floats], ready_XU: Floats | None) -> Floats:
+    most = max(1, max(free_BW.shape[1] for free_BW in free_K))
+    padded = [np.pad(free, ((0, 0), (0, most - free.shape[1])), constant_values=NEVER) for free in free_K]
+    return list_schedule(np.concatenate(padded), np.tile(role.seconds_BU, (len(free_K), 1)), ready_XU=ready_XU)
