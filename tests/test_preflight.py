@@ -24,7 +24,19 @@ from models.config import (
     WarmupConfig,
 )
 from models.preflight import Inputs, check
-from models.rewards.config import NumericReward, ScoringConfig, TargetReward
+from models.rewards.config import (
+    ChoiceVerdict,
+    DirectoryJudge,
+    EndpointJudge,
+    JudgeReward,
+    ModelReward,
+    NumericReward,
+    ScoreVerdict,
+    ScoringConfig,
+    ServedReward,
+    TargetReward,
+    TrainedJudge,
+)
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 
@@ -166,3 +178,75 @@ def test_all_of_gsm8k_is_checked_in_seconds():
     facts = check(inputs(data=data, policy=ScratchPolicy(vocab_size=2048, context=768)))
     assert time.process_time() - started < 15
     assert (facts["train_problems"], facts["heldout_problems"]) == (7473, 1319)
+
+
+JUDGE = JudgeReward(name="honest", model=TrainedJudge(), template="{answer} {completion}\n")
+REMOTE = EndpointJudge(base_url="https://judge.example.com/v1", allowed_hosts=("judge.example.com",), model="large")
+
+
+def served(reward: ServedReward) -> Inputs:
+    return inputs(
+        rollout=RolloutConfig(prompts=8, sampling=SamplingConfig(max_new_tokens=32)),
+        scoring=ScoringConfig(rewards=(NumericReward(), reward)),
+    )
+
+
+def test_the_size_of_a_judge_is_known_before_the_run():
+    assert check(served(JUDGE))["honest_parameters"] > 10_000
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (JUDGE.model_copy(update={"template": "{answer}"}), r"reward honest: its template .* has no \{completion\}"),
+        (
+            JUDGE.model_copy(update={"verdict": ScoreVerdict(pattern="(")}),
+            r"reward honest: its pattern '\(' is not a regular expression",
+        ),
+        (
+            JUDGE.model_copy(update={"verdict": ScoreVerdict(pattern="[0-9]")}),
+            r"reward honest: its pattern .* expected a group around the score, found none",
+        ),
+        (
+            JUDGE.model_copy(update={"verdict": ChoiceVerdict(choices={"yes": 1, " ": 0})}),
+            r"reward honest: its verdicts .* expected a text for each, found an empty one",
+        ),
+        (
+            JUDGE.model_copy(update={"verdict": ChoiceVerdict(choices={"yes": 1, "Yes ": 0})}),
+            r"reward honest: its verdicts .* expected different texts",
+        ),
+        (
+            JUDGE.model_copy(update={"verdict": ScoreVerdict()}),
+            r"reward honest: a trained judge answers with one of several texts: .* found score",
+        ),
+        (
+            JUDGE.model_copy(update={"model": TrainedJudge(shape=ScratchPolicy(context=16))}),
+            r"reward honest: questions about right answers have up to \d+ tokens and a verdict up to 1, .* 16 together",
+        ),
+        (
+            JUDGE.model_copy(update={"model": DirectoryJudge(path=Path("nowhere"))}),
+            r"reward honest: policy nowhere: no such directory",
+        ),
+        (ModelReward(name="liked", path=Path("nowhere")), r"reward liked: reward model nowhere: no such directory"),
+        (
+            JUDGE.model_copy(update={"model": REMOTE}),
+            r"reward honest: judge at .* a constrained choice needs an engine that constrains",
+        ),
+        (
+            JUDGE.model_copy(
+                update={"model": REMOTE.model_copy(update={"guided": "vllm", "allowed_hosts": ("b.org",)})}
+            ),
+            r"reward honest: endpoint .* is not in allowed_hosts",
+        ),
+        (
+            JUDGE.model_copy(
+                update={"model": REMOTE.model_copy(update={"guided": "vllm", "api_key_variable": "NO_SUCH_KEY"})}
+            ),
+            r"reward honest: api_key_variable: expected a key in the environment variable 'NO_SUCH_KEY'",
+        ),
+    ],
+)
+def test_what_cannot_serve_a_reward_is_one_line_before_the_run(reward, message):
+    with pytest.raises(BadInput, match=message) as caught:
+        check(served(reward))
+    assert "\n" not in str(caught.value)
