@@ -24,7 +24,7 @@ class Lengths:
     name: str
     shape: Literal["lognormal", "bimodal", "pareto"]
     parameter: float
-    """Sigma of the log-normal, alpha of Pareto's."""
+    """Sigma of the log-normal, alpha of Pareto's, factor between the two kinds of a bimodal one."""
     correlation: float = 0.3
     """Of two answers to one prompt, in the normal variable behind the length."""
     truncated: float = 0.02
@@ -51,9 +51,7 @@ def draw(lengths: Lengths, rng: np.random.Generator, *, units: int, groups: int,
     shared = rng.standard_normal((units, groups, 1))
     own = rng.standard_normal((units, groups, group_size))
     normal = np.sqrt(lengths.correlation) * shared + np.sqrt(1 - lengths.correlation) * own
-    spread = rng.standard_normal(normal.shape)  # drawn for every shape, so that seeds are paired across them
-    values = _shaped(lengths, normal, spread)
-    return np.minimum(values, cap(lengths)).reshape(units, groups * group_size)
+    return np.minimum(_shaped(lengths, normal), cap(lengths)).reshape(units, groups * group_size)
 
 
 def cap(lengths: Lengths) -> float:
@@ -65,11 +63,10 @@ def cap(lengths: Lengths) -> float:
         case "pareto":
             return float((2 * lengths.truncated) ** (-1 / lengths.parameter))
         case "bimodal":
-            within = normal_quantile(1 - lengths.truncated / BIMODAL_LONG)
-            return float(lengths.parameter * np.exp(BIMODAL_SIGMA * within))
+            return float(lengths.parameter * np.exp(BIMODAL_SIGMA * z))
 
 
-def _shaped(lengths: Lengths, normal: Floats, spread: Floats) -> Floats:
+def _shaped(lengths: Lengths, normal: Floats) -> Floats:
     match lengths.shape:
         case "lognormal":
             return np.asarray(np.exp(lengths.parameter * normal))
@@ -78,7 +75,7 @@ def _shaped(lengths: Lengths, normal: Floats, spread: Floats) -> Floats:
             return np.asarray((2 * above) ** (-1 / lengths.parameter))
         case "bimodal":
             long = normal > normal_quantile(1 - BIMODAL_LONG)
-            return np.asarray(np.where(long, lengths.parameter, 1.0) * np.exp(BIMODAL_SIGMA * spread))
+            return np.asarray(np.where(long, lengths.parameter, 1.0) * np.exp(BIMODAL_SIGMA * normal))
 
 
 def normal_share(z: Floats) -> Floats:

@@ -112,7 +112,7 @@ class Stage:
         self._waiting: dict[Role, deque[int]] = {"rollout": deque(range(self._units)), "scoring": deque()}
         self._offers: dict[Role, list[tuple[int, float, int, int]]] = {"rollout": [], "scoring": []}
         self._finished: dict[Role, int] = {"rollout": 0, "scoring": 0}
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._order = count()
         self._done: list[Done] = []
         self._moves = 0
@@ -135,7 +135,7 @@ class Stage:
         now = 0.0
         self._dispatch(now)
         while self._finished["scoring"] < self._units:
-            now, _, event = heappop(self._events)
+            now, _, _, event = heappop(self._events)
             event(now)
             self._dispatch(now)
         return StageResult(
@@ -146,8 +146,9 @@ class Stage:
             plan=self._plan,
         )
 
-    def _at(self, when: float, event: Callable[[float], None]) -> None:
-        heappush(self._events, (when, next(self._order), event))
+    def _at(self, when: float, event: Callable[[float], None], *, unit: int = -1) -> None:
+        """Have something happen; units that end at one moment are in their own order."""
+        heappush(self._events, (when, unit, next(self._order), event))
 
     # ---- units
 
@@ -177,7 +178,7 @@ class Stage:
         slot.stamp += 1
         if slot.units:
             when, unit = slot.decoders[slot.role].next_end()
-            self._at(when, partial(self._end, index, unit, slot.stamp))
+            self._at(when, partial(self._end, index, unit, slot.stamp), unit=unit)
         self._offer(index)
 
     def _end(self, index: int, unit: int, stamp: int, now: float) -> None:
