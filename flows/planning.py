@@ -6,7 +6,10 @@ from flows.config import RunConfig
 from infra.config import Settings
 from infra.runs import Run, list_runs, open_run
 from infra.storage import open_store
+from models.config import PacedEngine
+from models.rewards.config import EndpointJudge, JudgeReward
 from tasks.inputs import preflight
+from tasks.placing import judge_role
 from tasks.reports import sealed_iterations
 
 
@@ -56,12 +59,23 @@ def plan_run(config: RunConfig) -> RunPlan:
         "threads": f"{pools.threads} per worker",
         "fingerprint": config.fingerprint(),
     }
+    if paced := _paced(config):
+        lines["paced"] = f"{', '.join(paced)}: sleeps instead of computing, for experiments; its texts mean nothing"
     return RunPlan(lines=lines, facts=facts)
 
 
 def _evaluations(config: RunConfig) -> str:
     every = config.evaluation.every
     return "at the start and the end" + (f", every {every} iterations" if every else "")
+
+
+def _paced(config: RunConfig) -> list[str]:
+    """Name the roles whose engine has no model."""
+    engines = {"rollout": config.rollout.engine}
+    for term, reward in config.scoring.local.items():
+        if isinstance(reward, JudgeReward) and not isinstance(reward.model, EndpointJudge):
+            engines[judge_role(term)] = reward.model.engine
+    return [role for role, engine in engines.items() if isinstance(engine, PacedEngine)]
 
 
 def _count(number: int, noun: str) -> str:

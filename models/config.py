@@ -153,6 +153,8 @@ class PacedEngine(Settings):
     """Its standard deviation in log space."""
     drift: Annotated[float, Field(gt=0)] = 1.0
     """Factor of the median from one policy version to the next."""
+    endings: tuple[str, ...] = ()
+    """A completion that stops ends with one of these texts, by its seed: a judge's verdicts, such as `score: 7`."""
 
 
 EngineConfig = Annotated[TransformersEngine | PacedEngine, Field(discriminator="kind")]

@@ -17,7 +17,7 @@ from models.judges import Answer, Judge
 from models.judges.ballots import CANARY, Ballot, Judged, with_canaries
 from models.judges.verdicts import Judgement, count_votes, read_verdict, worst
 from models.records import VERDICT_SCHEMA, Outcome, PolicyVersion
-from models.rewards.config import DirectoryJudge, EndpointJudge, JudgeReward, TrainedJudge
+from models.rewards.config import DirectoryJudge, EndpointJudge, JudgeModel, JudgeReward, TrainedJudge
 from models.statistics import order_statistics
 from models.work import JudgeWork
 
@@ -107,7 +107,12 @@ class JudgeWorker:
         votes = self._collect([judged for judged in everything if not judged.says_nothing], work)
         judged = clock()
         table = _table(everything, votes, self._reward)
-        metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest, "term": self._term}
+        metadata = {
+            "iteration": str(work.iteration),
+            "rollouts": work.rollouts.digest,
+            "term": self._term,
+            "producer": _producer(self._reward.model),
+        }
         ref = write_shard(self._store, table, kind="verdicts", metadata=metadata)
         answers = [cast.answer for casts in votes.cast.values() for cast in casts]
         return Outcome(
@@ -150,6 +155,10 @@ def _local_judge(model: DirectoryJudge | TrainedJudge, reward: JudgeReward, thre
         chat=isinstance(model, DirectoryJudge),  # a trained judge learnt from the bare question
         threads=threads,
     )
+
+
+def _producer(model: JudgeModel) -> str:
+    return "endpoint" if isinstance(model, EndpointJudge) else model.engine.kind
 
 
 def _endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:

@@ -1,0 +1,163 @@
+"""An engine without a model, for experiments with placement: it takes the time of one, and its tokens mean nothing."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Final
+
+from transformers import PreTrainedTokenizerFast
+
+from models.config import PacedEngine as PacedConfig
+from models.config import SamplingConfig
+from models.engines import Completion, Request, StepSums
+from models.engines.sampling import uniforms
+from models.records import FinishReason, PolicyVersion
+from models.roles.tokenizer import load_tokenizer
+
+LONGEST_SLEEP: Final = 0.5  # seconds between two moves of `progress`, by which the pools see that a worker is well
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """What is written with, and how long completions are at one policy version."""
+
+    tokenizer: PreTrainedTokenizerFast
+    tokens: tuple[int, ...]
+    """Tokens that spell whole characters, so that any row of them decodes."""
+    endings: tuple[tuple[int, ...], ...]
+    """The last tokens of a completion that stops, EOS included."""
+    median_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One completion: its tokens from the first that is new."""
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+class PacedEngine:
+    """Sleep for `setup_seconds` per sequence, then `base_seconds + per_sequence_seconds * live sequences` per token.
+
+    All sequences of a call are one batch, and leave it as they end. Lengths and tokens follow from the completion's own
+    seed and the policy's version, not from its neighbours.
+    """
+
+    def __init__(self, config: PacedConfig) -> None:
+        self.progress = 0
+        self._config = config
+        self._vocabulary: _Vocabulary | None = None
+        self._steps = StepSums()
+        self._due = 0.0  # when the work so far should have ended: what a sleep takes too long, the next makes up for
+
+    def load(self, directory: Path, policy: PolicyVersion) -> None:
+        """Take the tokenizer and the version of a policy; its weights are not read."""
+        tokenizer = load_tokenizer(directory)
+        specials = set(tokenizer.all_special_ids)
+        plain = [token for token in range(len(tokenizer)) if token not in specials]
+        texts = tokenizer.batch_decode([[token] for token in plain])
+        endings = tokenizer(list(self._config.endings or ("",)), add_special_tokens=False)["input_ids"]
+        self._vocabulary = _Vocabulary(
+            tokenizer=tokenizer,
+            tokens=tuple(
+                token for token, text in zip(plain, texts, strict=True) if "\N{REPLACEMENT CHARACTER}" not in text
+            ),
+            endings=tuple((*tokens, tokenizer.eos_token_id) for tokens in endings),
+            median_tokens=self._config.median_tokens * self._config.drift**policy.version,
+        )
+        self.progress += 1
+
+    def sleep(self) -> None:
+        self._vocabulary = None
+
+    def steps(self) -> StepSums:
+        return self._steps
+
+    def likelihoods(
+        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, ...]]:
+        """Find all continuations equally likely, after one step over all prompts."""
+        self._due = time.perf_counter()
+        self._run(1, sequences=len(prompts))
+        return [(-math.log(len(continuations)),) * len(continuations) for _ in prompts]
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+        assert self._vocabulary is not None, "generate before load"
+        groups = [
+            [
+                self._row(seed, prefix, _limit(request, prefix, sampling), sampling.max_new_tokens)
+                for seed, prefix in zip(request.seeds, _prefixes(request), strict=True)
+            ]
+            for request in requests
+        ]
+        self._decode(sorted(len(row.tokens) for group in groups for row in group))
+        return [
+            [self._completion(row, prefix) for row, prefix in zip(group, _prefixes(request), strict=True)]
+            for request, group in zip(requests, groups, strict=True)
+        ]
+
+    def _row(self, seed: int, prefix: tuple[int, ...], limit: int, longest: int) -> _Row:
+        """Draw a completion: the first uniform decides its length, the second its ending, the others its tokens."""
+        vocabulary = self._vocabulary
+        assert vocabulary is not None, "generate before load"
+        draws = uniforms(seed, limit + 2)
+        deviation = NormalDist().inv_cdf(float(draws[0]) + 2.0**-54)  # a uniform may be 0
+        ending = vocabulary.endings[int(draws[1] * len(vocabulary.endings))]
+        drawn = round(vocabulary.median_tokens * math.exp(self._config.sigma * deviation))
+        length = max(drawn, len(ending), len(prefix) + 1)
+        filler = [vocabulary.tokens[int(draw * len(vocabulary.tokens))] for draw in draws[2:]]
+        whole = (*filler[: max(0, length - len(ending))], *ending)
+        if length <= limit:
+            return _Row(whole[len(prefix) : length], FinishReason.STOP)
+        return _Row(whole[len(prefix) : limit], FinishReason.LENGTH if limit == longest else FinishReason.CUT)
+
+    def _completion(self, row: _Row, prefix: tuple[int, ...]) -> Completion:
+        vocabulary = self._vocabulary
+        assert vocabulary is not None, "generate before load"
+        tokenizer = vocabulary.tokenizer
+        text = tokenizer.batch_decode([[*prefix, *row.tokens]], skip_special_tokens=True)[0]
+        logprob = -math.log(len(vocabulary.tokens))
+        return Completion(row.tokens, (logprob,) * len(row.tokens), text, row.finish_reason)
+
+    def _decode(self, lengths: Sequence[int]) -> None:
+        """Take the time of one batch; between two completions that end, all steps are alike."""
+        self._due = time.perf_counter()
+        self._pause(self._config.setup_seconds * len(lengths))
+        done = 0
+        for index, length in enumerate(lengths):
+            if length > done:
+                self._run(length - done, sequences=len(lengths) - index)
+                done = length
+
+    def _run(self, steps: int, *, sequences: int) -> None:
+        began, sums = time.perf_counter(), self._steps
+        self._pause(steps * (self._config.base_seconds + self._config.per_sequence_seconds * sequences))
+        seconds = time.perf_counter() - began
+        self._steps = StepSums(
+            steps=sums.steps + steps,
+            sequences=sums.sequences + steps * sequences,
+            sequences_squared=sums.sequences_squared + steps * sequences**2,
+            seconds=sums.seconds + seconds,
+            sequence_seconds=sums.sequence_seconds + sequences * seconds,
+        )
+
+    def _pause(self, seconds: float) -> None:
+        self._due += seconds
+        while (left := self._due - time.perf_counter()) > 0:
+            time.sleep(min(left, LONGEST_SLEEP))
+            self.progress += 1
+        self.progress += 1
+
+
+def _prefixes(request: Request) -> tuple[tuple[int, ...], ...]:
+    return request.prefixes or ((),) * len(request.seeds)
+
+
+def _limit(request: Request, prefix: tuple[int, ...], sampling: SamplingConfig) -> int:
+    """Return the length at which a completion ends for now, its prefix included."""
+    longest = sampling.max_new_tokens
+    return longest if request.budget is None else min(longest, len(prefix) + request.budget)
