@@ -19,6 +19,7 @@ from models.records import FinishReason, PolicyVersion
 from models.rewards.config import ChoiceVerdict, LogprobVerdict, VerdictConfig
 from models.roles.tokenizer import load_tokenizer, render
 
+_WEIGHED: Final = 1  # tokens of an answer that is chosen rather than written: one decision, one forward pass
 _UNREAD: Final = Answer(text=None, probabilities=None, tokens=0, error=None)
 
 
@@ -83,10 +84,9 @@ class LocalJudge:
         choices = _choices(self._verdict)
         if isinstance(self._verdict, LogprobVerdict):
             shares = {text: _softmax(values).tolist() for text, values in logprobs.items()}
-            # One token: no more than that is decided, and one forward pass is what it takes.
-            return [Answer(None, dict(zip(choices, shares[q.text], strict=True)), 1, None) for q in questions]
+            return [Answer(None, dict(zip(choices, shares[q.text], strict=True)), _WEIGHED, None) for q in questions]
         drawn = [_draw(logprobs[q.text], self._sampling.temperature, q.seed) for q in questions]
-        return [Answer(choices[index], None, len(continuations[index]), None) for index in drawn]
+        return [Answer(choices[index], None, _WEIGHED, None) for index in drawn]
 
     def _write(self, questions: Sequence[Question], prompts: dict[str, tuple[int, ...]]) -> list[Answer]:
         if not questions:
