@@ -3,7 +3,6 @@
 from infra.errors import BadInput
 from placement.records import Plan, PlanInputs
 
-
 MOST = 512
 """Splits that are compared; finer steps than 1/500 of the workers are below what predictions can tell apart."""
 
