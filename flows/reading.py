@@ -14,11 +14,12 @@ from infra.runs import Run, list_runs, open_run
 from infra.shards import read_shard
 from infra.storage import open_store
 from infra.verify import verify_store
+from models.readable import Sample
 from models.rewards.config import ScoringConfig
 from tasks.invariants import check_invariants
 from tasks.plan import iteration_key, policy_key, rollouts_of
 from tasks.reports import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations
-from tasks.samples import Sample, sample_rollouts
+from tasks.samples import sample_rollouts
 
 STAGES = ("rollout", "scoring", "credit", "update", "total")
 

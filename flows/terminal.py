@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from tasks.samples import Sample
+from models.readable import Sample
 
 
 def write(text: str) -> None:

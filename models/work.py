@@ -94,6 +94,18 @@ class ScoredShard:
 
 
 @dataclass(frozen=True, slots=True)
+class ExcerptWork:
+    """Shorten a few completions for a report: the first of each of some prompts."""
+
+    iteration: int
+    shards: tuple[ScoredShard, ...]
+    prompts: int
+    """Prompts shown, in order."""
+    characters: int
+    """Longest text shown."""
+
+
+@dataclass(frozen=True, slots=True)
 class CreditWork:
     """Turn an iteration's scored rollouts, in order, into training samples."""
 

@@ -11,10 +11,11 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifa
 
 from infra.config import Settings
 from infra.errors import Damaged
-from tasks.plan import policy_key
+from models.readable import Excerpts, Sample
+from models.work import ExcerptWork, ScoredShard
+from tasks.plan import policy_key, rollouts_of
 from tasks.plotting import learning_curve
 from tasks.reports import Accuracy, IterationReport, evaluations_of, reports_of
-from tasks.samples import Sample, sample_rollouts
 from tasks.session import RunRef, session_of
 from tasks.stages import required
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 TABLE_ROWS = 50  # of the iterations table while a run goes on; the last one has all
 SAMPLE_ROWS = 12  # of the table of rollouts, one completion per prompt
+SAMPLE_CHARACTERS = 2000  # of each text in it
 
 
 class RunSummary(Settings):
@@ -91,7 +93,7 @@ async def report_run(run: RunRef) -> RunSummary:
         digest=last.bundles["weights"].digest,
         plot=str(session.run.store.local(plot_key)),
     )
-    samples = _samples(run, len(reports)) if reports else []
+    samples = await _excerpts(run, len(reports)) if reports else []
     key = artifact_key(run.name)
     await acreate_table_artifact(_table(reports), key=f"{key}-iterations", description=f"Run {run.name}")
     await acreate_table_artifact(
@@ -113,11 +115,17 @@ def _reports(run: RunRef) -> list[IterationReport]:
     return reports_of(session_of(run).run, term=term)
 
 
-def _samples(run: RunRef, iteration: int) -> list[Sample]:
-    """The first completion of each of some prompts."""
+async def _excerpts(run: RunRef, iteration: int) -> Sequence[Sample]:
+    """The first completion of each of some prompts, shortened by a worker: this process holds no payload."""
     session = session_of(run)
-    read = sample_rollouts(session.run, iteration, limit=SAMPLE_ROWS * session.settings.rollout.group_size)
-    return [sample for sample in read if sample.sample == 0][:SAMPLE_ROWS]
+    shards: list[ScoredShard] = []
+    for rollouts in rollouts_of(session.run, iteration):
+        if sum(shard.rollouts.rows for shard in shards) < SAMPLE_ROWS * session.settings.rollout.group_size:
+            scores = required(run, rollouts.key.replace("/rollout/", "/scoring/"))
+            shards.append(ScoredShard(rollouts=rollouts.shards[0], scores=scores.shards[0]))
+    work = ExcerptWork(iteration=iteration, shards=tuple(shards), prompts=SAMPLE_ROWS, characters=SAMPLE_CHARACTERS)
+    done = await session.ask("scoring", "excerpts", work, returns=Excerpts)
+    return done.result.samples
 
 
 def _table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:

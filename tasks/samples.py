@@ -1,38 +1,12 @@
-"""Readable rollouts: a few rows of a run's shards, with their scores."""
+"""Readable rollouts, for commands: a few rows of a run's shards, with their scores. No flow or task reads them."""
 
 from typing import Literal
 
-import pyarrow.compute as pc
-
-from infra.config import Settings
 from infra.errors import BadInput
 from infra.manifests import Manifest
 from infra.runs import Run
-from infra.shards import read_shard
+from models.readable import Sample, read_samples
 from tasks.plan import rollouts_of
-
-
-class Sample(Settings):
-    """One completion as a person reads it."""
-
-    iteration: int
-    """Iteration that generated it."""
-    prompt_id: str
-    """Stable name of the problem."""
-    sample: int
-    """Index inside its group."""
-    prompt: str
-    """Rendered prompt."""
-    completion: str
-    """What the policy wrote."""
-    answer: str | None
-    """Reference answer."""
-    reward: float | None
-    """Total reward; none if it is missing."""
-    finish_reason: str
-    """`stop` or `length`."""
-    tokens: int
-    """Length of the completion in tokens."""
 
 
 def sample_rollouts(
@@ -57,15 +31,6 @@ def sample_rollouts(
 
 
 def _read(run: Run, manifest: Manifest, iteration: int, *, limit: int | None) -> list[Sample]:
-    columns = ["prompt_id", "sample", "prompt", "completion", "answer", "finish_reason"]
-    table = read_shard(run.store, manifest.shards[0]).slice(0, limit)
-    lengths = pc.list_value_length(table["completion_tokens"]).to_pylist()
-    rows = table.select(columns).to_pylist()
     scored = run.find(manifest.key.replace("/rollout/", "/scoring/"))
-    rewards: list[float | None] = [None] * len(rows)
-    if scored is not None:
-        rewards = read_shard(run.store, scored.shards[0], columns=["reward"])["reward"].slice(0, limit).to_pylist()
-    return [
-        Sample(iteration=iteration, tokens=length, reward=reward, **row)
-        for row, length, reward in zip(rows, lengths, rewards, strict=True)
-    ]
+    scores = None if scored is None else scored.shards[0]
+    return read_samples(run.store, manifest.shards[0], scores, iteration=iteration, limit=limit)

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from infra.cluster import Cluster
 from infra.config import PoolsConfig, Settings
@@ -20,6 +21,8 @@ from models.records import Outcome
 from models.rewards.config import JudgeReward, ServedReward
 from tasks.placing import Placing, judge_role
 from tasks.settings import RunSettings
+
+R = TypeVar("R")
 
 
 class RunRef(Settings):
@@ -90,11 +93,15 @@ class Session:
 
     async def perform(self, role: str, method: str, work: object) -> Done[Outcome]:
         """Have a worker of the role, or all its ranks, do the work."""
+        return await self.ask(role, method, work, returns=Outcome)
+
+    async def ask(self, role: str, method: str, work: object, *, returns: type[R]) -> Done[R]:
+        """Have a worker do work that makes nothing for the store."""
         if role in self.slot_roles:
             pool: Pool | RankGroup = (await self.fleet()).role(role)
         else:
             pool = await self.ready(role)
-        return await pool.run(method, work, returns=Outcome)
+        return await pool.run(method, work, returns=returns)
 
     @property
     def slot_roles(self) -> dict[str, int]:

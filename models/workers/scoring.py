@@ -16,11 +16,12 @@ from models.config import AlgorithmConfig
 from models.credit import ROLLOUT_COLUMNS, Credit, assign_credit
 from models.judges.tally import tally
 from models.judges.verdicts import Judgement
+from models.readable import Excerpts, read_excerpts
 from models.records import Outcome, score_schema
 from models.rewards.config import JudgeReward, ScoringConfig, ServedReward
 from models.rewards.evaluate import Case, Evaluator, Verdict
 from models.selection import Wanted, informative_prompts
-from models.work import CreditWork, ScoredShard, ScoringWork
+from models.work import CreditWork, ExcerptWork, ScoredShard, ScoringWork
 
 
 class ScoringWorker:
@@ -78,6 +79,10 @@ class ScoringWorker:
             detail={"surplus": surplus} if wanted else None,
             timings={"credit_seconds": time.perf_counter() - began},
         )
+
+    def excerpts(self, work: ExcerptWork) -> Excerpts:
+        """Shorten a few completions for a report; controllers hold no payload, and this is all that they show of it."""
+        return Excerpts(tuple(read_excerpts(self._store, work)))
 
     def _served(self, rollouts: pa.Table, work: ScoringWork) -> dict[str, list[Judgement]]:
         """Read what served rewards answered about the shard, by term."""
