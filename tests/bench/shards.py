@@ -33,6 +33,7 @@ def rollouts(seed: int) -> pa.Table:
         "logprobs": list(-random.random((ROWS, COMPLETION_TOKENS), dtype=np.float32)),
         "finish_reason": ["stop"] * ROWS,
         "seed": random.integers(0, 2**63, ROWS).astype(np.uint64),
+        "segments": [[{"policy_version": 1, "tokens": COMPLETION_TOKENS}]] * ROWS,
     }
     return pa.table(columns, schema=ROLLOUT_SCHEMA)
 
