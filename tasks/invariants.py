@@ -57,15 +57,17 @@ def _check_handover(evidence: Evidence) -> Iterator[str]:
         if wave.carried != (expected if wave.wave == 1 else ()):
             yield f"{plan_key(wave.key)}: the groups that were cut before are not its first shards"
     rollouts, scores = evidence.stage("rollout"), evidence.stage("scoring")
+    offered = {
+        (rollouts[index].key, scores[index].key): surplus.rows
+        for surplus in evidence.surplus
+        if (index := surplus.shard - len(evidence.before.kept)) >= 0  # what was kept once is not kept again
+    }
     kept = {(groups.rollouts, groups.scores): groups.rows for groups in after.kept}
-    returned: list[int] = []
-    for surplus in evidence.surplus:
-        index = surplus.shard - len(evidence.before.kept)
-        pair = (rollouts[index].key, scores[index].key) if index >= 0 else None
-        if pair is None or kept.pop(pair, None) != surplus.rows:
-            returned += surplus.rows
-    for rollout, _ in kept:
-        yield f"{key}: keeps groups of {rollout} that are not this iteration's surplus"
+    for pair, rows in kept.items():
+        if offered.get(pair) != rows:
+            yield f"{key}: keeps groups of {pair[0]} that are not this iteration's surplus"
+    waiting = {row for rows in kept.values() for row in rows}
+    returned = [row for surplus in evidence.surplus for row in surplus.rows if row not in waiting]
     if evidence.waves[-1].cursor is None or after.cursor != give_back(evidence.waves[-1].cursor, returned):
         yield f"{key}: its cursor is not where the last batch left it with {len(returned)} prompts given back"
     cut = [m for m in rollouts if len(m.shards) > 1]
