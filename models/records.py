@@ -57,7 +57,7 @@ SAMPLE_SCHEMA = pa.schema(
     [
         ("prompt_row", pa.int32()),
         ("sample", pa.int16()),
-        ("tokens", pa.list_(pa.int32())),  # prompt and completion
+        ("tokens", pa.list_(pa.int32())),  # prompt and completion; without completion the sample has no weight
         ("num_prompt_tokens", pa.int32()),
         ("logprobs", pa.list_(pa.float32())),  # behaviour log-probs, one per completion token
         ("advantages", pa.list_(pa.float32())),  # one per completion token

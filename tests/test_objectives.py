@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from models.config import ConstantMean, KlPenalty, NoCorrection, PpoClip, SequenceMean, TokenMean, UpdateConfig
+from models.config import (
+    ConstantMean,
+    KlPenalty,
+    NoCorrection,
+    PpoClip,
+    SequenceMean,
+    TokenMean,
+    TruncatedImportance,
+    UpdateConfig,
+)
 from models.objectives.aggregation import token_weights
 from models.objectives.importance import mismatch, truncated_weight
 from models.objectives.kl import kl_estimate
@@ -72,6 +81,21 @@ def test_importance_weights_are_capped_and_have_no_gradient():
     weight = truncated_weight(old, torch.tensor([math.log(0.2), math.log(0.2)]), cap=2.0)
     assert weight.tolist() == [2.0, pytest.approx(0.5)]
     assert not weight.requires_grad
+
+
+def test_each_token_is_weighted_against_the_policy_version_that_wrote_it():
+    # An earlier version wrote the first two tokens, with 0.2 and 0.8; the present one the third, with 0.3.
+    logprobs = torch.tensor([0.4, 0.4, 0.3]).log().requires_grad_()
+    tokens = PassTokens(
+        behaviour_N=torch.tensor([0.2, 0.8, 0.3]).log(),
+        advantages_N=torch.ones(3),
+        weights_N=torch.full((3,), 1 / 3),
+        old_N=None,
+        reference_N=None,
+    )
+    config = UpdateConfig(correction=TruncatedImportance(cap=1.5))
+    update_loss(logprobs, tokens, config=config, tally=Tally()).backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([-1.5, -0.5, -1.0]) / 3)
 
 
 def test_mismatch_is_measured_before_the_cap():

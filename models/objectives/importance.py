@@ -21,7 +21,11 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(train_N: Tensor, behaviour_N: Tensor) -> Mismatch:
-    """Compare the log-probs of the same tokens under the same weights."""
+    """Compare the log-probs of the same tokens.
+
+    Where an earlier policy wrote a token (partial rollout, groups kept for an iteration), the difference holds what was
+    learnt since, beside the mismatch of engine and trainer.
+    """
     log_ratio_N = train_N - behaviour_N
     return Mismatch(
         difference_N=log_ratio_N.abs(),
@@ -31,5 +35,8 @@ def mismatch(train_N: Tensor, behaviour_N: Tensor) -> Mismatch:
 
 
 def truncated_weight(old_N: Tensor, behaviour_N: Tensor, *, cap: float) -> Tensor:
-    """min(π_old / π_behaviour, cap), a constant to the gradient (truncated importance sampling)."""
+    """min(π_old / π_behaviour, cap), a constant to the gradient (truncated importance sampling).
+
+    Per token, with the behaviour log-prob of whichever policy version wrote it.
+    """
     return torch.exp(old_N - behaviour_N).clamp(max=cap).detach()

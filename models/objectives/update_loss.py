@@ -65,7 +65,7 @@ def update_loss(logprobs_N: Tensor, tokens: PassTokens, *, config: UpdateConfig,
 
 
 def tally_mismatch(train_N: Tensor, behaviour_N: Tensor, *, cap: float, tally: Tally) -> None:
-    """Count the mismatch between engine and trainer, both under the weights that generated."""
+    """Count the mismatch between what generated and the trainer before its first step."""
     found = mismatch(train_N, behaviour_N)
     tally.add(
         {
