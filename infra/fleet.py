@@ -92,7 +92,7 @@ class Fleet:
     def allocation(self) -> dict[str, tuple[int, ...]]:
         """Tell which slots are awake in each role; a slot whose lost worker is being replaced is."""
         return {
-            role: tuple(slot for post in self._awake() if post.role == role for slot in post.slots)
+            role: tuple(sorted(slot for post in self._awake() if post.role == role for slot in post.slots))
             for role in self._pools
         }
 
@@ -163,6 +163,8 @@ class Fleet:
 
     async def _arrange(self, workers: dict[str, int], take: dict[str, object]) -> tuple[Move, ...]:
         async with self._turn:
+            if not self._arranges and not any(workers.values()):
+                return ()
             if not self._arranges:
                 await self._begin()
             for role, pool in self._pools.items():

@@ -1,6 +1,7 @@
 """Fleets of real processes on one embedded cluster; most tests share one of two slots, and leave it whole."""
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -375,7 +376,8 @@ async def test_whatever_is_arranged_and_killed_every_slot_has_one_role_and_every
         arranging = asyncio.create_task(shared.arrange(*split))
         await asyncio.sleep(draw.random() * 0.1)
         if shared.pids and draw.random() < 0.4:
-            os.kill(draw.choice(sorted(shared.pids)), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # dead already, and not missed yet
+                os.kill(draw.choice(sorted(shared.pids)), signal.SIGKILL)
         moves = await arranging
         shared.check()
         undone = any(move.error for move in moves)
@@ -455,3 +457,43 @@ asyncio.run(main())
     other = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
     out, _ = await asyncio.wait_for(other.communicate(), 100)
     assert out.decode().split("\n") == ["0 1 0,1 2,3", "0,1 2,3 0,1,2,3", "0 0 0 1", ""]
+
+
+@pytest.mark.slow
+async def test_on_a_cluster_of_others_every_slot_books_a_cpu():
+    """A process keeps a cluster of two CPUs, a second one arranges two slots there."""
+    keep = """
+import os, tempfile
+from infra.cluster import EMBEDDED_ENVIRONMENT
+os.environ.update(EMBEDDED_ENVIRONMENT)
+import ray
+with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    input()
+    ray.shutdown()
+"""
+    arrange = """
+import asyncio, sys
+from infra.cluster import Cluster
+from infra.workers import PoolSpec
+async def main():
+    async with Cluster.open("others", address=sys.argv[1]) as cluster:
+        specs = [PoolSpec(role, "tests.workers_for_tests:Counting") for role in ("rollout", "judge")]
+        fleet = await cluster.fleet(specs, slots=2, gpus_per_slot=0)
+        await fleet.arrange({"rollout": 1, "judge": 1})
+        await fleet.arrange({"judge": 2})
+        import ray
+        done = [await fleet.role("judge").run("echo", 1, returns=int) for _ in range(2)]
+        print(len(done), ray.available_resources().get("CPU", 0), flush=True)
+asyncio.run(main())
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    keeper = await asyncio.create_subprocess_exec(sys.executable, "-c", keep, **pipes)
+    try:
+        address = (await asyncio.wait_for(keeper.stdout.readline(), 60)).decode().split()[-1]
+        other = await asyncio.create_subprocess_exec(sys.executable, "-c", arrange, address, **pipes)
+        out, _ = await asyncio.wait_for(other.communicate(), 60)
+        assert out.decode().split() == ["2", "0"]
+    finally:
+        await asyncio.wait_for(keeper.communicate(b"\n"), 30)
