@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -104,8 +104,9 @@ def _hint(key: str, beside: Models, variants: Models, root: type[BaseModel]) -> 
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name in model.model_fields:
         yield f"{prefix}{name}"
-        for inner in _field_models(model, name):
-            yield from _paths(inner, f"{prefix}{name}.")
+        if get_origin(model.model_fields[name].annotation) is not tuple:  # a list's items have no path of their own
+            for inner in _field_models(model, name):
+                yield from _paths(inner, f"{prefix}{name}.")
 
 
 def _field_models(model: type[BaseModel], name: str) -> Models:

@@ -31,6 +31,9 @@ from models.config import (
 from models.rewards.config import ScoringConfig
 from placement.config import AdaptivePlacement, PlacementConfig
 
+ENDPOINT_PAUSE_SECONDS = 90.0
+"""Longest pause between two attempts at one request; a Retry-After header is obeyed up to it."""
+
 
 class ControllersConfig(Settings):
     """The parallel controllers of the rollout and scoring roles."""
@@ -127,6 +130,18 @@ class RunConfig(Settings):
                 f"pools.workers {self.pools.workers}: placement.kind {self.placement.kind!r} runs rollout beside the "
                 f"reward models, which take {slots} slots: raise pools.workers, or use 'colocated' or 'adaptive'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _requests_end_before_they_count_as_stalled(self) -> "RunConfig":
+        for term, reward in self.scoring.served.items():
+            if reward.kind == "judge" and reward.model.kind == "endpoint":
+                longest, patience = reward.model.timeout_seconds, self.pools.stall_seconds
+                if longest + ENDPOINT_PAUSE_SECONDS >= patience:
+                    raise ValueError(
+                        f"reward {term!r}: model.timeout_seconds {longest:g} and a pause of "
+                        f"{ENDPOINT_PAUSE_SECONDS:g} s reach pools.stall_seconds {patience:g}: lower the one or raise the other"
+                    )
         return self
 
     def identity(self) -> dict[str, JsonValue]:

@@ -7,8 +7,7 @@ from models.config import SamplingConfig
 from models.curriculum import take
 from models.waves import Sampling, another_wave, wave_size
 from tasks.handover import Handover, handover_before
-from tasks.plan import BatchPlan, evaluation_key, plan_key, policy_key, wave_key, waves_of
-from tasks.preparation import PROMPTS
+from tasks.plan import PROMPTS, BatchPlan, evaluation_key, plan_key, policy_key, wave_key, waves_of
 from tasks.session import RunRef, session_of
 from tasks.stages import record, required
 

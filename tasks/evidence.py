@@ -10,8 +10,7 @@ from infra.manifests import Manifest
 from infra.runs import Run
 from models.config import RolloutConfig
 from tasks.handover import Handover, handover_before
-from tasks.plan import BatchPlan, iteration_key, policy_key, waves_of
-from tasks.preparation import PROMPTS
+from tasks.plan import PROMPTS, BatchPlan, iteration_key, policy_key, waves_of
 
 
 class Surplus(Settings):

@@ -9,6 +9,9 @@ from models.config import SamplingConfig
 from models.curriculum import Cursor
 from placement.allocation import cut
 
+PROMPTS = {"train": "prompts/train", "heldout": "prompts/heldout"}
+"""Keys of the manifests that committed the prompts of each split."""
+
 
 class BatchPlan(Settings):
     """The prompts of one batch and how they are cut into shards."""
@@ -86,6 +89,11 @@ def waves_of(run: Run, number: int) -> list[BatchPlan]:
 def rollouts_of(run: Run, number: int) -> list[Manifest]:
     """Manifests of an iteration's rollouts that have been committed so far, of all its batches."""
     return [manifest for manifest in run.manifests(f"{iteration_key(number)}/") if "/rollout/" in manifest.key]
+
+
+def credit_key(number: int) -> str:
+    """Key of the manifest that committed an iteration's training samples."""
+    return f"{iteration_key(number)}/credit"
 
 
 def evaluation_key(number: int) -> str:

@@ -6,13 +6,11 @@ from prefect import task
 
 from infra.manifests import Manifest
 from models.work import PolicyWork, PromptWork, WarmupWork
-from tasks.plan import policy_key
+from tasks.plan import PROMPTS, policy_key
 from tasks.session import RunRef, session_of
 from tasks.stages import is_transient, once, policy_of, record, required
 
 logger = logging.getLogger(__name__)
-
-PROMPTS = {"train": "prompts/train", "heldout": "prompts/heldout"}
 
 
 @task(task_run_name="initial policy", retries=2, retry_condition_fn=is_transient)

@@ -4,8 +4,7 @@ from prefect import task
 
 from infra.manifests import Manifest
 from models.work import RolloutWork
-from tasks.plan import BatchPlan
-from tasks.preparation import PROMPTS
+from tasks.plan import PROMPTS, BatchPlan
 from tasks.session import RunRef, session_of
 from tasks.stages import is_transient, once, policy_of, required
 

@@ -8,12 +8,20 @@ from models.work import CreditWork, JudgeWork, ScoredShard, ScoringWork, Verdict
 from tasks.handover import handover_before
 from tasks.judges import local_terms, model_key
 from tasks.placing import judge_role
-from tasks.plan import BatchPlan, iteration_key, waves_of
+from tasks.plan import BatchPlan, credit_key, waves_of
 from tasks.session import RunRef, session_of
 from tasks.stages import committed, is_transient, once, policy_of, required
 
+PAUSES_SECONDS = [5.0, 15.0, 30.0, 60.0]
+"""Before a judge that is down is asked again, beside the pauses of its own requests."""
 
-@task(task_run_name="{plan.key} {term} {shard:04d}", retries=2, retry_condition_fn=is_transient)
+
+@task(
+    task_run_name="{plan.key} {term} {shard:04d}",
+    retries=len(PAUSES_SECONDS),
+    retry_delay_seconds=PAUSES_SECONDS,
+    retry_condition_fn=is_transient,
+)
 async def judge_shard(run: RunRef, plan: BatchPlan, shard: int, term: str, silence_seconds: float) -> Manifest:
     """Wait for one rollout shard's commit, have a served reward judge it, commit the verdicts."""
     rollouts = await committed(run, plan.shard_key("rollout", shard), silence_seconds=silence_seconds)
@@ -75,11 +83,6 @@ async def assign_credit(run: RunRef, number: int) -> Manifest:
     )
     parents = [manifest for rollout, score, _ in (*kept, *fresh) for manifest in (rollout, score)]
     return await once(run, credit_key(number), role="scoring", method="credit", work=work, parents=parents)
-
-
-def credit_key(number: int) -> str:
-    """Key of the manifest that committed an iteration's training samples."""
-    return f"{iteration_key(number)}/credit"
 
 
 def stage_of(run: RunRef, waves: list[BatchPlan], stage: str) -> list[Manifest]:

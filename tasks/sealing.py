@@ -8,8 +8,8 @@ from infra.bundles import BundleRef, retirement_key
 from infra.manifests import Manifest
 from infra.retention import retire_bundle
 from tasks.handover import handover_after, handover_before
-from tasks.plan import iteration_key, plan_key, policy_key, waves_of
-from tasks.scoring import credit_key, stage_of
+from tasks.plan import credit_key, iteration_key, plan_key, policy_key, waves_of
+from tasks.scoring import stage_of
 from tasks.session import RunRef, session_of
 from tasks.stages import record, required
 

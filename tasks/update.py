@@ -4,8 +4,7 @@ from prefect import task
 
 from infra.manifests import Manifest
 from models.work import UpdateWork
-from tasks.plan import BatchPlan, policy_key
-from tasks.scoring import credit_key
+from tasks.plan import BatchPlan, credit_key, policy_key
 from tasks.session import RunRef, session_of
 from tasks.stages import is_transient, once, policy_of, required
 

@@ -24,7 +24,18 @@ from infra.workers import PoolSpec
 from tests.jobs import Fault
 
 POLL_SECONDS = 0.0005
-WORKS = ("make_policy", "make_prompts", "warmup", "generate", "score", "credit", "update")
+WORKS = (
+    "make_policy",
+    "make_prompts",
+    "make_judge",
+    "warmup",
+    "warm_judge",
+    "generate",
+    "judge",
+    "score",
+    "credit",
+    "update",
+)
 
 
 class Planted:

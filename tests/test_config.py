@@ -35,7 +35,10 @@ def test_the_defaults_are_a_configuration():
         ("iteration = 3", "unknown key 'iteration'; did you mean 'iterations'?"),
         ("[rollout]\npromts = 3", "unknown key 'rollout.promts'; did you mean 'prompts'?"),
         ("[rollout.enigne]\ndtype = 'float32'", "unknown key 'rollout.enigne'; did you mean 'engine'?"),
-        ("[rollout.engine]\ndtpe = 'float32'", "unknown key 'rollout.engine.dtpe'; did you mean 'dtype'?"),
+        (
+            "[rollout.engine]\nkind = 'transformers'\ndtpe = 'float32'",
+            "unknown key 'rollout.engine.dtpe'; did you mean 'dtype'?",
+        ),
         ("[update.loss]\nclip_hi = 0.3", "unknown key 'update.loss.clip_hi'; did you mean 'clip_high'?"),
         ("[update.kl]\nkind = 'k3'\ncoeficient = 1", "unknown key 'update.kl.coeficient'; did you mean 'coefficient'?"),
         (
@@ -59,7 +62,8 @@ def test_the_defaults_are_a_configuration():
         ),
         (
             "[rollout]\nxyzzy = 1",
-            "unknown key 'rollout.xyzzy', expected one of prompts, group_size, shard_prompts, sampling, engine",
+            "unknown key 'rollout.xyzzy', expected one of prompts, group_size, shard_prompts, sampling, engine, "
+            "dynamic, partial",
         ),
     ],
 )
@@ -86,7 +90,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
         ("[policy]\nlayers = 2", "policy.kind: missing, expected 'scratch' or 'directory'"),
         (
             "[[scoring.rewards]]\nkind = 'maths'",
-            "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'target', got 'maths'; "
+            "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'target' or 'judge' or "
+            "'model', got 'maths'; "
             "did you mean 'math'?",
         ),
         ("[data]\nkind = 'file'", "data.path: missing"),
@@ -226,7 +231,7 @@ def test_what_results_do_not_depend_on_is_no_part_of_a_runs_identity(override):
     [
         "seed=1", "data.kind=arithmetic data.operations=3", "policy.kind=scratch policy.layers=3", "warmup.steps=9",
         "rollout.prompts=65", "rollout.group_size=9", "rollout.shard_prompts=16", "rollout.sampling.top_p=0.9",
-        "rollout.engine.dtype=bfloat16", "scoring.timeout_seconds=9", 'scoring.rewards=[{kind="math"}]',
+        "rollout.engine.kind=transformers rollout.engine.dtype=bfloat16", "scoring.timeout_seconds=9", 'scoring.rewards=[{kind="math"}]',
         "algorithm.normalise_std=false", "update.learning_rate=2e-6", "update.loss.clip_high=0.2",
         "update.kl.kind=k3", "update.correction.kind=none", "pools.update_ranks=2", "pools.threads=2",
         "evaluation.problems=9",
