@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.curriculum import Cursor, give_back, take
@@ -31,6 +31,7 @@ def test_the_order_of_prompts_is_pinned():
     ]
 
 
+@settings(deadline=None)  # a busy machine is not wrong
 @given(st.integers(1, 40), st.data())
 def test_every_epoch_visits_every_prompt_once_and_no_iteration_has_one_twice(num_prompts, data):
     count = data.draw(st.integers(1, num_prompts))
@@ -41,6 +42,7 @@ def test_every_epoch_visits_every_prompt_once_and_no_iteration_has_one_twice(num
         assert sorted(taken[epoch * num_prompts : (epoch + 1) * num_prompts]) == list(range(num_prompts))
 
 
+@settings(deadline=None)  # a busy machine is not wrong
 @given(st.integers(2, 12), st.data())
 def test_whatever_waves_take_and_give_back_each_row_is_issued_once_per_epoch_in_the_end(num_prompts, data):
     cursor, final = Cursor(), Counter()
@@ -65,6 +67,7 @@ def test_whatever_waves_take_and_give_back_each_row_is_issued_once_per_epoch_in_
         assert all(accounted[row] in ((epochs, epochs + 1) if rest else (epochs,)) for row in range(num_prompts))
 
 
+@settings(deadline=None)  # a busy machine is not wrong
 @given(st.integers(3, 12), st.data())
 def test_two_waves_take_what_one_of_their_size_would(num_prompts, data):
     whole = data.draw(st.integers(2, num_prompts))
