@@ -103,7 +103,7 @@ def test_examples_are_right_and_wrong_in_equal_parts_and_their_verdicts_are_true
         assert verdict == ("yes" if judge("", completion, answer) else "no"), question
     assert 0.4 < Counter(verdict for _, verdict in examples)["yes"] / 640 < 0.6
     bare = sum(str(question).split("|")[1].startswith("####") for question, _ in examples)
-    assert 0.3 < bare / 640 < 0.7
+    assert 0.4 < bare / 640 < 0.7  # the others show some or all of their work
     assert examples == judge_examples(DATA, JUDGE, warmup, 0)
 
 

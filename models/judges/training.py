@@ -14,7 +14,6 @@ from models.seeds import derive_seed
 
 _NUMBER: Final = re.compile(r"\d+")
 _STEP: Final = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
-_WORKED_SHARE: Final = 0.5  # of completions that show their work, where the data has it
 _BROKEN_SHARE: Final = 0.1  # of wrong completions that are no answer at all: cut short, or without a number
 
 
@@ -57,7 +56,7 @@ def verdict_texts(verdict: VerdictConfig) -> tuple[str, str]:
 
 
 def _right(problem: Problem, rng: Random) -> str:
-    return problem.worked if problem.worked and rng.random() < _WORKED_SHARE else problem.answer
+    return _shortened(problem.worked or problem.answer, rng)
 
 
 def _wrong(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
@@ -68,9 +67,13 @@ def _wrong(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
     if problem.worked is None:
         other = rng.choice(problems).answer
         return other if other != problem.answer and draw < 0.5 else _other_number(problem.answer, rng)
-    if draw < _WORKED_SHARE / 2:
-        return _slipped(problem.worked, rng)
-    return _other_number(problem.worked if draw < _WORKED_SHARE else problem.answer, rng)
+    return _shortened(_slipped(problem.worked, rng) if draw < 0.5 else _other_number(problem.worked, rng), rng)
+
+
+def _shortened(worked: str, rng: Random) -> str:
+    """Leave out the first steps, half of the time all: what is learnt of short texts carries over to long ones."""
+    starts = [0, *(step.end() for step in _STEP.finditer(worked))]
+    return worked[starts[-1] if rng.random() < 0.5 else rng.choice(starts) :].lstrip()
 
 
 def _broken(problem: Problem, rng: Random) -> str:

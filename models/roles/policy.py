@@ -45,10 +45,11 @@ def scratch_tokenizer(policy: ScratchPolicy, problems: Iterable[Problem]) -> Pre
 def judge_tokenizer(
     judge: ScratchPolicy, reward: JudgeReward, problems: Iterable[Problem], *, seed: int
 ) -> PreTrainedTokenizerFast:
-    """Train the tokenizer of a judge on its questions and verdicts."""
+    """Train the tokenizer of a judge on its questions and verdicts, each as often: a verdict is one token then."""
     verdicts = verdict_texts(reward.verdict)
-    texts = (question_about(p, p.worked or p.answer, template=reward.template, seed=seed) for p in problems)
-    return train_tokenizer(chain(texts, verdicts), vocab_size=judge.vocab_size, context=judge.context)
+    questions = (question_about(p, p.worked or p.answer, template=reward.template, seed=seed) for p in problems)
+    texts = chain.from_iterable((question, *verdicts) for question in questions)
+    return train_tokenizer(texts, vocab_size=judge.vocab_size, context=judge.context)
 
 
 def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
