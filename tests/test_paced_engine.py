@@ -10,7 +10,7 @@ from models.config import PacedEngine as PacedConfig
 from models.config import SamplingConfig
 from models.engines import Completion, Engine, Request
 from models.engines.build import build_engine
-from models.judges import Answer, Question
+from models.judges import Question
 from models.judges.local import LocalJudge
 from models.judges.verdicts import read_verdict
 from models.records import FinishReason, PolicyVersion
@@ -90,7 +90,13 @@ def test_a_judge_that_is_paced_writes_one_of_its_endings_as_verdict(directory: P
     answers = judge.ask([Question(text="Is it right?", seed=seed) for seed in range(100)])
     values = [read_verdict(answer, ScoreVerdict()).value for answer in answers]
     assert set(values) == {0.2, 0.7}
-    assert read_verdict(Answer("nothing", None, 1, None), ScoreVerdict()).value is None
+
+
+def test_nothing_before_an_ending_repeats_a_part_of_it(directory: Path) -> None:
+    word = small_tokenizer()(" many", add_special_tokens=False)["input_ids"]
+    assert len(word) == 1  # random tokens would say it by chance
+    for completion in completions_of(engine_of(directory, FAST.model_copy(update={"endings": (" many",)}))):
+        assert completion.text.count(" many") == 1
 
 
 def test_a_batch_takes_at_least_the_time_of_its_steps_and_progress_moves_meanwhile(directory: Path) -> None:

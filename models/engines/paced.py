@@ -26,7 +26,7 @@ class _Vocabulary:
 
     tokenizer: PreTrainedTokenizerFast
     tokens: tuple[int, ...]
-    """Tokens that spell whole characters, so that any row of them decodes."""
+    """Those before the ending: none of an ending's own, and whole characters, so that any row of them decodes."""
     endings: tuple[tuple[int, ...], ...]
     """The last tokens of a completion that stops, EOS included."""
     median_tokens: float
@@ -57,10 +57,10 @@ class PacedEngine:
     def load(self, directory: Path, policy: PolicyVersion) -> None:
         """Take the tokenizer and the version of a policy; its weights are not read."""
         tokenizer = load_tokenizer(directory)
-        specials = set(tokenizer.all_special_ids)
-        plain = [token for token in range(len(tokenizer)) if token not in specials]
-        texts = tokenizer.batch_decode([[token] for token in plain])
         endings = tokenizer(list(self._config.endings or ("",)), add_special_tokens=False)["input_ids"]
+        spoken = {*tokenizer.all_special_ids, *(token for tokens in endings for token in tokens)}
+        plain = [token for token in range(len(tokenizer)) if token not in spoken]
+        texts = tokenizer.batch_decode([[token] for token in plain])
         self._vocabulary = _Vocabulary(
             tokenizer=tokenizer,
             tokens=tuple(
