@@ -13,6 +13,8 @@ from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs
 from placement.splits import candidates, standing
 from placement.unchanged import unchanged
 
+TIE = 0.02
+"""Predictions that differ by less are as good as equal."""
 AT_ONCE = 0.25
 """A gain of more than this share of the stage need not hold twice."""
 
@@ -34,9 +36,9 @@ class Adaptive:
 
     def plan(self, inputs: PlanInputs) -> Decision:
         plans = candidates(inputs)
-        cast = forecast(inputs, plans, bootstraps=self.config.bootstraps)
+        cast = forecast(inputs, plans, bootstraps=self.config.bootstraps, handover=self.config.drain)
         scores_K = scores(cast.seconds_KB, risk=self.config.risk)
-        best, current = int(scores_K.argmin()), standing(inputs)
+        best, current = _frugal(plans, scores_K), standing(inputs)
         if current is None:
             return _first(inputs, cast, best, scores_K)
         kept = plans.index(current)
@@ -47,6 +49,18 @@ class Adaptive:
         if not self.config.drain:
             return unchanged(inputs, "moving inside a stage is switched off")
         return drained(inputs, bootstraps=self.config.bootstraps, risk=self.config.risk)
+
+
+def _frugal(plans: tuple[Plan, ...], scores_K: NDArray[np.float64]) -> int:
+    """Of the plans that are as good as the best one, that with the fewest workers to hand over.
+
+    Without splits as good, turns. A split that leaves the guard's bound is none of them.
+    """
+    least, tie = float(scores_K.min()), float(scores_K.min()) * (1 + TIE)
+    splits = [k for k, plan in enumerate(plans) if plan.mode == "split" and scores_K[k] <= min(tie, scores_K[0])]
+    if not splits or least == scores_K[0]:
+        return int(scores_K.argmin())
+    return min(splits, key=lambda k: plans[k].rollout)
 
 
 def _weigh(

@@ -14,11 +14,15 @@ from placement.unchanged import unchanged
 
 LEAST_GAIN = 0.10
 """A move must gain more than this share of what remains, and more than it costs."""
+TIE = 0.02
+"""Predictions that differ by less are as good as equal."""
 DWELL = 2.0
 """Costs of moving that lie between two moves at least."""
 OFF = 0.30
 """A prediction that is off by more than this is a miss; after `MISSES` in a row the plan stands."""
 MISSES = 2
+LOOKS = 0.04
+"""A stage is looked at once in so large a part of it: predictions hardly change in less."""
 MOVES = 8
 """Numbers of workers to move that are tried in each direction."""
 
@@ -27,14 +31,21 @@ def drained(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
     """Return the plan with workers moved, if that is predicted to gain more than max(10%, S); else the plan as it is.
 
     Each worker moves once per stage (`movable_*`), moves lie 2 S apart, and where predictions were off by 30% twice in
-    a row the plan stands. Workers whose own queue is empty for good move for any gain above the cost of moving.
+    a row the plan stands. None of this holds workers back whose own queue is empty for good: that they go to the other
+    role, if only that is predicted to be faster, is part of the plan.
     """
     if inputs.plan.mode == "colocated":
         return unchanged(inputs, "roles take turns: nothing to move inside a stage")
+    emptied = inputs.rollout.waiting + inputs.rollout.coming == 0
+    if inputs.elapsed_seconds < inputs.memory.look_at and emptied == inputs.memory.emptied:
+        return unchanged(inputs, f"looked at again {inputs.memory.look_at:.1f} s after the begin")
     moves = _moves(inputs)
     seconds_KB = remaining(inputs, moves, bootstraps=bootstraps)
     scores_K = scores(seconds_KB, risk=risk)
-    best, kept = int(scores_K.argmin()), moves.index(0)
+    kept = moves.index(0)
+    # Of moves that are as good as equal, the smallest.
+    as_good = [k for k in range(len(moves)) if scores_K[k] <= (1 + TIE) * scores_K.min()]
+    best = min(as_good, key=lambda k: abs(moves[k]))
     seconds = float(seconds_KB[kept].mean())
     memory = _remember(inputs, seconds)
     gain = float(scores_K[kept] - scores_K[best])
@@ -74,16 +85,24 @@ def _remember(inputs: DrainInputs, seconds: float) -> Memory:
     missed = expected is not None and abs(end - expected) > OFF * expected
     misses = inputs.memory.misses
     misses = misses if misses >= MISSES else misses + 1 if missed else 0
-    return inputs.memory.model_copy(update={"misses": misses, "predicted_seconds": end})
+    update = {
+        "misses": misses,
+        "predicted_seconds": end,
+        "look_at": inputs.elapsed_seconds + LOOKS * end,
+        "emptied": inputs.rollout.waiting + inputs.rollout.coming == 0,
+    }
+    return inputs.memory.model_copy(update=update)
 
 
 def _held_back(inputs: DrainInputs, memory: Memory, gain: float, score: float, *, move: int) -> str:
     """Why the best move is not made; empty where it is."""
     cost = inputs.resize.mean_seconds
     source = inputs.rollout if move > 0 else inputs.scoring
-    price = 0.0 if source.waiting + source.coming == 0 else max(LEAST_GAIN * score, cost)
     if move == 0 or gain <= 0:
         return "no move is predicted to be faster"
+    if source.waiting + source.coming == 0:  # handed over: that was planned
+        return ""
+    price = max(LEAST_GAIN * score, cost)
     if memory.misses >= MISSES:
         return "predictions were off by 30% twice, so the plan stands"
     if inputs.elapsed_seconds - memory.moved_at < DWELL * cost:

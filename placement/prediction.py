@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.records import Demand, Plan, PlanInputs
-from placement.renewal import LANES, ROUNDS, stream_end, tabulate
+from placement.renewal import TABLE_UNITS, Load, handover_end, stream_end, tabulate
 from placement.sampling import UnitDraws, draw_units
 from placement.scheduling import list_schedule
 
@@ -40,22 +40,27 @@ def scores(seconds_KB: Floats, *, risk: float) -> Floats:
     return np.asarray((seconds_KB.mean(axis=1) + risk * worst_KB.mean(axis=1)) / (1 + risk))
 
 
-def forecast(inputs: PlanInputs, plans: tuple[Plan, ...], *, bootstraps: int) -> Forecast:
-    """Predict the stage under each plan; all of them meet the same random units."""
-    if not plans:
-        return Forecast(plans=(), seconds_KB=np.zeros((0, bootstraps)))
+def forecast(inputs: PlanInputs, plans: tuple[Plan, ...], *, bootstraps: int, handover: bool = False) -> Forecast:
+    """Predict the stage under each plan; all of them meet the same random units.
+
+    With `handover`, workers of rollout score as soon as their queue is empty for good, at the cost of moving each.
+    """
     exact = _exact_work(inputs, plans, bootstraps) <= EXACT_WORK
-    most = LANES * (ROUNDS + 1)
-    draws = [
-        draw_units(role, role.units if exact else most, bootstraps=bootstraps, seed=(inputs.seed, index))
+    drawn = [
+        draw_units(role, role.units if exact else TABLE_UNITS, bootstraps=bootstraps, seed=(inputs.seed, index))
         for index, role in enumerate((inputs.rollout, inputs.scoring))
     ]
-    predict = _scheduled if exact else _tabulated
-    turns = np.array([plan.mode == "colocated" for plan in plans])
-    rollout_K = np.array([plan.rollout for plan in plans])
-    scoring_K = np.array([plan.scoring for plan in plans])
-    seconds_KB = predict(inputs, draws, rollout_K, scoring_K, turns)
-    switches_K = np.where(turns, TURNS * inputs.resize.mean_seconds, 0.0)
+    stage = _Stage(
+        inputs=inputs,
+        rollout=drawn[0],
+        scoring=drawn[1],
+        turns_K=np.array([plan.mode == "colocated" for plan in plans]),
+        rollout_K=np.array([plan.rollout for plan in plans]),
+        scoring_K=np.array([plan.scoring for plan in plans]),
+        handover=handover,
+    )
+    seconds_KB = _scheduled(stage) if exact else _tabulated(stage)
+    switches_K = np.where(stage.turns_K, TURNS * inputs.resize.mean_seconds, 0.0)
     return Forecast(plans=plans, seconds_KB=seconds_KB + switches_K[:, None])
 
 
@@ -72,16 +77,56 @@ def crews(demand: Demand, slots_K: Ints) -> tuple[Ints, Ints]:
     return workers_K, np.clip(-(-demand.units // workers_K), 1, demand.units_at_once)
 
 
-def _scheduled(
-    inputs: PlanInputs, draws: list[UnitDraws], rollout_K: Ints, scoring_K: Ints, turns_K: NDArray[np.bool_]
-) -> Floats:
-    rollout_done_KBU = _schedule_role(inputs.rollout, draws[0], rollout_K, None)
-    if not inputs.scoring.units:
-        return np.asarray(rollout_done_KBU.max(axis=2, initial=0))
-    ready_KBU = releases(np.sort(rollout_done_KBU, axis=2), inputs.scoring.units)
-    ready_KBU = np.where(turns_K[:, None, None], rollout_done_KBU.max(axis=2, initial=0)[:, :, None], ready_KBU)
-    scored_KBU = _schedule_role(inputs.scoring, draws[1], scoring_K, ready_KBU)
-    return np.asarray(np.maximum(scored_KBU.max(axis=2), rollout_done_KBU.max(axis=2, initial=0)))
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What is predicted: random units of both roles, and the slots of each candidate."""
+
+    inputs: PlanInputs
+    rollout: UnitDraws
+    scoring: UnitDraws
+    turns_K: NDArray[np.bool_]
+    rollout_K: Ints
+    scoring_K: Ints
+    handover: bool
+
+
+def _scheduled(stage: _Stage) -> Floats:
+    """Schedule every unit."""
+    rollout, scoring, K = stage.inputs.rollout, stage.inputs.scoring, len(stage.turns_K)
+    B = stage.rollout.longest_BU.shape[0]
+    done_XU, free_XW = list_schedule(*_lanes(rollout, stage.rollout, stage.rollout_K))
+    end_KB: Floats = done_XU.max(axis=1, initial=0).reshape(K, B)
+    if not scoring.units:
+        return end_KB
+    ready_KBU = releases(np.sort(done_XU, axis=1), scoring.units).reshape(K, B, -1)
+    ready_KBU = np.where(stage.turns_K[:, None, None], end_KB[:, :, None], ready_KBU)
+    own_XW, seconds_XU = _lanes(scoring, stage.scoring, stage.scoring_K)
+    if stage.handover:
+        joining_XW = _joining(stage, free_XW)
+        own_XW = np.concatenate([own_XW, joining_XW], axis=1)
+    scored_XU, _ = list_schedule(own_XW, seconds_XU, ready_XU=ready_KBU.reshape(K * B, -1))
+    return np.asarray(np.maximum(scored_XU.max(axis=1).reshape(K, B), end_KB))
+
+
+def _joining(stage: _Stage, free_XW: Floats) -> Floats:
+    """When the lanes of rollout can score; never where roles take turns."""
+    rollout, scoring = stage.inputs.rollout, stage.inputs.scoring
+    # So many lanes of rollout make one of scoring.
+    stride = max(1, round(scoring.slots * rollout.units_at_once / (rollout.slots * scoring.units_at_once)))
+    joining_XW = np.sort(free_XW, axis=1)[:, stride - 1 :: stride] + stage.inputs.resize.mean_seconds
+    return np.where(np.repeat(stage.turns_K, free_XW.shape[0] // len(stage.turns_K))[:, None], np.inf, joining_XW)
+
+
+def _lanes(demand: Demand, draws: UnitDraws, slots_K: Ints) -> tuple[Floats, Floats]:
+    """Lanes that are free at once [X, W], and the seconds of the units [X, U]."""
+    workers_K, together_K = crews(demand, slots_K)
+    lanes_K = workers_K * together_K
+    seconds_KBU = unit_seconds(
+        demand, draws.longest_BU, draws.tokens_BU, together=together_K[:, None, None].astype(np.float64)
+    )
+    K, B, U = seconds_KBU.shape
+    free_KW = np.where(np.arange(lanes_K.max()) < lanes_K[:, None], 0.0, np.inf)
+    return np.repeat(free_KW, B, axis=0), seconds_KBU.reshape(K * B, U)
 
 
 def releases(done_XU: Floats, units: int) -> Floats:
@@ -92,36 +137,27 @@ def releases(done_XU: Floats, units: int) -> Floats:
     return done_XU[..., np.arange(units) * available // units]
 
 
-def _schedule_role(demand: Demand, draws: UnitDraws, slots_K: Ints, ready_KBU: Floats | None) -> Floats:
+def _tabulated(stage: _Stage) -> Floats:
+    """Look completion times up by units per worker."""
+    rollout = _load(stage.inputs.rollout, stage.rollout, stage.rollout_K)
+    end_KB = rollout.done()[:, :, -1]
+    if not stage.inputs.scoring.units:
+        return end_KB
+    scoring = _load(stage.inputs.scoring, stage.scoring, stage.scoring_K)
+    streamed_KB = stream_end(rollout, scoring)
+    if stage.handover:
+        joined_KB = handover_end(rollout, scoring, move_seconds=stage.inputs.resize.mean_seconds)
+        streamed_KB = np.minimum(streamed_KB, joined_KB)
+    in_turns_KB: Floats = end_KB + scoring.done()[:, :, -1]
+    return np.where(stage.turns_K[:, None], in_turns_KB, streamed_KB)
+
+
+def _load(demand: Demand, drawn: UnitDraws, slots_K: Ints) -> Load:
     workers_K, together_K = crews(demand, slots_K)
-    lanes_K = workers_K * together_K
-    seconds_KBU = unit_seconds(
-        demand, draws.longest_BU, draws.tokens_BU, together=together_K[:, None, None].astype(np.float64)
-    )
-    K, B, U = seconds_KBU.shape
-    free_KW = np.where(np.arange(min(lanes_K.max(), max(U, 1))) < lanes_K[:, None], 0.0, np.inf)
-    free_XW = np.repeat(free_KW, B, axis=0)
-    ready_XU = None if ready_KBU is None else ready_KBU.reshape(K * B, U)
-    return list_schedule(free_XW, seconds_KBU.reshape(K * B, U), ready_XU=ready_XU).reshape(K, B, U)
-
-
-def _tabulated(
-    inputs: PlanInputs, draws: list[UnitDraws], rollout_K: Ints, scoring_K: Ints, turns_K: NDArray[np.bool_]
-) -> Floats:
-    tables, loads, lanes = [], [], []
-    for demand, drawn, slots_K in zip((inputs.rollout, inputs.scoring), draws, (rollout_K, scoring_K), strict=True):
-        workers_K, together_K = crews(demand, slots_K)
-        # One table serves all candidates: that of the crew in the middle.
-        together = float(np.median(together_K))
-        tables.append(tabulate(unit_seconds(demand, drawn.longest_BU, drawn.tokens_BU, together=together)))
-        lanes.append((workers_K * together).astype(np.float64))
-        loads.append(demand.units / lanes[-1])
-    rollout_done_KBQ = tables[0].done(loads[0], lanes_K=lanes[0])
-    if not inputs.scoring.units:
-        return rollout_done_KBQ[:, :, -1]
-    streamed_KB = stream_end(rollout_done_KBQ, tables[1], units_per_worker_K=loads[1], lanes_K=lanes[1])
-    in_turns_KB: Floats = rollout_done_KBQ[:, :, -1] + tables[1].done(loads[1], lanes_K=lanes[1])[:, :, -1]
-    return np.where(turns_K[:, None], in_turns_KB, streamed_KB)
+    # One table serves all candidates: that of the crew in the middle.
+    together = float(np.median(together_K))
+    seconds_BU = unit_seconds(demand, drawn.longest_BU, drawn.tokens_BU, together=together)
+    return Load(table=tabulate(seconds_BU), units=demand.units, lanes_K=(workers_K * together).astype(np.float64))
 
 
 def _exact_work(inputs: PlanInputs, plans: tuple[Plan, ...], bootstraps: int) -> int:

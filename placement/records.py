@@ -83,6 +83,10 @@ class Memory(Settings):
     """Workers moved inside this stage."""
     predicted_seconds: float | None = None
     """When the last decision expected the stage to end, in seconds after its begin."""
+    look_at: float = 0.0
+    """When the stage is worth another look, in seconds after its begin."""
+    emptied: bool = False
+    """Whether rollout's queue was empty at the last look."""
     behind_seconds: float = 0.0
     """By how much stages since the last change were expected to be slower than taking turns, in all."""
 

@@ -135,4 +135,4 @@ def _ends(rollout: RoleState, scoring: RoleState, rollout_K: list[Floats], scori
 def _schedule(role: RoleState, free_K: list[Floats], ready_XU: Floats | None) -> Floats:
     most = max(1, max(free_BW.shape[1] for free_BW in free_K))
     padded = [np.pad(free, ((0, 0), (0, most - free.shape[1])), constant_values=NEVER) for free in free_K]
-    return list_schedule(np.concatenate(padded), np.tile(role.seconds_BU, (len(free_K), 1)), ready_XU=ready_XU)
+    return list_schedule(np.concatenate(padded), np.tile(role.seconds_BU, (len(free_K), 1)), ready_XU=ready_XU)[0]

@@ -16,6 +16,8 @@ Floats = NDArray[np.float64]
 
 LANES = 64
 ROUNDS = 8
+TABLE_UNITS = LANES * (ROUNDS + 1)
+"""Units that a table is made from."""
 STEPS = 4
 """Entries of the table per unit and worker."""
 SHARES_Q = np.array([0.0, 0.05, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 0.95, 1.0])
@@ -54,9 +56,9 @@ class Table:
 
 
 def tabulate(seconds_BU: Floats) -> Table:
-    """Simulate `LANES` workers with units drawn from `seconds_BU` (at least LANES × (ROUNDS + 1) of them)."""
+    """Simulate `LANES` workers with units drawn from `seconds_BU` (`TABLE_UNITS` of them)."""
     bootstraps = seconds_BU.shape[0]
-    seconds_BLJ = seconds_BU[:, : LANES * (ROUNDS + 1)].reshape(bootstraps, LANES, ROUNDS + 1)
+    seconds_BLJ = seconds_BU.reshape(bootstraps, LANES, ROUNDS + 1)
     ends_BLJ = np.cumsum(seconds_BLJ, axis=2)
     begins_BI = (ends_BLJ - seconds_BLJ).reshape(bootstraps, -1)
     order_BI = np.argsort(begins_BI, axis=1, kind="stable")
@@ -71,14 +73,52 @@ def tabulate(seconds_BU: Floats) -> Table:
     return Table(done_EBQ=done_EBQ, mean_B=seconds_BU.mean(axis=1), tail_B=(high_B2[1] - high_B2[0]) / np.log(4))
 
 
-def stream_end(rollout_done_KBQ: Floats, scoring: Table, *, units_per_worker_K: Floats, lanes_K: Floats) -> Floats:
-    """Return when scoring ends that takes units as rollout finishes them.
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Units of one role on the lanes of each candidate."""
+
+    table: Table
+    units: int
+    lanes_K: Floats
+
+    def done(self, *, share: float = 1.0, lanes_K: Floats | None = None) -> Floats:
+        """Return when each share [K, B, Q] of a share of the units is done, on these or other lanes."""
+        lanes_K = self.lanes_K if lanes_K is None else lanes_K
+        return self.table.done(share * self.units / lanes_K, lanes_K=lanes_K)
+
+    def work(self) -> Floats:
+        """Lane-seconds [B] of all units."""
+        return self.units * self.table.mean_B
+
+
+def stream_end(rollout: Load, scoring: Load) -> Floats:
+    """Return when scoring ends [K, B] that takes units as rollout finishes them.
 
     From whenever a share of the units is there, the others still need their time on the scoring workers; the latest of
     these bounds is the end. The last unit is scored after rollout's end.
     """
-    end_KB = rollout_done_KBQ[:, :, -1] + scoring.mean_B
+    done_KBQ = rollout.done()
+    end_KB = done_KBQ[:, :, -1] + scoring.table.mean_B
     for at, share in enumerate(SHARES_Q[:-1]):
-        rest_KB = scoring.done(units_per_worker_K * (1 - share), lanes_K=lanes_K)[:, :, -1]
-        end_KB = np.maximum(end_KB, rollout_done_KBQ[:, :, at] + rest_KB)
+        end_KB = np.maximum(end_KB, done_KBQ[:, :, at] + scoring.done(share=1 - share)[:, :, -1])
     return end_KB
+
+
+def handover_end(rollout: Load, scoring: Load, *, move_seconds: float) -> Floats:
+    """Return when scoring ends [K, B] if each worker of rollout scores too, once its own queue is empty.
+
+    All lanes of rollout work until they join, so they join after work / lanes on average. From whenever a share of the
+    units is there, what is left flows through the lanes that are there; the last units have the tail that they have on
+    all lanes.
+    """
+    done_KBQ = rollout.done()
+    join_KB = (rollout.work() / rollout.lanes_K[:, None]) + move_seconds
+    own_K1, joined_K1 = scoring.lanes_K[:, None], rollout.lanes_K[:, None]
+    all_K = scoring.lanes_K + rollout.lanes_K
+    end_KB = np.zeros_like(join_KB)
+    for at, share in enumerate(SHARES_Q[:-1]):
+        begin_KB = done_KBQ[:, :, at]
+        lost_KB = own_K1 * begin_KB + joined_K1 * np.maximum(join_KB, begin_KB)
+        end_KB = np.maximum(end_KB, (lost_KB + (1 - share) * scoring.work()) / all_K[:, None])
+    tail_KB = scoring.done(lanes_K=all_K)[:, :, -1] - scoring.work() / all_K[:, None]
+    return np.asarray(np.maximum(end_KB + np.maximum(tail_KB, 0), done_KBQ[:, :, -1] + scoring.table.mean_B))

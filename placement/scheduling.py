@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
-def list_schedule(free_XW: Floats, seconds_XU: Floats, *, ready_XU: Floats | None = None) -> Floats:
-    """Return when each unit ends.
+def list_schedule(free_XW: Floats, seconds_XU: Floats, *, ready_XU: Floats | None = None) -> tuple[Floats, Floats]:
+    """Return when each unit ends [X, U], and when each worker is free then [X, W].
 
     `free_XW`: when each worker is free (infinite: no such worker). `ready_XU`: when each unit can begin, ascending; by
     default at once.
@@ -24,4 +24,4 @@ def list_schedule(free_XW: Floats, seconds_XU: Floats, *, ready_XU: Floats | Non
         if ready_XU is not None:
             begin_X = np.maximum(begin_X, ready_XU[:, unit])
         ends_XU[:, unit] = free_XW[cases, first_X] = begin_X + seconds_XU[:, unit]
-    return ends_XU
+    return ends_XU, free_XW

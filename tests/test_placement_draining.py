@@ -66,10 +66,20 @@ def test_two_misses_in_a_row_make_the_plan_stand_and_one_does_not():
     memory = Memory(predicted_seconds=1.0)
     once = ADAPTIVE.drain(starved(memory=memory, movable=(0, 0)))
     assert once.memory.misses == 1
-    hit = ADAPTIVE.drain(starved(memory=once.memory, movable=(0, 0)))
+    later = once.memory.model_copy(update={"look_at": 10.0})
+    hit = ADAPTIVE.drain(starved(memory=later, movable=(0, 0)))
     assert hit.memory.misses == 0
-    twice = ADAPTIVE.drain(starved(memory=once.memory.model_copy(update={"predicted_seconds": 1.0})))
+    twice = ADAPTIVE.drain(starved(memory=later.model_copy(update={"predicted_seconds": 1.0})))
     assert twice.memory.misses == 2 and twice.plan == split(2, 6)
+
+
+def test_a_stage_is_not_looked_at_again_before_it_can_have_changed():
+    first = ADAPTIVE.drain(starved(movable=(0, 0)))
+    assert first.memory.look_at > 10
+    again = ADAPTIVE.drain(starved(memory=first.memory))
+    assert again.plan == split(2, 6) and "looked at again" in again.reason
+    emptied = ADAPTIVE.drain(starved(memory=first.memory, waiting=0))
+    assert "looked at again" not in emptied.reason
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_the_loss_against_taking_turns_is_bounded_per_change(history, cost, thre
         )
         decision = policy.plan(inputs)
         plans = candidates(inputs)
-        scores_K = scores(forecast(inputs, plans, bootstraps=8).seconds_KB, risk=0.25)
+        scores_K = scores(forecast(inputs, plans, bootstraps=8, handover=True).seconds_KB, risk=0.25)
         behind += float(scores_K[plans.index(decision.plan)] - scores_K[0])
         changes += decision.plan != current
         assert behind <= threshold * cost * (changes + 1) + 1e-6

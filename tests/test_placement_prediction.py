@@ -99,7 +99,7 @@ def test_slower_workers_longer_answers_and_more_units_never_make_a_stage_shorter
 def test_one_more_worker_never_delays_a_schedule(seconds, workers, gap):
     seconds_XU = np.array([seconds])
     ready_XU = np.cumsum(np.full_like(seconds_XU, gap), axis=1)
-    ends = [list_schedule(np.zeros((1, n)), seconds_XU, ready_XU=ready_XU).max() for n in (workers, workers + 1)]
+    ends = [list_schedule(np.zeros((1, n)), seconds_XU, ready_XU=ready_XU)[0].max() for n in (workers, workers + 1)]
     assert ends[1] <= ends[0] + 1e-9
     assert ends[0] == pytest.approx(max(finish(seconds, list(ready_XU[0]), workers)))
 
