@@ -109,6 +109,11 @@ class RunConfig(Settings):
                 f"rollout.dynamic.metric {dynamic.metric!r}: expected a reward term, one of {', '.join(terms)}"
                 f"{nearest(dynamic.metric, terms)}"
             )
+        if dynamic is not None and self.algorithm.keep_uninformative:
+            raise ValueError(
+                "algorithm.keep_uninformative with rollout.dynamic: dynamic sampling leaves uninformative groups out; "
+                "to fill up with them, set rollout.dynamic.on_shortfall='fill'"
+            )
         for term in self.placement.replicas:
             if term not in local:
                 known = ", ".join(local) or "none"
@@ -140,7 +145,7 @@ class RunConfig(Settings):
                 if longest + ENDPOINT_PAUSE_SECONDS >= patience:
                     raise ValueError(
                         f"reward {term!r}: model.timeout_seconds {longest:g} and a pause of "
-                        f"{ENDPOINT_PAUSE_SECONDS:g} s reach pools.stall_seconds {patience:g}: lower the one or raise the other"
+                        f"{ENDPOINT_PAUSE_SECONDS:g} s reach pools.stall_seconds {patience:g}: change one of them"
                     )
         return self
 

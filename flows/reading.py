@@ -18,7 +18,7 @@ from models.readable import Sample
 from models.rewards.config import ScoringConfig
 from tasks.invariants import check_invariants
 from tasks.plan import iteration_key, policy_key, rollouts_of
-from tasks.reports import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations
+from tasks.reports import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations, shown
 from tasks.samples import sample_rollouts
 
 STAGES = ("rollout", "scoring", "credit", "update", "total")
@@ -116,9 +116,9 @@ def iteration_rows(description: RunDescription) -> list[dict[str, str]]:
     return [
         {
             "iteration": str(report.iteration),
-            "accuracy": f"{report.accuracy:.3f}",
-            "reward": f"{report.reward:.3f}",
-            "length": f"{report.length:.1f}",
+            "accuracy": shown(report.accuracy),
+            "reward": shown(report.reward),
+            "length": shown(report.length, digits=1),
             "kl": f"{report.kl:.4f}",
             "missing": str(report.missing),
             **{f"{name} s": f"{report.seconds[name]:.2f}" for name in STAGES},
@@ -182,7 +182,7 @@ def _scored(run: Run, number: int) -> Iterator[pa.Table]:
             if name not in ("prompt_row", "sample"):
                 table = table.append_column(name, scores[name])
         table = table.add_column(0, "iteration", pa.array([number] * table.num_rows, pa.int32()))
-        yield table.add_column(0, "run", pa.array([run.name] * table.num_rows))
+        yield table.add_column(0, "run", pa.array([run.name] * table.num_rows, pa.string()))
 
 
 def _last_policy(run: Run) -> str | None:

@@ -1,5 +1,7 @@
 """Plan a batch: which prompts, which shards, which policy. What is planned is committed before it is done."""
 
+from math import floor
+
 from prefect import task
 
 from infra.manifests import Manifest
@@ -35,14 +37,17 @@ async def plan_next_wave(run: RunRef, plan: BatchPlan) -> BatchPlan | None:
     if dynamic is None:
         return None
     before = handover_before(session.run, plan.number)
-    informative = sum(len(groups.rows) for groups in before.kept)
+    ema = (before.sampling or Sampling()).ema
+    informative, cut = sum(len(groups.rows) for groups in before.kept), 0
     for wave in waves_of(session.run, plan.number)[: plan.wave]:
         scores = [required(run, wave.shard_key("scoring", shard)) for shard in range(wave.num_shards)]
         informative += sum(int(manifest.metrics["informative_groups"]) for manifest in scores)
-    gap = rollout.prompts - informative
+        rollouts = [required(run, wave.shard_key("rollout", shard)) for shard in range(wave.num_shards)]
+        cut += sum(int(manifest.metrics["carried_groups"]) for manifest in rollouts)
+    gap = rollout.prompts - informative - floor(cut / ema)  # of those that go on later, as many as usual will count
     if not another_wave(plan.wave, gap, max_extra_waves=dynamic.max_extra_waves):
         return None
-    wanted = wave_size(gap, (before.sampling or Sampling()).ema, dynamic.margin)
+    wanted = wave_size(gap, ema, dynamic.margin)
     following = _plan_wave(run, plan.number, wave=plan.wave + 1, wanted=wanted, before=before)
     return following if following.num_shards else None
 

@@ -15,7 +15,7 @@ from models.readable import Excerpts, Sample
 from models.work import ExcerptWork, ScoredShard
 from tasks.plan import policy_key, rollouts_of
 from tasks.plotting import learning_curve
-from tasks.reports import Accuracy, IterationReport, evaluations_of, reports_of
+from tasks.reports import Accuracy, IterationReport, evaluations_of, reports_of, shown
 from tasks.session import RunRef, session_of
 from tasks.stages import required
 
@@ -80,7 +80,8 @@ async def report_run(run: RunRef) -> RunSummary:
     session = session_of(run)
     reports, evaluations = _reports(run), evaluations_of(session.run)
     last = required(run, policy_key(len(reports)))
-    png = learning_curve(run.name, [(r.iteration, r.accuracy, r.reward) for r in reports], evaluations)
+    scored = [(r.iteration, r.accuracy, r.reward) for r in reports if r.accuracy is not None and r.reward is not None]
+    png = learning_curve(run.name, scored, evaluations)
     plot_key = f"report/learning-curve-{len(reports):04d}.png"
     session.run.store.put(plot_key, png)
     summary = RunSummary(
@@ -133,9 +134,9 @@ def _table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
     return [
         {
             "iteration": report.iteration,
-            "accuracy": round(report.accuracy, 3),
-            "reward": round(report.reward, 3),
-            "length": round(report.length, 1),
+            "accuracy": shown(report.accuracy),
+            "reward": shown(report.reward),
+            "length": shown(report.length, digits=1),
             "kl": round(report.kl, 4),
             "missing": report.missing,
             **{f"{name} seconds": round(value, 2) for name, value in report.seconds.items()},

@@ -32,11 +32,11 @@ class IterationReport(Settings):
 
     iteration: int
     """Counted from 1."""
-    accuracy: float
-    """Mean of the first reward term over the iteration's completions."""
-    reward: float
+    accuracy: float | None
+    """Mean of the first reward term over the iteration's completions; none where none was finished and scored."""
+    reward: float | None
     """Mean total reward."""
-    length: float
+    length: float | None
     """Mean completion length in tokens."""
     kl: float
     """Mean divergence of the updated policy from the one that generated, per token (k3)."""
@@ -55,9 +55,14 @@ class IterationReport(Settings):
         eta = timedelta(seconds=round(remaining_seconds))
         note = "  QUARANTINED: NaN or Inf, weights unchanged" if self.quarantined else ""
         return (
-            f"iteration {self.iteration:>3}/{total}  accuracy {self.accuracy:.3f}  reward {self.reward:.3f}  "
-            f"length {self.length:.1f}  kl {self.kl:.4f}  {stages}  eta {eta}{note}"
+            f"iteration {self.iteration:>3}/{total}  accuracy {shown(self.accuracy)}  reward {shown(self.reward)}  "
+            f"length {shown(self.length, digits=1)}  kl {self.kl:.4f}  {stages}  eta {eta}{note}"
         )
+
+
+def shown(value: float | None, *, digits: int = 3) -> str:
+    """A number as people read it, or a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def report_of(sealed: Manifest, *, term: str) -> IterationReport:
@@ -65,9 +70,9 @@ def report_of(sealed: Manifest, *, term: str) -> IterationReport:
     metrics = sealed.metrics
     return IterationReport(
         iteration=int(sealed.key.split("/")[0].removeprefix("it-")),
-        accuracy=metrics[f"credit/term_{term}_mean"],
-        reward=metrics["credit/reward_mean"],
-        length=metrics["credit/length_mean"],
+        accuracy=metrics.get(f"credit/term_{term}_mean"),
+        reward=metrics.get("credit/reward_mean"),
+        length=metrics.get("credit/length_mean"),
         kl=metrics.get("update/kl_old", 0.0),
         missing=int(metrics["credit/missing"]),
         quarantined=bool(metrics["update/quarantined"]),

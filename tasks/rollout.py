@@ -15,7 +15,7 @@ async def generate_shard(run: RunRef, plan: BatchPlan, shard: int) -> Manifest:
     policy = required(run, plan.policy)
     prompts = required(run, PROMPTS[plan.split])
     settings = session_of(run).settings
-    continued = required(run, plan.carried[shard]).shards[1] if shard < len(plan.carried) else None
+    carried = [required(run, plan.carried[shard])] if shard < len(plan.carried) else []
     work = RolloutWork(
         iteration=plan.number,
         policy=policy_of(policy),
@@ -24,8 +24,8 @@ async def generate_shard(run: RunRef, plan: BatchPlan, shard: int) -> Manifest:
         group_size=plan.group_size,
         sampling=plan.sampling,
         seed=settings.seed,
-        continued=continued,
+        continued=carried[0].shards[1] if carried else None,
         partial=settings.rollout.partial if plan.split == "train" else None,
     )
     key = plan.shard_key("rollout", shard)
-    return await once(run, key, role="rollout", method="generate", work=work, parents=[policy, prompts])
+    return await once(run, key, role="rollout", method="generate", work=work, parents=[policy, prompts, *carried])
