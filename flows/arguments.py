@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +29,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; `command` names what to do. Raises BadInput in one line."""
-    options, others = _parser().parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options, others = _parser(simulating="simulate" in given).parse_known_args(given)
     if options.command is None:
         raise BadInput("expected a command, such as `rheostat train configs/demo.toml` (see `rheostat --help`)")
     # argparse gives up on positional arguments after an option: `train CONFIG --run NAME seed=1`.
@@ -39,7 +41,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, simulating: bool) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="rheostat", description="Retrain language models by reinforcement learning, as a durable batch pipeline."
     )
@@ -103,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
     _add_overrides(plan)
     plan.add_argument("--json", action="store_true", help="print JSON")
+
+    simulate = add("simulate", "compare placement policies over simulated workers", example="--workers 8,64")
+    if simulating:
+        from flows.simulating import add_arguments  # numpy and the simulator: no other command waits for them
+
+        add_arguments(simulate)
 
     server = add("server", "serve Prefect's API and UI on this machine", example="--port 4300")
     server.add_argument("--port", type=int, default=4200, help="port on loopback (default: %(default)s)")

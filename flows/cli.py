@@ -172,15 +172,15 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _placement(options: argparse.Namespace) -> int:
-    from flows.placing import decision_rows, replay_run
-    from flows.terminal import table, write
+    from flows.placing import decision_text, replay_run
+    from flows.terminal import write
 
     lines = replay_run(options.store, options.run)
     if options.json:
         write(json.dumps([line.model_dump() for line in lines], indent=2))
     else:
         nothing = f"run {options.run}: no decision yet; roles compete for workers only where reward models have slots"
-        write(table(decision_rows(lines)) or nothing)
+        write(decision_text(lines) or nothing)
     return 0 if all(line.replayed for line in lines) else 1
 
 
@@ -197,6 +197,12 @@ def _plan(options: argparse.Namespace) -> int:
     write(table(assumption_rows(plan.inputs)))
     write("\nNothing is measured yet: lengths and step times are assumed, and replaced after the first iteration.")
     return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from flows.simulating import simulate
+
+    return simulate(options)
 
 
 def _server(options: argparse.Namespace) -> int:
@@ -230,6 +236,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "evaluate": _evaluate,
     "placement": _placement,
     "plan": _plan,
+    "simulate": _simulate,
     "server": _server,
 }
 

@@ -7,6 +7,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from flows.config import RunConfig
 from flows.reading import open_known_run
+from flows.terminal import table
 from infra.config import Settings
 from infra.errors import BadInput
 from placement.build import build_policy
@@ -67,8 +68,14 @@ def _line(batch: str, moment: str, entry: Mapping[str, JsonValue], *, measured: 
     )
 
 
-def decision_rows(lines: Sequence[DecisionLine]) -> list[dict[str, str]]:
-    """Decisions as rows of a terminal's table."""
+def decision_text(lines: Sequence[DecisionLine]) -> str:
+    """Decisions for a terminal: figures in columns, then the sentence."""
+    rows = table(_figures(lines)).splitlines()
+    sentences = ["decision", *(line.sentence for line in lines)]
+    return "\n".join(f"{row}  {sentence}" for row, sentence in zip(rows, sentences, strict=True)) if lines else ""
+
+
+def _figures(lines: Sequence[DecisionLine]) -> list[dict[str, str]]:
     return [
         {
             "batch": line.batch,
@@ -77,7 +84,6 @@ def decision_rows(lines: Sequence[DecisionLine]) -> list[dict[str, str]]:
             "unchanged s": f"{line.unchanged_seconds:.1f}",
             "measured s": "-" if line.measured_seconds is None else f"{line.measured_seconds:.1f}",
             "again": "same" if line.replayed else "DIFFERENT",
-            "decision": line.sentence,
         }
         for line in lines
     ]
