@@ -1,7 +1,7 @@
 """From what stages measured to what policies decide from. Frozen, and JSON like all of placement's records."""
 
 from collections.abc import Iterable
-from math import exp
+from math import exp, log, sqrt
 from statistics import NormalDist
 from typing import Literal
 
@@ -24,6 +24,9 @@ BUSY_KEPT = 0.7
 RESIZE_KEPT = 0.7
 LIKENESS_KEPT = 0.7
 LIKENESS_MOST = 0.95
+DRIFT = 0.2
+DRIFT_KEPT = 0.7
+DRIFT_MOST = 1.0
 MOVES_KEPT = 64
 """Moves behind the 95th percentile."""
 
@@ -75,6 +78,10 @@ class RoleMeasurements(Settings):
     """Sorted; at least half of them from the last stage."""
     likeness: float = 0.0
     """Correlation of two log lengths of one unit, EMA."""
+    mean_length: float = 0.0
+    """Of the last stage."""
+    drift: float = DRIFT
+    """Root of the EMA of squared changes of log mean length from stage to stage; a guess before the second stage."""
     busy_seconds: float = 0.0
     """Worker-seconds per stage."""
 
@@ -138,6 +145,7 @@ class Measurements(Settings):
             sequences=sequences,
             lengths=known.lengths or prior.lengths(),
             likeness=known.likeness,
+            drift=min(known.drift, DRIFT_MOST),
             pace=self.pace(role, prior=prior.pace),
             slots=slots,
             least_slots=least_slots,
@@ -152,12 +160,15 @@ def _observe(known: RoleMeasurements, units: list[UnitObservation]) -> RoleMeasu
         return known
     busy = sum(unit.seconds for unit in units)
     lengths = [_expanded(unit) for unit in units if unit.lengths]
+    mean = float(np.concatenate(lengths).mean()) if lengths else 0.0
     return RoleMeasurements(
         stages=known.stages + 1,
         steps=known.steps.plus(_total(_steps(unit) for unit in units), decay=FADE),
         rest=known.rest.plus(_total(_rest(unit) for unit in units), decay=FADE),
         lengths=_merged(known.lengths, lengths, seed=known.stages),
         likeness=_likeness(lengths, known),
+        mean_length=mean,
+        drift=_drift(mean, known),
         busy_seconds=BUSY_KEPT * known.busy_seconds + (1 - BUSY_KEPT) * busy if known.stages else busy,
     )
 
@@ -204,6 +215,12 @@ def _thinned(lengths: Floats, count: int, rng: np.random.Generator) -> Floats:
     """One length by chance out of each of `count` equal slices of the sorted lengths: no tail is biased or lost."""
     at = (np.arange(count) + rng.random(count)) * lengths.size / max(count, 1)
     return np.asarray(np.sort(lengths)[np.minimum(at.astype(np.int64), max(lengths.size - 1, 0))])
+
+
+def _drift(mean: float, known: RoleMeasurements) -> float:
+    if not (known.mean_length and mean):
+        return known.drift
+    return sqrt(DRIFT_KEPT * known.drift**2 + (1 - DRIFT_KEPT) * log(mean / known.mean_length) ** 2)
 
 
 def _likeness(lengths: list[Floats], known: RoleMeasurements) -> float:

@@ -35,6 +35,8 @@ class Demand(Settings):
     """Recent lengths in tokens: the empirical distribution, as a sorted sample of at most 512."""
     likeness: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """How alike a unit's lengths are: the correlation of two log lengths of one unit (completions of one prompt)."""
+    drift: Annotated[float, Field(ge=0)] = 0.0
+    """How much lengths change from stage to stage: standard deviation of the logarithm of their mean."""
     pace: Pace
     """Measured, or a prior before the first measurement."""
     slots: int = 1

@@ -1,5 +1,7 @@
 """How long a stage still takes, from where its roles stand, for each number of workers that may be moved.
 
+Workers of rollout that may still move score as soon as their queue is empty, as was planned.
+
 Shapes: K candidates, B bootstraps, F units in flight, W lanes (places for a unit), U units not begun, P drawn units.
 """
 
@@ -49,7 +51,16 @@ def remaining(inputs: DrainInputs, moves: Sequence[int], *, bootstraps: int) -> 
         scale,
     )
     dealt = [_dealt(*states, move / scale, inputs.resize.mean_seconds) for move in moves]
-    return _ends(*states, [free_BW for free_BW, _ in dealt], [free_BW for _, free_BW in dealt])
+    # Who is moved now cannot be handed over later, and who came from scoring stays. Once the queue is empty it is now.
+    spare = inputs.movable_rollout if inputs.rollout.waiting + inputs.rollout.coming else 0
+    spare_K = [max(spare - max(move, 0), 0) / scale for move in moves]
+    return _ends(
+        *states,
+        [free_BW for free_BW, _ in dealt],
+        [free_BW for _, free_BW in dealt],
+        spare_K=spare_K,
+        cost=inputs.resize.mean_seconds,
+    )
 
 
 def _state(
@@ -120,19 +131,32 @@ def _dealt(rollout: RoleState, scoring: RoleState, move: float, cost: float) -> 
     return (left_BW, joined_BW) if move > 0 else (joined_BW, left_BW)
 
 
-def _ends(rollout: RoleState, scoring: RoleState, rollout_K: list[Floats], scoring_K: list[Floats]) -> Floats:
+def _ends(
+    rollout: RoleState,
+    scoring: RoleState,
+    rollout_K: list[Floats],
+    scoring_K: list[Floats],
+    *,
+    spare_K: list[float],
+    cost: float,
+) -> Floats:
     K, B = len(rollout_K), rollout.free_BW.shape[0]
-    done_XU = _schedule(rollout, rollout_K, None)
+    done_XU, free_XW = list_schedule(_padded(rollout_K), np.tile(rollout.seconds_BU, (K, 1)))
     done_XU = np.sort(np.concatenate([done_XU, np.tile(rollout.under_way_BF, (K, 1))], axis=1), axis=1)
     coming = scoring.seconds_BU.shape[1] - scoring.waiting
     ready_XU = np.concatenate([np.zeros((K * B, scoring.waiting)), releases(done_XU, coming)], axis=1)
-    scored_XU = _schedule(scoring, scoring_K, ready_XU)
+    lanes_K1 = np.repeat([round(spare * rollout.lanes_per_slot) for spare in spare_K], B)[:, None]
+    joining_XW = np.where(np.arange(free_XW.shape[1]) < lanes_K1, np.sort(free_XW, axis=1) + cost, NEVER)
+    stride = max(1, round(rollout.lanes_per_slot / scoring.lanes_per_slot))
+    free_XW = np.concatenate([_padded(scoring_K), joining_XW[:, stride - 1 :: stride]], axis=1)
+    scored_XU, _ = list_schedule(free_XW, np.tile(scoring.seconds_BU, (K, 1)), ready_XU=ready_XU)
     under_way_B = scoring.under_way_BF.max(axis=1, initial=0)
     last_X = np.maximum(done_XU.max(axis=1, initial=0), scored_XU.max(axis=1, initial=0))
     return np.asarray(np.maximum(last_X.reshape(K, B), under_way_B))
 
 
-def _schedule(role: RoleState, free_K: list[Floats], ready_XU: Floats | None) -> Floats:
+def _padded(free_K: list[Floats]) -> Floats:
+    """Lanes of all candidates below one another, filled up with lanes that are never free."""
     most = max(1, max(free_BW.shape[1] for free_BW in free_K))
     padded = [np.pad(free, ((0, 0), (0, most - free.shape[1])), constant_values=NEVER) for free in free_K]
-    return list_schedule(np.concatenate(padded), np.tile(role.seconds_BU, (len(free_K), 1)), ready_XU=ready_XU)[0]
+    return np.concatenate(padded)

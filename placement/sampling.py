@@ -38,6 +38,7 @@ def draw_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int, 
     """
     rng = np.random.default_rng(seed)
     lengths_BL = _resamples(np.asarray(demand.lengths, dtype=np.float64), bootstraps=bootstraps, rng=rng)
+    lengths_BL = lengths_BL * _shifts(demand.drift, bootstraps=bootstraps, rng=rng)[:, None]
     size = lengths_BL.shape[1]
     counts_L = np.arange(1, size + 1)
     mean_BL = np.cumsum(lengths_BL, axis=1) / counts_L
@@ -54,6 +55,13 @@ def draw_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int, 
     rest_BU += spread_BU * rng.standard_normal(rest_BU.shape)
     tokens_BU = longest_BU + np.clip(rest_BU, (b - 1) * lengths_BL[:, :1], (b - 1) * longest_BU)
     return UnitDraws(longest_BU=longest_BU, tokens_BU=tokens_BU)
+
+
+def _shifts(drift: float, *, bootstraps: int, rng: np.random.Generator) -> Floats:
+    """By how much the coming stage's lengths may differ from the last ones: factors of mean 1, evenly spread."""
+    z_B = rng.permutation(normal_quantile((np.arange(bootstraps) + 0.5) / bootstraps))
+    factors_B = np.exp(drift * z_B)
+    return np.asarray(factors_B / factors_B.mean())
 
 
 def _highest(uniform_BU: Floats, shared_BU: Floats, *, sequences: int, likeness: float) -> Floats:
