@@ -3,6 +3,7 @@
 import json
 from argparse import ArgumentParser
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -247,7 +248,7 @@ def test_every_unit_is_done_once_per_role_by_workers_that_are_in_one_role_at_a_t
         assert all(done.begin >= generated[done.unit] for done in result.done if done.role == "scoring")
         for slot in range(6):
             spans = sorted((done.begin, done.end, done.role) for done in result.done if done.slot == slot)
-            for (_, end, before), (begin, _, after) in zip(spans, spans[1:], strict=False):
+            for (_, end, before), (begin, _, after) in pairwise(spans):
                 assert before == after or begin >= end + 1.0
         assert result.moves <= 6
         assert all(view.plan.rollout + view.plan.scoring == 6 for view in views)

@@ -33,7 +33,7 @@ class RoleView:
     """Where a role stands, as a controller can see it."""
 
     slots: int
-    """Slots present and at work in the role: those still on their way to it are not."""
+    """Slots dealt to the role, dead ones included."""
     waiting: int
     coming: int
     in_flight: tuple[float, ...]
@@ -281,9 +281,11 @@ class Stage:
     # ---- control
 
     def _poll(self, drain: Drain, every: float, now: float) -> None:
-        plan = drain(self.view(now))
-        if plan != self._plan:
-            self._arrange(plan, now)
+        # Real pools, too, look again only once all that were told to move are there.
+        if not any(slot.leaving or not slot.here for slot in self._slots):
+            plan = drain(self.view(now))
+            if plan != self._plan:
+                self._arrange(plan, now)
         self._at(now + every, partial(self._poll, drain, every))
 
     def view(self, now: float) -> View:
@@ -298,7 +300,7 @@ class Stage:
     def _role_view(self, role: Role, now: float) -> RoleView:
         present = [slot for slot in self._slots if slot.role == role]
         return RoleView(
-            slots=sum(slot.here and slot.alive for slot in present),
+            slots=len(present),
             waiting=len(self._waiting[role]),
             coming=self._units - self._finished["rollout"] if role == "scoring" else 0,
             in_flight=tuple(now - begin for slot in present for begin in slot.units.values()),
