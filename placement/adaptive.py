@@ -27,6 +27,9 @@ class Adaptive:
     or at once where it is more than 25% of the stage; not at once in the stage right after another change, so that
     inputs that alternate change the plan in every second stage at most.
 
+    With corrections switched on, a split is predicted with its handover: workers of rollout score once their queue is
+    empty. Then most splits beat taking turns, which is a handover with a barrier.
+
     Guard: taking turns is always among the candidates, and a split that would be slower than turns by more than
     threshold × S, summed since the last change, is left at once. So in predicted seconds, over any number of stages,
     stages cost at most those of taking turns + threshold × S × (changes + 1), and moving costs S × changes.
@@ -52,9 +55,9 @@ class Adaptive:
 
 
 def _frugal(plans: tuple[Plan, ...], scores_K: NDArray[np.float64]) -> int:
-    """Of the plans that are as good as the best one, that with the fewest workers to hand over.
+    """Of the splits that are as good as the best one and no worse than turns, that with the fewest workers to hand over.
 
-    Without splits as good, turns. A split that leaves the guard's bound is none of them.
+    Where turns are best, turns.
     """
     least, tie = float(scores_K.min()), float(scores_K.min()) * (1 + TIE)
     splits = [k for k, plan in enumerate(plans) if plan.mode == "split" and scores_K[k] <= min(tie, scores_K[0])]

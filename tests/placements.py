@@ -76,16 +76,21 @@ def draw_seconds(role, rng):
     return role.pace.unit_seconds + role.pace.setup_seconds * role.sequences + steps
 
 
-def stage_seconds(plan, rollout_U, scoring_U, *, turn=0.0):
+def stage_seconds(plan, rollout_U, scoring_U, *, turn=0.0, handover=False):
     """A stage as discrete events, with a heap of workers: an implementation of its own."""
-    done = sorted(finish(rollout_U, [0.0] * len(rollout_U), plan.rollout))
+    generating, scoring = [0.0] * plan.rollout, [0.0] * plan.scoring
+    done = sorted(finish(rollout_U, [0.0] * len(rollout_U), generating))
     if plan.mode == "colocated":
         done = [done[-1] + turn] * len(done)
-    return max(finish(scoring_U, done, plan.scoring))
+    elif handover:
+        scoring += [free + turn for free in generating]
+        heapq.heapify(scoring)
+    return max(finish(scoring_U, done, scoring))
 
 
-def finish(seconds_U, ready_U, workers):
-    free, ends = [0.0] * workers, []
+def finish(seconds_U, ready_U, free):
+    """When each unit ends; `free`, a heap of the times at which workers are free, is left as it is then."""
+    ends = []
     for seconds, ready in zip(seconds_U, ready_U, strict=True):
         ends.append(max(heapq.heappop(free), ready) + seconds)
         heapq.heappush(free, ends[-1])

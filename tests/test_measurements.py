@@ -105,6 +105,15 @@ def test_alike_lengths_are_noticed():
     assert Measurements().observe(free).rollout.likeness == pytest.approx(0, abs=0.02)
 
 
+def test_drift_is_told_from_chance():
+    still, moving = Measurements(), Measurements()
+    for number in range(8):
+        still = still.observe(stage(16, seed=number))
+        moving = moving.observe(stage(16, seed=number, median=100 * 4 ** (number % 2)))
+    assert still.demand("rollout", units=8, sequences=32).drift < 0.1
+    assert moving.demand("rollout", units=8, sequences=32).drift == 1.0  # bounded
+
+
 def test_busy_seconds_are_an_average_that_keeps_seven_tenths_of_the_old():
     unit = UnitObservation(role="scoring", sequences=1, seconds=100)
     known = Measurements().observe([unit]).observe([unit.model_copy(update={"seconds": 200.0})])

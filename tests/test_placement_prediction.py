@@ -14,18 +14,18 @@ from placement.splits import candidates
 from tests.placements import demand, draw_seconds, finish, lognormal, plan_inputs, split, stage_seconds, turns
 
 
-def predicted(inputs, *plans, bootstraps=16):
-    return forecast(inputs, plans, bootstraps=bootstraps).seconds_KB.mean(axis=1)
+def predicted(inputs, *plans, bootstraps=16, handover=False):
+    return forecast(inputs, plans, bootstraps=bootstraps, handover=handover).seconds_KB.mean(axis=1)
 
 
-def simulated(inputs, *plans, stages=60):
+def simulated(inputs, *plans, stages=60, handover=False):
     """Mean seconds of stages whose sequences are drawn one by one."""
     rng = np.random.default_rng(7)
     seconds = []
     for _ in range(stages):
         rollout_U, scoring_U = draw_seconds(inputs.rollout, rng), draw_seconds(inputs.scoring, rng)
         turn = inputs.resize.mean_seconds
-        seconds.append([stage_seconds(plan, rollout_U, scoring_U, turn=turn) for plan in plans])
+        seconds.append([stage_seconds(plan, rollout_U, scoring_U, turn=turn, handover=handover) for plan in plans])
     return np.mean(seconds, axis=0)
 
 
@@ -45,6 +45,24 @@ def test_tables_for_large_pools_agree_with_simulation():
     plans = (turns(256), split(96, 160), split(128, 128), split(192, 64))
     assert prediction._exact_work(inputs, plans, 16) > prediction.EXACT_WORK
     assert predicted(inputs, *plans) == pytest.approx(simulated(inputs, *plans, stages=8), rel=0.12)
+
+
+@pytest.mark.parametrize(("workers", "units"), [(8, 64), (256, 768)])
+def test_a_handover_of_workers_is_predicted(workers, units):
+    inputs = plan_inputs(workers=workers, rollout=demand(units=units), scoring=demand(units=units, base=0.01), cost=2.0)
+    plans = [split(workers * share // 8, workers - workers * share // 8) for share in (3, 5, 7)]
+    seconds = predicted(inputs, *plans, handover=True)
+    assert seconds == pytest.approx(simulated(inputs, *plans, stages=10, handover=True), rel=0.12)
+    assert seconds[2] < 0.5 * predicted(inputs, *plans)[2]
+
+
+def test_lengths_that_drift_spread_the_prediction_and_leave_its_mean():
+    steady, drifting = (
+        forecast(plan_inputs(rollout=demand(units=64, drift=drift)), (turns(8),), bootstraps=32).seconds_KB
+        for drift in (0.0, 0.5)
+    )
+    assert drifting.std() > 5 * steady.std()
+    assert drifting.mean() == pytest.approx(steady.mean(), rel=0.05)
 
 
 def test_a_unit_takes_its_longest_sequence_and_all_its_tokens():
@@ -101,7 +119,7 @@ def test_one_more_worker_never_delays_a_schedule(seconds, workers, gap):
     ready_XU = np.cumsum(np.full_like(seconds_XU, gap), axis=1)
     ends = [list_schedule(np.zeros((1, n)), seconds_XU, ready_XU=ready_XU)[0].max() for n in (workers, workers + 1)]
     assert ends[1] <= ends[0] + 1e-9
-    assert ends[0] == pytest.approx(max(finish(seconds, list(ready_XU[0]), workers)))
+    assert ends[0] == pytest.approx(max(finish(seconds, list(ready_XU[0]), [0.0] * workers)))
 
 
 @given(
