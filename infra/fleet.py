@@ -30,7 +30,7 @@ class Move:
     """Role; none is asleep."""
     after: str | None
     how: str
-    """`start`, `wake` or `sleep`."""
+    """`start` where a process serves for the first time, `wake` where it did before, or `sleep`."""
     seconds: float
     """To put the old worker to sleep, and to wake or start the new one and let it take what it serves."""
     drain_seconds: float
@@ -200,7 +200,7 @@ class Fleet:
         await asyncio.gather(*(self._pools[post.role].drain(post.first) for post in change.out))
         slept_seconds = max(await asyncio.gather(*(self._sleep(post) for post in change.out)), default=0.0)
         asleep = time.monotonic()
-        woken = {post for post in change.into if self._pools[post.role].add(post.first).worker is not None}
+        woken = {post for post in change.into if self._pools[post.role].add(post.first).took}
         failures = await together([self._enter(post) for post in change.into])
         seconds = slept_seconds + time.monotonic() - asleep
         if failures:

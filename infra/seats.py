@@ -39,6 +39,8 @@ class Seat:
         self.generation = generation
         self.wanted = False
         """Whether its worker shall take work; one that is lost is then replaced."""
+        self.took = False
+        """Whether this process took a record before: its first time also pays for imports, which do not recur."""
         self.state = State.EMPTY
         self.worker: Worker | None = None
         self.work: object = None
@@ -79,6 +81,7 @@ class Seat:
                 self.worker = await start_worker(self._spec, self._name(), berth=berth)
             if self._bundle is not None:
                 await self.worker.wake(record, stall_seconds=self._spec.stall_seconds)
+                self.took = self.took or record is not None
         except RheostatError:
             await self.end()
             raise
@@ -116,7 +119,7 @@ class Seat:
         """Kill what is left of the worker."""
         if self.worker is not None:
             self.worker.kill()
-        self.worker, self.state = None, State.EMPTY
+        self.worker, self.state, self.took = None, State.EMPTY, False
 
     def _name(self) -> str:
         return f"{self._spec.role}-{self.index}-{self.generation}"

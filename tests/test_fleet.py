@@ -152,6 +152,18 @@ async def test_slots_pass_between_roles_and_queued_works_are_done_exactly_once(c
     assert await until(lambda: not any(alive(pid) for pid in pids))
 
 
+async def test_a_process_that_served_nothing_yet_starts_when_it_first_does(cluster, tmp_path):
+    shared = await Shared.of(cluster, tmp_path, slots=1)
+    rollout = shared.names[0]
+    await shared.fleet.arrange({rollout: 1})
+    await shared.fleet.arrange({})
+    there = await shared.arrange(1, 0)
+    await shared.arrange(0, 0)
+    again = await shared.arrange(1, 0)
+    assert [move.how for move in (*there, *again)] == ["start", "wake"]
+    await shared.fleet.close()
+
+
 async def test_a_sleeping_worker_keeps_its_process_and_is_woken(shared):
     before = shared.pids
     (sleeping,) = shared.judge.pids
