@@ -1,7 +1,6 @@
 """Rollout and scoring controllers over disjoint slices of one batch: side by side, or in turns."""
 
 import asyncio
-import time
 
 from flows.rollout import rollout
 from flows.running import controllers_of, launch
@@ -15,7 +14,6 @@ from tasks.session import RunRef
 
 async def generate_and_score(run: RunRef, plan: BatchPlan) -> None:
     """Return when every shard is generated and scored. One controller's failure stops its peers."""
-    started = time.monotonic()
     placed = await place_stage(run, plan)
     if placed.mode == "colocated":
         async with asyncio.TaskGroup() as group:
@@ -32,7 +30,7 @@ async def generate_and_score(run: RunRef, plan: BatchPlan) -> None:
                 start_rollout(group, run, plan)
                 start_scoring(group, run, plan)
             correcting.cancel()
-    learn(run, plan, seconds=time.monotonic() - started)
+    learn(run, plan)
 
 
 def start_rollout(group: asyncio.TaskGroup, run: RunRef, plan: BatchPlan) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from flows.config import RunConfig, load_config, override_config
 from flows.planning import find_run
-from infra.errors import ApiFailed, BadInput, RheostatError
+from infra.errors import ApiFailed, BadInput, first_cause
 from infra.runs import open_run
 from models.config import DirectoryPolicy
 from tasks.inputs import preflight
@@ -139,21 +139,13 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(*numbers[:1]) from None
     except BaseException as error:
-        leaf = _first_of_ours(error)
+        leaf = first_cause(error)
         if isinstance(leaf, PrefectException | httpx.HTTPError):
             problem = f"{type(leaf).__name__}: {leaf}"
             raise ApiFailed(f"the Prefect API failed, the same command continues: {problem}") from error
         if leaf is error:
             raise
         raise leaf from error
-
-
-def _first_of_ours(error: BaseException) -> BaseException:
-    """The error itself, or the first inside a group, our own before others."""
-    while isinstance(error, BaseExceptionGroup):
-        ours, _ = error.split(RheostatError)
-        error = (ours or error).exceptions[0]
-    return error
 
 
 def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> RunConfig:

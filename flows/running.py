@@ -15,7 +15,7 @@ from prefect.runtime import deployment
 from prefect.states import Cancelling
 
 from flows.config import ControllersConfig, RunConfig, parse_config
-from infra.errors import WorkerFailed, WorkerLost
+from infra.errors import WorkerFailed, WorkerLost, first_cause
 from infra.runs import create_run, open_run
 from tasks.preflight import check_inputs
 from tasks.session import RunRef, is_open, open_session, session_of
@@ -46,7 +46,19 @@ async def hold(config: RunConfig) -> AsyncIterator[RunRef]:
 
 @asynccontextmanager
 async def joined(ref: RunRef) -> AsyncIterator[RunRef]:
-    """The run as a controller sees it: open in this process already, or joined by a process of its own."""
+    """The run as a controller sees it: open in this process already, or joined by a process of its own.
+
+    Of the errors that a controller's tasks end with together it raises one, whose message the flow's state then shows.
+    """
+    try:
+        async with _joined(ref) as here:
+            yield here
+    except BaseExceptionGroup as several:
+        raise first_cause(several) from several
+
+
+@asynccontextmanager
+async def _joined(ref: RunRef) -> AsyncIterator[RunRef]:
     if is_open(ref):
         yield ref
         return
@@ -85,7 +97,8 @@ async def launch(
             await role(run, *args, **parameters)
         return
     session = session_of(run)
-    await session.ready(role.name)  # workers end with the process that started them, so this one starts them
+    if role.name not in session.slot_roles:  # those the placement has awake
+        await session.ready(role.name)  # workers end with the process that started them, so this one starts them
     name, attempts = f"{role.name}/controller", session.settings.pools.max_restarts + 1
     for attempt in range(1, attempts + 1):
         ended = await _deployed(name, {"run": run, **parameters})

@@ -8,13 +8,12 @@ from infra.manifests import Manifest
 from models.config import SamplingConfig
 from models.curriculum import take
 from models.waves import Sampling, another_wave, wave_size
-from tasks.handover import Handover, handover_before
+from tasks.handover import handover_before
 from tasks.plan import PROMPTS, BatchPlan, evaluation_key, plan_key, policy_key, wave_key, waves_of
 from tasks.session import RunRef, session_of
 from tasks.stages import record, required
 
 
-@task(task_run_name="plan it-{number:04d}")
 async def plan_iteration(run: RunRef, number: int) -> BatchPlan:
     """Plan an iteration's first batch: what was carried over, and the prompts that come next."""
     session = session_of(run)
@@ -25,10 +24,9 @@ async def plan_iteration(run: RunRef, number: int) -> BatchPlan:
     over_dispatch = 0.0 if rollout.partial is None else rollout.partial.over_dispatch
     going_on = sum(len(groups.rows) for groups in before.carried)
     wanted = wave_size(gap, ema, margin, over_dispatch=over_dispatch) - going_on
-    return _plan_wave(run, number, wave=1, wanted=wanted, before=before)
+    return await plan_wave(run, number, 1, wanted)
 
 
-@task(task_run_name="wave {plan.key}")
 async def plan_next_wave(run: RunRef, plan: BatchPlan) -> BatchPlan | None:
     """Plan another batch if informative groups are wanting and waves are left (DAPO, arXiv 2503.14476)."""
     session = session_of(run)
@@ -48,7 +46,7 @@ async def plan_next_wave(run: RunRef, plan: BatchPlan) -> BatchPlan | None:
     if not another_wave(plan.wave, gap, max_extra_waves=dynamic.max_extra_waves):
         return None
     wanted = wave_size(gap, ema, dynamic.margin)
-    following = _plan_wave(run, plan.number, wave=plan.wave + 1, wanted=wanted, before=before)
+    following = await plan_wave(run, plan.number, plan.wave + 1, wanted)
     return following if following.num_shards else None
 
 
@@ -80,9 +78,11 @@ def read_plan(run: RunRef, batch: str) -> BatchPlan:
     return BatchPlan.read(required(run, plan_key(batch)))
 
 
-def _plan_wave(run: RunRef, number: int, *, wave: int, wanted: int, before: Handover) -> BatchPlan:
-    """Take the next prompts: none that the iteration has already, none left out."""
+@task(task_run_name="plan it-{number:04d} wave {wave}")
+async def plan_wave(run: RunRef, number: int, wave: int, wanted: int) -> BatchPlan:
+    """Take so many of the next prompts, as far as there are: none that the iteration has already, none left out."""
     session = session_of(run)
+    before = handover_before(session.run, number)
     rollout = session.settings.rollout
     policy = required(run, policy_key(number - 1))
     earlier = waves_of(session.run, number)[: wave - 1]

@@ -34,6 +34,7 @@ async def place_stage(run: RunRef, plan: BatchPlan) -> Plan:
         await _arrange(run, plan, {"rollout": workers})
         return Plan(mode="split", rollout=workers, scoring=0)
     placing = placing_of(run, before=plan.number)
+    placing.began = time.monotonic()
     inputs = _inputs(session, placing, plan)
     key = f"placement/{plan.key}/plan"
     decided = _noted(session, key, inputs)
@@ -56,20 +57,21 @@ async def place_turn(run: RunRef, plan: BatchPlan, role: Role) -> None:
     await arrange(run, plan, placing.current, turn=role)
 
 
-@task(task_run_name="place it-{number:04d} update")
 async def place_update(run: RunRef, number: int) -> None:
     """Put all workers of the slots to sleep: the update takes the machines."""
     fleet = await session_of(run).fleet()
     await fleet.arrange({})
 
 
-def learn(run: RunRef, plan: BatchPlan, *, seconds: float) -> None:
+def learn(run: RunRef, plan: BatchPlan) -> None:
     """Take in what a batch measured, and note how long it took."""
     session = session_of(run)
-    if session.placing is not None and plan.split == "train":
-        session.placing.measurements = observed(session.placing.measurements, session.run, plan, stages_of(session))
-    if session.placing is not None:
-        session.run.note(f"placement/{plan.key}/stage", {"seconds": seconds})
+    placing = session.placing
+    if placing is None:
+        return
+    session.run.note(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placing.began})
+    if plan.split == "train":
+        placing.measurements = observed(placing.measurements, session.run, plan, stages_of(session))
 
 
 def placing_of(run: RunRef, *, before: int) -> Placing:

@@ -20,6 +20,8 @@ class Placing:
     current: Plan | None = None
     """How the slots were last dealt."""
     memory: Memory = field(default_factory=Memory)
+    began: float = 0.0
+    """When the current stage was planned, on the monotonic clock."""
 
 
 def rollout_demand(settings: RunSettings, measured: Measurements, *, shards: int, completions: int) -> Demand:

@@ -12,8 +12,10 @@ WAVES = (
     "scoring.rewards=[{kind = 'target', target = 'tests.rewards_for_tests:even'}]",
     "rollout.shard_prompts=3",
     "rollout.dynamic.max_extra_waves=2",
+    "rollout.dynamic.margin=1.0",
     "rollout.dynamic.surplus=keep",
-    "rollout.partial.tokens=16",
+    "rollout.partial.tokens=20",
+    "rollout.partial.over_dispatch=0",
     "rollout.partial.max_staleness=1",
 )
 
