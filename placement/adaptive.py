@@ -55,7 +55,7 @@ class Adaptive:
 
 
 def _frugal(plans: tuple[Plan, ...], scores_K: NDArray[np.float64]) -> int:
-    """Of the splits that are as good as the best one and no worse than turns, that with the fewest workers to hand over.
+    """Of the splits as good as the best one and no worse than turns, that with the fewest workers to hand over.
 
     Where turns are best, turns.
     """

@@ -107,6 +107,14 @@ def test_a_smaller_gain_is_taken_when_it_has_held_twice():
     assert second.reason.startswith("changed from turns to 4/4: predicted")
 
 
+def test_right_after_a_change_no_gain_is_taken_at_once():
+    policy = build_policy(AdaptivePlacement(threshold=0.1))
+    inputs = plan_inputs(rollout=demand(base=0.02), scoring=demand(base=0.02), cost=100.0, current=turns(8))
+    settled, changed = (policy.plan(inputs.model_copy(update={"memory": Memory(held=held)})) for held in (0, -1))
+    assert settled.plan.mode == "split"
+    assert changed.plan == turns(8) and changed.memory.held == 1
+
+
 def test_a_gain_below_the_cost_of_moving_is_left():
     inputs = plan_inputs(cost=1000.0, current=split(4, 4))
     decision = ADAPTIVE.plan(inputs.model_copy(update={"memory": Memory(wanted=split(5, 3), held=5)}))
