@@ -90,13 +90,16 @@ class _Stage:
             completions=completions_of(self._plan),
         )
         elapsed = [seconds for load in loads for seconds, _ in load.in_flight]
-        waiting = sum(load.waiting for load in loads)
         done = sum(load.done - self._done_before[load.role] for load in loads)
+        queued = sum(load.waiting for load in loads)
+        unseen = max(0, self._units[role] - queued - len(elapsed) - done)
+        # Rollout waits for nobody: units that its flows have not asked for yet are as good as there.
+        waiting, coming = (queued + unseen, 0) if role == "rollout" else (queued, unseen)
         return RoleProgress(
             demand=demand,
             slots=self.dealt.rollout if role == "rollout" else self.dealt.scoring,
             waiting=waiting,
-            coming=max(0, self._units[role] - waiting - len(elapsed) - done),
+            coming=coming,
             in_flight=tuple(InFlight(elapsed_seconds=seconds, sequences=demand.sequences) for seconds in elapsed),
             done=done,
         )
