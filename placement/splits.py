@@ -23,11 +23,13 @@ def turns(inputs: PlanInputs) -> Plan:
 
 
 def standing(inputs: PlanInputs) -> Plan | None:
-    """The plan that may be kept: none at the start, or where the number of slots has changed since."""
+    """The plan that may be kept: none at the start, where the number of slots has changed since, or where a role has none
+    left after a handover."""
     current = inputs.current
     if current is None or current == turns(inputs):
         return current
-    return current if current.mode == "split" and current.rollout + current.scoring == inputs.workers else None
+    usable = current.mode == "split" and min(current.rollout, current.scoring) > 0
+    return current if usable and current.rollout + current.scoring == inputs.workers else None
 
 
 def candidates(inputs: PlanInputs) -> tuple[Plan, ...]:

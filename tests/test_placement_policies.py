@@ -123,6 +123,8 @@ def test_a_gain_below_the_cost_of_moving_is_left():
 
 def test_a_plan_for_another_number_of_workers_is_forgotten():
     assert ADAPTIVE.plan(plan_inputs(workers=4, current=split(6, 2))).plan in candidates(plan_inputs(workers=4))
+    handed_over = ADAPTIVE.plan(plan_inputs(current=split(0, 8)))
+    assert handed_over.plan in candidates(plan_inputs()) and "predicted" in handed_over.reason
 
 
 def histories():
