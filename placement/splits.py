@@ -23,8 +23,8 @@ def turns(inputs: PlanInputs) -> Plan:
 
 
 def standing(inputs: PlanInputs) -> Plan | None:
-    """The plan that may be kept: none at the start, where the number of slots has changed since, or where a role has none
-    left after a handover."""
+    """The plan that may be kept: none at the start, where the number of slots has changed since, or where a handover
+    has left a role without any."""
     current = inputs.current
     if current is None or current == turns(inputs):
         return current
