@@ -147,6 +147,8 @@ class PacedEngine(Settings):
     """Seconds that each sequence of the batch adds to a step."""
     setup_seconds: Annotated[float, Field(ge=0)] = 0.0
     """Seconds per sequence before its first token."""
+    load_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds to load weights, of which there are none."""
     median_tokens: Annotated[float, Field(gt=0)] = 64
     """Median length of the log-normal distribution at policy version 0, in tokens."""
     sigma: Annotated[float, Field(ge=0)] = 0.8

@@ -112,6 +112,13 @@ def test_a_batch_takes_at_least_the_time_of_its_steps_and_progress_moves_meanwhi
     assert engine.progress - before >= took / 0.5
 
 
+def test_loading_takes_its_time(directory: Path) -> None:
+    began = time.perf_counter()
+    engine = engine_of(directory, FAST.model_copy(update={"load_seconds": 0.6}))
+    assert time.perf_counter() - began >= 0.6
+    assert engine.progress >= 2
+
+
 def test_step_times_regress_to_the_pace_that_was_configured(directory: Path) -> None:
     config = FAST.model_copy(update={"base_seconds": 0.005, "per_sequence_seconds": 0.0005, "median_tokens": 20})
     engine = engine_of(directory, config)

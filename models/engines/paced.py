@@ -55,7 +55,9 @@ class PacedEngine:
         self._due = 0.0  # when the work so far should have ended: what a sleep takes too long, the next makes up for
 
     def load(self, directory: Path, policy: PolicyVersion) -> None:
-        """Take the tokenizer and the version of a policy; its weights are not read."""
+        """Take the tokenizer and the version of a policy; its weights are not read, but waited for."""
+        self._due = time.perf_counter()
+        self._pause(self._config.load_seconds)
         tokenizer = load_tokenizer(directory)
         endings = tokenizer(list(self._config.endings or ("",)), add_special_tokens=False)["input_ids"]
         spoken = {*tokenizer.all_special_ids, *(token for tokens in endings for token in tokens)}
@@ -69,7 +71,6 @@ class PacedEngine:
             endings=tuple((*tokens, tokenizer.eos_token_id) for tokens in endings),
             median_tokens=self._config.median_tokens * self._config.drift**policy.version,
         )
-        self.progress += 1
 
     def sleep(self) -> None:
         self._vocabulary = None
