@@ -49,7 +49,7 @@ def simulate(options: argparse.Namespace) -> int:
         raise BadInput(f"--seeds {options.seeds}: expected at least 1")
     results: list[CellResult] = []
     for load in _recorded(options) if options.run else _loads(options):
-        results += evaluate(load, seeds=options.seeds, policies=policies, clock=time.perf_counter, told=_tell)
+        results += evaluate(load, seeds=options.seeds, policies=policies, clock=time.process_time, told=_tell)
     if options.plot is not None:
         _plot(results, options.plot)
     found = verdicts(results)
@@ -137,6 +137,7 @@ def _time_rows(results: Sequence[CellResult]) -> list[dict[str, str]]:
             "tail": f"{result.tail:.2f}",
             **{name: _relative(result, name) for name in result.seconds},
             "moves": f"{sum(result.moves) / len(result.moves):.2f}",
+            "handovers": f"{sum(result.handovers) / len(result.handovers):.2f}",
             "turns": f"{100 * sum(result.turns) / len(result.turns):.0f}%",
         }
         for result in results
@@ -202,6 +203,7 @@ def _described(results: Sequence[CellResult], found: Sequence[Verdict]) -> list[
             "tail": result.tail,
             "seconds": {name: list(seconds) for name, seconds in result.seconds.items()},
             "moves_per_worker_and_iteration": list(result.moves),
+            "handovers_per_worker_and_iteration": list(result.handovers),
             "slowest_decision_seconds": result.slowest_decision,
             "aims": [
                 {

@@ -19,13 +19,18 @@ AT_ONCE = 0.25
 """A gain of more than this share of the stage need not hold twice."""
 
 
+LEAST_GAIN = 0.01
+"""A gain of less than this share of the stage is within what predictions can tell."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adaptive:
     """The least predicted time wins, if winning pays for the change.
 
-    A change is made when the gain exceeds threshold × S (S: what moving costs), twice in a row in the same direction,
-    or at once where it is more than 25% of the stage; not at once in the stage right after another change, so that
-    inputs that alternate change the plan in every second stage at most.
+    A change is made when its gain, summed over at least two stages in a row that want it, exceeds threshold × S (S:
+    what moving costs; it is paid once, and the gain comes back in every stage). Or at once where it is more than 25% of the
+    stage; not in the stage right after another change, so that inputs that alternate change the plan in every second
+    stage at most.
 
     With corrections switched on, a split is predicted with its handover: workers of rollout score once their queue is
     empty. Then most splits beat taking turns, which is a handover with a barrier.
@@ -79,12 +84,13 @@ def _weigh(
     price = config.threshold * inputs.resize.mean_seconds
     gain, past = float(scores_K[kept] - scores_K[best]), inputs.memory
     behind = max(0.0, past.behind_seconds + float(scores_K[kept] - scores_K[0]))
-    wanted = plans[best] if gain > price else None
+    wanted = plans[best] if gain > LEAST_GAIN * float(scores_K[kept]) else None
     again = wanted is not None and past.wanted is not None and _same_way(plans[kept], wanted, past.wanted)
     held = 0 if wanted is None else past.held + 1 if again else 1
+    gained = 0.0 if wanted is None else past.gained_seconds + gain if again else gain
     at_once = gain > max(price, AT_ONCE * float(scores_K[kept])) and past.held >= 0
-    memory = Memory(wanted=wanted, held=held, behind_seconds=behind)
-    return memory, at_once or held >= 2 or behind > price
+    memory = Memory(wanted=wanted, held=held, gained_seconds=gained, behind_seconds=behind)
+    return memory, at_once or (held >= 2 and gained > price) or behind > price
 
 
 def _same_way(current: Plan, wanted: Plan, before: Plan) -> bool:

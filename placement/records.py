@@ -74,9 +74,11 @@ class Memory(Settings):
     """What a policy remembers from one decision to the next; whoever asks for decisions carries it."""
 
     wanted: Plan | None = None
-    """A change that would have paid, but not for long enough yet."""
+    """A change that would have been faster, but has not paid for itself yet."""
     held: int = 0
-    """How often in a row it would have paid."""
+    """How often in a row it would have been faster."""
+    gained_seconds: float = 0.0
+    """What it would have gained in all of these stages."""
     misses: int = 0
     """Predictions inside this stage that were off by 30% in a row; after two the plan stands."""
     moved_at: float = float("-1e9")

@@ -114,7 +114,7 @@ def test_a_moved_worker_ends_its_unit_then_pays_and_scores():
 
     result = stage.run(drain=drain, poll_seconds=1.0)
     assert result.seconds == pytest.approx(9.0)
-    assert result.moves == 1
+    assert (result.corrections, result.handovers) == (1, 0)
     assert [(done.slot, done.unit) for done in result.done if done.role == "scoring"] == [(2, 0), (0, 1), (2, 2)]
     assert (told[0].rollout.movable, told[1].rollout.movable) == (2, 1)
 
@@ -250,7 +250,7 @@ def test_every_unit_is_done_once_per_role_by_workers_that_are_in_one_role_at_a_t
             spans = sorted((done.begin, done.end, done.role) for done in result.done if done.slot == slot)
             for (_, end, before), (begin, _, after) in pairwise(spans):
                 assert before == after or begin >= end + 1.0
-        assert result.moves <= 6
+        assert result.corrections + result.handovers <= 6
         assert all(view.plan.rollout + view.plan.scoring == 6 for view in views)
         assert all(view.rollout.slots + view.scoring.slots <= 6 for view in views)
 

@@ -77,7 +77,9 @@ class CellResult:
     seconds: dict[str, tuple[float, ...]]
     """Seconds of all iterations, by policy."""
     moves: tuple[float, ...]
-    """Of the adaptive policy, per worker and iteration."""
+    """Of the adaptive policy, per worker and iteration; handovers apart."""
+    handovers: tuple[float, ...]
+    """Of the adaptive policy, per worker and iteration: workers that score once nothing is left to generate."""
     turns: tuple[float, ...]
     """Share of iterations that the adaptive policy planned in turns."""
     slowest_decision: float
@@ -138,6 +140,7 @@ class _Trial:
     iterations: int
     seconds: dict[str, float]
     moves: float
+    handovers: float
     turns: float
     slowest: float
     tail: float
@@ -171,7 +174,7 @@ def _trial(
     seconds = dict(still)
     if "colocated" in policies:
         seconds["colocated"] = sum(colocated_run(workload, resize_seconds))
-    moves, turns, slowest = 0.0, 0.0, 0.0
+    moves, handovers, turns, slowest = 0.0, 0.0, 0.0, 0.0
     for name, make in PLAYED.items():
         if name not in policies:
             continue
@@ -180,9 +183,18 @@ def _trial(
         slowest = max(slowest, played.slowest_decision)
         if name == "adaptive":
             moves = sum(played.moves) / len(played.moves) / workload.workers
+            handovers = sum(played.handovers) / len(played.moves) / workload.workers
             turns = sum(plan.mode == "colocated" for plan in played.plans) / len(played.plans)
     ordered = {name: seconds[name] for name in POLICIES if name in seconds}
-    return _Trial(len(workload.stages), ordered, moves=moves, turns=turns, slowest=slowest, tail=workload.tail)
+    return _Trial(
+        len(workload.stages),
+        ordered,
+        moves=moves,
+        handovers=handovers,
+        turns=turns,
+        slowest=slowest,
+        tail=workload.tail,
+    )
 
 
 def _result(cell: Cell, trials: list[_Trial]) -> CellResult:
@@ -191,6 +203,7 @@ def _result(cell: Cell, trials: list[_Trial]) -> CellResult:
         iterations=trials[0].iterations,
         seconds={name: tuple(trial.seconds[name] for trial in trials) for name in trials[0].seconds},
         moves=tuple(trial.moves for trial in trials),
+        handovers=tuple(trial.handovers for trial in trials),
         turns=tuple(trial.turns for trial in trials),
         slowest_decision=max(trial.slowest for trial in trials),
         tail=sum(trial.tail for trial in trials) / len(trials),

@@ -22,7 +22,9 @@ class Played:
 
     seconds: tuple[float, ...]
     moves: tuple[int, ...]
-    """Slots that changed roles inside the stage, or began it in another role than the stage before."""
+    """Slots that were moved inside the stage by a correction, or began it in another role than the stage before."""
+    handovers: tuple[int, ...]
+    """Slots that went to the other role once their own queue was empty, as in a turn."""
     plans: tuple[Plan, ...]
     decisions: int
     slowest_decision: float
@@ -97,18 +99,20 @@ def play(policy: Policy, workload: Workload, *, resize_seconds: float, clock: Ca
     """
     player = _Player(policy, workload, resize_seconds, clock)
     player.measurements = Measurements().observe((), moves=(resize_seconds,))
-    seconds, moves, plans = [], [], []
+    seconds, moves, handovers, plans = [], [], [], []
     for number, work in enumerate(workload.stages):
         inputs = player.plan(number)
         assert player.current is not None
         result, changed = _play_stage(player, inputs, work, number)
         player.measurements = _observed(player.measurements, work, result, resize_seconds, changed=changed)
         seconds.append(result.seconds)
-        moves.append(result.moves + changed)
+        moves.append(result.corrections + changed)
+        handovers.append(result.handovers)
         plans.append(player.current)
     return Played(
         seconds=tuple(seconds),
         moves=tuple(moves),
+        handovers=tuple(handovers),
         plans=tuple(plans),
         decisions=player.decisions,
         slowest_decision=player.slowest,
@@ -161,7 +165,8 @@ def _observed(
 ) -> Measurements:
     """Measure a stage as its manifests would tell."""
     units = [_observation(done, work) for done in result.done]
-    return measurements.observe(units, moves=(resize_seconds,) * min(result.moves + changed, SAMPLE))
+    moved = result.corrections + result.handovers + changed
+    return measurements.observe(units, moves=(resize_seconds,) * min(moved, SAMPLE))
 
 
 def _observation(done: Done, work: StageWork) -> UnitObservation:

@@ -58,7 +58,10 @@ class StageResult:
 
     seconds: float
     done: tuple[Done, ...]
-    moves: int
+    corrections: int
+    """Workers moved while their own role still had units waiting or coming."""
+    handovers: int
+    """Workers moved once it had not: what takes the place of a turn."""
     roles: tuple[Role, ...]
     """Role of each slot at the end, or the one that it was on its way to."""
     plan: Plan
@@ -115,7 +118,7 @@ class Stage:
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._order = count()
         self._done: list[Done] = []
-        self._moves = 0
+        self._moves = {"corrections": 0, "handovers": 0}
         for index in range(len(self._slots)):
             if index in late:
                 self._travel(index, 0.0)
@@ -141,7 +144,8 @@ class Stage:
         return StageResult(
             seconds=now,
             done=tuple(self._done),
-            moves=self._moves,
+            corrections=self._moves["corrections"],
+            handovers=self._moves["handovers"],
             roles=tuple(slot.role for slot in self._slots),
             plan=self._plan,
         )
@@ -213,12 +217,16 @@ class Stage:
         for index in movable[: abs(wanted)]:
             slot = self._slots[index]
             slot.moved = slot.leaving = True
-            self._moves += 1
+            self._moves["handovers" if self._emptied(giver) else "corrections"] += 1
             self._changed(index)
             if not slot.units:
                 self._leave(index, now)
         rollout = sum(self._dealt(slot) == "rollout" for slot in self._slots)
         self._plan = plan.model_copy(update={"rollout": rollout, "scoring": len(self._slots) - rollout})
+
+    def _emptied(self, role: Role) -> bool:
+        coming = role == "scoring" and self._finished["rollout"] < self._units
+        return not self._waiting[role] and not coming
 
     def _dealt(self, slot: _Slot) -> Role:
         return _other(slot.role) if slot.leaving else slot.role
