@@ -24,8 +24,6 @@ async def generate_and_score(run: RunRef, plan: BatchPlan) -> None:
     else:
         async with asyncio.TaskGroup() as watched:
             correcting = watched.create_task(correct_placement(run, plan, placed))
-            if controllers_of(run).where == "deployment":
-                correcting.cancel()  # the queues are in the controllers' own processes
             async with asyncio.TaskGroup() as group:
                 start_rollout(group, run, plan)
                 start_scoring(group, run, plan)

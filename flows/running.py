@@ -17,6 +17,7 @@ from prefect.states import Cancelling
 from flows.config import ControllersConfig, RunConfig, parse_config
 from infra.errors import WorkerFailed, WorkerLost, first_cause
 from infra.runs import create_run, open_run
+from placement.config import AdaptivePlacement
 from tasks.preflight import check_inputs
 from tasks.session import RunRef, is_open, open_session, session_of
 
@@ -38,6 +39,9 @@ async def hold(config: RunConfig) -> AsyncIterator[RunRef]:
     with tags(config.name):
         if deployment.id is not None:  # the command line has checked before it started anything
             await check_inputs(config)
+        if config.controllers.where == "deployment" and isinstance(config.placement, AdaptivePlacement):
+            # Queues are in the controllers' own processes, so nobody can correct the placement inside a stage.
+            config = config.model_copy(update={"placement": config.placement.model_copy(update={"drain": False})})
         run = create_run(config.store, config.name, json.dumps(config.identity()), config.fingerprint())
         with run.hold():
             async with open_session(run, config, store=config.store) as ref:

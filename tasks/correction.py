@@ -5,7 +5,7 @@ import logging
 import time
 
 from infra.fleet import Fleet
-from placement.config import AdaptivePlacement, TargetPlacement
+from placement.config import AdaptivePlacement, PlacementConfig, TargetPlacement
 from placement.measurements import Role
 from placement.records import DrainInputs, InFlight, Plan, RoleProgress
 from tasks.placement import arrange, completions_of, note_decision, stages_of
@@ -23,7 +23,7 @@ async def correct_placement(run: RunRef, plan: BatchPlan, dealt: Plan) -> None:
     """Ask the policy again and again while a stage runs; move workers where it says so. Runs until cancelled."""
     session = session_of(run)
     placing, policy = session.placing, session.settings.placement
-    if placing is None or not isinstance(policy, AdaptivePlacement | TargetPlacement):
+    if placing is None or not _corrects(policy):
         return
     stage = _Stage(session, placing, plan, await session.fleet(), dealt)
     while True:
@@ -36,6 +36,10 @@ async def correct_placement(run: RunRef, plan: BatchPlan, dealt: Plan) -> None:
             logger.info("placement inside %s: %s", plan.key, decision.reason)
             await arrange(run, plan, decision.plan)
             stage.moved(decision.plan)
+
+
+def _corrects(policy: PlacementConfig) -> bool:
+    return policy.drain if isinstance(policy, AdaptivePlacement) else isinstance(policy, TargetPlacement)
 
 
 class _Stage:

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from infra.fleet import Move
 from placement.build import build_policy
 from placement.measurements import Role
-from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs
+from placement.records import Decision, DrainInputs, Plan, PlanInputs
 from tasks.judges import model_key
 from tasks.observing import observed, recalled
 from tasks.placing import Placing, judge_role, rollout_demand, scoring_demand, workers_of
@@ -34,7 +34,6 @@ async def place_stage(run: RunRef, plan: BatchPlan) -> Plan:
         await _arrange(run, plan, {"rollout": workers})
         return Plan(mode="split", rollout=workers, scoring=0)
     placing = placing_of(run, before=plan.number)
-    placing.began = time.monotonic()
     inputs = _inputs(session, placing, plan)
     key = f"placement/{plan.key}/plan"
     decided = _noted(session, key, inputs)
@@ -46,6 +45,7 @@ async def place_stage(run: RunRef, plan: BatchPlan) -> Plan:
     await _publish(run, plan, decision)
     turn = "rollout" if decision.plan.mode == "colocated" else None
     await arrange(run, plan, decision.plan, turn=turn)
+    placing.began = time.monotonic()  # predictions begin with the first work
     return decision.plan
 
 
@@ -131,7 +131,7 @@ def _inputs(session: Session, placing: Placing, plan: BatchPlan) -> PlanInputs:
         scoring=scoring_demand(session.settings, placing.measurements, **demand),
         resize=placing.measurements.resize(),
         current=placing.current,
-        memory=placing.memory.model_copy(update=Memory().model_dump(include={"misses", "moved_at", "moved"})),  # anew
+        memory=placing.memory,
         seed=plan.number,
     )
 
