@@ -84,3 +84,11 @@ class WorkerAsleep(RheostatError):
 
 class Quarantined(RheostatError):
     """A stage refused its own result rather than pass it on."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Return the error itself, or the first inside a group of errors that came together, ours before others."""
+    while isinstance(error, BaseExceptionGroup):
+        ours, _ = error.split(RheostatError)
+        error = (ours or error).exceptions[0]
+    return error
