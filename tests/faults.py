@@ -21,7 +21,7 @@ from pathlib import Path
 import infra.storage
 from infra.disk import open_temporary, publish_file
 from infra.workers import PoolSpec
-from tests.jobs import Fault
+from tests.jobs import RAISE, Fault
 
 POLL_SECONDS = 0.0005
 WORKS = (
@@ -63,6 +63,8 @@ class Planted:
                 self._seen[index] += 1
                 if self._seen[index] == fault.count and self._claim(index):
                     first()
+                    if fault.signal == RAISE:
+                        raise RuntimeError(f"planted fault at {what.partition('(')[0]}")
                     os.kill(os.getpid(), fault.signal)
                     time.sleep(0.05)  # a stop takes hold of a thread that is running a little later
 
@@ -115,7 +117,9 @@ class Faulty:
             return method
 
         def perform(work: object) -> object:
-            self._planted.log(f"{name} {work}")
+            what = f"{name} {work}"
+            self._planted.log(what)
+            self._planted.reach("begin", what)
             with self._watched(name):
                 return method(work)
 

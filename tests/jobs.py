@@ -52,6 +52,9 @@ problems = 8
 """
 
 
+RAISE = 0
+
+
 @dataclass(frozen=True)
 class Fault:
     """A signal that a process of the job sends itself, once: see tests/faults.py."""
@@ -59,12 +62,13 @@ class Fault:
     role: str
     """`driver`, a pool's role, or `update-N` for one rank."""
     moment: str
-    """`before`, `during` or `after` the write of a file, or `progress`: at a step of a worker's method."""
+    """`before`, `during` or `after` the write of a file, or of a worker's method `begin`, or `progress` at a step."""
     at: str
-    """Regular expression for the file's path or the method's name."""
+    """Regular expression for the file's path, the method with its work, or the method's name."""
     count: int = 1
     """The how-manieth such moment in the process."""
     signal: int = signal.SIGKILL
+    """What the process sends itself; `RAISE` has the worker's method raise instead."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from flows.retrain import dated
 from infra.errors import Damaged, WorkerFailed, WorkerLost
 from infra.runs import open_run
 from tasks.stages import is_transient
-from tests.jobs import PATIENCE, ROOT, TINY, alive, family_of, kill, manifests_of, wait_for
+from tests.jobs import PATIENCE, ROOT, TINY, Job, alive, family_of, kill, manifests_of, wait_for
+from tests.test_controllers import stops_at_once
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -310,3 +311,14 @@ def test_each_controller_triggered_by_itself_takes_a_run_over_and_goes_on(server
     expected = manifests_of(reference.run)
     del expected["it-0003/seal"]
     assert manifests_of(tmp_path / "tiny") == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_failing_deployed_controller_stops_its_peers_within_seconds_and_the_run_names_the_cause(
+    server, worker, tmp_path
+):
+    def ended() -> bool:
+        return not any("prefect.engine" in line for line in alive(psutil.Process(worker.pid).children()))
+
+    stops_at_once(Job(tmp_path, server.api), "controllers.where=deployment", peers_ended=ended)

@@ -16,7 +16,9 @@ from pathlib import Path
 
 from tests.bench.tables import Table
 
-PARTS = ("stages", "minute", "trl", "shards", "memory", "engine")
+PARTS = ("stages", "minute", "trl", "shards", "controllers", "deployments", "engine")
+ALONE = ("reality",)
+"""Parts that take long, and run when they are named."""
 
 QUIET = 0.5
 """Load average below which the machine is ours; what has just started or ended counts a little."""
@@ -24,7 +26,7 @@ QUIET = 0.5
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure this machine.")
-    parser.add_argument("--only", choices=PARTS, action="append", help="one part; may be given again")
+    parser.add_argument("--only", choices=(*PARTS, *ALONE), action="append", help="one part; may be given again")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args(arguments)
     document: dict[str, object] = {"machine": machine()}

@@ -31,20 +31,23 @@ def write_inputs(
     shape: Mapping[str, object],
     max_new_tokens: int = 32,
     update_ranks: int = 1,
-    answer_bytes: int = 8,
+    answer: str = "x",
 ) -> Inputs:
-    """Write a random policy that ends its completions at different lengths, and problems of one or two dozen tokens."""
+    """Write a random policy that ends its completions at different lengths, and problems of one or two dozen tokens.
+
+    Every problem has the same reference answer: payload that rollouts carry to the rewards.
+    """
     write_policy(directory / "policy", changes=shape, eos_share=1 / max_new_tokens)
     train = tuple(f"Ana has {row} pens, buys {row % 7} and sells {row % 5}. How many? " for row in range(PROMPTS))
-    _write_problems(directory / "train.jsonl", train, answer_bytes)
-    _write_problems(directory / "heldout.jsonl", tuple(f"Held out: {row}. " for row in range(HELDOUT)), answer_bytes)
+    _write_problems(directory / "train.jsonl", train, answer)
+    _write_problems(directory / "heldout.jsonl", tuple(f"Held out: {row}. " for row in range(HELDOUT)), answer)
     config = directory / "config.toml"
     config.write_text(_config(directory, max_new_tokens=max_new_tokens, update_ranks=update_ranks))
     return Inputs(config=config, policy=directory / "policy", prompts=train, max_new_tokens=max_new_tokens)
 
 
-def _write_problems(path: Path, prompts: tuple[str, ...], answer_bytes: int) -> None:
-    lines = (json.dumps({"prompt": prompt, "answer": "x" * answer_bytes}) for prompt in prompts)
+def _write_problems(path: Path, prompts: tuple[str, ...], answer: str) -> None:
+    lines = (json.dumps({"prompt": prompt, "answer": answer}) for prompt in prompts)
     path.write_text("\n".join(lines))
 
 

@@ -1,0 +1,136 @@
+"""What processes cost, and what lies in their memory, read from /proc while they run."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+
+import numpy as np
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+TICKS = os.sysconf("SC_CLK_TCK")
+LOOK_SECONDS = 0.2
+SEARCH_SECONDS = 1.0
+PIECE = 16 * 2**20
+GONE = (FileNotFoundError, ProcessLookupError, PermissionError)  # the last where a process is just ending
+
+
+@dataclass(slots=True)
+class Watched:
+    """One process: what was seen of it last."""
+
+    pid: int
+    kind: str
+    peak_bytes: int = 0
+    """The kernel's own peak of resident memory (VmHWM); pages of mapped files included."""
+    cpu_seconds: float = 0.0
+    """User and system."""
+    searches: int = 0
+    hits: int = 0
+    """Searches that found the marker."""
+
+    def look(self) -> None:
+        """Read peak and CPU; a process that is gone keeps its last numbers."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+        if peak is not None:  # none while a process ends
+            self.peak_bytes = 1024 * int(peak[1])
+            self.cpu_seconds = cpu_seconds(self.pid)
+
+    def search(self, marker: bytes) -> None:
+        """Look for bytes in its memory, unless it is a worker that is known to have them."""
+        if self.kind == "worker" and self.hits:
+            return
+        found = holds(self.pid, marker)
+        self.searches += 1
+        self.hits += found
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def holds(pid: int, marker: bytes) -> bool:
+    """Whether bytes lie in a process's memory; only pages that are there are read, so that none is brought in."""
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for start, end in _resident(pid):
+            rest = b""
+            for begin in range(start, end, PIECE):
+                memory.seek(begin)
+                try:
+                    piece = memory.read(min(PIECE, end - begin))
+                except OSError:  # given back since the page map was read
+                    break
+                if marker in rest + piece:
+                    return True
+                rest = piece[-len(marker) :]
+    return False
+
+
+def _resident(pid: int) -> Iterator[tuple[int, int]]:
+    """Address ranges of a process's pages that are in memory."""
+    with Path(f"/proc/{pid}/pagemap").open("rb", buffering=0) as pagemap:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, permissions, *_ = line.split()
+            if "r" not in permissions or "[v" in line:
+                continue
+            first, last = (int(address, 16) for address in span.split("-"))
+            pagemap.seek(8 * (first // PAGE))
+            flags = np.frombuffer(pagemap.read(8 * ((last - first) // PAGE)), np.uint64)
+            present = np.concatenate(([0], (flags >> np.uint64(63)).astype(np.int8), [0]))
+            edges = np.flatnonzero(np.diff(present))
+            for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+                yield first + begin * PAGE, first + end * PAGE
+
+
+@contextmanager
+def watching(find: Callable[[], dict[int, str]], *, marker: bytes) -> Iterator[dict[int, Watched]]:
+    """Look at the processes that `find` names, with their kinds, and search their memory in turns, until the end."""
+    seen: dict[int, Watched] = {}
+    ended = Event()
+
+    def each(act: Callable[[Watched], None]) -> None:
+        for process in list(seen.values()):
+            try:
+                act(process)
+            except GONE:
+                continue
+
+    def look() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            for pid, kind in find().items():
+                seen.setdefault(pid, Watched(pid, kind))
+            each(Watched.look)
+
+    def search() -> None:
+        while not ended.wait(SEARCH_SECONDS):
+            each(lambda process: process.search(marker))
+
+    threads = [Thread(target=body, daemon=True) for body in (look, search)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def holds_file(directory: Path, marker: bytes) -> list[Path]:
+    """Files below a directory that contain bytes."""
+    return [path for path in sorted(directory.rglob("*")) if path.is_file() and marker in path.read_bytes()]
+
+
+def wait_for(path: Path, process_ended: Callable[[], bool]) -> None:
+    """Wait until a file is there. Raises RuntimeError if the process ends before."""
+    while not path.exists():
+        if process_ended():
+            raise RuntimeError(f"the job ended before {path} was written")
+        time.sleep(0.02)
