@@ -18,9 +18,9 @@ async def generate_and_score(run: RunRef, plan: BatchPlan) -> None:
     if placed.mode == "colocated":
         async with asyncio.TaskGroup() as group:
             start_rollout(group, run, plan)
-        await place_turn(run, plan, "scoring")
         async with asyncio.TaskGroup() as group:
-            start_scoring(group, run, plan)
+            start_scoring(group, run, plan)  # its works wait for the workers, which take longer
+            await place_turn(run, plan, "scoring")
     else:
         async with asyncio.TaskGroup() as watched:
             correcting = watched.create_task(correct_placement(run, plan, placed))

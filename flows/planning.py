@@ -3,6 +3,7 @@
 import asyncio
 
 from flows.config import RunConfig
+from flows.placing import first_placement
 from infra.config import Settings
 from infra.runs import Run, list_runs, open_run
 from infra.storage import open_store
@@ -44,7 +45,8 @@ def plan_run(config: RunConfig) -> RunPlan:
         "run": f"{config.name} in {open_store(config.store).uri.removeprefix('file://')}",
         "state": "new" if run is None else f"continues after iteration {sealed}",
         "iterations": f"{config.iterations}, {left} to do",
-        "each": f"{prompts} prompts x {rollout.group_size} = {completions:,} completions in {shards} shards",
+        "each": f"{prompts} prompts x {rollout.group_size} = {completions:,} completions in {shards} shards"
+        f"{_waves(config)}",
         "problems": f"{facts['train_problems']:,.0f} training, {facts['heldout_problems']:,.0f} held out",
         "policy": f"{facts['parameters']:,.0f} parameters, context {facts['context']:,.0f} tokens",
         "longest": f"{facts['longest_prompt_tokens']:,.0f} prompt + {rollout.sampling.max_new_tokens} new tokens",
@@ -52,7 +54,9 @@ def plan_run(config: RunConfig) -> RunPlan:
         "optimizer steps": f"{update.minibatches} per iteration, {left * update.minibatches:,} to do",
         "evaluations": f"{_evaluations(config)}, {config.evaluation.problems:,} problems each",
         "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
-        "rollout": f"{_count(pools.workers, 'worker')} of {_megabytes(facts, 'rollout')}",
+        "worker slots": f"{pools.workers}{_sharing(config)}",
+        "rollout": f"{_count(pools.workers, 'worker')} at most, of {_megabytes(facts, 'rollout')}",
+        **{f"judge {term}": _judge(config, term, facts) for term in config.scoring.served},
         "scoring": _count(pools.scoring_workers, "worker"),
         "update": f"{_count(pools.update_ranks, 'rank')} of {_megabytes(facts, 'update')}, "
         f"ZeRO {update.zero_stage}, {update.dtype}",
@@ -76,6 +80,29 @@ def _paced(config: RunConfig) -> list[str]:
         if isinstance(reward, JudgeReward) and not isinstance(reward.model, EndpointJudge):
             engines[judge_role(term)] = reward.model.engine
     return [role for role, engine in engines.items() if isinstance(engine, PacedEngine)]
+
+
+def _waves(config: RunConfig) -> str:
+    dynamic, partial = config.rollout.dynamic, config.rollout.partial
+    more = "" if dynamic is None else f", up to {1 + dynamic.max_extra_waves} waves for as many informative groups"
+    return more + ("" if partial is None else f", {partial.tokens} new tokens of each at a time")
+
+
+def _sharing(config: RunConfig) -> str:
+    """Who shares the slots, and how the first stage would deal them."""
+    if not config.scoring.local:
+        return ", all for rollout"
+    return f", {config.placement.kind}: {first_placement(config).decision.reason}"
+
+
+def _judge(config: RunConfig, term: str, facts: dict[str, float]) -> str:
+    reward = config.scoring.served[term]
+    size = f"{facts[f'{term}_parameters']:,.0f} parameters, " if f"{term}_parameters" in facts else ""
+    if reward.kind == "model":
+        return f"{size}{_count(reward.slots, 'slot')} each"
+    answers = f"{_count(reward.votes, 'vote')} by {reward.verdict.kind}"
+    where = reward.model.base_url if reward.model.kind == "endpoint" else f"{_count(reward.slots, 'slot')} each"
+    return f"{size}{reward.model.kind}, {answers}, {where}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import time
 
+from pydantic import JsonValue
+
 from infra.fleet import Fleet
 from placement.config import AdaptivePlacement, PlacementConfig, TargetPlacement
 from placement.measurements import Role
@@ -20,22 +22,38 @@ LEAST_SECONDS = 0.5
 
 
 async def correct_placement(run: RunRef, plan: BatchPlan, dealt: Plan) -> None:
-    """Ask the policy again and again while a stage runs; move workers where it says so. Runs until cancelled."""
+    """Watch a stage while it runs, and move workers where the policy says so. Runs until cancelled."""
     session = session_of(run)
-    placing, policy = session.placing, session.settings.placement
-    if placing is None or not _corrects(policy):
+    placing = session.placing
+    if placing is None:
         return
     stage = _Stage(session, placing, plan, await session.fleet(), dealt)
-    while True:
-        await asyncio.sleep(max(LEAST_SECONDS, placing.measurements.resize().mean_seconds / 4))
-        inputs = stage.inputs()
-        decision = placing.policy.drain(inputs)
-        placing.memory = decision.memory
-        if decision.plan != stage.dealt:
-            note_decision(session, stage.next_key(), inputs, decision)
-            logger.info("placement inside %s: %s", plan.key, decision.reason)
-            await arrange(run, plan, decision.plan)
-            stage.moved(decision.plan)
+    try:
+        while True:
+            await asyncio.sleep(max(LEAST_SECONDS, placing.measurements.resize().mean_seconds / 4))
+            inputs = stage.inputs()
+            stage.queues.append(_depths(inputs))
+            if not _corrects(session.settings.placement):
+                continue
+            decision = placing.policy.drain(inputs)
+            placing.memory = decision.memory
+            if decision.plan != stage.dealt:
+                note_decision(session, stage.next_key("drain"), inputs, decision)
+                logger.info("placement inside %s: %s", plan.key, decision.reason)
+                moves = await arrange(run, plan, decision.plan)
+                stage.moved(decision.plan, failed=any(move.error is not None for move in moves))
+    finally:
+        if stage.queues:
+            session.run.note(stage.next_key("queues"), {"queues": stage.queues})
+
+
+def _depths(inputs: DrainInputs) -> JsonValue:
+    """What waits, runs and serves at a moment, by role."""
+    roles = {"rollout": inputs.rollout, "scoring": inputs.scoring}
+    depths: dict[str, JsonValue] = {"seconds": round(inputs.elapsed_seconds, 3)}
+    for name, role in roles.items():
+        depths[name] = {"waiting": role.waiting, "busy": len(role.in_flight), "slots": role.slots, "done": role.done}
+    return depths
 
 
 def _corrects(policy: PlacementConfig) -> bool:
@@ -50,7 +68,8 @@ class _Stage:
         self._session, self._placing, self._plan, self._fleet = session, placing, plan, fleet
         self._began = time.monotonic()
         self._movable = {"rollout": dealt.rollout, "scoring": dealt.scoring}
-        self._corrections = 0
+        self._noted = 0
+        self.queues: list[JsonValue] = []
         self._done_before = {role: load.done for role, load in fleet.load().items()}
         self._units: dict[Role, int] = {"rollout": 0, "scoring": 0}
         for stage, role in stages_of(session).items():
@@ -72,16 +91,20 @@ class _Stage:
             seed=self._plan.number,
         )
 
-    def moved(self, dealt: Plan) -> None:
-        """Take note of a correction: a worker moves at most once per stage."""
+    def moved(self, dealt: Plan, *, failed: bool) -> None:
+        """Take note of a correction: a worker moves at most once per stage; of one that failed, what is left of it."""
+        if failed:
+            slots = {role: len(its) for role, its in self._fleet.allocation().items()}
+            rollout = slots.pop("rollout")
+            dealt = Plan(mode="split", rollout=rollout, scoring=sum(slots.values()))
         self._movable["rollout"] -= max(0, self.dealt.rollout - dealt.rollout)
         self._movable["scoring"] -= max(0, self.dealt.scoring - dealt.scoring)
         self.dealt = dealt
 
-    def next_key(self) -> str:
-        """Name the next correction in the journal; a resumed stage counts anew under its own epoch."""
-        self._corrections += 1
-        return f"placement/{self._plan.key}/drain-{self._session.run.epoch:04d}-{self._corrections:04d}"
+    def next_key(self, what: str) -> str:
+        """Name the next entry of the journal; a resumed stage counts anew under its own epoch."""
+        self._noted += 1
+        return f"placement/{self._plan.key}/{what}-{self._session.run.epoch:04d}-{self._noted:04d}"
 
     def _progress(self, role: Role) -> RoleProgress:
         stages = [stage for stage, its in stages_of(self._session).items() if its == role]
