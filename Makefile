@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo test test-slow check bench docs format
+.PHONY: demo test test-slow check bench reality docs format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/install.sh
@@ -43,3 +43,6 @@ docs: $(VENV)/.base  ## write the generated pages again
 
 bench: $(VENV)/.bench  ## compare with other trainers on this machine
 	@$(BIN)/python -m tests.bench $(ARGS)
+
+reality: $(VENV)/.bench  ## placement of real processes with paced engines, against the simulator (15 minutes)
+	@$(BIN)/python -m tests.bench --only reality $(ARGS)
