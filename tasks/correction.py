@@ -33,6 +33,12 @@ async def correct_placement(run: RunRef, plan: BatchPlan, dealt: Plan) -> None:
             await asyncio.sleep(max(LEAST_SECONDS, placing.measurements.resize().mean_seconds / 4))
             inputs = stage.inputs()
             stage.queues.append(_depths(inputs))
+            if _starved(inputs):
+                logger.warning(
+                    "placement inside %s: work came back to a role without workers, as planned again", plan.key
+                )
+                stage.moved(dealt, failed=False)
+                await arrange(run, plan, dealt)
             if not _corrects(session.settings.placement):
                 continue
             decision = placing.policy.drain(inputs)
@@ -45,6 +51,11 @@ async def correct_placement(run: RunRef, plan: BatchPlan, dealt: Plan) -> None:
     finally:
         if stage.queues:
             session.run.note(stage.next_key("queues"), {"queues": stage.queues})
+
+
+def _starved(inputs: DrainInputs) -> bool:
+    """Whether units wait for a role that has handed all its workers over: one was lost, or its commit failed."""
+    return any(role.waiting and not role.slots for role in (inputs.rollout, inputs.scoring))
 
 
 def _depths(inputs: DrainInputs) -> JsonValue:
