@@ -1,13 +1,13 @@
 """A controller that fails stops its peers at once, and the run says why."""
 
 import signal
-from collections.abc import Callable
 from datetime import datetime
 
 import httpx
 import pytest
 
-from tests.jobs import RAISE, Fault, Job, wait_for
+from infra.errors import WorkerFailed, WorkerLost, first_cause
+from tests.jobs import RAISE, Ended, Fault, Job
 
 WITHIN_SECONDS = 5
 HANG = Fault("rollout", "begin", "generate .*iteration=1", signal=signal.SIGSTOP)
@@ -15,17 +15,11 @@ FAIL = Fault("rollout", "begin", "generate .*iteration=1", signal=RAISE)
 TWO_SHARDS = ("iterations=1", "rollout.shard_prompts=3", "evaluation.problems=4")
 
 
-def stops_at_once(job: Job, *overrides: str, peers_ended: Callable[[], bool]) -> None:
-    """Run a job in which one rollout worker hangs and another fails; wait for the peers' end, then for the job's."""
-    with job.started(*TWO_SHARDS, *overrides, faults=[HANG, FAIL]) as process:
-        assert wait_for((job.home / "struck-1").exists), (job.home / "output").read_text()
-        assert wait_for(peers_ended, seconds=WITHIN_SECONDS)
-        ended = job.ended(process)
-    assert job.struck() == 2
-    assert ended.code == 1
+def names_the_cause(job: Job, ended: Ended) -> bool:
+    """Whether both planted faults struck and the job's last line tells of the one that was raised."""
     told = ended.output.splitlines()[-1]
-    assert told.startswith("rheostat: ")
-    assert "RuntimeError: planted fault at generate" in told
+    assert (job.struck(), ended.code) == (2, 1), ended.output
+    return told.startswith("rheostat: ") and "RuntimeError: planted fault at generate" in told
 
 
 def flows(api: str, **names: object) -> list[dict[str, object]]:
@@ -43,15 +37,19 @@ def controllers_of(api: str, run: str) -> list[dict[str, object]]:
     return flows(api, parent_flow_run_id={"any_": [iteration["id"]]})
 
 
+def test_of_errors_that_end_controllers_together_the_first_of_ours_is_the_cause():
+    cause = WorkerFailed("rollout.generate raised")
+    together = ExceptionGroup("rollout", [ConnectionError(), ExceptionGroup("tasks", [cause, WorkerLost("later")])])
+    assert first_cause(together) is cause
+    assert first_cause(cause) is cause
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_failing_controller_stops_its_peers_within_seconds_and_the_run_names_the_cause(prefect_api, tmp_path):
-    def ended() -> bool:
-        controllers = controllers_of(prefect_api, "failing")
-        return len(controllers) == 4 and all(flow["end_time"] for flow in controllers)
-
     job = Job(tmp_path, prefect_api)
-    stops_at_once(job, "name=failing", peers_ended=ended)
+    assert names_the_cause(job, job.train(*TWO_SHARDS, "name=failing", faults=[HANG, FAIL]))
     failed = (job.home / "struck-1").stat().st_mtime
-    for flow in controllers_of(prefect_api, "failing"):
-        assert datetime.fromisoformat(str(flow["end_time"])).timestamp() - failed < WITHIN_SECONDS
+    ends = [datetime.fromisoformat(str(flow["end_time"])) for flow in controllers_of(prefect_api, "failing")]
+    assert len(ends) == 4
+    assert max(end.timestamp() for end in ends) - failed < WITHIN_SECONDS

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,7 +25,7 @@ from infra.errors import Damaged, WorkerFailed, WorkerLost
 from infra.runs import open_run
 from tasks.stages import is_transient
 from tests.jobs import PATIENCE, ROOT, TINY, Job, alive, family_of, kill, manifests_of, wait_for
-from tests.test_controllers import stops_at_once
+from tests.test_controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -120,6 +121,11 @@ def engine_of(worker: "subprocess.Popen[bytes]") -> psutil.Process:
     """The process that a worker runs a flow in."""
     assert wait_for(lambda: psutil.Process(worker.pid).children())
     return psutil.Process(worker.pid).children()[-1]
+
+
+def controllers_below(worker: "subprocess.Popen[bytes]") -> list[str]:
+    """The processes that a worker runs flows in now."""
+    return [line for line in alive(psutil.Process(worker.pid).children()) if "prefect.engine" in line]
 
 
 def test_every_deployment_of_the_file_is_on_the_server(server):
@@ -318,7 +324,10 @@ def test_each_controller_triggered_by_itself_takes_a_run_over_and_goes_on(server
 def test_a_failing_deployed_controller_stops_its_peers_within_seconds_and_the_run_names_the_cause(
     server, worker, tmp_path
 ):
-    def ended() -> bool:
-        return not any("prefect.engine" in line for line in alive(psutil.Process(worker.pid).children()))
-
-    stops_at_once(Job(tmp_path, server.api), "controllers.where=deployment", peers_ended=ended)
+    job = Job(tmp_path, server.api)
+    with job.started(*TWO_SHARDS, "controllers.where=deployment", faults=[HANG, FAIL]) as process:
+        assert wait_for((tmp_path / "struck-1").exists)
+        assert wait_for(lambda: not controllers_below(worker), seconds=60)
+        seconds = time.time() - (tmp_path / "struck-1").stat().st_mtime
+        assert names_the_cause(job, job.ended(process))
+    assert seconds < WITHIN_SECONDS
