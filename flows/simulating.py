@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=int, default=20, metavar="N", help="workloads per cell (default: %(default)s)")
     add("--iterations", type=int, metavar="N", help="iterations of a workload (default: 12)")
     add("--policies", default="all", metavar="NAME,…", help=f"{', '.join(POLICIES)} (default: all)")
-    add("--aims", action="store_true", help="print the aims instead of the times, and the cells that fall short")
+    add("--aims", action="store_true", help="print the aims, too, and the cells that fall short")
     add("--json", action="store_true", help="print JSON")
     add("--plot", type=Path, metavar="FILE", help="write the times as a PNG")
     add("--run", metavar="RUN", help="simulate this run's own measurements instead of a regime")
@@ -55,10 +55,10 @@ def simulate(options: argparse.Namespace) -> int:
     found = verdicts(results)
     if options.json:
         write(json.dumps(_described(results, found), indent=2))
-    elif options.aims:
-        write(table(_aim_rows(found)) + _short(found))
     else:
         write(table(_time_rows(results)))
+    if options.aims and not options.json:
+        write(f"\n{table(_aim_rows(found))}{_short(found)}")
     return 0
 
 

@@ -28,9 +28,9 @@ class Adaptive:
     """The least predicted time wins, if winning pays for the change.
 
     A change is made when its gain, summed over at least two stages in a row that want it, exceeds threshold × S (S:
-    what moving costs; it is paid once, and the gain comes back in every stage). Or at once where it is more than 25% of the
-    stage; not in the stage right after another change, so that inputs that alternate change the plan in every second
-    stage at most.
+    what moving costs; it is paid once, and the gain comes back in every stage). Or at once where it is more than 25%
+    of the stage; not in the stage right after another change, so that inputs that alternate change the plan in every
+    second stage at most.
 
     With corrections switched on, a split is predicted with its handover: workers of rollout score once their queue is
     empty. Then most splits beat taking turns, which is a handover with a barrier.

@@ -43,9 +43,10 @@ def drained(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
     seconds_KB = remaining(inputs, moves, bootstraps=bootstraps)
     scores_K = scores(seconds_KB, risk=risk)
     kept = moves.index(0)
-    # Of moves that are as good as equal, the smallest.
     as_good = [k for k in range(len(moves)) if scores_K[k] <= (1 + TIE) * scores_K.min()]
-    best = min(as_good, key=lambda k: abs(moves[k]))
+    # Of moves that are as good as equal, the smallest; but of handovers the largest: who has nothing left to generate
+    # loses nothing, and whoever stays waits until the others have gone.
+    best = max(as_good) if emptied and kept not in as_good else min(as_good, key=lambda k: abs(moves[k]))
     seconds = float(seconds_KB[kept].mean())
     memory = _remember(inputs, seconds)
     gain = float(scores_K[kept] - scores_K[best])
