@@ -8,7 +8,7 @@ well it knows what takes how long, and with the policy deciding anew.
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -63,6 +63,8 @@ class Compared:
     """With the policy deciding in the simulator."""
     replayed: tuple[float, ...]
     """With the run's own decisions."""
+    unmoved: tuple[float, ...]
+    """With the run's plans, but nobody moved inside a stage."""
     plans: tuple[str, ...]
     moves: tuple[int, ...]
     """Slots that changed roles inside the stage."""
@@ -114,6 +116,9 @@ def compared(run: Run, config: RunConfig, *, placement: str) -> Compared:
         around=around,
         simulated=played.seconds,
         replayed=tuple(one.run(stage, resize_seconds=resize) for one, stage in zip(again, work, strict=True)),
+        unmoved=tuple(
+            replace(one, drains=()).run(stage, resize_seconds=resize) for one, stage in zip(again, work, strict=True)
+        ),
         plans=tuple(one.dealt for one in again),
         moves=tuple(one.moved for one in again),
         early=tuple(_early(run, plan) for plan in plans),
@@ -163,7 +168,16 @@ class _Decided:
         return stage.run(drain=self._drain, poll_seconds=POLL_SECONDS).seconds
 
     def _drain(self, view: View) -> Plan:
-        return next((plan for at, plan in reversed(self.drains) if at <= view.elapsed), view.plan)
+        """Decide as the run did at this time; no role whose units still wait is left without a slot, as none was."""
+        for at, plan in reversed(self.drains):
+            left = [
+                role.waiting + role.coming
+                for role, slots in ((view.rollout, plan.rollout), (view.scoring, plan.scoring))
+                if slots == 0
+            ]
+            if at <= view.elapsed and not any(left):
+                return plan
+        return view.plan
 
 
 def _work(run: Run, plan: BatchPlan, measured: Measurements) -> StageWork:
@@ -186,6 +200,7 @@ def by_iteration(run: Compared) -> Table:
         "around s": run.around,
         "measured s": run.seconds,
         "replayed s": run.predicted(run.replayed),
+        "unmoved s": run.predicted(run.unmoved),
         "simulated s": run.predicted(run.simulated),
         "planned s": run.planned,
     }
@@ -196,8 +211,8 @@ def by_iteration(run: Compared) -> Table:
         notes=(
             "judged early: share of units judged before the last was generated; rollout share: of the busy seconds;",
             "around: before the first unit began and after the last ended; replayed: the run's units and decisions in",
-            "the simulator, and the median of around; simulated: its policy decides there, too; planned: expected by",
-            "the policy before the stage, from the stages before, without around",
+            "the simulator, and the median of around; unmoved: the same without moves inside the stage; simulated: its",
+            "policy decides there, too; planned: expected by the policy from the stages before, without around",
         ),
     )
 
