@@ -27,7 +27,7 @@ from tests.bench.controllers import (
 from tests.bench.tables import Table
 from tests.jobs import ROOT, kill, prefect_server, wait_for
 
-DEPLOYED = (1, 8)
+DEPLOYED = (8,)
 ITERATIONS = 1
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 
