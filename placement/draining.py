@@ -31,7 +31,7 @@ def drained(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
     """Return the plan with workers moved, if that is predicted to gain more than max(10%, S); else the plan as it is.
 
     Each worker moves once per stage (`movable_*`), moves lie 2 S apart, and where predictions were off by 30% twice in
-    a row the plan stands. None of this holds workers back whose own queue is empty for good: that they go to the other
+    a row after a move the plan stands. None of this holds workers back whose own queue is empty for good: that they go to the other
     role, if only that is predicted to be faster, is part of the plan.
     """
     if inputs.plan.mode == "colocated":
@@ -81,9 +81,12 @@ def _amounts(most: int, step: int) -> list[int]:
 
 
 def _remember(inputs: DrainInputs, seconds: float) -> Memory:
-    """Count misses: predictions of the stage's end that moved by 30% since the last decision."""
+    """Count misses: predictions of the stage's end that moved by 30% since the last decision, once workers were moved.
+
+    Before that, being off is what corrections are for: the load has changed.
+    """
     expected, end = inputs.memory.predicted_seconds, inputs.elapsed_seconds + seconds
-    missed = expected is not None and abs(end - expected) > OFF * expected
+    missed = expected is not None and abs(end - expected) > OFF * expected and inputs.memory.moved > 0
     misses = inputs.memory.misses
     misses = misses if misses >= MISSES else misses + 1 if missed else 0
     update = {

@@ -63,7 +63,7 @@ def test_a_move_is_held_back_by_name(change, reason):
 
 
 def test_two_misses_in_a_row_make_the_plan_stand_and_one_does_not():
-    memory = Memory(predicted_seconds=1.0)
+    memory = Memory(predicted_seconds=1.0, moved=1)
     once = ADAPTIVE.drain(starved(memory=memory, movable=(0, 0)))
     assert once.memory.misses == 1
     later = once.memory.model_copy(update={"look_at": 10.0})

@@ -19,7 +19,7 @@ class Ratio:
     seeds: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]" if self.seeds > 1 else f"{self.mean:.3f}"
 
 
 def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
