@@ -86,10 +86,17 @@ def _recorded(options: argparse.Namespace) -> list[Load]:
     from flows.reading import open_known_run
 
     run = open_known_run(options.store, options.run)
-    entries = run.journal("placement/")
+    entries = run.journal("placement/it-")
     plans = [PlanInputs.model_validate(entry["inputs"]) for key, entry in entries.items() if key.endswith("/plan")]
     if len(plans) < 2:
         raise BadInput(f"run {options.run!r}: expected plans of at least 2 iterations, found {len(plans)}")
+    for plan in plans:
+        if plan.scoring.units != plan.rollout.units or plan.scoring.slots > 1:
+            raise BadInput(
+                f"run {options.run!r}: expected one reward model on one slot per worker, which is what is simulated; "
+                f"found {plan.scoring.units} units to score for {plan.rollout.units} to generate, "
+                f"{plan.scoring.slots} slots per worker"
+            )
     seconds = _numbers("--resize-seconds", options.resize_seconds, least=0)
     return [recorded_load(options.run, plans, workers=plans[-1].workers, resize_seconds=seconds)]
 

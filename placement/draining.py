@@ -31,8 +31,8 @@ def drained(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decision:
     """Return the plan with workers moved, if that is predicted to gain more than max(10%, S); else the plan as it is.
 
     Each worker moves once per stage (`movable_*`), moves lie 2 S apart, and where predictions were off by 30% twice in
-    a row after a move the plan stands. None of this holds workers back whose own queue is empty for good: that they go to the other
-    role, if only that is predicted to be faster, is part of the plan.
+    a row after a move the plan stands. None of this holds workers back whose own queue is empty for good: that they go
+    to the other role, if only that is predicted to be faster, is part of the plan.
     """
     if inputs.plan.mode == "colocated":
         return unchanged(inputs, "roles take turns: nothing to move inside a stage")

@@ -12,7 +12,7 @@ from flows.simulating import add_arguments, simulate
 from infra.errors import BadInput
 from placement.build import build_policy
 from placement.config import AdaptivePlacement, FixedPlacement
-from placement.records import Decision, Memory, Pace, Plan
+from placement.records import Decision, Demand, Memory, Pace, Plan, PlanInputs
 from placement.simulator.baselines import (
     co_resident_run,
     colocated_run,
@@ -22,6 +22,7 @@ from placement.simulator.baselines import (
 )
 from placement.simulator.cells import REGIMES, evaluate, load_of
 from placement.simulator.lengths import KNOWN, cap, draw
+from placement.simulator.recorded import recorded_load
 from placement.simulator.runs import play
 from placement.simulator.scenarios import SCENARIOS
 from placement.simulator.splits import colocated_seconds, lower_bound, split_seconds
@@ -338,6 +339,24 @@ def test_drift_spans_a_factor_of_eight():
     factors, verdicts = SCENARIOS["drift"](12, np.random.default_rng(0))
     assert factors[-1] / factors[0] == pytest.approx(8.0)
     assert set(verdicts.tolist()) == {1.0}
+
+
+def test_a_run_is_simulated_with_what_the_next_plan_measured():
+    pace = Pace(base_seconds=0.01, per_sequence_seconds=0.001)
+
+    def plan(lengths, units):
+        demand = Demand(units=units, sequences=4, lengths=lengths, pace=pace, measured=True)
+        return PlanInputs(workers=3, rollout=demand, scoring=demand)
+
+    load = recorded_load(
+        "demo", [plan((1.0,), 5), plan((10.0, 20.0), 7), plan((30.0,), 9)], workers=3, resize_seconds=[1]
+    )
+    first, second = load.draw(0).stages
+    assert (first.rollout.lengths_US.shape, second.rollout.lengths_US.shape) == ((5, 4), (7, 4))
+    assert set(first.rollout.lengths_US.ravel()) == {10.0, 20.0}
+    assert set(second.scoring.lengths_US.ravel()) == {30.0}
+    (result,) = evaluate(load, seeds=1, clock=no_clock)
+    assert result.seconds["adaptive"][0] >= result.seconds["lower_bound"][0]
 
 
 # ---- what is concluded
