@@ -256,9 +256,11 @@ def test_every_unit_is_done_once_per_role_by_workers_that_are_in_one_role_at_a_t
         assert all(view.rollout.slots + view.scoring.slots <= 6 for view in views)
 
 
+@pytest.mark.parametrize("units_per_worker", [3.0, 0.5])
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
-def test_nothing_beats_the_lower_bound(scenario):
-    workload = draw_workload(small_world(scenario=scenario, trouble=Trouble(slow_share=0.2)), 2)
+def test_nothing_beats_the_lower_bound(scenario, units_per_worker):
+    world = small_world(scenario=scenario, units_per_worker=units_per_worker, trouble=Trouble(slow_share=0.2))
+    workload = draw_workload(world, 2)
     bound = lower_bound_run(workload)
     tried = hindsight(workload)
     for seconds in (*tried.seconds.values(), colocated_run(workload, 0.0), co_resident_run(workload)):
