@@ -8,15 +8,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows.complaints import nearest
+from flows.reading import open_known_run
 from flows.terminal import table, write
 from infra.errors import BadInput
-from placement.records import PlanInputs
+from infra.runs import Run
+from models.rewards.config import ScoringConfig
+from placement.measurements import Measurements, Role
+from placement.records import Demand, PlanInputs
 from placement.simulator.aims import AIMS, Verdict, verdicts
 from placement.simulator.cells import POLICIES, REGIMES, CellResult, Load, evaluate, load_of
 from placement.simulator.lengths import KNOWN
 from placement.simulator.recorded import recorded_load
 from placement.simulator.scenarios import SCENARIOS
 from placement.simulator.statistics import paired_ratio
+from tasks.observing import observed
+from tasks.placing import judge_role
+from tasks.plan import BatchPlan
 from tasks.simulation_plots import policy_bars
 
 MOST_WORKERS = 4096
@@ -82,23 +89,38 @@ def _loads(options: argparse.Namespace) -> list[Load]:
 
 
 def _recorded(options: argparse.Namespace) -> list[Load]:
-    """The measurements of a run's journal, under `placement/`."""
-    from flows.reading import open_known_run
-
+    """What each finished batch of a run measured of itself, dealt as its plan knew it."""
     run = open_known_run(options.store, options.run)
     entries = run.journal("placement/it-")
-    plans = [PlanInputs.model_validate(entry["inputs"]) for key, entry in entries.items() if key.endswith("/plan")]
-    if len(plans) < 2:
-        raise BadInput(f"run {options.run!r}: expected plans of at least 2 iterations, found {len(plans)}")
-    for plan in plans:
+    plans = {key: PlanInputs.model_validate(entry["inputs"]) for key, entry in entries.items() if key.endswith("/plan")}
+    stages: list[tuple[Demand, Demand]] = []
+    for key, plan in plans.items():
         if plan.scoring.units != plan.rollout.units or plan.scoring.slots > 1:
             raise BadInput(
                 f"run {options.run!r}: expected one reward model on one slot per worker, which is what is simulated; "
                 f"found {plan.scoring.units} units to score for {plan.rollout.units} to generate, "
                 f"{plan.scoring.slots} slots per worker"
             )
+        if key.removesuffix("plan") + "stage" in entries:
+            stages.append(_measured(run, key.removeprefix("placement/"), plan))
+    if len(stages) < 2:
+        raise BadInput(f"run {options.run!r}: expected at least 2 finished batches, found {len(stages)}")
     seconds = _numbers("--resize-seconds", options.resize_seconds, least=0)
-    return [recorded_load(options.run, plans, workers=plans[-1].workers, resize_seconds=seconds)]
+    workers = next(reversed(plans.values())).workers
+    return [recorded_load(options.run, stages, workers=workers, resize_seconds=seconds)]
+
+
+def _measured(run: Run, plan_key: str, plan: PlanInputs) -> tuple[Demand, Demand]:
+    manifest = run.find(plan_key)
+    assert manifest is not None, f"{plan_key} of a batch that was placed"
+    terms = ScoringConfig.model_validate(run.record.config["scoring"]).local
+    stages: dict[str, Role] = {"rollout": "rollout", **dict.fromkeys(map(judge_role, terms), "scoring")}
+    alone = observed(Measurements(), run, BatchPlan.read(manifest), stages)
+    return _own(alone, "rollout", plan.rollout), _own(alone, "scoring", plan.scoring)
+
+
+def _own(measured: Measurements, role: Role, its: Demand) -> Demand:
+    return measured.demand(role, units=its.units, sequences=its.sequences, units_at_once=its.units_at_once)
 
 
 def _names(option: str, given: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from flows.simulating import add_arguments, simulate
 from infra.errors import BadInput
 from placement.build import build_policy
 from placement.config import AdaptivePlacement, FixedPlacement
-from placement.records import Decision, Demand, Memory, Pace, Plan, PlanInputs
+from placement.records import Decision, Demand, Memory, Pace, Plan
 from placement.simulator.baselines import (
     co_resident_run,
     colocated_run,
@@ -343,16 +343,14 @@ def test_drift_spans_a_factor_of_eight():
     assert set(verdicts.tolist()) == {1.0}
 
 
-def test_a_run_is_simulated_with_what_the_next_plan_measured():
+def test_a_run_is_simulated_with_what_each_iteration_measured_of_itself():
     pace = Pace(base_seconds=0.01, per_sequence_seconds=0.001)
 
-    def plan(lengths, units):
-        demand = Demand(units=units, sequences=4, lengths=lengths, pace=pace, measured=True)
-        return PlanInputs(workers=3, rollout=demand, scoring=demand)
+    def demand(lengths, units):
+        return Demand(units=units, sequences=4, lengths=lengths, pace=pace, measured=True)
 
-    load = recorded_load(
-        "demo", [plan((1.0,), 5), plan((10.0, 20.0), 7), plan((30.0,), 9)], workers=3, resize_seconds=[1]
-    )
+    stages = [(demand((10.0, 20.0), 5), demand((1.0,), 5)), (demand((40.0,), 7), demand((30.0,), 7))]
+    load = recorded_load("demo", stages, workers=3, resize_seconds=[1])
     first, second = load.draw(0).stages
     assert (first.rollout.lengths_US.shape, second.rollout.lengths_US.shape) == ((5, 4), (7, 4))
     assert set(first.rollout.lengths_US.ravel()) == {10.0, 20.0}
