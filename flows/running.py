@@ -101,8 +101,8 @@ async def launch(
             await role(run, *args, **parameters)
         return
     session = session_of(run)
-    if role.name not in session.slot_roles:  # those the placement has awake
-        await session.ready(role.name)  # workers end with the process that started them, so this one starts them
+    for pool in session.pools_of(role.name):  # workers end with the process that started them: this one starts them
+        await session.ready(pool)
     name, attempts = f"{role.name}/controller", session.settings.pools.max_restarts + 1
     for attempt in range(1, attempts + 1):
         ended = await _deployed(name, {"run": run, **parameters})

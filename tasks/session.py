@@ -109,6 +109,12 @@ class Session:
         local = self.settings.scoring.local
         return {"rollout": 1} | {judge_role(term): reward.slots for term, reward in local.items()}
 
+    def pools_of(self, controller: str) -> tuple[str, ...]:
+        """Pools beside the slots that a controller of a role has work for."""
+        served = self.settings.scoring.served
+        elsewhere = tuple(judge_role(term) for term in served if judge_role(term) not in self.slot_roles)
+        return {"rollout": (), "scoring": ("scoring", *elsewhere)}.get(controller, (controller,))
+
     async def release(self, role: str) -> None:
         """Close the pool of a role that no later stage needs."""
         if role in self._pools:

@@ -9,14 +9,13 @@ from tests.jobs import Fault, Job, manifests_of, shards_of
 pytestmark = pytest.mark.timeout(1200)
 
 WAVES = (
-    "scoring.rewards=[{kind = 'target', target = 'tests.rewards_for_tests:even'}]",
+    "warmup.steps=30",  # it ends some completions by itself, and is right now and then
+    "scoring.rewards=[{kind = 'numeric', pattern = '([0-9])'}]",
     "rollout.shard_prompts=3",
     "rollout.dynamic.max_extra_waves=2",
-    "rollout.dynamic.margin=1.0",
     "rollout.dynamic.surplus=keep",
-    "rollout.partial.tokens=20",
+    "rollout.partial.tokens=18",
     "rollout.partial.over_dispatch=0",
-    "rollout.partial.max_staleness=1",
 )
 
 
@@ -56,7 +55,7 @@ def test_an_iteration_short_of_informative_groups_has_another_wave(waves):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "written", ["it-0001/wave-2/plan", "it-0002/rollout/0000", "it-0002/scoring/0000", "it-0002/seal"]
+    "written", ["it-0002/wave-2/plan", "it-0002/rollout/0000", "it-0002/wave-2/scoring/0000", "it-0002/seal"]
 )
 def test_a_driver_killed_between_waves_continues_to_the_undisturbed_run(waves, tmp_path, prefect_api, written):
     job = Job(tmp_path, prefect_api)
