@@ -231,7 +231,8 @@ def test_what_results_do_not_depend_on_is_no_part_of_a_runs_identity(override):
     [
         "seed=1", "data.kind=arithmetic data.operations=3", "policy.kind=scratch policy.layers=3", "warmup.steps=9",
         "rollout.prompts=65", "rollout.group_size=9", "rollout.shard_prompts=16", "rollout.sampling.top_p=0.9",
-        "rollout.engine.kind=transformers rollout.engine.dtype=bfloat16", "scoring.timeout_seconds=9", 'scoring.rewards=[{kind="math"}]',
+        "rollout.engine.kind=transformers rollout.engine.dtype=bfloat16", "scoring.timeout_seconds=9",
+        'scoring.rewards=[{kind="math"}]',
         "algorithm.normalise_std=false", "update.learning_rate=2e-6", "update.loss.clip_high=0.2",
         "update.kl.kind=k3", "update.correction.kind=none", "pools.update_ranks=2", "pools.threads=2",
         "evaluation.problems=9",

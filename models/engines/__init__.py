@@ -48,6 +48,16 @@ class StepSums:
     sequence_seconds: float = 0.0
     """Sum of batch size x step time."""
 
+    def plus(self, sequences: int, seconds: float, *, steps: int = 1) -> "StepSums":
+        """Add steps over a batch of so many sequences, which took so long together."""
+        return StepSums(
+            steps=self.steps + steps,
+            sequences=self.sequences + steps * sequences,
+            sequences_squared=self.sequences_squared + steps * sequences**2,
+            seconds=self.seconds + seconds,
+            sequence_seconds=self.sequence_seconds + sequences * seconds,
+        )
+
     def since(self, earlier: "StepSums") -> dict[str, float]:
         """Name what came after an earlier reading, as a unit of work reports it among its timings."""
         return {

@@ -135,16 +135,9 @@ class PacedEngine:
                 done = length
 
     def _run(self, steps: int, *, sequences: int) -> None:
-        began, sums = time.perf_counter(), self._steps
+        began = time.perf_counter()
         self._pause(steps * (self._config.base_seconds + self._config.per_sequence_seconds * sequences))
-        seconds = time.perf_counter() - began
-        self._steps = StepSums(
-            steps=sums.steps + steps,
-            sequences=sums.sequences + steps * sequences,
-            sequences_squared=sums.sequences_squared + steps * sequences**2,
-            seconds=sums.seconds + seconds,
-            sequence_seconds=sums.sequence_seconds + sequences * seconds,
-        )
+        self._steps = self._steps.plus(sequences, time.perf_counter() - began, steps=steps)
 
     def _pause(self, seconds: float) -> None:
         self._due += seconds

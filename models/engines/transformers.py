@@ -91,16 +91,10 @@ class HuggingFaceEngine:
     def _step(self, sequences: int) -> None:
         """Add a forward pass that brought `sequences` forward, since the last; a prefill (0) is no decoding step."""
         self.progress += 1
-        now, sums = time.perf_counter(), self._steps
+        now = time.perf_counter()
         seconds, self._stepped = now - self._stepped, now
         if sequences:
-            self._steps = StepSums(
-                steps=sums.steps + 1,
-                sequences=sums.sequences + sequences,
-                sequences_squared=sums.sequences_squared + sequences**2,
-                seconds=sums.seconds + seconds,
-                sequence_seconds=sums.sequence_seconds + sequences * seconds,
-            )
+            self._steps = self._steps.plus(sequences, seconds)
 
 
 def _rows(index: int, request: Request, longest: int) -> list[Row]:

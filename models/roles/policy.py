@@ -6,7 +6,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -15,7 +14,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
-from transformers.utils import logging as transformers_logging
 
 from infra.errors import BadInput
 from models.config import ScratchPolicy
@@ -23,6 +21,7 @@ from models.data import Problem, identity
 from models.judges.training import question_about, verdict_texts
 from models.rewards.config import JudgeReward
 from models.roles.tokenizer import train_tokenizer
+from models.roles.weights import load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +85,8 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, dire
 
 
 def load_policy(directory: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load weights, for training in float32; on the `meta` device only their names and shapes.
-
-    A weight that is missing is an error: transformers would fill it with random numbers and a warning.
-    """
-    transformers_logging.disable_progress_bar()
-    try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            str(directory),
-            dtype=dtype,
-            device_map=device,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError, SafetensorError) as error:
-        raise BadInput(f"policy {directory}: its weights do not load: {str(error).strip().splitlines()[0]}") from error
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
-        raise BadInput(
-            f"policy {directory}: {len(missing)} weights are missing from its safetensors, first {missing[0]}"
-        )
-    return model
+    """Load weights, for training in float32; on the `meta` device only their names and shapes."""
+    return load_weights(AutoModelForCausalLM, directory, what="policy", device=device, dtype=dtype)
 
 
 def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> PolicyShape:

@@ -12,7 +12,6 @@ from typing import Final
 
 import jinja2
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -22,11 +21,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
 
 from infra.errors import BadInput
 from models.batching import pack
 from models.roles.directory import weight_files
+from models.roles.weights import first_line, load_weights
 
 _FIELD: Final = re.compile(r"\{(prompt|completion)\}")
 ENDLESS: Final = 10**9
@@ -74,7 +73,7 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
     except BadInput as error:
         raise BadInput(f"reward model: {error}") from error
     tokenizer = _tokenizer(path)
-    model = _weights(path, device=device, dtype=dtype)
+    model = load_weights(AutoModelForSequenceClassification, path, what="reward model", device=device, dtype=dtype)
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         raise BadInput(
             f"reward model {path}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
@@ -156,7 +155,7 @@ def _config(path: Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError, ImportError, RecursionError) as error:
-        raise BadInput(f"{where}: does not load: {_first_line(error)}") from error
+        raise BadInput(f"{where}: does not load: {first_line(error)}") from error
     classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
     if classifier is None:
         raise BadInput(f"{where}: model_type {config.model_type!r} is no sequence classifier that transformers knows")
@@ -174,32 +173,7 @@ def _tokenizer(path: Path) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
-        raise BadInput(f"reward model {path}: its tokenizer does not load: {_first_line(error)}") from error
+        raise BadInput(f"reward model {path}: its tokenizer does not load: {first_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise BadInput(f"reward model {path}: expected a fast tokenizer, found {type(tokenizer).__name__}")
     return tokenizer
-
-
-def _weights(path: Path, *, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
-    try:
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            str(path),
-            dtype=dtype,
-            device_map=device,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError, SafetensorError) as error:
-        raise BadInput(f"reward model {path}: its weights do not load: {_first_line(error)}") from error
-    if loading["missing_keys"]:  # transformers fills them with random numbers and a warning
-        missing = sorted(loading["missing_keys"])
-        raise BadInput(f"reward model {path}: {len(missing)} weights are missing, first {missing[0]}")
-    loaded: PreTrainedModel = model
-    return loaded
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

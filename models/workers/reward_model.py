@@ -100,15 +100,8 @@ class RewardModelWorker:
         return [Scored(None, faults[row]) if row in faults else scored for row, scored in enumerate(scores)], read
 
     def _passed(self, sequences: int, seconds: float) -> None:
-        sums = self._steps
         self._progress += 1
-        self._steps = StepSums(
-            steps=sums.steps + 1,
-            sequences=sums.sequences + sequences,
-            sequences_squared=sums.sequences_squared + sequences**2,
-            seconds=sums.seconds + seconds,
-            sequence_seconds=sums.sequence_seconds + sequences * seconds,
-        )
+        self._steps = self._steps.plus(sequences, seconds)
 
 
 def _table(rollouts: pa.Table, scores: list[Scored]) -> pa.Table:

@@ -1,0 +1,45 @@
+"""Code that users bring, named `pkg.mod:attribute`."""
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from types import ModuleType
+
+from infra.errors import BadInput
+
+
+def find_target(target: str, *, where: str) -> object:
+    """Import what a target names. Raises BadInput, with the nearest name; `where` begins its message."""
+    module_name, _, path = target.partition(":")
+    found: object = _module(module_name, where)
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise BadInput(f"{where}: no attribute {name!r} in {found!r}{nearest_name(name, dir(found))}")
+        found = getattr(found, name)
+    return found
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """`, did you mean 'x'?`, or nothing where no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _module(name: str, where: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise BadInput(f"{where}: its module needs {error.name!r}, which is not installed") from error
+        raise BadInput(f"{where}: no module {error.name!r}{nearest_name(error.name, _siblings(error.name))}") from error
+    except (Exception, SystemExit) as error:  # whatever a user's module raises means that it cannot be used
+        raise BadInput(f"{where}: importing it failed: {type(error).__name__}: {error}") from error
+
+
+def _siblings(name: str) -> Iterable[str]:
+    parent, _, _ = name.rpartition(".")
+    if not parent:
+        return (module.name for module in pkgutil.iter_modules())
+    folders = getattr(importlib.import_module(parent), "__path__", ())
+    return (f"{parent}.{module.name}" for module in pkgutil.iter_modules(folders))
