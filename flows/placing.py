@@ -64,7 +64,7 @@ def _line(batch: str, moment: str, entry: Mapping[str, JsonValue], *, measured: 
         predicted_seconds=decision.predicted_seconds,
         unchanged_seconds=decision.unchanged_seconds,
         measured_seconds=measured if moment.startswith("plan") else None,
-        replayed=again == decision,
+        replayed=again.model_copy(update={"reason": decision.reason}) == decision,
     )
 
 

@@ -17,8 +17,6 @@ TIE = 0.02
 """Predictions that differ by less are as good as equal."""
 AT_ONCE = 0.25
 """A gain of more than this share of the stage need not hold twice."""
-
-
 LEAST_GAIN = 0.01
 """A gain of less than this share of the stage is within what predictions can tell."""
 
@@ -136,9 +134,12 @@ def _decide(
     current, cost = cast.plans[kept], inputs.resize.mean_seconds
     unchanged_seconds = float(cast.seconds_KB[kept].mean())
     if pays and best != kept:
-        seconds = float(cast.seconds_KB[best].mean()) + cost
-        plan = cast.plans[best]
-        reason = f"{changed(current, plan)}: predicted {seconds:.1f} s instead of {unchanged_seconds:.1f} s"
+        stage, plan = float(cast.seconds_KB[best].mean()), cast.plans[best]
+        seconds = stage + cost
+        reason = (
+            f"{changed(current, plan)}: predicted {stage:.1f} s instead of {unchanged_seconds:.1f} s, "
+            f"and {cost:.1f} s once for moving"
+        )
         memory = Memory(held=-1)
     else:
         seconds, plan = unchanged_seconds, current

@@ -40,8 +40,9 @@ async def place_stage(run: RunRef, plan: BatchPlan) -> Plan:
     decision = decided or placing.policy.plan(inputs)
     if decided is None:
         note_decision(session, key, inputs, decision)
+    if decision.plan != placing.current:
+        logger.info("placement of %s: %s", plan.key, decision.reason)
     placing.current, placing.memory = decision.plan, decision.memory
-    logger.info("placement of %s: %s", plan.key, decision.reason)
     await _publish(run, plan, decision)
     turn = "rollout" if decision.plan.mode == "colocated" else None
     await arrange(run, plan, decision.plan, turn=turn)
