@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.bench.tables import Table
 
-PARTS = ("stages", "minute", "trl", "shards", "controllers", "deployments", "engine")
+PARTS = ("stages", "minute", "trl", "shards", "controllers", "deployments", "placement", "engine")
 ALONE = ("reality",)
 """Parts that take long, and run when they are named."""
 
