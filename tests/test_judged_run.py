@@ -16,6 +16,14 @@ JUDGE = (
     "{kind = 'judge', model = {kind = 'trained', warmup = {steps = 30},"
     " shape = {kind = 'scratch', hidden_size = 16, intermediate_size = 32, context = 192}}}]"
 )
+TWO_JUDGES = (
+    "scoring.rewards=["
+    "{kind = 'judge', name = 'small', model = {kind = 'trained', warmup = {steps = 20},"
+    " shape = {kind = 'scratch', hidden_size = 16, intermediate_size = 32, context = 192}}},"
+    "{kind = 'judge', name = 'large', slots = 2, votes = 3, vote = 'majority', sampling = {temperature = 1.0},"
+    " model = {kind = 'trained', warmup = {steps = 20},"
+    " shape = {kind = 'scratch', hidden_size = 32, intermediate_size = 64, context = 192}}}]"
+)
 SMALL = ("pools.workers=3", "rollout.shard_prompts=1", "iterations=2", "evaluation.problems=4")
 
 
@@ -36,9 +44,9 @@ class Judged:
         }
 
 
-def train(home: Path, api: str, *overrides: str, faults: tuple[Fault, ...] = ()) -> Judged:
+def train(home: Path, api: str, *overrides: str, rewards: str = JUDGE, faults: tuple[Fault, ...] = ()) -> Judged:
     job = Job(home, api, counts_works=bool(faults))
-    ended = job.train(JUDGE, *SMALL, *overrides, faults=faults)
+    ended = job.train(rewards, *SMALL, *overrides, faults=faults)
     assert ended.code == 0, ended.output
     return Judged(job)
 
@@ -115,3 +123,17 @@ def test_a_move_that_a_killed_driver_began_is_finished_or_undone_by_the_next(
     assert resumed.code == 0, resumed.output
     assert manifests_of(job.run) == manifests_of(side_by_side.job.run)
     assert job.command("placement").code == 0
+
+
+@pytest.mark.slow
+def test_judges_of_different_sizes_share_the_slots_and_judge_alike_in_turns_and_side_by_side(
+    tmp_path_factory, prefect_api
+):
+    homes = [tmp_path_factory.mktemp(name) for name in ("split", "turns")]
+    workers = "pools.workers=4"
+    split = train(homes[0], prefect_api, workers, "placement.kind=fixed", "placement.rollout=0.25", rewards=TWO_JUDGES)
+    turns = train(homes[1], prefect_api, workers, "placement.kind=colocated", rewards=TWO_JUDGES)
+    assert manifests_of(split.job.run) == manifests_of(turns.job.run)
+    votes = json.loads((split.job.run / "manifests/it-0001/judge-large/0000.json").read_text())["metrics"]
+    assert votes["answers"] == 3 * 4
+    assert split.job.command("verify").code == 0
