@@ -246,7 +246,7 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing_at_all(tmp_path, reference)
     text = plan()
     assert f"tiny in {tmp_path / 'runs'}" in text
     assert "6 prompts x 4 = 24 completions in 3 shards" in text
-    assert re.search(r"rollout +2 workers of [\d.]+ MiB \(weights [\d.]+ \+ cache [\d.]+;", text)
+    assert re.search(r"rollout +2 workers at most, of [\d.]+ MiB \(weights [\d.]+ \+ cache [\d.]+;", text)
     facts = json.loads(plan("--json", "iterations=5", "--store", str(reference.store)))
     assert facts["lines"]["state"] == "continues after iteration 3"
     assert facts["lines"]["iterations"] == "5, 2 to do"
