@@ -44,5 +44,5 @@ docs: $(VENV)/.base  ## write the generated pages again
 bench: $(VENV)/.bench  ## compare with other trainers on this machine
 	@$(BIN)/python -m tests.bench $(ARGS)
 
-reality: $(VENV)/.bench  ## placement of real processes with paced engines, against the simulator (15 minutes)
+reality: $(VENV)/.bench  ## placement of real processes with paced engines, against the simulator (12 minutes)
 	@$(BIN)/python -m tests.bench --only reality $(ARGS)

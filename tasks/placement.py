@@ -15,7 +15,8 @@ from placement.records import Decision, DrainInputs, Plan, PlanInputs
 from tasks.judges import model_key
 from tasks.observing import observed, recalled
 from tasks.placing import Placing, judge_role, rollout_demand, scoring_demand, workers_of
-from tasks.plan import BatchPlan
+from tasks.plan import BatchPlan, waves_of
+from tasks.reporting import artifact_key
 from tasks.session import RunRef, Session, session_of
 from tasks.stages import policy_of, required
 
@@ -35,11 +36,11 @@ async def place_stage(run: RunRef, plan: BatchPlan) -> Plan:
         return Plan(mode="split", rollout=workers, scoring=0)
     placing = placing_of(run, before=plan.number)
     inputs = _inputs(session, placing, plan)
-    key = f"placement/{plan.key}/plan"
-    decided = _noted(session, key, inputs)
-    decision = decided or placing.policy.plan(inputs)
-    if decided is None:
-        note_decision(session, key, inputs, decision)
+    decision = _begun(session, plan, workers=workers)
+    if decision is None:
+        decision = placing.policy.plan(inputs)
+        again = f"-{session.run.epoch:04d}" if session.run.noted(f"placement/{plan.key}/plan") else ""
+        note_decision(session, f"placement/{plan.key}/plan{again}", inputs, decision)
     if decision.plan != placing.current:
         logger.info("placement of %s: %s", plan.key, decision.reason)
     placing.current, placing.memory = decision.plan, decision.memory
@@ -81,6 +82,11 @@ def placing_of(run: RunRef, *, before: int) -> Placing:
     if session.placing is None:
         placing = Placing(policy=build_policy(session.settings.placement))
         placing.measurements = recalled(session.run, stages_of(session), before=before, iterations=PAST_ITERATIONS)
+        last = [
+            decision for plan in waves_of(session.run, before - 1) if (decision := _begun(session, plan)) is not None
+        ]
+        if last:
+            placing.current, placing.memory = last[-1].plan, last[-1].memory
         session.placing = placing
     return session.placing
 
@@ -142,18 +148,19 @@ def completions_of(plan: BatchPlan) -> int:
     return max(1, min(plan.shard_prompts, len(plan.rows))) * plan.group_size
 
 
-def _noted(session: Session, key: str, inputs: PlanInputs) -> Decision | None:
-    """The decision that an earlier attempt at this batch took, if it was about as many workers."""
-    entry = session.run.noted(key)
-    if entry is None or PlanInputs.model_validate(entry["inputs"]).workers != inputs.workers:
+def _begun(session: Session, plan: BatchPlan, *, workers: int | None = None) -> Decision | None:
+    """The last decision about a batch, of this process or one before, unless it was about another number of slots."""
+    entries = session.run.journal(f"placement/{plan.key}/plan")
+    if not entries:
+        return None
+    entry = entries[max(entries)]  # `plan`, and `plan-0003` where epoch 3 decided again
+    if workers not in (None, PlanInputs.model_validate(entry["inputs"]).workers):
         return None
     return Decision.model_validate(entry["decision"])
 
 
 async def _publish(run: RunRef, plan: BatchPlan, decision: Decision) -> None:
     """Show the decision with the run in Prefect's UI."""
-    from tasks.reporting import artifact_key
-
     dealt = decision.plan
     text = (
         f"**{plan.key}**: {decision.reason}\n\n"
