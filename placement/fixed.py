@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from placement.colocated import BOOTSTRAPS
-from placement.prediction import forecast
+from placement.configured import as_configured
 from placement.records import Decision, DrainInputs, PlanInputs
 from placement.splits import nearest_split
 from placement.unchanged import unchanged
@@ -17,14 +16,7 @@ class Fixed:
 
     def plan(self, inputs: PlanInputs) -> Decision:
         plan = nearest_split(inputs, inputs.workers * self.rollout)
-        seconds = float(forecast(inputs, (plan,), bootstraps=BOOTSTRAPS).seconds_KB.mean())
-        return Decision(
-            plan=plan,
-            predicted_seconds=seconds,
-            unchanged_seconds=seconds,
-            reason=f"split {plan.rollout}/{plan.scoring}, as configured: predicted {seconds:.1f} s",
-            memory=inputs.memory.model_copy(update={"predicted_seconds": seconds}),
-        )
+        return as_configured(inputs, plan, f"split {plan.rollout}/{plan.scoring}")
 
     def drain(self, inputs: DrainInputs) -> Decision:
         return unchanged(inputs, "the split is fixed")

@@ -1,9 +1,9 @@
 """Several reward models share the slots of scoring: fixed allocations first, then whole replicas, largest first."""
 
-import difflib
 from collections.abc import Mapping
 
 from infra.errors import BadInput
+from infra.plugins import nearest_name
 
 
 def allot(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> dict[str, int]:
@@ -38,9 +38,7 @@ def least_slots(slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> int:
 def _check_terms(slots: Mapping[str, int], fixed: Mapping[str, int]) -> None:
     for term in fixed:
         if term not in slots:
-            near = difflib.get_close_matches(term, list(slots), n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            raise BadInput(f"placement.replicas: no served reward is called {term!r}{hint}")
+            raise BadInput(f"placement.replicas: no served reward is called {term!r}{nearest_name(term, slots)}")
 
 
 def _wishes(slots: Mapping[str, int], fixed: Mapping[str, int]) -> str:
