@@ -28,11 +28,8 @@ from models.config import (
     UpdateConfig,
     WarmupConfig,
 )
-from models.rewards.config import ScoringConfig
+from models.rewards.config import MAX_PAUSE_SECONDS, ScoringConfig
 from placement.config import AdaptivePlacement, PlacementConfig
-
-ENDPOINT_PAUSE_SECONDS = 90.0
-"""Longest pause between two attempts at one request; a Retry-After header is obeyed up to it."""
 
 
 class ControllersConfig(Settings):
@@ -127,9 +124,7 @@ class RunConfig(Settings):
     def _roles_have_room(self) -> "RunConfig":
         slots = sum(self.placement.replicas.get(term, 1) * reward.slots for term, reward in self.scoring.local.items())
         if slots > self.pools.workers:
-            raise ValueError(
-                f"pools.workers {self.pools.workers}: one replica of each reward model takes {slots} slots"
-            )
+            raise ValueError(f"pools.workers {self.pools.workers}: the reward models take at least {slots} slots")
         if slots and slots == self.pools.workers and self.placement.kind in ("fixed", "proportional"):
             raise ValueError(
                 f"pools.workers {self.pools.workers}: placement.kind {self.placement.kind!r} runs rollout beside the "
@@ -142,10 +137,10 @@ class RunConfig(Settings):
         for term, reward in self.scoring.served.items():
             if reward.kind == "judge" and reward.model.kind == "endpoint":
                 longest, patience = reward.model.timeout_seconds, self.pools.stall_seconds
-                if longest + ENDPOINT_PAUSE_SECONDS >= patience:
+                if longest + MAX_PAUSE_SECONDS >= patience:
                     raise ValueError(
                         f"reward {term!r}: model.timeout_seconds {longest:g} and a pause of "
-                        f"{ENDPOINT_PAUSE_SECONDS:g} s reach pools.stall_seconds {patience:g}: change one of them"
+                        f"{MAX_PAUSE_SECONDS:g} s reach pools.stall_seconds {patience:g}: change one of them"
                     )
         return self
 

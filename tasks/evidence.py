@@ -4,22 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from infra.config import Settings
 from infra.errors import Damaged
 from infra.manifests import Manifest
 from infra.runs import Run
 from models.config import RolloutConfig
-from tasks.handover import Handover, handover_before
-from tasks.plan import PROMPTS, BatchPlan, iteration_key, policy_key, waves_of
-
-
-class Surplus(Settings):
-    """Informative groups of one scored shard that were not needed."""
-
-    shard: int
-    """Index among the kept shards and, behind them, the iteration's own."""
-    rows: tuple[int, ...]
-    """Their prompts."""
+from tasks.handover import Handover, Surplus, handover_before, surplus_of
+from tasks.plan import PROMPTS, BatchPlan, credit_key, iteration_key, policy_key, waves_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,7 @@ class Evidence:
     @cached_property
     def credit(self) -> Manifest:
         """What committed the training samples."""
-        return require(self.run, f"{self.key}/credit")
+        return require(self.run, credit_key(self.number))
 
     @cached_property
     def update(self) -> Manifest:
@@ -77,9 +67,7 @@ class Evidence:
     @cached_property
     def surplus(self) -> list[Surplus]:
         """Informative groups beyond the target, as credit found them."""
-        found = self.credit.detail.get("surplus", [])
-        assert isinstance(found, list)
-        return [Surplus.model_validate(entry) for entry in found]
+        return surplus_of(self.credit)
 
 
 def gather(run: Run, number: int) -> Evidence:

@@ -80,8 +80,8 @@ def handover_after(
     assert cursor is not None, "an iteration's batches have a cursor"
     kept: list[KeptGroups] = []
     returned: list[int] = []
-    for shard, rows in _surplus(credit):
-        new = shard - len(before.kept)  # credit looks at the kept groups first
+    for surplus in surplus_of(credit):
+        rows, new = surplus.rows, surplus.shard - len(before.kept)  # credit looks at the kept groups first
         if keep_surplus and new >= 0:
             kept.append(KeptGroups(rollouts=rollouts[new].key, scores=scores[new].key, rows=rows))
         else:
@@ -107,14 +107,17 @@ def carried_rows(rollouts: Manifest) -> tuple[int, ...]:
     return tuple(int(str(row)) for row in rows)
 
 
-def _surplus(credit: Manifest) -> list[tuple[int, tuple[int, ...]]]:
-    """Shards of the credit's work, and the rows of each that were informative but not needed."""
-    surplus = credit.detail.get("surplus", [])
-    assert isinstance(surplus, list)
-    found = [_Surplus.model_validate(groups) for groups in surplus]
-    return [(groups.shard, groups.rows) for groups in found]
+class Surplus(Settings):
+    """Informative groups of one scored shard that were not needed."""
 
-
-class _Surplus(Settings):
     shard: int
+    """Index among the kept shards and, behind them, the iteration's own."""
     rows: tuple[int, ...]
+    """Their prompts."""
+
+
+def surplus_of(credit: Manifest) -> list[Surplus]:
+    """Informative groups beyond the target, as credit found them."""
+    found = credit.detail.get("surplus", [])
+    assert isinstance(found, list)
+    return [Surplus.model_validate(groups) for groups in found]

@@ -120,14 +120,11 @@ async def _arrange(run: RunRef, plan: BatchPlan, workers: dict[str, int]) -> tup
         if move.error is not None:
             logger.warning("slot %d stays with %s: %s", move.slot, move.before, move.error)
     if moves and session.placing is not None:
-        key = f"placement/{plan.key}/moves-{session.run.epoch:04d}-{_count(session, plan):04d}"
+        key = f"placement/{plan.key}/moves-{session.run.epoch:04d}-{session.placing.arranged:04d}"
+        session.placing.arranged += 1
         entry: dict[str, JsonValue] = {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started}
         session.run.note(key, entry)
     return moves
-
-
-def _count(session: Session, plan: BatchPlan) -> int:
-    return len(session.run.journal(f"placement/{plan.key}/moves-{session.run.epoch:04d}-"))
 
 
 def _inputs(session: Session, placing: Placing, plan: BatchPlan) -> PlanInputs:

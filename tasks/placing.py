@@ -20,6 +20,8 @@ class Placing:
     current: Plan | None = None
     """How the slots were last dealt."""
     memory: Memory = field(default_factory=Memory)
+    arranged: int = 0
+    """How often workers were moved by this process: numbers the journal's entries."""
     began: float = 0.0
     """When the current stage was planned, on the monotonic clock."""
 

@@ -96,7 +96,7 @@ class Session:
         return await self.ask(role, method, work, returns=Outcome)
 
     async def ask(self, role: str, method: str, work: object, *, returns: type[R]) -> Done[R]:
-        """Have a worker do work that makes nothing for the store."""
+        """Have a worker do work whose result is not for the store, or is yet to be committed."""
         if role in self.slot_roles:
             pool: Pool | RankGroup = (await self.fleet()).role(role)
         else:

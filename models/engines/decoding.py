@@ -140,7 +140,24 @@ def _prefill(policy: LoadedPolicy, rows: Sequence[Row], num_steps: int) -> tuple
     firsts = [index for index, row in enumerate(rows) if index == 0 or not _shares_cache(row, rows[index - 1])]
     counts = np.diff([*firsts, len(rows)])
     prompts = [rows[index].given for index in firsts]
-    width = max(map(len, prompts))
+    logits_PV, mask_PT, cache = read_prompts(policy, prompts)
+    prompt_B = torch.arange(len(prompts), device=device).repeat_interleave(torch.from_numpy(counts).to(device))
+    cache.reorder_cache(prompt_B)
+    room_BT = mask_PT.new_ones(len(rows), num_steps)
+    live = _Live(
+        rows_B=torch.arange(len(rows), device=device),
+        alive_B=torch.ones(len(rows), dtype=torch.bool, device=device),
+        mask_BT=torch.cat([mask_PT[prompt_B], room_BT], dim=1),
+        width=mask_PT.shape[1],
+        lengths_B=mask_PT.sum(dim=1)[prompt_B],
+        cache=cache,
+    )
+    return logits_PV[prompt_B], live
+
+
+def read_prompts(policy: LoadedPolicy, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Cache]:
+    """Run prompts once, padded on the left; return the logits of the next token, the mask and the filled cache."""
+    device, width = policy.model.device, max(map(len, prompts))
     tokens_PT = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask_PT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     output = policy.model(
@@ -150,18 +167,7 @@ def _prefill(policy: LoadedPolicy, rows: Sequence[Row], num_steps: int) -> tuple
         use_cache=True,
         logits_to_keep=1,
     )
-    prompt_B = torch.arange(len(prompts), device=device).repeat_interleave(torch.from_numpy(counts).to(device))
-    output.past_key_values.reorder_cache(prompt_B)
-    room_BT = mask_PT.new_ones(len(rows), num_steps)
-    live = _Live(
-        rows_B=torch.arange(len(rows), device=device),
-        alive_B=torch.ones(len(rows), dtype=torch.bool, device=device),
-        mask_BT=torch.cat([mask_PT[prompt_B], room_BT], dim=1),
-        width=width,
-        lengths_B=mask_PT.sum(dim=1)[prompt_B],
-        cache=output.past_key_values,
-    )
-    return output.logits[:, -1][prompt_B], live
+    return output.logits[:, -1], mask_PT, output.past_key_values
 
 
 def _shares_cache(row: Row, other: Row) -> bool:

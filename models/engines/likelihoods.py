@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infra.errors import Quarantined
-from models.engines.decoding import LoadedPolicy
+from models.engines.decoding import LoadedPolicy, read_prompts
 
 
 @torch.inference_mode()
@@ -18,33 +18,24 @@ def continuation_logprobs(
     policy: LoadedPolicy, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
 ) -> Tensor:
     """Return the log-probability of each continuation after each prompt, at temperature 1: P x C in float64."""
-    device = policy.model.device
-    width, longest = max(map(len, prompts)), max(map(len, continuations))
-    tokens_PT = torch.tensor([[0] * (width - len(tokens)) + list(tokens) for tokens in prompts], device=device)
-    mask_PT = torch.tensor([[0] * (width - len(tokens)) + [1] * len(tokens) for tokens in prompts], device=device)
-    output = policy.model(
-        input_ids=tokens_PT,
-        attention_mask=mask_PT,
-        position_ids=(mask_PT.cumsum(dim=1) - 1).clamp(min=0),
-        use_cache=longest > 1,
-        logits_to_keep=1,
-    )
+    device, longest = policy.model.device, max(map(len, continuations))
+    logits_PV, mask_PT, cache = read_prompts(policy, prompts)
     first_C = torch.tensor([tokens[0] for tokens in continuations], device=device)
-    logprobs_PC = _log_softmax(output.logits[:, -1], policy)[:, first_C]
+    logprobs_PC = _log_softmax(logits_PV, policy)[:, first_C]
     if longest == 1:
         return logprobs_PC
     # Padded on the right, where causal attention never looks; padding's own log-probs are masked.
     tokens_CL = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in continuations], device=device)
     real_CL = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in continuations]).to(device)
     row_R = torch.arange(len(prompts), device=device).repeat_interleave(len(continuations))
-    output.past_key_values.reorder_cache(row_R)
+    cache.reorder_cache(row_R)
     tokens_RL, real_RL = tokens_CL.repeat(len(prompts), 1), real_CL.repeat(len(prompts), 1)
     steps_L = torch.arange(longest - 1, device=device)
     logits_RLV = policy.model(
         input_ids=tokens_RL[:, :-1],
         attention_mask=torch.cat([mask_PT[row_R], real_RL[:, :-1]], dim=1),
         position_ids=mask_PT.sum(dim=1)[row_R][:, None] + steps_L,
-        past_key_values=output.past_key_values,
+        past_key_values=cache,
         use_cache=True,
     ).logits
     later_RL = _log_softmax(logits_RLV, policy).gather(2, tokens_RL[:, 1:, None]).squeeze(2)

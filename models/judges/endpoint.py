@@ -16,15 +16,12 @@ from models.config import SamplingConfig
 from models.judges import Answer, Question
 from models.judges.addresses import Endpoint, parse_endpoint, resolve
 from models.judges.chat import check_request, read_answer, refusal, request_body
+from models.rewards.config import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, VerdictConfig
 from models.rewards.config import EndpointJudge as EndpointConfig
-from models.rewards.config import VerdictConfig
 from models.seeds import derive_seed
 
 T = TypeVar("T")
 
-MAX_BACKOFF_SECONDS = 30.0
-MAX_RETRY_AFTER_SECONDS = 60.0
-"""A server that asks for more patience is down."""
 MAX_BODY_BYTES = 4 << 20
 EXCERPT = 200
 """Characters of a refusal's body that its message repeats."""

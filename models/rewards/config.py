@@ -124,6 +124,13 @@ class TrainedJudge(Settings):
     """What runs it."""
 
 
+MAX_BACKOFF_SECONDS = 30.0
+MAX_RETRY_AFTER_SECONDS = 60.0
+"""A server that asks for more patience is down."""
+MAX_PAUSE_SECONDS = MAX_RETRY_AFTER_SECONDS + MAX_BACKOFF_SECONDS
+"""Longest pause between two attempts at one request."""
+
+
 class EndpointJudge(Settings):
     """A model behind an OpenAI-compatible endpoint."""
 
@@ -145,7 +152,7 @@ class EndpointJudge(Settings):
     retries: Annotated[int, Field(ge=0, le=20)] = 5
     """Attempts after the first on time-outs, lost connections, 408, 409, 429 and 5xx."""
     backoff_seconds: Annotated[float, Field(gt=0)] = 0.5
-    """Pause before the second attempt; it doubles, with jitter, up to 30 s. A Retry-After header is obeyed."""
+    """Pause before the second attempt; it doubles, with jitter, up to 30 s. Retry-After is obeyed up to 60 s."""
     concurrency: Positive = 32
     """Requests under way at once, per worker."""
 
