@@ -15,20 +15,22 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 from flows.complaints import explain, nearest
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
+from models.algorithms.config import AlgorithmConfig, Grpo
 from models.config import (
-    AlgorithmConfig,
+    MAX_PAUSE_SECONDS,
     ArithmeticData,
     DataConfig,
+    DpoConfig,
     EvaluationConfig,
-    Grpo,
     PolicyConfig,
+    PreferencesConfig,
     RetentionConfig,
     RolloutConfig,
     ScratchPolicy,
-    UpdateConfig,
     WarmupConfig,
 )
-from models.rewards.config import MAX_PAUSE_SECONDS, ScoringConfig
+from models.objectives.config import UpdateConfig
+from models.rewards.config import ScoringConfig
 from placement.config import AdaptivePlacement, PlacementConfig
 
 
@@ -59,7 +61,11 @@ class RunConfig(Settings):
     policy: PolicyConfig = ScratchPolicy()
     """The initial policy."""
     warmup: WarmupConfig | None = None
-    """Supervised warm-up of the initial policy; none leaves it as it is."""
+    """Supervised warm-up (SFT) of the initial policy; none leaves it as it is."""
+    preferences: PreferencesConfig | None = None
+    """Pairs of completions, for reward models that the run trains and for DPO."""
+    dpo: DpoConfig | None = None
+    """Direct preference optimisation after the warm-up; none leaves the policy as it is."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation."""
     scoring: ScoringConfig = ScoringConfig()
@@ -106,7 +112,7 @@ class RunConfig(Settings):
                 f"rollout.dynamic.metric {dynamic.metric!r}: expected a reward term, one of {', '.join(terms)}"
                 f"{nearest(dynamic.metric, terms)}"
             )
-        if dynamic is not None and self.algorithm.keep_uninformative:
+        if dynamic is not None and getattr(self.algorithm, "keep_uninformative", False):
             raise ValueError(
                 "algorithm.keep_uninformative with rollout.dynamic: dynamic sampling leaves uninformative groups out; "
                 "to fill up with them, set rollout.dynamic.on_shortfall='fill'"

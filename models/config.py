@@ -106,6 +106,57 @@ class WarmupConfig(Settings):
     """Share of arithmetic examples that show the worked answer; the others show a bare guess."""
 
 
+# ---- preferences
+
+
+class ArithmeticPreferences(Settings):
+    """Pairs made from arithmetic problems: a right completion is preferred to a wrong one."""
+
+    kind: Literal["arithmetic"] = "arithmetic"
+    train_pairs: Positive = 8192
+    """Pairs to learn from."""
+    heldout_pairs: Positive = 256
+    """Pairs of held-out problems, for pair accuracy."""
+
+
+class FilePreferences(Settings):
+    """Pairs from a JSON Lines, Parquet or Arrow file."""
+
+    kind: Literal["file"] = "file"
+    path: Path
+    """Training pairs."""
+    heldout_path: Path | None = None
+    """Evaluation pairs; none keeps `heldout_fraction` of the training file back."""
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of pairs kept for evaluation when there is no second file, chosen by a hash of the prompt."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
+    chosen_column: str = "chosen"
+    """Column with the better completion."""
+    rejected_column: str = "rejected"
+    """Column with the worse completion."""
+    template: str = "{prompt}"
+    """How plain text becomes a prompt; `{prompt}` is the column's text."""
+
+
+PreferencesConfig = Annotated[ArithmeticPreferences | FilePreferences, Field(discriminator="kind")]
+
+
+class DpoConfig(Settings):
+    """Direct preference optimisation of the policy after its warm-up (DPO, arXiv 2305.18290, eq. 7)."""
+
+    steps: Positive = 200
+    """Optimizer steps."""
+    batch_size: Positive = 32
+    """Pairs per step."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """Peak learning rate; linear over 5% of the steps, then cosine to a tenth. Pretrained policies take 5e-7."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How closely the policy is held to where it starts."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs that are taken to be the wrong way round (conservative DPO)."""
+
+
 # ---- rollout
 
 
@@ -200,8 +251,8 @@ class RolloutConfig(Settings):
 
     prompts: Positive = 64
     """Prompts per iteration; with `dynamic`, the informative groups aimed at."""
-    group_size: Annotated[int, Field(ge=2, le=1024)] = 8
-    """Completions per prompt; credit is relative to their mean reward."""
+    group_size: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Completions per prompt; most algorithms reckon credit relative to their mean reward."""
     shard_prompts: Positive = 32
     """Prompts per shard: the unit of work, of commit and of loss when a worker dies."""
     sampling: SamplingConfig = SamplingConfig()
@@ -214,126 +265,36 @@ class RolloutConfig(Settings):
     """Partial rollout; none generates every completion to its end."""
 
 
-# ---- credit
+# ---- models elsewhere
+
+MAX_BACKOFF_SECONDS = 30.0
+MAX_RETRY_AFTER_SECONDS = 60.0
+"""A server that asks for more patience is down."""
+MAX_PAUSE_SECONDS = MAX_RETRY_AFTER_SECONDS + MAX_BACKOFF_SECONDS
+"""Longest pause between two attempts at one request."""
 
 
-class Grpo(Settings):
-    """Group-relative advantages (GRPO, arXiv 2402.03300; without the deviation: Dr. GRPO, 2503.20783)."""
+class Endpoint(Settings):
+    """A model behind an HTTP endpoint, and how patiently it is asked."""
 
-    kind: Literal["grpo"] = "grpo"
-    normalise_std: bool = True
-    """Divide by the group's standard deviation."""
-    keep_uninformative: bool = False
-    """Train on groups of equal rewards too; they only matter with a KL penalty, and dilute the loss."""
-
-
-AlgorithmConfig = Grpo
-
-
-# ---- update
-
-
-class TokenMean(Settings):
-    """Mean over all tokens of the batch (DAPO)."""
-
-    kind: Literal["token"] = "token"
-
-
-class SequenceMean(Settings):
-    """Mean over sequences of the mean over each sequence's tokens (GRPO)."""
-
-    kind: Literal["sequence"] = "sequence"
-
-
-class ConstantMean(Settings):
-    """Sum over tokens divided by the number of sequences times a fixed length (Dr. GRPO)."""
-
-    kind: Literal["constant"] = "constant"
-    length: Positive
-    """The fixed length in tokens."""
-
-
-Aggregation = Annotated[TokenMean | SequenceMean | ConstantMean, Field(discriminator="kind")]
-
-
-class PpoClip(Settings):
-    """Clipped surrogate (PPO, arXiv 1707.06347) with separate bounds (clip-higher, DAPO, 2503.14476)."""
-
-    kind: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below 1 - clip_low."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """The ratio is clipped above 1 + clip_high."""
-    aggregation: Aggregation = TokenMean()
-    """How token losses become one number."""
-
-
-class NoKl(Settings):
-    """No penalty and no reference model."""
-
-    kind: Literal["none"] = "none"
-
-
-class KlPenalty(Settings):
-    """Penalty on the divergence from the initial policy, in the loss."""
-
-    kind: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the divergence per token."""
-    coefficient: Annotated[float, Field(gt=0)] = 1e-3
-    """Factor in the loss."""
-
-
-Kl = Annotated[NoKl | KlPenalty, Field(discriminator="kind")]
-
-
-class NoCorrection(Settings):
-    """Behaviour log-probs are taken as the old policy's; the mismatch is measured all the same."""
-
-    kind: Literal["none"] = "none"
-
-
-class TruncatedImportance(Settings):
-    """The loss is weighted by min(π_old / π_behaviour, cap); π_old is computed by the trainer."""
-
-    kind: Literal["truncated"] = "truncated"
-    cap: Annotated[float, Field(ge=1)] = 2.0
-    """Largest weight."""
-
-
-Correction = Annotated[NoCorrection | TruncatedImportance, Field(discriminator="kind")]
-
-
-class UpdateConfig(Settings):
-    """The optimizer steps of an iteration."""
-
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate over the run after its warm-up."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of linear warm-up."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's decoupled weight decay."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's first moment decay."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    """AdamW's second moment decay."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are clipped to this global norm."""
-    minibatches: Positive = 4
-    """Optimizer steps per iteration; groups are dealt to them by the seed."""
-    microbatch_tokens: Positive = 16384
-    """Tokens (padding included) per rank in one forward pass; gradients accumulate over the passes of a step."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """DeepSpeed ZeRO stage; part of a run's identity."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of weights and activations; optimizer moments and master weights are float32."""
-    loss: PpoClip = PpoClip()
-    """The policy loss."""
-    kl: Kl = NoKl()
-    """Divergence from the initial policy."""
-    correction: Correction = TruncatedImportance()
-    """What corrects the mismatch between the engine's log-probs and the trainer's."""
+    base_url: str
+    """Such as `https://judge.example.com/v1`; its host must be in `allowed_hosts`."""
+    allowed_hosts: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Hosts, as `host` or `host:port`, that completions may be sent to."""
+    allow_private: bool = False
+    """Let those hosts be loopback, link-local or private addresses."""
+    model: str
+    """Name of the model there."""
+    api_key_variable: str | None = None
+    """Environment variable that holds the key; the key itself is in no configuration, log or manifest."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 120
+    """Longest time for one request."""
+    retries: Annotated[int, Field(ge=0, le=20)] = 5
+    """Attempts after the first on time-outs, lost connections, 408, 409, 429 and 5xx."""
+    backoff_seconds: Annotated[float, Field(gt=0)] = 0.5
+    """Pause before the second attempt; it doubles, with jitter, up to 30 s. Retry-After is obeyed up to 60 s."""
+    concurrency: Positive = 32
+    """Requests under way at once, per worker."""
 
 
 # ---- evaluation

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from infra.errors import Damaged
+from models.algorithms.config import AlgorithmConfig
 from models.algorithms.grpo import Floats, GroupStatistics, Integers, advantages, group_statistics
-from models.config import AlgorithmConfig
 from models.records import SAMPLE_SCHEMA, FinishReason
 from models.selection import Mask, Selection, Wanted, select_groups
 
@@ -60,7 +60,7 @@ def assign_credit(
     selection = None if wanted is None else _selection(judged, rewards_N, groups, wanted)
     kept_N, filling_N = _kept(rewards_N, groups, selection, algorithm)
     samples, num_tokens = _samples(
-        table, kept_N, advantages(rewards_N, groups, algorithm.normalise_std), filling_N=filling_N
+        table, kept_N, advantages(rewards_N, groups, algorithm.kind == "grpo"), filling_N=filling_N
     )
     metrics = {
         "samples": float(samples.num_rows),
@@ -107,7 +107,9 @@ def _kept(
     if selection is not None:
         filling_N = selection.filling_G[groups.group_N]
         return scored_N & (selection.trained_G[groups.group_N] | filling_N), filling_N
-    kept_N = scored_N if algorithm.keep_uninformative else scored_N & groups.informative_G[groups.group_N]
+    kept_N = (
+        scored_N if getattr(algorithm, "keep_uninformative", False) else scored_N & groups.informative_G[groups.group_N]
+    )
     return kept_N, np.zeros_like(kept_N)
 
 
@@ -154,6 +156,9 @@ def _samples(table: pa.Table, kept_N: Mask, advantages_N: Floats, *, filling_N: 
         "num_prompt_tokens": pa.array(prompts_K.astype(np.int32)),
         "logprobs": logprobs,
         "advantages": _lists(advantages_T, completions_K),
+        "staleness": _lists(np.zeros(len(advantages_T), np.int16), completions_K),
+        "values": pa.nulls(rows.num_rows, pa.list_(pa.float32())),
+        "returns": pa.nulls(rows.num_rows, pa.list_(pa.float32())),
     }
     return pa.table(columns, schema=SAMPLE_SCHEMA), int(prompts_K.sum() + completions_K.sum())
 

@@ -22,11 +22,11 @@ from models.config import (
     PacedEngine,
     PolicyConfig,
     RolloutConfig,
-    UpdateConfig,
     WarmupConfig,
 )
 from models.data import Problem, identity, load_problems, warmup_examples
 from models.judges.inputs import check_judge
+from models.objectives.config import UpdateConfig
 from models.rewards.build import build_reward, check_reward
 from models.rewards.config import JudgeReward, NumericReward, ScoringConfig
 

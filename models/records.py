@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import pyarrow as pa
+from blake3 import blake3
 from pydantic import JsonValue
 
 from infra.bundles import BundleRef
@@ -59,11 +60,31 @@ SAMPLE_SCHEMA = pa.schema(
         ("sample", pa.int16()),
         ("tokens", pa.list_(pa.int32())),  # prompt and completion; without completion the sample has no weight
         ("num_prompt_tokens", pa.int32()),
-        ("logprobs", pa.list_(pa.float32())),  # behaviour log-probs, one per completion token
-        ("advantages", pa.list_(pa.float32())),  # one per completion token
+        # one of each per completion token
+        ("logprobs", pa.list_(pa.float32())),  # behaviour log-probs
+        ("advantages", pa.list_(pa.float32())),
+        ("staleness", pa.list_(pa.int16())),  # versions between who wrote the token and who learns from it
+        ("values", pa.list_(pa.float32())),  # the critic's values before the update; null without a critic
+        ("returns", pa.list_(pa.float32())),  # what the critic learns; null without a critic
     ]
 )
 """Training samples, one row each: all that the update reads."""
+
+ESTIMATE_SCHEMA = pa.schema(
+    [
+        ("prompt_row", pa.int32()),
+        ("sample", pa.int16()),
+        # one of each per completion token; null where nobody asked
+        (
+            "policy",
+            pa.list_(pa.float32()),
+        ),  # log-probs under the policy before the update, by the trainer
+        ("reference", pa.list_(pa.float32())),  # log-probs under the initial policy
+        ("teacher", pa.list_(pa.float32())),  # log-probs under the teacher
+        ("values", pa.list_(pa.float32())),  # the critic's value of the state that the token was drawn in
+    ]
+)
+"""What models say of each token of scored rollouts, row by row in the order of the rollout shard."""
 
 
 VERDICT_SCHEMA = pa.schema(
@@ -74,6 +95,7 @@ VERDICT_SCHEMA = pa.schema(
         ("attempt", pa.int16()),  # 0 is the first; only the last attempt of a vote counts
         ("text", pa.string()),  # the judge's answer, shortened where it is very long; null where nothing is written
         ("value", pa.float64()),  # the reward; null = invalid
+        ("steps", pa.list_(pa.int16())),  # steps found wrong, where steps are judged; null = invalid
         ("error", pa.string()),  # why it is invalid
         ("tokens", pa.int32()),  # of the answer
     ]
@@ -81,8 +103,12 @@ VERDICT_SCHEMA = pa.schema(
 """Answers of a served reward, one row per vote and attempt, ordered by (prompt_row, sample, vote, attempt)."""
 
 
-def score_schema(terms: tuple[str, ...]) -> pa.Schema:
-    """Columns of a score shard: the total reward (null = missing), one column per term, and the first error."""
+def score_schema(terms: tuple[str, ...], process_terms: tuple[str, ...] = ()) -> pa.Schema:
+    """Columns of a score shard: the total reward (null = missing), one column per term, and the first error.
+
+    A process term also has the first completion token of each of its spans (steps or tokens), and a value for each.
+    Spans follow each other and cover the completion, so the first begins at token 0. Null where the term is missing.
+    """
     return pa.schema(
         [
             ("prompt_row", pa.int32()),
@@ -90,17 +116,29 @@ def score_schema(terms: tuple[str, ...]) -> pa.Schema:
             ("reward", pa.float64()),
             *((f"reward_{term}", pa.float64()) for term in terms),
             ("error", pa.string()),
+            *((f"spans_{term}", pa.list_(pa.int32())) for term in process_terms),
+            *((f"values_{term}", pa.list_(pa.float64())) for term in process_terms),
         ]
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """A policy after `version` updates: immutable weights, and the optimizer state beside them (none at the start)."""
+    """A model after `version` updates: immutable weights, and the optimizer state beside them (none at the start)."""
 
     version: int
     weights: BundleRef
+    """With an adapter, those of its base."""
     state: BundleRef | None = None
+    adapter: BundleRef | None = None
+    """Low-rank deltas that are added to the weights; none leaves them as they are."""
+
+    @property
+    def digest(self) -> str:
+        """What proves which model is served: of weights and adapter together."""
+        if self.adapter is None:
+            return self.weights.digest
+        return blake3(f"{self.weights.digest}+{self.adapter.digest}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +150,7 @@ class Outcome:
 
     shards: tuple[ShardRef, ...] = ()
     policy: PolicyVersion | None = None
+    critic: PolicyVersion | None = None
     metrics: dict[str, float] | None = None
     detail: dict[str, JsonValue] | None = None
     """Other facts that follow from the inputs alone: names and row numbers, never payloads."""

@@ -3,14 +3,7 @@
 from dataclasses import dataclass
 
 from infra.shards import ShardRef
-from models.config import (
-    DataConfig,
-    DynamicSampling,
-    PartialRollout,
-    PolicyConfig,
-    SamplingConfig,
-    WarmupConfig,
-)
+from models.config import DataConfig, DynamicSampling, PartialRollout, PolicyConfig, SamplingConfig, WarmupConfig
 from models.records import PolicyVersion
 from models.rewards.config import JudgeReward, ServedReward
 
@@ -106,6 +99,22 @@ class ExcerptWork:
 
 
 @dataclass(frozen=True, slots=True)
+class EstimateWork:
+    """Ask models about every token of an iteration's rollouts: one shard per rollout shard, in the same order.
+
+    Every rank gets the same record; a model that is none is not asked.
+    """
+
+    iteration: int
+    shards: tuple[ScoredShard, ...]
+    policy: PolicyVersion
+    reference: PolicyVersion | None = None
+    critic: PolicyVersion | None = None
+    teacher: PolicyVersion | None = None
+    """A teacher whose model the run holds; one behind an endpoint is known from the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
 class CreditWork:
     """Turn an iteration's scored rollouts, in order, into training samples."""
 
@@ -114,6 +123,14 @@ class CreditWork:
     target: int | None = None
     """Informative groups wanted: the first so many in order are trained, the others are surplus. None takes all."""
     dynamic: DynamicSampling | None = None
+    policy_version: int = 0
+    """Version that learns from the samples; tokens of earlier ones are stale."""
+    max_new_tokens: int = 0
+    """Length limit of completions, for penalties near it."""
+    estimates: tuple[ShardRef, ...] = ()
+    """What models say of the tokens, one shard per pair; none where the algorithm needs none."""
+    kl_coefficient: float = 0.0
+    """Of the penalty in the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +143,12 @@ class UpdateWork:
     samples: tuple[ShardRef, ...]
     total_iterations: int
     seed: int
+    critic: PolicyVersion | None = None
+    """The value model before the update; none where the algorithm has none."""
+    learns: bool = True
+    """Whether the policy takes steps; while its critic warms up it does not."""
+    kl_coefficient: float = 0.0
+    """Of the penalty in the loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,8 @@ async def _start(session: Session, role: str) -> Pool | RankGroup:
             spec = _spec(session, role, "models.workers.scoring:ScoringWorker", pools.scoring_workers, options=options)
             return await session.cluster.pool(spec)
         case "update":
-            options = {**threads, "update": settings.update, "temperature": settings.rollout.sampling.temperature}
+            learning: dict[str, object] = {"update": settings.update, "algorithm": settings.algorithm}
+            options = {**threads, **learning, "temperature": settings.rollout.sampling.temperature}
             spec = _spec(session, role, "models.workers.update:UpdateWorker", pools.update_ranks, options=options)
             return await session.cluster.ranks(spec)
     for term, reward in settings.scoring.served.items():

@@ -3,16 +3,9 @@
 from typing import Protocol
 
 from infra.config import PoolsConfig
-from models.config import (
-    AlgorithmConfig,
-    DataConfig,
-    EvaluationConfig,
-    PolicyConfig,
-    RetentionConfig,
-    RolloutConfig,
-    UpdateConfig,
-    WarmupConfig,
-)
+from models.algorithms.config import AlgorithmConfig
+from models.config import DataConfig, EvaluationConfig, PolicyConfig, RetentionConfig, RolloutConfig, WarmupConfig
+from models.objectives.config import UpdateConfig
 from models.rewards.config import ScoringConfig
 from placement.config import PlacementConfig
 

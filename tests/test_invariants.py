@@ -13,7 +13,8 @@ from infra.bundles import publish_bundle
 from infra.manifests import Manifest
 from infra.runs import Run, create_run, open_run
 from infra.shards import read_shard, write_shard
-from models.config import DynamicSampling, Grpo, PartialRollout, RolloutConfig, SamplingConfig
+from models.algorithms.config import Grpo
+from models.config import DynamicSampling, PartialRollout, RolloutConfig, SamplingConfig
 from models.curriculum import take
 from models.records import PROMPT_SCHEMA, Outcome, PolicyVersion
 from models.rewards.config import RegexReward, ScoringConfig

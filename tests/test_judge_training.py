@@ -10,7 +10,9 @@ from infra.bundles import fetch_bundle
 from infra.errors import BadInput
 from infra.shards import read_shard
 from infra.storage import open_store
-from models.config import ArithmeticData, ScratchPolicy, UpdateConfig, WarmupConfig
+from models.algorithms.config import Grpo
+from models.config import ArithmeticData, ScratchPolicy, WarmupConfig
+from models.objectives.config import UpdateConfig
 from models.records import Outcome, PolicyVersion
 from models.rewards.config import DirectoryJudge, EndpointJudge, JudgeReward, LogprobVerdict, ServedReward, TrainedJudge
 from models.work import JudgePreparation, JudgeWarmupWork, JudgeWork, PolicyWork
@@ -35,7 +37,7 @@ def prepare(home: Path, reward: ServedReward = REWARD) -> Outcome:
 
 
 def train(home: Path, judge: PolicyVersion) -> Outcome:
-    worker = UpdateWorker(str(home), "run", UpdateConfig(), 1.0, 1)
+    worker = UpdateWorker(str(home), "run", update=UpdateConfig(), algorithm=Grpo(), temperature=1.0, threads=1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
     worker.join(0, 1, "127.0.0.1", port)

@@ -11,7 +11,8 @@ from infra.bundles import publish_bundle
 from infra.errors import BadInput, Damaged
 from infra.shards import ShardRef, read_shard, write_shard
 from infra.storage import open_store
-from models.config import Grpo, SamplingConfig
+from models.algorithms.config import Grpo
+from models.config import SamplingConfig
 from models.records import ROLLOUT_SCHEMA, VERDICT_SCHEMA, Outcome, PolicyVersion
 from models.rewards.config import (
     Canaries,

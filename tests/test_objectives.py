@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from models.config import (
+from models.objectives.aggregation import token_weights
+from models.objectives.config import (
     ConstantMean,
     KlPenalty,
     NoCorrection,
@@ -15,7 +16,6 @@ from models.config import (
     TruncatedImportance,
     UpdateConfig,
 )
-from models.objectives.aggregation import token_weights
 from models.objectives.importance import mismatch, truncated_weight
 from models.objectives.kl import kl_estimate
 from models.objectives.policy_loss import ppo_clip

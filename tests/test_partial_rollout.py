@@ -9,7 +9,8 @@ import torch
 from infra.errors import BadInput
 from infra.shards import ShardRef, read_shard
 from infra.storage import Store, open_store
-from models.config import Grpo, PartialRollout, SamplingConfig
+from models.algorithms.config import Grpo
+from models.config import PartialRollout, SamplingConfig
 from models.engines import Completion, Request
 from models.records import ROLLOUT_SCHEMA, FinishReason, PolicyVersion
 from models.rewards.config import RegexReward, ScoringConfig

@@ -20,9 +20,9 @@ from models.config import (
     RolloutConfig,
     SamplingConfig,
     ScratchPolicy,
-    UpdateConfig,
     WarmupConfig,
 )
+from models.objectives.config import UpdateConfig
 from models.preflight import Inputs, check
 from models.rewards.config import (
     ChoiceVerdict,

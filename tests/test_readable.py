@@ -7,7 +7,7 @@ import pytest
 
 from infra.shards import write_shard
 from infra.storage import open_store
-from models.config import Grpo
+from models.algorithms.config import Grpo
 from models.records import score_schema
 from models.rewards.config import NumericReward, ScoringConfig
 from models.work import ExcerptWork, ScoredShard

@@ -15,8 +15,10 @@ import pytest
 from infra.errors import Damaged, Quarantined
 from infra.shards import ShardRef, read_shard, write_shard
 from infra.storage import Store, open_store
-from models.config import ConstantMean, DynamicSampling, Grpo, SequenceMean, TokenMean
+from models.algorithms.config import Grpo
+from models.config import DynamicSampling
 from models.objectives.aggregation import token_weights
+from models.objectives.config import ConstantMean, SequenceMean, TokenMean
 from models.records import ROLLOUT_SCHEMA, SAMPLE_SCHEMA, Outcome, score_schema
 from models.rewards.config import NumericReward, RegexReward, ScoringConfig, TargetReward
 from models.samples import open_samples
@@ -328,7 +330,7 @@ def test_scoring_512_completions_takes_a_fraction_of_a_second(store: Store, make
 HANGING_WORKER = """
 import sys
 from infra.shards import ShardRef
-from models.config import Grpo
+from models.algorithms.config import Grpo
 from models.rewards.config import ScoringConfig, TargetReward
 from models.work import ScoringWork
 from models.workers.scoring import ScoringWorker

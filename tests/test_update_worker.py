@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from infra.bundles import fetch_bundle, publish_bundle
 from infra.errors import BadInput
 from infra.storage import open_store
-from models.config import KlPenalty, SequenceMean, UpdateConfig, WarmupConfig
+from models.algorithms.config import Grpo
+from models.config import WarmupConfig
 from models.data import load_problems
+from models.objectives.config import KlPenalty, SequenceMean, UpdateConfig
 from models.records import Outcome, PolicyVersion
 from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
 from models.work import UpdateWork, WarmupWork
@@ -43,7 +45,7 @@ def policy(uri: str) -> PolicyVersion:
 
 
 def start(uri: str, config: UpdateConfig = CONFIG, *, rank: int = 0, ranks: int = 1, port: int = 0) -> UpdateWorker:
-    worker = UpdateWorker(uri, "run", config, 0.9, 1)
+    worker = UpdateWorker(uri, "run", update=config, algorithm=Grpo(), temperature=0.9, threads=1)
     worker.join(rank, ranks, "127.0.0.1", port or free_port())
     return worker
 

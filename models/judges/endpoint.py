@@ -12,12 +12,12 @@ import httpx
 from pydantic import JsonValue
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
-from models.config import SamplingConfig
+from models.config import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, SamplingConfig
 from models.judges import Answer, Question
 from models.judges.addresses import Endpoint, parse_endpoint, resolve
 from models.judges.chat import check_request, read_answer, refusal, request_body
-from models.rewards.config import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, VerdictConfig
 from models.rewards.config import EndpointJudge as EndpointConfig
+from models.rewards.config import VerdictConfig
 from models.seeds import derive_seed
 
 T = TypeVar("T")

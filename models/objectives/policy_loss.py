@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.config import PpoClip
+from models.objectives.config import PpoClip
 
 
 class PolicyTerms(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.config import KlPenalty, TruncatedImportance, UpdateConfig
+from models.objectives.config import KlPenalty, TruncatedImportance, UpdateConfig
 from models.objectives.importance import mismatch, truncated_weight
 from models.objectives.kl import kl_estimate
 from models.objectives.policy_loss import ppo_clip

@@ -7,6 +7,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from infra.config import Settings
 from models.config import (
+    Endpoint,
     EngineConfig,
     Fraction,
     Positive,
@@ -24,6 +25,29 @@ class RewardTerm(Settings):
     """Column name of this term; by default its kind."""
     weight: float = 1.0
     """Factor of this term in the total."""
+
+
+# ---- steps
+
+
+class BlankLines(Settings):
+    """A step ends at a blank line, unless it is inside a code or math fence (CAPO, arXiv 2508.02298)."""
+
+    kind: Literal["blank_lines"] = "blank_lines"
+
+
+class PatternSteps(Settings):
+    """A step ends where a pattern ends; what it matches belongs to the step before it."""
+
+    kind: Literal["pattern"] = "pattern"
+    pattern: str
+    """Regular expression of what separates steps."""
+
+
+Segmentation = Annotated[BlankLines | PatternSteps, Field(discriminator="kind")]
+
+
+# ---- rules
 
 
 class NumericReward(RewardTerm):
@@ -49,13 +73,23 @@ class RegexReward(RewardTerm):
 
 
 class TargetReward(RewardTerm):
-    """Any function `reward(prompt: str, completion: str, answer: str, **options) -> float`."""
+    """Any function `reward(prompt: str, completion: str, answer: str, **options)`.
+
+    It returns a number; with `per = "step"` or `"token"` it is also given `steps: list[str]` or `tokens: list[str]`,
+    which concatenated are the completion, and returns as many numbers.
+    """
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
     """`pkg.mod:function`."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments given to the function."""
+    per: Literal["completion", "step", "token"] = "completion"
+    """What gets a number of its own."""
+    steps: Segmentation = BlankLines()
+    """What a step is."""
+    aggregate: Literal["mean", "sum", "min"] = "mean"
+    """How the numbers of steps or tokens become one where a number per completion is wanted."""
 
 
 # ---- generative reward models
@@ -99,7 +133,30 @@ class LogprobVerdict(Settings):
     """The answer that earns 0."""
 
 
-VerdictConfig = Annotated[ScoreVerdict | ChoiceVerdict | LogprobVerdict, Field(discriminator="kind")]
+class StepsVerdict(Settings):
+    """Which steps of the completion are wrong (CAPO, arXiv 2508.02298): a flagged step is worth -1, others 0.
+
+    The completion is shown with each step in `<step_k>` tags; the last `<incorrect_steps>` tag of the answer names the
+    wrong ones. An answer that cannot be read is left out of the vote, never taken for "no errors".
+    """
+
+    kind: Literal["steps"] = "steps"
+    steps: Segmentation = BlankLines()
+    """What a step is."""
+    prompt: Literal["audit", "published"] = "audit"
+    """What is asked where no template is set: to audit every step always, or, as published, to name wrong steps only
+    if the solution is wrong."""
+    reference: bool = True
+    """Show the reference answer to the judge."""
+    flags: Literal["intersection", "majority", "union", "average"] = "intersection"
+    """Steps that count as wrong: named by all votes, by half of them, by any; or each by its share of the votes."""
+    ties: Literal["flag", "pass"] = "flag"
+    """What half of the votes do to a step under `majority`."""
+    aggregate: Literal["mean", "sum", "min"] = "mean"
+    """How the values of steps become one where a number per completion is wanted."""
+
+
+VerdictConfig = Annotated[ScoreVerdict | ChoiceVerdict | LogprobVerdict | StepsVerdict, Field(discriminator="kind")]
 
 
 class DirectoryJudge(Settings):
@@ -124,37 +181,12 @@ class TrainedJudge(Settings):
     """What runs it."""
 
 
-MAX_BACKOFF_SECONDS = 30.0
-MAX_RETRY_AFTER_SECONDS = 60.0
-"""A server that asks for more patience is down."""
-MAX_PAUSE_SECONDS = MAX_RETRY_AFTER_SECONDS + MAX_BACKOFF_SECONDS
-"""Longest pause between two attempts at one request."""
-
-
-class EndpointJudge(Settings):
+class EndpointJudge(Endpoint):
     """A model behind an OpenAI-compatible endpoint."""
 
     kind: Literal["endpoint"] = "endpoint"
-    base_url: str
-    """Such as `https://judge.example.com/v1`; its host must be in `allowed_hosts`."""
-    allowed_hosts: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Hosts, as `host` or `host:port`, that completions may be sent to."""
-    allow_private: bool = False
-    """Let those hosts be loopback, link-local or private addresses."""
-    model: str
-    """Name of the model there."""
-    api_key_variable: str | None = None
-    """Environment variable that holds the key; the key itself is in no configuration, log or manifest."""
     guided: Literal["none", "vllm"] = "none"
     """How a constrained choice is asked for: not at all, or by vLLM's structured outputs."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 120
-    """Longest time for one request."""
-    retries: Annotated[int, Field(ge=0, le=20)] = 5
-    """Attempts after the first on time-outs, lost connections, 408, 409, 429 and 5xx."""
-    backoff_seconds: Annotated[float, Field(gt=0)] = 0.5
-    """Pause before the second attempt; it doubles, with jitter, up to 30 s. Retry-After is obeyed up to 60 s."""
-    concurrency: Positive = 32
-    """Requests under way at once, per worker."""
 
 
 JudgeModel = Annotated[DirectoryJudge | TrainedJudge | EndpointJudge, Field(discriminator="kind")]
@@ -205,12 +237,37 @@ class JudgeReward(RewardTerm):
         return isinstance(self.model, EndpointJudge)
 
 
+class DirectoryRewardModel(Settings):
+    """Any sequence classifier directory in Hugging Face format with one output; the run keeps a copy."""
+
+    kind: Literal["directory"] = "directory"
+    path: Path
+    """Directory with config.json, safetensors and tokenizer."""
+
+
+class TrainedRewardModel(Settings):
+    """The initial policy with a head of one output, trained on the run's preferences (Bradley and Terry, 1952)."""
+
+    kind: Literal["trained"] = "trained"
+    steps: Positive = 600
+    """Optimizer steps."""
+    batch_size: Positive = 32
+    """Pairs per step."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate; linear over 5% of the steps, then cosine to a tenth. Pretrained policies take 1e-5."""
+    centering: Annotated[float, Field(ge=0)] = 0.01
+    """Factor of the squared sum of a pair's rewards, which keeps them around zero (arXiv 2312.09244, section 3)."""
+
+
+RewardModelConfig = Annotated[DirectoryRewardModel | TrainedRewardModel, Field(discriminator="kind")]
+
+
 class ModelReward(RewardTerm):
     """The score of a discriminative reward model: a sequence classifier with one output."""
 
     kind: Literal["model"] = "model"
-    path: Path
-    """Directory in Hugging Face format (config.json, safetensors, tokenizer)."""
+    model: RewardModelConfig
+    """Which model scores."""
     template: str | None = None
     """What it reads, with `{prompt}` and `{completion}`; none takes the chat template, or both one after the other."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -232,6 +289,13 @@ ServedReward = JudgeReward | ModelReward
 RewardConfig = Annotated[RuleReward | ServedReward, Field(discriminator="kind")]
 
 
+def is_process(reward: RewardTerm) -> bool:
+    """Whether a reward values steps or tokens rather than whole completions."""
+    if isinstance(reward, TargetReward):
+        return reward.per != "completion"
+    return isinstance(reward, JudgeReward) and isinstance(reward.verdict, StepsVerdict)
+
+
 class ScoringConfig(Settings):
     """Which rewards are added up, and how long one may take."""
 
@@ -251,6 +315,11 @@ class ScoringConfig(Settings):
     def rules(self) -> tuple[RuleReward, ...]:
         """Rewards that are functions, computed by the scoring workers themselves."""
         return tuple(reward for reward in self.rewards if not isinstance(reward, ServedReward))
+
+    @property
+    def process_terms(self) -> tuple[str, ...]:
+        """Column names of the terms that value steps or tokens, in order."""
+        return tuple(term for term, reward in zip(self.terms, self.rewards, strict=True) if is_process(reward))
 
     @property
     def rule_terms(self) -> tuple[str, ...]:

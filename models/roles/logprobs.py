@@ -13,12 +13,13 @@ from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from infra.errors import BadInput
+from models.roles.token_module import TokenModule
 
 CHUNK_ELEMENTS = 1 << 26
 """Float32 logits held at once: 256 MiB, and as much again for their gradient."""
 
 
-class TokenLogprobs(nn.Module):
+class TokenLogprobs(TokenModule):
     """A causal language model that answers with the log-probs of given tokens instead of logits."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float, chunk_elements: int = CHUNK_ELEMENTS) -> None:

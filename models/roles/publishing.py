@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from infra.bundles import BundleRef, fetch_bundle, publish_bundle
 from infra.storage import Store
-from models.config import UpdateConfig
+from models.objectives.config import UpdateConfig
 from models.records import PolicyVersion
 from models.roles.optimizer_state import save_state
 from models.roles.ranks import Ranks, broadcast_bytes

@@ -73,7 +73,7 @@ def _imitate_step(
     passes = plan.passes[ranks.rank]
     for number, rows in enumerate(passes):
         batch = lay_out([sequences[row] for row in rows], [weight] * len(rows))
-        loss = -trainer.logprobs(batch).sum() * weight
+        loss = -trainer.forward(batch).sum() * weight
         trainer.backward(loss, last=number + 1 == len(passes))
         total += loss.detach()
         beat()

@@ -1,4 +1,4 @@
-"""A policy under training: one DeepSpeed engine, and where each ZeRO stage keeps the optimizer's state.
+"""A model under training: one DeepSpeed engine, and where each ZeRO stage keeps the optimizer's state.
 
 Every rank holds one and they act together. Shapes: N completion tokens of one pass.
 """
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from infra.errors import Damaged
 from models.batching import MicroBatch
-from models.config import UpdateConfig
-from models.roles.logprobs import TokenLogprobs
-from models.roles.policy import load_policy
+from models.objectives.config import UpdateConfig
 from models.roles.ranks import Ranks
+from models.roles.token_module import TokenModule
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -25,35 +24,35 @@ Moments = dict[str, Tensor]
 
 
 class Trainer:
-    """Forward, backward and optimizer steps over a policy that DeepSpeed shards over the ranks."""
+    """Forward, backward and optimizer steps over a model that DeepSpeed shards over the ranks."""
 
-    def __init__(self, directory: Path, update: UpdateConfig, *, temperature: float, ranks: Ranks) -> None:
+    def __init__(self, module: TokenModule, update: UpdateConfig, *, ranks: Ranks) -> None:
         import deepspeed
 
         self._ranks = ranks
         self._max_grad_norm = update.max_grad_norm
         self._stage = zero_stage(update)
-        self._model = load_policy(directory)
-        policy = TokenLogprobs(self._model, temperature=temperature).to(ranks.device)
-        buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+        self._model = module.model
+        module = module.to(ranks.device)
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         optimizer = torch.optim.AdamW(
-            policy.parameters(),
+            [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=0.0,
             betas=(update.beta1, update.beta2),
             weight_decay=update.weight_decay,
             fused=True,
         )
-        engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=_engine_config(update))
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_engine_config(update))
         self._engine: DeepSpeedEngine = engine
         self._engine.eval()  # no dropout: log-probs must be those of the policy that generated
-        for name, buffer in policy.named_buffers():  # bfloat16 rotary frequencies would misplace distant tokens
+        for name, buffer in module.named_buffers():  # bfloat16 rotary frequencies would misplace distant tokens
             buffer.data = buffers[name]
         self._optimizer = optimizer
 
-    def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Log-probs of the batch's completion tokens; every rank calls it as often."""
-        logprobs_N = self._engine(*_inputs(batch, self._ranks.device))
-        return cast(Tensor, logprobs_N)
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """What the module says of the batch's completion tokens; every rank calls it as often."""
+        found_N = self._engine(*_inputs(batch, self._ranks.device))
+        return cast(Tensor, found_N)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of this rank's share of the loss; `last` ends the optimizer step's passes."""
@@ -76,7 +75,7 @@ class Trainer:
         return norm if norm >= 0 else float("nan")  # DeepSpeed writes -1 for a norm that is not finite
 
     def save_weights(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face directory on rank 0; under ZeRO-3 every rank holds all of it meanwhile."""
+        """Write the model as a Hugging Face directory on rank 0; under ZeRO-3 every rank holds all of it meanwhile."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(list(self._model.parameters()), enabled=self._stage == 3):
@@ -144,9 +143,9 @@ def zero_stage(update: UpdateConfig) -> int:
 
 
 @torch.no_grad()
-def reference_logprobs(policy: TokenLogprobs, batch: MicroBatch) -> Tensor:
-    """Log-probs under a policy that is not trained."""
-    return cast(Tensor, policy(*_inputs(batch, policy.head.weight.device)))
+def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
+    """What a module that is not trained says of the batch's completion tokens."""
+    return cast(Tensor, module(*_inputs(batch, module.model.device)))
 
 
 def _inputs(batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

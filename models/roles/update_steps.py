@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from models.batching import MicroBatch, Rows, StepPlan, TokenSequence, lay_out
-from models.config import TruncatedImportance, UpdateConfig
 from models.objectives.aggregation import token_weights
+from models.objectives.config import TruncatedImportance, UpdateConfig
 from models.objectives.tally import Tally
 from models.objectives.update_loss import PassTokens, tally_mismatch, update_loss
 from models.roles.logprobs import TokenLogprobs
 from models.roles.ranks import Ranks, sum_and_max
-from models.roles.trainer import Trainer, reference_logprobs
+from models.roles.trainer import Trainer, frozen_forward
 from models.samples import Samples, read_rows
 
 Beat = Callable[[], None]
@@ -81,10 +81,10 @@ def extra_logprobs(
         for number, batch in enumerate(step.batches):
             if index and needs_old:
                 with torch.no_grad():
-                    old[-1][number] = trainer.logprobs(batch)
+                    old[-1][number] = trainer.forward(batch)
                 beat()
             if reference is not None:
-                against[-1][number] = reference_logprobs(reference, batch)
+                against[-1][number] = frozen_forward(reference, batch)
                 beat()
     return Extras(old=old, reference=against)
 
@@ -107,7 +107,7 @@ def take_steps(
             tokens = _on_device(
                 batch, old=extras.old[index][number], reference=extras.reference[index][number], device=ranks.device
             )
-            logprobs_N = trainer.logprobs(batch)
+            logprobs_N = trainer.forward(batch)
             if index == 0:
                 tally_mismatch(logprobs_N.detach(), tokens.behaviour_N, cap=cap, tally=tally)
             loss = update_loss(logprobs_N, tokens, config=config, tally=tally)

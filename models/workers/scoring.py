@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from infra.errors import BadInput, Quarantined
 from infra.shards import read_shard, write_shard
 from infra.storage import open_store
-from models.config import AlgorithmConfig
+from models.algorithms.config import AlgorithmConfig
 from models.credit import ROLLOUT_COLUMNS, Credit, assign_credit
 from models.judges.tally import tally
 from models.judges.verdicts import Judgement

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
-from infra.bundles import BundleRef, fetch_bundle
+from infra.bundles import fetch_bundle
 from infra.errors import BadInput
 from infra.storage import open_store
+from models.algorithms.config import AlgorithmConfig
 from models.batching import plan_steps
-from models.config import KlPenalty, UpdateConfig, WarmupConfig
+from models.config import WarmupConfig
 from models.data import Example, warmup_examples
 from models.judges.training import judge_examples
+from models.objectives.config import KlPenalty, UpdateConfig
 from models.records import Outcome, PolicyVersion
+from models.roles.learner import Learner
 from models.roles.logprobs import TokenLogprobs
-from models.roles.optimizer_state import load_state
 from models.roles.policy import load_policy
-from models.roles.publishing import publish_policy
-from models.roles.ranks import Ranks, any_rank, join_ranks
+from models.roles.ranks import Ranks, join_ranks
 from models.roles.supervised import imitate
-from models.roles.trainer import Trainer
 from models.roles.update_steps import StepPasses, StepsTaken, extra_logprobs, prepare, take_steps
 from models.samples import Samples, open_samples
 from models.schedule import learning_rate
@@ -36,16 +36,25 @@ class UpdateWorker:
     ranks and threads. All ranks must be asked at once; each returns the same outcome, timings aside.
     """
 
-    def __init__(self, store_uri: str, run: str, update: UpdateConfig, temperature: float, threads: int) -> None:
+    def __init__(
+        self,
+        store_uri: str,
+        run: str,
+        *,
+        update: UpdateConfig,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        threads: int,
+    ) -> None:
         if temperature <= 0:
             raise BadInput(f"rollout.sampling.temperature: training needs more than 0, found {temperature}")
         torch.set_num_threads(threads)
         self._store = open_store(f"{store_uri}/{run}")
         self._update = update
+        self._algorithm = algorithm
         self._temperature = temperature
         self._ranks: Ranks | None = None
-        self._trainer: Trainer | None = None
-        self._at: PolicyVersion | None = None
+        self._policy: Learner | None = None
         self._reference: tuple[str, TokenLogprobs] | None = None
         self._progress = 0
 
@@ -68,7 +77,8 @@ class UpdateWorker:
         if not any(samples.completion_lengths):
             return _unchanged(work, quarantined=False)
         begun = clock()
-        trainer = self._at_policy(work.policy)
+        policy = self._learner()
+        trainer = policy.stand_at(work.policy)
         reference = self._reference_policy(work.reference)
         loaded = clock()
         steps = self._steps(work, samples, ranks)
@@ -78,17 +88,9 @@ class UpdateWorker:
         stepped = clock()
         if not taken.finite:
             return _unchanged(work, quarantined=True)
-        policy = publish_policy(
-            self._store,
-            trainer,
-            version=work.policy.version + 1,
-            parent=work.policy.weights,
-            state_of=self._update,
-            ranks=ranks,
-        )
-        self._at = policy
+        published = policy.publish(work.policy, version=work.policy.version + 1)
         return Outcome(
-            policy=policy,
+            policy=published,
             metrics=_metrics(taken, samples, steps),
             timings={
                 "load": loaded - begun,
@@ -109,8 +111,9 @@ class UpdateWorker:
     def _warm(self, model: PolicyVersion, examples: Sequence[Example], warmup: WarmupConfig) -> Outcome:
         ranks, clock = self._joined(), time.perf_counter
         begun = clock()
-        self._at = None
-        trainer = self._start(model.weights, temperature=1.0)
+        learner = Learner(self._store, self._imitator, self._update, ranks=ranks)
+        self._learner().close()
+        trainer = learner.begin_at(model)
         loaded = clock()
         metrics = imitate(
             trainer,
@@ -122,9 +125,8 @@ class UpdateWorker:
             beat=self._beat,
         )
         stepped = clock()
-        policy = publish_policy(
-            self._store, trainer, version=model.version, parent=model.weights, state_of=None, ranks=ranks
-        )
+        policy = learner.publish(model, version=model.version, with_state=False)
+        learner.close()
         timings = {"load": loaded - begun, "steps": stepped - loaded, "save": clock() - stepped}
         return Outcome(policy=policy, metrics=metrics, timings=timings)
 
@@ -154,27 +156,16 @@ class UpdateWorker:
         batches = prepare(samples, plans, config=config, rank=ranks.rank)
         return [StepPasses(batches=part, learning_rate=rate) for part, rate in zip(batches, rates, strict=True)]
 
-    def _at_policy(self, policy: PolicyVersion) -> Trainer:
-        """Stand at the named policy, loading it on every rank unless every rank is there already; then mark it left."""
-        ranks = self._joined()
-        hot = self._trainer is not None and self._at == policy
-        self._at = None
-        if any_rank(not hot, ranks):
-            trainer = self._start(policy.weights, temperature=self._temperature)
-            if policy.state is not None:
-                load_state(trainer, fetch_bundle(self._store, policy.state), update=self._update, ranks=ranks)
-            return trainer
-        assert self._trainer is not None
-        return self._trainer
+    def _learner(self) -> Learner:
+        if self._policy is None:
+            self._policy = Learner(self._store, self._actor, self._update, ranks=self._joined())
+        return self._policy
 
-    def _start(self, weights: BundleRef, *, temperature: float) -> Trainer:
-        if self._trainer is not None:
-            self._trainer.close()
-            self._trainer = None
-        directory = fetch_bundle(self._store, weights)
-        self._trainer = Trainer(directory, self._update, temperature=temperature, ranks=self._joined())
-        logger.info("loaded policy %s", weights.digest)
-        return self._trainer
+    def _actor(self, version: PolicyVersion) -> TokenLogprobs:
+        return TokenLogprobs(load_policy(fetch_bundle(self._store, version.weights)), temperature=self._temperature)
+
+    def _imitator(self, version: PolicyVersion) -> TokenLogprobs:
+        return TokenLogprobs(load_policy(fetch_bundle(self._store, version.weights)), temperature=1.0)
 
     def _reference_policy(self, reference: PolicyVersion) -> TokenLogprobs | None:
         """Load the reference once, and only where a penalty needs it."""
@@ -182,8 +173,7 @@ class UpdateWorker:
             return None
         if self._reference is None or self._reference[0] != reference.weights.digest:
             self._reference = None
-            model = load_policy(fetch_bundle(self._store, reference.weights))
-            policy = TokenLogprobs(model, temperature=self._temperature).requires_grad_(False).eval()
+            policy = self._actor(reference).requires_grad_(False).eval()
             self._reference = (reference.weights.digest, policy.to(self._joined().device))
         return self._reference[1]
 
