@@ -3,9 +3,18 @@
 from dataclasses import dataclass
 
 from infra.shards import ShardRef
-from models.config import DataConfig, DynamicSampling, PartialRollout, PolicyConfig, SamplingConfig, WarmupConfig
+from models.config import (
+    DataConfig,
+    DpoConfig,
+    DynamicSampling,
+    PartialRollout,
+    PolicyConfig,
+    PreferencesConfig,
+    SamplingConfig,
+    WarmupConfig,
+)
 from models.records import PolicyVersion
-from models.rewards.config import JudgeReward, ServedReward
+from models.rewards.config import JudgeReward, ServedReward, TrainedRewardModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,4 +188,30 @@ class JudgeWarmupWork:
     reward: JudgeReward
     data: DataConfig
     warmup: WarmupConfig
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceWork:
+    """Train a policy directly on preferences (DPO); every rank gets the same record."""
+
+    policy: PolicyVersion
+    """Where it starts, and what it is compared with."""
+    data: DataConfig
+    preferences: PreferencesConfig
+    dpo: DpoConfig
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelWork:
+    """Give a policy a head of one output and train it on preferences; every rank gets the same record."""
+
+    policy: PolicyVersion
+    """Whose trunk it starts from."""
+    data: DataConfig
+    preferences: PreferencesConfig
+    training: TrainedRewardModel
+    template: str | None
+    """What it reads, as when it scores."""
     seed: int

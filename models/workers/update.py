@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -11,20 +10,17 @@ from infra.errors import BadInput
 from infra.storage import open_store
 from models.algorithms.config import AlgorithmConfig
 from models.batching import plan_steps
-from models.config import WarmupConfig
-from models.data import Example, warmup_examples
-from models.judges.training import judge_examples
 from models.objectives.config import KlPenalty, UpdateConfig
 from models.records import Outcome, PolicyVersion
 from models.roles.learner import Learner
 from models.roles.logprobs import TokenLogprobs
 from models.roles.policy import load_policy
 from models.roles.ranks import Ranks, join_ranks
-from models.roles.supervised import imitate
 from models.roles.update_steps import StepPasses, StepsTaken, extra_logprobs, prepare, take_steps
 from models.samples import Samples, open_samples
 from models.schedule import learning_rate
-from models.work import JudgeWarmupWork, UpdateWork, WarmupWork
+from models.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, UpdateWork, WarmupWork
+from models.workers.offline import OfflineTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -102,33 +98,24 @@ class UpdateWorker:
 
     def warmup(self, work: WarmupWork) -> Outcome:
         """Imitate worked examples and publish a policy without optimizer state."""
-        return self._warm(work.policy, warmup_examples(work.data, work.warmup, work.seed), work.warmup)
+        return self._offline().warmup(work)
 
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
         """Train a judge on right and wrong completions and publish it."""
-        return self._warm(work.judge, judge_examples(work.data, work.reward, work.warmup, work.seed), work.warmup)
+        return self._offline().warm_judge(work)
 
-    def _warm(self, model: PolicyVersion, examples: Sequence[Example], warmup: WarmupConfig) -> Outcome:
-        ranks, clock = self._joined(), time.perf_counter
-        begun = clock()
-        learner = Learner(self._store, self._imitator, self._update, ranks=ranks)
+    def prefer(self, work: PreferenceWork) -> Outcome:
+        """Train a policy directly on preferences and publish it without optimizer state."""
+        return self._offline().prefer(work)
+
+    def train_reward_model(self, work: RewardModelWork) -> Outcome:
+        """Train a reward model on preferences and publish it."""
+        return self._offline().train_reward_model(work)
+
+    def _offline(self) -> OfflineTrainer:
+        """Training on data alone, which no policy stands in memory beside."""
         self._learner().close()
-        trainer = learner.begin_at(model)
-        loaded = clock()
-        metrics = imitate(
-            trainer,
-            examples,
-            warmup=warmup,
-            directory=fetch_bundle(self._store, model.weights),
-            microbatch_tokens=self._update.microbatch_tokens,
-            ranks=ranks,
-            beat=self._beat,
-        )
-        stepped = clock()
-        policy = learner.publish(model, version=model.version, with_state=False)
-        learner.close()
-        timings = {"load": loaded - begun, "steps": stepped - loaded, "save": clock() - stepped}
-        return Outcome(policy=policy, metrics=metrics, timings=timings)
+        return OfflineTrainer(self._store, self._update, ranks=self._joined(), beat=self._beat)
 
     def _steps(self, work: UpdateWork, samples: Samples, ranks: Ranks) -> list[StepPasses]:
         config = self._update
@@ -163,9 +150,6 @@ class UpdateWorker:
 
     def _actor(self, version: PolicyVersion) -> TokenLogprobs:
         return TokenLogprobs(load_policy(fetch_bundle(self._store, version.weights)), temperature=self._temperature)
-
-    def _imitator(self, version: PolicyVersion) -> TokenLogprobs:
-        return TokenLogprobs(load_policy(fetch_bundle(self._store, version.weights)), temperature=1.0)
 
     def _reference_policy(self, reference: PolicyVersion) -> TokenLogprobs | None:
         """Load the reference once, and only where a penalty needs it."""
