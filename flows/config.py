@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
+from flows.combinations import reasons_against
 from flows.complaints import explain, nearest
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
@@ -112,11 +113,6 @@ class RunConfig(Settings):
                 f"rollout.dynamic.metric {dynamic.metric!r}: expected a reward term, one of {', '.join(terms)}"
                 f"{nearest(dynamic.metric, terms)}"
             )
-        if dynamic is not None and getattr(self.algorithm, "keep_uninformative", False):
-            raise ValueError(
-                "algorithm.keep_uninformative with rollout.dynamic: dynamic sampling leaves uninformative groups out; "
-                "to fill up with them, set rollout.dynamic.on_shortfall='fill'"
-            )
         for term in self.placement.replicas:
             if term not in local:
                 known = ", ".join(local) or "none"
@@ -124,6 +120,19 @@ class RunConfig(Settings):
                     f"placement.replicas.{term}: expected a reward that a model serves here, found {known}"
                     f"{nearest(term, local)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> "RunConfig":
+        reasons = reasons_against(
+            self.algorithm,
+            update=self.update,
+            rollout=self.rollout,
+            scoring=self.scoring,
+            iterations=self.iterations,
+        )
+        for reason in reasons:
+            raise ValueError(reason)
         return self
 
     @model_validator(mode="after")

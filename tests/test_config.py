@@ -39,10 +39,13 @@ def test_the_defaults_are_a_configuration():
             "[rollout.engine]\nkind = 'transformers'\ndtpe = 'float32'",
             "unknown key 'rollout.engine.dtpe'; did you mean 'dtype'?",
         ),
-        ("[update.loss]\nclip_hi = 0.3", "unknown key 'update.loss.clip_hi'; did you mean 'clip_high'?"),
+        (
+            "[update.loss]\nkind = 'ppo_clip'\nclip_hi = 0.3",
+            "unknown key 'update.loss.clip_hi'; did you mean 'clip_high'?",
+        ),
         ("[update.kl]\nkind = 'k3'\ncoeficient = 1", "unknown key 'update.kl.coeficient'; did you mean 'coefficient'?"),
         (
-            "[update.loss.aggregation]\nkind = 'constant'\nlenght = 9",
+            "[update.loss]\nkind = 'gspo'\n[update.loss.aggregation]\nkind = 'constant'\nlenght = 9",
             "unknown key 'update.loss.aggregation.lenght'; did you mean 'length'?; "
             "update.loss.aggregation.length: missing",
         ),
@@ -53,7 +56,8 @@ def test_the_defaults_are_a_configuration():
         ("[warmup]\nstep = 3", "unknown key 'warmup.step'; did you mean 'steps'?"),
         (
             "learning_rate = 1",
-            "unknown key 'learning_rate'; did you mean 'warmup.learning_rate' or 'update.learning_rate'?",
+            "unknown key 'learning_rate'; did you mean 'warmup.learning_rate' or 'dpo.learning_rate' or "
+            "'algorithm.critic.learning_rate' or 'update.learning_rate'?",
         ),
         (
             "[rollout]\ntemperature = 1",
@@ -104,9 +108,9 @@ def test_a_union_says_which_kinds_there_are_and_whose_key_it_is(text, expected):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[rollout]\ngroup_size = 1", "rollout.group_size: expected greater than or equal to 2, got 1"),
+        ("[rollout]\ngroup_size = 0", "rollout.group_size: expected greater than or equal to 1, got 0"),
         ("[rollout]\nshard_prompts = 0", "rollout.shard_prompts: expected greater than or equal to 1, got 0"),
-        ("[update.loss]\nclip_low = 1.0", "update.loss.clip_low: expected less than 1, got 1.0"),
+        ("[update.loss]\nkind = 'ppo_clip'\nclip_low = 1.0", "update.loss.clip_low: expected less than 1, got 1.0"),
         ("[update]\nlearning_rate = nan", "update.learning_rate: expected a finite number, got nan"),
         ("[retention]\nkeep_last = 1", "retention.keep_last: expected greater than or equal to 2, got 1"),
         ("[pools]\nupdate_ranks = 0", "pools.update_ranks: expected greater than or equal to 1, got 0"),
@@ -233,7 +237,7 @@ def test_what_results_do_not_depend_on_is_no_part_of_a_runs_identity(override):
         "rollout.prompts=65", "rollout.group_size=9", "rollout.shard_prompts=16", "rollout.sampling.top_p=0.9",
         "rollout.engine.kind=transformers rollout.engine.dtype=bfloat16", "scoring.timeout_seconds=9",
         'scoring.rewards=[{kind="math"}]',
-        "algorithm.normalise_std=false", "update.learning_rate=2e-6", "update.loss.clip_high=0.2",
+        "algorithm.kind=rloo", "update.learning_rate=2e-6", "update.loss.kind=ppo_clip update.loss.clip_high=0.2",
         "update.kl.kind=k3", "update.correction.kind=none", "pools.update_ranks=2", "pools.threads=2",
         "evaluation.problems=9",
     ],

@@ -108,8 +108,8 @@ class ReinforcePlusPlus(Algorithm):
     """Token rewards with KL, summed to the end, normalised over the whole batch (REINFORCE++, arXiv 2501.03262)."""
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
-    kl: RewardKl | None = RewardKl()
-    """Penalty in the reward of each token; none has no such penalty."""
+    kl: RewardKl | None = None
+    """Penalty in the reward of each token, as published; none has no such penalty."""
     gamma: Fraction = 1.0
     """Discount per token."""
 
@@ -130,8 +130,8 @@ class CriticConfig(Settings):
     head of zeros."""
     learning_rate: Annotated[float, Field(gt=0)] = 5e-6
     """Peak learning rate of its own AdamW; the rest is the update's."""
-    clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """Values may move so far from those before the update (PPO's clipped value loss); none does not clip."""
+    clip: Annotated[float, Field(gt=0)] = 0.2
+    """Values may move so far from those before the update (PPO's clipped value loss)."""
     warmup_iterations: Annotated[int, Field(ge=0)] = 0
     """Iterations in which only the critic learns."""
 

@@ -1,0 +1,102 @@
+"""Combinations of algorithm, loss and rollout that cannot do what they say, each refused with its reason."""
+
+from collections.abc import Iterator
+
+from models.algorithms.config import (
+    Algorithm,
+    AlgorithmConfig,
+    Capo,
+    DistillationOnly,
+    GroupRelative,
+    Ppo,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    RewardKl,
+)
+from models.config import RolloutConfig
+from models.objectives.config import KlPenalty, PolicyGradient, PpoClip, UpdateConfig
+from models.rewards.config import ScoringConfig
+
+
+def reasons_against(
+    algorithm: AlgorithmConfig,
+    *,
+    update: UpdateConfig,
+    rollout: RolloutConfig,
+    scoring: ScoringConfig,
+    iterations: int,
+) -> Iterator[str]:
+    """Yield one line per combination that cannot work; the first is what the user is told."""
+    yield from _against_groups(algorithm, rollout)
+    yield from _against_penalties(algorithm, update, longest=rollout.sampling.max_new_tokens)
+    yield from _against_losses(update)
+    yield from _against_staleness(update, rollout)
+    if isinstance(algorithm, Ppo) and 0 < iterations <= algorithm.critic.warmup_iterations:
+        yield (
+            f"algorithm.critic.warmup_iterations {algorithm.critic.warmup_iterations}: the policy would never learn in "
+            f"{iterations} iterations"
+        )
+    if iterations and algorithm.distillation is None and not any(reward.weight for reward in scoring.rewards):
+        yield "scoring.rewards: every weight is 0, so there is nothing to learn from"
+
+
+def _against_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
+    compares = isinstance(algorithm, GroupRelative | ReinforcePlusPlusBaseline | Capo)
+    if compares and rollout.group_size < 2:
+        yield (
+            f"rollout.group_size {rollout.group_size}: {algorithm.kind} compares the completions of a group, use at "
+            "least 2; ppo, reinforce_pp and distillation need no group"
+        )
+    if isinstance(algorithm, Ppo | ReinforcePlusPlus | DistillationOnly) and rollout.dynamic is not None:
+        yield (
+            f"rollout.dynamic with algorithm.kind {algorithm.kind!r}: groups of equal rewards teach it too, so leaving "
+            "them out would bias it"
+        )
+    if getattr(algorithm, "keep_uninformative", False) and rollout.dynamic is not None:
+        yield (
+            "algorithm.keep_uninformative with rollout.dynamic: dynamic sampling leaves uninformative groups out; "
+            "to fill up with them, set rollout.dynamic.on_shortfall='fill'"
+        )
+
+
+def _against_penalties(algorithm: AlgorithmConfig, update: UpdateConfig, *, longest: int) -> Iterator[str]:
+    if reward_kl(algorithm) is not None and isinstance(update.kl, KlPenalty):
+        yield "algorithm.kl and update.kl: the divergence would be penalised twice, keep one of them"
+    if isinstance(algorithm, GroupRelative) and algorithm.combine == "normalise_then_sum":
+        if algorithm.kl is not None:
+            yield "algorithm.kl with combine 'normalise_then_sum': the penalty is no term of its own, use update.kl"
+        if algorithm.overlong is not None:
+            yield "algorithm.overlong with combine 'normalise_then_sum': the penalty is no term of its own"
+    if algorithm.overlong is not None and algorithm.overlong.buffer >= longest:
+        yield f"algorithm.overlong.buffer {algorithm.overlong.buffer}: expected less than max_new_tokens {longest}"
+
+
+def _against_losses(update: UpdateConfig) -> Iterator[str]:
+    loss = update.loss
+    if isinstance(loss, PolicyGradient) and update.minibatches > 1:
+        yield (
+            f"update.minibatches {update.minibatches} with loss.kind 'policy_gradient': nothing corrects for steps "
+            "taken before, use 1, or ppo_clip or cispo"
+        )
+    if isinstance(loss, PpoClip) and loss.dual_clip is not None and loss.dual_clip <= 1 + loss.clip_high:
+        yield (
+            f"update.loss.dual_clip {loss.dual_clip:g}: expected more than 1 + clip_high = {1 + loss.clip_high:g}, or "
+            "it would cut ratios that are not clipped"
+        )
+
+
+def _against_staleness(update: UpdateConfig, rollout: RolloutConfig) -> Iterator[str]:
+    keeps = rollout.dynamic is not None and rollout.dynamic.surplus == "keep"
+    if rollout.partial is None and not keeps:
+        for name in ("stale_correction", "max_staleness"):
+            if getattr(update, name) is not None:
+                yield (
+                    f"update.{name}: no token is ever stale without rollout.partial or rollout.dynamic.surplus='keep'"
+                )
+
+
+def reward_kl(algorithm: Algorithm) -> RewardKl | None:
+    """The penalty in the reward, of algorithms that have one."""
+    if isinstance(algorithm, GroupRelative | ReinforcePlusPlus | Ppo):
+        return algorithm.kl
+    return None

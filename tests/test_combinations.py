@@ -1,0 +1,85 @@
+"""Algorithms, losses and rollouts that do not go together are refused with the reason."""
+
+import pytest
+
+from flows.config import RunConfig, override_config
+from infra.errors import BadInput
+
+KEEP = ("rollout.dynamic.surplus=keep",)
+
+
+def refusal(*overrides: str) -> str:
+    """The one line that a combination earns."""
+    with pytest.raises(BadInput) as refused:
+        override_config({}, overrides, source="run.toml")
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def accepted(*overrides: str) -> RunConfig:
+    return override_config({}, overrides, source="run.toml")
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
+def test_what_compares_a_group_needs_two_completions(kind):
+    told = refusal(f"algorithm.kind={kind}", "rollout.group_size=1")
+    assert f"rollout.group_size 1: {kind} compares the completions of a group, use at least 2" in told
+
+
+@pytest.mark.parametrize("kind", ["ppo", "reinforce_pp"])
+def test_one_completion_per_prompt_is_enough_where_no_group_is_compared(kind):
+    assert accepted(f"algorithm.kind={kind}", "rollout.group_size=1").rollout.group_size == 1
+
+
+@pytest.mark.parametrize("kind", ["ppo", "reinforce_pp"])
+def test_dynamic_sampling_is_refused_where_every_group_teaches(kind):
+    assert f"rollout.dynamic with algorithm.kind {kind!r}" in refusal(f"algorithm.kind={kind}", *KEEP)
+    assert accepted("algorithm.kind=rloo", *KEEP).rollout.dynamic is not None
+
+
+def test_uninformative_groups_are_not_both_kept_and_left_out():
+    told = refusal("algorithm.kind=grpo", "algorithm.keep_uninformative=true", *KEEP)
+    assert "set rollout.dynamic.on_shortfall='fill'" in told
+
+
+def test_the_divergence_is_penalised_once():
+    told = refusal("algorithm.kind=grpo", "algorithm.kl.coefficient=0.1", "update.kl.kind=k3")
+    assert "algorithm.kl and update.kl: the divergence would be penalised twice" in told
+    assert accepted("algorithm.kind=reinforce_pp", "update.kl.kind=k3").update.kl.kind == "k3"
+
+
+@pytest.mark.parametrize("part", ["kl.coefficient=0.1", "overlong.buffer=4"])
+def test_penalties_have_no_place_among_terms_that_are_normalised_one_by_one(part):
+    told = refusal("algorithm.kind=grpo", "algorithm.combine=normalise_then_sum", f"algorithm.{part}")
+    assert "with combine 'normalise_then_sum'" in told
+
+
+def test_the_overlong_buffer_lies_inside_the_limit():
+    assert "expected less than max_new_tokens 64" in refusal("algorithm.kind=grpo", "algorithm.overlong.buffer=64")
+
+
+def test_a_plain_policy_gradient_takes_one_step():
+    assert "nothing corrects for steps taken before" in refusal("update.loss.kind=policy_gradient")
+    assert accepted("update.loss.kind=policy_gradient", "update.minibatches=1").update.minibatches == 1
+
+
+def test_dual_clip_lies_beyond_the_upper_bound():
+    told = refusal("update.loss.kind=ppo_clip", "update.loss.clip_high=0.5", "update.loss.dual_clip=1.4")
+    assert "expected more than 1 + clip_high = 1.5" in told
+
+
+@pytest.mark.parametrize("override", ["update.max_staleness=1", "update.stale_correction.kind=masked"])
+def test_staleness_is_not_corrected_where_there_is_none(override):
+    assert "no token is ever stale without rollout.partial" in refusal(override)
+    accepted(override, *KEEP)
+    accepted(override, "rollout.partial.tokens=8")
+
+
+def test_a_critic_that_warms_up_to_the_end_is_refused():
+    told = refusal("algorithm.kind=ppo", "algorithm.critic.warmup_iterations=3", "iterations=3")
+    assert "the policy would never learn in 3 iterations" in told
+
+
+def test_rewards_without_weight_teach_nothing():
+    assert "every weight is 0" in refusal('scoring.rewards=[{kind="numeric", weight=0}]')
+    assert accepted('scoring.rewards=[{kind="numeric", weight=0}]', "iterations=0").iterations == 0
