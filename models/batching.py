@@ -27,6 +27,12 @@ class TokenSequence:
     """Behaviour log-probs, one per completion token."""
     advantages: NDArray[np.float32]
     """One per completion token."""
+    staleness: NDArray[np.int16]
+    """Versions between the policy that wrote each completion token and the one that learns from it."""
+    values: NDArray[np.float32] | None = None
+    """The critic's value of the state that each completion token was drawn in; none without a critic."""
+    returns: NDArray[np.float32] | None = None
+    """What the critic learns of these states; none without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,14 @@ class MicroBatch:
     targets_N: NDArray[np.int64]
     behaviour_N: NDArray[np.float32]
     advantages_N: NDArray[np.float32]
+    staleness_N: NDArray[np.int16]
+    values_N: NDArray[np.float32] | None
+    """Like `returns_N` none without a critic; an empty pass has both, with no element."""
+    returns_N: NDArray[np.float32] | None
     weights_N: NDArray[np.float32]
     """Share of each token in the loss of the whole minibatch."""
+    rows_N: NDArray[np.int64]
+    """Which sequence of the pass each token is of, from 0; a sequence without completion tokens has none."""
 
 
 def plan_steps(
@@ -160,7 +172,20 @@ def lay_out(sequences: Sequence[TokenSequence], weights: Sequence[float]) -> Mic
         tokens_BT=tokens_BT,
         positions_N=np.concatenate(positions),
         targets_N=np.concatenate(targets),
-        behaviour_N=np.concatenate([np.zeros(0, np.float32), *(sequence.logprobs for sequence in sequences)]),
-        advantages_N=np.concatenate([np.zeros(0, np.float32), *(sequence.advantages for sequence in sequences)]),
+        behaviour_N=_joined([sequence.logprobs for sequence in sequences]),
+        advantages_N=_joined([sequence.advantages for sequence in sequences]),
+        staleness_N=np.concatenate([np.zeros(0, np.int16), *(sequence.staleness for sequence in sequences)]),
+        values_N=_joined_if_known([sequence.values for sequence in sequences]),
+        returns_N=_joined_if_known([sequence.returns for sequence in sequences]),
         weights_N=np.repeat(np.asarray(weights, np.float32), counts),
+        rows_N=np.repeat(np.arange(len(sequences)), counts),
     )
+
+
+def _joined(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    return np.concatenate([np.zeros(0, np.float32), *parts])
+
+
+def _joined_if_known(parts: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+    known = [part for part in parts if part is not None]
+    return _joined(known) if len(known) == len(parts) else None

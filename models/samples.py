@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,8 @@ from infra.shards import ShardRef, read_shard
 from infra.storage import Store
 from models.batching import TokenSequence
 from models.records import SAMPLE_SCHEMA
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +31,20 @@ class Samples:
 
 
 def open_samples(store: Store, shards: Sequence[ShardRef]) -> Samples:
-    """Open verified shards and check that every row's columns agree in length."""
+    """Open verified shards and check that every row's columns agree in length; a critic has seen all rows or none."""
     tables = [read_shard(store, shard, SAMPLE_SCHEMA.names).replace_schema_metadata(None) for shard in shards]
     table = pa.concat_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
     lengths = _lengths(table, "tokens")
     prompts = table["num_prompt_tokens"].to_numpy()
     completions = lengths - prompts
-    for column in ("logprobs", "advantages"):
+    critic = table["returns"].null_count < table.num_rows
+    for column in ("logprobs", "advantages", "staleness", *(("values", "returns") if critic else ())):
         wrong = np.flatnonzero((_lengths(table, column) != completions) | (prompts < 1) | (completions < 0))
         if len(wrong):
             row = int(wrong[0])
             raise Damaged(
                 f"sample {row}: {lengths[row]} tokens of which {prompts[row]} are the prompt's: expected at least one "
-                f"and one of {column} per completion token, found {_lengths(table, column)[row]}"
+                f"and one of {column} per completion token, found {max(0, _lengths(table, column)[row])}"
             )
     return Samples(
         table=table,
@@ -56,19 +60,35 @@ def read_rows(samples: Samples, rows: Sequence[int]) -> dict[int, TokenSequence]
         return {}
     taken = samples.table.take(pa.array(rows, pa.int64())).combine_chunks()
     prompts = taken["num_prompt_tokens"].to_pylist()
-    columns = [_split(taken, name) for name in ("tokens", "logprobs", "advantages")]
+    tokens, staleness = _split(taken, "tokens", np.int32), _split(taken, "staleness", np.int16)
+    logprobs, advantages = (_split(taken, name, np.float32) for name in ("logprobs", "advantages"))
+    values, returns = (_split_if_known(taken, name) for name in ("values", "returns"))
     return {
-        row: TokenSequence(tokens=tokens, num_prompt_tokens=prompt, logprobs=logprobs, advantages=advantages)
-        for row, prompt, tokens, logprobs, advantages in zip(rows, prompts, *columns, strict=True)
+        row: TokenSequence(
+            tokens=tokens[index],
+            num_prompt_tokens=prompts[index],
+            logprobs=logprobs[index],
+            advantages=advantages[index],
+            staleness=staleness[index],
+            values=values[index],
+            returns=returns[index],
+        )
+        for index, row in enumerate(rows)
     }
 
 
 def _lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
-    lengths: NDArray[np.int64] = pc.list_value_length(table[column]).to_numpy().astype(np.int64)
+    """Length of each row's list; -1 where it is null."""
+    lengths: NDArray[np.int64] = pc.fill_null(pc.list_value_length(table[column]), -1).to_numpy().astype(np.int64)
     return lengths
 
 
-def _split(table: pa.Table, column: str) -> list[NDArray[np.generic]]:
+def _split(table: pa.Table, column: str, dtype: type[Number]) -> Sequence[NDArray[Number]]:
     array = table[column].chunk(0)
-    values = array.values.to_numpy(zero_copy_only=False)
+    values: NDArray[Number] = array.values.to_numpy(zero_copy_only=False)
+    assert values.dtype == dtype, f"{column}: expected {dtype.__name__}, found {values.dtype}"
     return np.split(values[: array.offsets[-1].as_py()], array.offsets.to_numpy()[1:-1])
+
+
+def _split_if_known(table: pa.Table, column: str) -> Sequence[NDArray[np.float32] | None]:
+    return [None] * table.num_rows if table[column].null_count else _split(table, column, np.float32)

@@ -73,6 +73,7 @@ def sequence(prompt: int, completion: int) -> TokenSequence:
         num_prompt_tokens=prompt,
         logprobs=np.full(completion, -1, np.float32),
         advantages=np.full(completion, 2, np.float32),
+        staleness=np.zeros(completion, np.int16),
     )
 
 
@@ -82,12 +83,16 @@ def test_a_pass_predicts_each_completion_token_from_the_token_before_it():
     assert batch.tokens_BT.ravel()[batch.positions_N].tolist() == [2, 3, 1]
     assert batch.targets_N.tolist() == [3, 4, 2]
     assert batch.weights_N.tolist() == [0.5, 0.5, 0.25]
+    assert batch.rows_N.tolist() == [0, 0, 1]
+    assert batch.values_N is None
 
 
 def test_an_empty_pass_has_tokens_to_run_and_nothing_to_learn():
     batch = lay_out([], [])
     assert batch.tokens_BT.size
-    assert [len(batch.positions_N), len(batch.targets_N), len(batch.weights_N)] == [0, 0, 0]
+    assert [len(batch.positions_N), len(batch.targets_N), len(batch.weights_N), len(batch.rows_N)] == [0, 0, 0, 0]
+    assert batch.returns_N is not None
+    assert len(batch.returns_N) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

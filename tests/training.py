@@ -32,10 +32,11 @@ def write_samples(
     seed: int = 0,
     advantages: list[float] | None = None,
     filling: int = 0,
+    critic: bool = False,
 ) -> ShardRef:
     """Write random samples of random lengths; `advantages` replaces those of the first completions.
 
-    `filling` more groups follow that have no token in the loss.
+    `filling` more groups follow that have no token in the loss. With a critic, samples have values and returns.
     """
     rng = np.random.default_rng(seed)
     rows = []
@@ -52,9 +53,14 @@ def write_samples(
                     "num_prompt_tokens": len(shared),
                     "logprobs": (-5.8 + 0.1 * rng.normal(size=length)).tolist(),
                     "advantages": [advantage] * length,
+                    "staleness": [0] * length,
                 }
             )
     for prompt in range(prompts, prompts + filling):
-        empty = {"tokens": [5, 6, 7], "num_prompt_tokens": 3, "logprobs": [], "advantages": []}
+        empty = {"tokens": [5, 6, 7], "num_prompt_tokens": 3, "logprobs": [], "advantages": [], "staleness": []}
         rows += [{"prompt_row": prompt, "sample": sample} | empty for sample in range(group)]
+    if critic:
+        for row in rows:
+            length = len(row["logprobs"])
+            row |= {name: rng.normal(size=length).astype(np.float32).tolist() for name in ("values", "returns")}
     return write_shard(open_store(store_uri), pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})

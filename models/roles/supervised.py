@@ -107,4 +107,5 @@ def _sequence(prompt: list[int], completion: list[int]) -> TokenSequence:
         num_prompt_tokens=len(prompt),
         logprobs=nothing,
         advantages=nothing,
+        staleness=np.zeros(len(completion), np.int16),
     )
