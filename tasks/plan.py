@@ -38,6 +38,8 @@ class BatchPlan(Settings):
     """Rollout manifests of the iteration before whose cut groups go on here: the first shards, one each."""
     cursor: Cursor | None = None
     """Where the stream of prompts stands after this batch; none for evaluations."""
+    rescoring: str = ""
+    """`rescore/strict/` where stored rollouts are scored again: a prefix of `key`, and of their judges' models."""
 
     @classmethod
     def read(cls, manifest: Manifest) -> Self:
@@ -61,6 +63,10 @@ class BatchPlan(Settings):
     def shard_key(self, stage: str, shard: int) -> str:
         """Key of the manifest that commits one shard of a stage."""
         return f"{self.key}/{stage}/{shard:04d}"
+
+    def rollout_key(self, shard: int) -> str:
+        """Key of the manifest that committed the rollouts of one shard."""
+        return self.shard_key("rollout", shard).removeprefix(self.rescoring)
 
 
 def plan_key(batch: str) -> str:

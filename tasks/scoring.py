@@ -24,9 +24,9 @@ PAUSES_SECONDS = [5.0, 15.0, 30.0, 60.0]
 )
 async def judge_shard(run: RunRef, plan: BatchPlan, shard: int, term: str, silence_seconds: float) -> Manifest:
     """Wait for one rollout shard's commit, have a served reward judge it, commit the verdicts."""
-    rollouts = await committed(run, plan.shard_key("rollout", shard), silence_seconds=silence_seconds)
+    rollouts = await committed(run, plan.rollout_key(shard), silence_seconds=silence_seconds)
     settings = session_of(run).settings
-    served = [required(run, model_key(term))] if term in local_terms(run) else []
+    served = [required(run, f"{plan.rescoring}{model_key(term)}")] if term in local_terms(run) else []
     work = JudgeWork(
         iteration=plan.number,
         rollouts=rollouts.shards[0],
@@ -41,7 +41,7 @@ async def judge_shard(run: RunRef, plan: BatchPlan, shard: int, term: str, silen
 async def score_shard(run: RunRef, plan: BatchPlan, shard: int, silence_seconds: float) -> Manifest:
     """Wait for one rollout shard's commit and its verdicts, have a scoring worker score it, commit the scores."""
     settings = session_of(run).settings
-    rollouts = await committed(run, plan.shard_key("rollout", shard), silence_seconds=silence_seconds)
+    rollouts = await committed(run, plan.rollout_key(shard), silence_seconds=silence_seconds)
     terms = list(settings.scoring.served)
     verdicts = [
         await committed(run, plan.shard_key(judge_role(term), shard), silence_seconds=silence_seconds) for term in terms
