@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from infra.shards import ShardRef
+from models.algorithms.config import CriticConfig
 from models.config import (
     DataConfig,
     DpoConfig,
@@ -24,6 +25,14 @@ class PolicyWork:
     policy: PolicyConfig
     data: DataConfig
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class CriticWork:
+    """Make the first critic: from the initial policy, or from the directory that is configured."""
+
+    policy: PolicyVersion
+    critic: CriticConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,12 @@ from infra.storage import open_store
 from models.config import DirectoryPolicy
 from models.data import Problem, load_problems
 from models.records import PROMPT_SCHEMA, Outcome, PolicyVersion
+from models.roles.critic import write_critic
 from models.roles.directory import check_directory, copy_directory
 from models.roles.policy import build_scratch, policy_shape, save_policy, scratch_tokenizer
 from models.roles.served import write_served_model
 from models.roles.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_prompts
-from models.work import JudgePreparation, PolicyWork, PromptWork
+from models.work import CriticWork, JudgePreparation, PolicyWork, PromptWork
 
 
 class PreparationWorker:
@@ -45,6 +46,21 @@ class PreparationWorker:
         self._progress += 1
         return Outcome(
             policy=PolicyVersion(version=0, weights=ref),
+            metrics={"parameters": parameters},
+            timings={"make": time.perf_counter() - started},
+        )
+
+    def make_critic(self, work: CriticWork) -> Outcome:
+        """Build or import the first critic, which reads the policy's tokens, and publish it as version 0."""
+        started = time.perf_counter()
+        policy = fetch_bundle(self._store, work.policy.weights)
+        with tempfile.TemporaryDirectory(prefix="rheostat-critic-") as folder:
+            parameters = write_critic(work.critic.path, policy, Path(folder))
+            self._progress += 1
+            ref = publish_bundle(self._store, Path(folder), prefix="critics")
+        self._progress += 1
+        return Outcome(
+            critic=PolicyVersion(version=0, weights=ref),
             metrics={"parameters": parameters},
             timings={"make": time.perf_counter() - started},
         )
