@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from infra.errors import BadInput
-from models.judges.addresses import parse_endpoint, resolve
+from models.endpoints.addresses import parse_endpoint, resolve
 
 
 def endpoint_of(url, *allowed, allow_private=False):

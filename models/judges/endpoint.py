@@ -1,43 +1,16 @@
-"""A judge behind an OpenAI-compatible endpoint. Completions leave the machine here, and only to allowed addresses."""
+"""A judge behind an OpenAI-compatible endpoint."""
 
-import asyncio
-import email.utils
-import os
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from http import HTTPStatus
-from typing import TypeVar
+from collections.abc import Sequence
+from functools import partial
 
-import httpx
-from pydantic import JsonValue
-
-from infra.errors import BadInput, EndpointDown, WorkerFailed
-from models.config import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, SamplingConfig
+from models.config import SamplingConfig
+from models.endpoints.client import Client, Reading, Request
 from models.judges import Answer, Question
-from models.judges.addresses import Endpoint, parse_endpoint, resolve
 from models.judges.chat import check_request, read_answer, refusal, request_body
 from models.rewards.config import EndpointJudge as EndpointConfig
 from models.rewards.config import VerdictConfig
-from models.seeds import derive_seed
-
-T = TypeVar("T")
 
 MAX_BODY_BYTES = 4 << 20
-EXCERPT = 200
-"""Characters of a refusal's body that its message repeats."""
-AGAIN = {408, 409, 429}
-"""Refusals that pass, beside 5xx."""
-ITS_OWN = {400, 413}
-"""Refusals that may be one question's fault: too long for the model, most often."""
-
-
-class _Unanswered(Exception):
-    """One attempt failed in a way that passes."""
-
-    def __init__(self, reason: str, *, status: int = 0, retry_after: float = 0.0) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.retry_after = retry_after
 
 
 class EndpointJudge:
@@ -51,166 +24,13 @@ class EndpointJudge:
         """Check what can be checked without the network. Raises BadInput."""
         check_request(config, sampling, verdict)
         self.progress = 0
-        self._config, self._sampling, self._verdict = config, sampling, verdict
-        base = parse_endpoint(config.base_url, config.allowed_hosts, allow_private=config.allow_private)
-        self._endpoint = Endpoint(
-            base.scheme, base.host, base.port, f"{base.path}/chat/completions", allow_private=base.allow_private
-        )
-        self._key = _key(config.api_key_variable)
-        self._answered = 0
+        self._body = partial(request_body, judge=config, sampling=sampling, verdict=verdict)
+        reading = Reading(answer=partial(read_answer, verdict=verdict), refusal=refusal, max_bytes=MAX_BODY_BYTES)
+        self._client = Client(config, "/chat/completions", reading=reading, beat=self._beat)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer per question, in order."""
-        return asyncio.run(self._ask(questions)) if questions else []
+        return self._client.ask([Request(body=self._body(question), seed=question.seed) for question in questions])
 
-    async def _ask(self, questions: Sequence[Question]) -> list[Answer]:
-        addresses = await self._persist(self._addresses, seed=questions[0].seed)
-        places = asyncio.Semaphore(self._config.concurrency)  # a pause keeps its place: a busy server is asked less
-        async with self._client() as client:
-
-            async def answer(question: Question) -> Answer:
-                async with places:
-                    return await self._answer(client, question, addresses=addresses)
-
-            asked = [asyncio.create_task(answer(question)) for question in questions]
-            try:
-                return list(await asyncio.gather(*asked))
-            finally:
-                for task in asked:
-                    task.cancel()
-                await asyncio.gather(*asked, return_exceptions=True)
-
-    def _client(self) -> httpx.AsyncClient:
-        # No proxy and no .netrc of the environment: a proxy would resolve the name again, and see what is sent.
-        limits = httpx.Limits(max_connections=self._config.concurrency)
-        headers = {"Host": self._endpoint.authority, "Accept-Encoding": "identity"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        transport = httpx.AsyncHTTPTransport(limits=limits)
-        # The limit on one request as a whole stands in `_post`; httpx limits only each of its steps.
-        return httpx.AsyncClient(
-            transport=transport, headers=headers, trust_env=False, timeout=None, follow_redirects=False
-        )
-
-    async def _answer(self, client: httpx.AsyncClient, question: Question, *, addresses: Sequence[str]) -> Answer:
-        body = request_body(question, self._config, sampling=self._sampling, verdict=self._verdict)
-        before = self._answered
-
-        async def attempt(number: int) -> Answer:
-            return await self._post(client, body, address=addresses[number % len(addresses)])
-
-        try:
-            answer = await self._persist(attempt, seed=question.seed)
-        except EndpointDown as down:
-            # Servers have questions that they fall over: one that fails while others are answered is its own error.
-            failed = (
-                isinstance(down.__cause__, _Unanswered) and down.__cause__.status == HTTPStatus.INTERNAL_SERVER_ERROR
-            )
-            if failed and self._answered > before:
-                return refusal("the endpoint answers 500 to this question, and answers others")
-            raise
-        self._answered += 1
-        return answer
-
-    async def _persist(self, attempt: Callable[[int], Awaitable[T]], *, seed: int) -> T:
-        """Make attempts until one succeeds. Raises EndpointDown after the last."""
-        attempts = self._config.retries + 1
-        for number in range(attempts):
-            try:
-                return await attempt(number)
-            except _Unanswered as error:
-                failure = error
-            finally:
-                self.progress += 1
-            if number + 1 < attempts:
-                await asyncio.sleep(self._pause(failure, number=number, seed=seed))
-        raise EndpointDown(
-            f"endpoint {self._endpoint} is down: {failure}, at attempt {attempts} of {attempts}"
-        ) from failure
-
-    def _pause(self, failure: _Unanswered, *, number: int, seed: int) -> float:
-        """Back off exponentially with full jitter, after what the server asked for."""
-        longest = min(MAX_BACKOFF_SECONDS, self._config.backoff_seconds * 2.0**number)
-        return failure.retry_after + longest * derive_seed("backoff", seed, number) / 2.0**64
-
-    async def _addresses(self, number: int) -> tuple[str, ...]:
-        try:
-            return await asyncio.to_thread(resolve, self._endpoint)
-        except OSError as error:
-            raise _Unanswered(f"{self._endpoint.host} does not resolve: {error}") from error
-
-    async def _post(self, client: httpx.AsyncClient, body: dict[str, JsonValue], *, address: str) -> Answer:
-        tls = {"sni_hostname": self._endpoint.host}  # certificates are the host's, though its address is asked
-        seconds = self._config.timeout_seconds
-        try:
-            async with (
-                asyncio.timeout(seconds),
-                client.stream("POST", self._endpoint.at(address), json=body, extensions=tls) as response,
-            ):
-                data = await _read(response)
-        except TimeoutError:
-            raise _Unanswered(f"no answer within {seconds:g} s") from None
-        except (httpx.TransportError, OSError) as error:
-            raise _Unanswered(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-        return self._judge(response, data)
-
-    def _judge(self, response: httpx.Response, data: bytes) -> Answer:
-        """Tell answers from failures that pass and from refusals that do not."""
-        status = response.status_code
-        if status in AGAIN or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            pause = _retry_after(response.headers.get("Retry-After", ""))
-            raise _Unanswered(f"it answers {_spell(status)}", status=status, retry_after=pause)
-        if status in ITS_OWN:
-            return refusal(f"the endpoint answers {_spell(status)}: {self._excerpt(data)}")
-        if response.has_redirect_location:
-            raise WorkerFailed(f"endpoint {self._endpoint} answered {_spell(status)}: completions follow no redirect")
-        if status != HTTPStatus.OK:
-            raise WorkerFailed(f"endpoint {self._endpoint} answered {_spell(status)}: {self._excerpt(data)}")
-        if len(data) > MAX_BODY_BYTES:
-            return refusal(f"the response is longer than {MAX_BODY_BYTES} bytes")
-        return read_answer(data, self._verdict)
-
-    def _excerpt(self, data: bytes) -> str:
-        """Quote the beginning of a body in one line; some servers repeat the key that they refuse."""
-        text = " ".join(data.decode(errors="replace").split())
-        return (text.replace(self._key, "***") if self._key else text)[:EXCERPT]
-
-
-async def _read(response: httpx.Response) -> bytes:
-    """Read a body as it came, at most one piece longer than `MAX_BODY_BYTES`."""
-    data = bytearray()
-    async for piece in response.aiter_raw():
-        data += piece
-        if len(data) > MAX_BODY_BYTES:
-            break
-    return bytes(data)
-
-
-def _key(variable: str | None) -> str:
-    if variable is None:
-        return ""
-    key = os.environ.get(variable, "").strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        found = "something that is no key" if key else "nothing"
-        raise BadInput(f"api_key_variable: expected a key in the environment variable {variable!r}, found {found}")
-    return key
-
-
-def _retry_after(header: str) -> float:
-    """Return the seconds of a Retry-After header, in either of its forms; 0 for none."""
-    try:
-        seconds = (
-            float(header)
-            if header[:1].isdigit()
-            else email.utils.parsedate_to_datetime(header).timestamp() - time.time()
-        )
-    except ValueError:
-        return 0.0
-    return min(max(0.0, seconds), MAX_RETRY_AFTER_SECONDS)
-
-
-def _spell(status: int) -> str:
-    try:
-        return f"{status} {HTTPStatus(status).phrase}"
-    except ValueError:
-        return str(status)
+    def _beat(self) -> None:
+        self.progress += 1

@@ -18,7 +18,7 @@ METADATA = tuple(
     ipaddress.ip_address(text)
     for text in ("169.254.169.254", "169.254.170.2", "100.100.100.200", "192.0.0.192", "fd00:ec2::254")
 )
-"""Where clouds hand out their credentials; no judge lives there."""
+"""Where clouds hand out their credentials; no model lives there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _unwrapped(address: Address) -> Address:
 def _fault(address: Address, endpoint: Endpoint) -> str:
     """Say why nothing may be sent to an address; empty where it may."""
     if address in METADATA:
-        return "a cloud's metadata service, never a judge"
+        return "a cloud's metadata service, never a model"
     if address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback):
         return "no address of a single machine"
     private = not address.is_global or getattr(address, "is_site_local", False)

@@ -1,0 +1,1 @@
+"""Models behind HTTP endpoints: where they may be, and how they are asked. Torch-free."""

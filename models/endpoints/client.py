@@ -1,0 +1,233 @@
+"""Asking a model over HTTP, patiently. Completions leave the machine here, and only to allowed addresses."""
+
+import asyncio
+import email.utils
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Generic, TypeVar
+
+import httpx
+from pydantic import JsonValue
+
+from infra.errors import BadInput, EndpointDown, WorkerFailed
+from models.config import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, Endpoint
+from models.endpoints.addresses import Endpoint as Address
+from models.endpoints.addresses import parse_endpoint, resolve
+from models.seeds import derive_seed
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+EXCERPT = 200
+"""Characters of a refusal's body that its message repeats."""
+AGAIN = {408, 409, 429}
+"""Refusals that pass, beside 5xx."""
+ITS_OWN = {400, 413}
+"""Refusals that may be one request's fault: too long for the model, most often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is sent, as JSON."""
+
+    body: dict[str, JsonValue]
+    seed: int
+    """Of the pauses between its attempts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading(Generic[R]):
+    """What becomes of a response; either may raise, which ends all requests."""
+
+    answer: Callable[[bytes], R]
+    """Reads the body of an answer."""
+    refusal: Callable[[str], R]
+    """Takes the reason, in one line, why this request alone has no answer."""
+    max_bytes: int
+    """Longest body that is read."""
+
+
+class _Unanswered(Exception):
+    """One attempt failed in a way that passes."""
+
+    def __init__(self, reason: str, *, status: int = 0, retry_after: float = 0.0) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.retry_after = retry_after
+
+
+class Client(Generic[R]):
+    """Posts requests to one path of an endpoint, several at once; answers come in the order of the requests.
+
+    An endpoint that does not answer after all attempts raises EndpointDown, one that refuses raises WorkerFailed:
+    neither ever becomes an answer.
+    """
+
+    def __init__(self, config: Endpoint, path: str, *, reading: Reading[R], beat: Callable[[], None]) -> None:
+        """Check what can be checked without the network. Raises BadInput. `beat` is called after every attempt."""
+        self._config, self._reading, self._beat = config, reading, beat
+        base = parse_endpoint(config.base_url, config.allowed_hosts, allow_private=config.allow_private)
+        self._address = Address(
+            base.scheme, base.host, base.port, f"{base.path}{path}", allow_private=base.allow_private
+        )
+        self._key = _key(config.api_key_variable)
+        self._answered = 0
+
+    def __str__(self) -> str:
+        return f"endpoint {self._address}"
+
+    def ask(self, requests: Sequence[Request]) -> list[R]:
+        """Return one answer per request, in order."""
+        return asyncio.run(self._ask(requests)) if requests else []
+
+    async def _ask(self, requests: Sequence[Request]) -> list[R]:
+        addresses = await self._persist(self._addresses, seed=requests[0].seed)
+        places = asyncio.Semaphore(self._config.concurrency)  # a pause keeps its place: a busy server is asked less
+        async with self._client() as client:
+
+            async def answer(request: Request) -> R:
+                async with places:
+                    return await self._answer(client, request, addresses=addresses)
+
+            asked = [asyncio.create_task(answer(request)) for request in requests]
+            try:
+                return list(await asyncio.gather(*asked))
+            finally:
+                for task in asked:
+                    task.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
+
+    def _client(self) -> httpx.AsyncClient:
+        # No proxy and no .netrc of the environment: a proxy would resolve the name again, and see what is sent.
+        limits = httpx.Limits(max_connections=self._config.concurrency)
+        headers = {"Host": self._address.authority, "Accept-Encoding": "identity"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        transport = httpx.AsyncHTTPTransport(limits=limits)
+        # The limit on one request as a whole stands in `_post`; httpx limits only each of its steps.
+        return httpx.AsyncClient(
+            transport=transport, headers=headers, trust_env=False, timeout=None, follow_redirects=False
+        )
+
+    async def _answer(self, client: httpx.AsyncClient, request: Request, *, addresses: Sequence[str]) -> R:
+        before = self._answered
+
+        async def attempt(number: int) -> R:
+            return await self._post(client, request.body, address=addresses[number % len(addresses)])
+
+        try:
+            answer = await self._persist(attempt, seed=request.seed)
+        except EndpointDown as down:
+            # Servers have requests that they fall over: one that fails while others are answered is its own error.
+            failed = (
+                isinstance(down.__cause__, _Unanswered) and down.__cause__.status == HTTPStatus.INTERNAL_SERVER_ERROR
+            )
+            if failed and self._answered > before:
+                return self._reading.refusal("the endpoint answers 500 to this request, and answers others")
+            raise
+        self._answered += 1
+        return answer
+
+    async def _persist(self, attempt: Callable[[int], Awaitable[T]], *, seed: int) -> T:
+        """Make attempts until one succeeds. Raises EndpointDown after the last."""
+        attempts = self._config.retries + 1
+        for number in range(attempts):
+            try:
+                return await attempt(number)
+            except _Unanswered as error:
+                failure = error
+            finally:
+                self._beat()
+            if number + 1 < attempts:
+                await asyncio.sleep(self._pause(failure, number=number, seed=seed))
+        raise EndpointDown(f"{self} is down: {failure}, at attempt {attempts} of {attempts}") from failure
+
+    def _pause(self, failure: _Unanswered, *, number: int, seed: int) -> float:
+        """Back off exponentially with full jitter, after what the server asked for."""
+        longest = min(MAX_BACKOFF_SECONDS, self._config.backoff_seconds * 2.0**number)
+        return failure.retry_after + longest * derive_seed("backoff", seed, number) / 2.0**64
+
+    async def _addresses(self, number: int) -> tuple[str, ...]:
+        try:
+            return await asyncio.to_thread(resolve, self._address)
+        except OSError as error:
+            raise _Unanswered(f"{self._address.host} does not resolve: {error}") from error
+
+    async def _post(self, client: httpx.AsyncClient, body: dict[str, JsonValue], *, address: str) -> R:
+        tls = {"sni_hostname": self._address.host}  # certificates are the host's, though its address is asked
+        seconds = self._config.timeout_seconds
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                client.stream("POST", self._address.at(address), json=body, extensions=tls) as response,
+            ):
+                data = await _read(response, max_bytes=self._reading.max_bytes)
+        except TimeoutError:
+            raise _Unanswered(f"no answer within {seconds:g} s") from None
+        except (httpx.TransportError, OSError) as error:
+            raise _Unanswered(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        return self._judge(response, data)
+
+    def _judge(self, response: httpx.Response, data: bytes) -> R:
+        """Tell answers from failures that pass and from refusals that do not."""
+        status = response.status_code
+        if status in AGAIN or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            pause = _retry_after(response.headers.get("Retry-After", ""))
+            raise _Unanswered(f"it answers {_spell(status)}", status=status, retry_after=pause)
+        if status in ITS_OWN:
+            return self._reading.refusal(f"the endpoint answers {_spell(status)}: {self._excerpt(data)}")
+        if response.has_redirect_location:
+            raise WorkerFailed(f"{self} answered {_spell(status)}: completions follow no redirect")
+        if status != HTTPStatus.OK:
+            raise WorkerFailed(f"{self} answered {_spell(status)}: {self._excerpt(data)}")
+        if len(data) > self._reading.max_bytes:
+            return self._reading.refusal(f"the response is longer than {self._reading.max_bytes} bytes")
+        return self._reading.answer(data)
+
+    def _excerpt(self, data: bytes) -> str:
+        """Quote the beginning of a body in one line; some servers repeat the key that they refuse."""
+        text = " ".join(data.decode(errors="replace").split())
+        return (text.replace(self._key, "***") if self._key else text)[:EXCERPT]
+
+
+async def _read(response: httpx.Response, *, max_bytes: int) -> bytes:
+    """Read a body as it came, at most one piece longer than `max_bytes`."""
+    data = bytearray()
+    async for piece in response.aiter_raw():
+        data += piece
+        if len(data) > max_bytes:
+            break
+    return bytes(data)
+
+
+def _key(variable: str | None) -> str:
+    if variable is None:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        found = "something that is no key" if key else "nothing"
+        raise BadInput(f"api_key_variable: expected a key in the environment variable {variable!r}, found {found}")
+    return key
+
+
+def _retry_after(header: str) -> float:
+    """Return the seconds of a Retry-After header, in either of its forms; 0 for none."""
+    try:
+        seconds = (
+            float(header)
+            if header[:1].isdigit()
+            else email.utils.parsedate_to_datetime(header).timestamp() - time.time()
+        )
+    except ValueError:
+        return 0.0
+    return min(max(0.0, seconds), MAX_RETRY_AFTER_SECONDS)
+
+
+def _spell(status: int) -> str:
+    try:
+        return f"{status} {HTTPStatus(status).phrase}"
+    except ValueError:
+        return str(status)
