@@ -30,24 +30,26 @@ def local_terms(run: RunRef) -> list[str]:
 
 
 @task(task_run_name="{term}", retries=2, retry_condition_fn=is_transient)
-async def make_judge(run: RunRef, term: str) -> Manifest:
-    """Build or copy the model of a served reward."""
+async def make_judge(run: RunRef, term: str, prefix: str = "") -> Manifest:
+    """Build or copy the model of a served reward; `prefix` is that of a re-scoring's manifests."""
     settings = session_of(run).settings
     work = JudgePreparation(reward=settings.scoring.served[term], data=settings.data, seed=settings.seed)
-    return await once(run, f"{judge_role(term)}/base", role="preparation", method="make_judge", work=work)
+    return await once(run, f"{prefix}{judge_role(term)}/base", role="preparation", method="make_judge", work=work)
 
 
 @task(task_run_name="{term} warm-up", retries=2, retry_condition_fn=is_transient)
-async def train_judge(run: RunRef, term: str) -> Manifest:
+async def train_judge(run: RunRef, term: str, prefix: str = "") -> Manifest:
     """Commit the model of a served reward: as it was made, or after its training where the run trains it itself."""
     settings = session_of(run).settings
-    reward, base = settings.scoring.served[term], required(run, f"{judge_role(term)}/base")
+    reward, base = settings.scoring.served[term], required(run, f"{prefix}{judge_role(term)}/base")
     if not isinstance(reward, JudgeReward) or not isinstance(reward.model, TrainedJudge):
-        return record(run, model_key(term), parents=[base], bundles=base.bundles, detail={"version": 0})
+        return record(run, f"{prefix}{model_key(term)}", parents=[base], bundles=base.bundles, detail={"version": 0})
     warmup = reward.model.warmup
     work = JudgeWarmupWork(judge=policy_of(base), reward=reward, data=settings.data, warmup=warmup, seed=settings.seed)
     logger.info("judge %s: %d steps of %d examples", term, warmup.steps, warmup.batch_size)
-    trained = await once(run, model_key(term), role="update", method="warm_judge", work=work, parents=[base])
+    trained = await once(
+        run, f"{prefix}{model_key(term)}", role="update", method="warm_judge", work=work, parents=[base]
+    )
     seconds = trained.provenance.seconds["stage"]
     logger.info("judge %s: loss %.3f after %.0f s", term, trained.metrics["loss_last"], seconds)
     return trained
