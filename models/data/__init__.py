@@ -1,14 +1,29 @@
-"""Problems to learn from and to be tested on, made or read."""
+"""Problems to learn from and to be tested on, and preferences between completions, made or read."""
 
 from random import Random
 
 from infra.errors import BadInput
-from models.config import ArithmeticData, DataConfig, WarmupConfig
+from models.config import ArithmeticData, ArithmeticPreferences, DataConfig, PreferencesConfig, WarmupConfig
 from models.data.arithmetic import arithmetic_problems, bare_guess
+from models.data.completions import right_completion, wrong_completion
 from models.data.files import file_problems
+from models.data.preferences import Preference, arithmetic_preferences, file_preferences
 from models.data.problems import Message, Problem, Prompt, identity, is_heldout
 
-__all__ = ["Example", "Message", "Problem", "Prompt", "identity", "is_heldout", "load_problems", "warmup_examples"]
+__all__ = [
+    "Example",
+    "Message",
+    "Preference",
+    "Problem",
+    "Prompt",
+    "identity",
+    "is_heldout",
+    "load_preferences",
+    "load_problems",
+    "right_completion",
+    "warmup_examples",
+    "wrong_completion",
+]
 
 Example = tuple[Prompt, str]
 """A prompt and the completion that warm-up imitates."""
@@ -20,6 +35,16 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
     if isinstance(data, ArithmeticData):
         return arithmetic_problems(data, split, seed)
     return file_problems(data, split)
+
+
+def load_preferences(preferences: PreferencesConfig, data: DataConfig, *, split: str, seed: int) -> list[Preference]:
+    """Load the `train` or `heldout` pairs in a fixed order; no prompt is in both."""
+    if not isinstance(preferences, ArithmeticPreferences):
+        return file_preferences(preferences, split)
+    if not isinstance(data, ArithmeticData):
+        raise BadInput("preferences.kind 'arithmetic' is made from arithmetic problems, but data.kind is 'file'")
+    wanted = preferences.train_pairs if split == "train" else preferences.heldout_pairs
+    return arithmetic_preferences(load_problems(data, split, seed), wanted, Random(f"{seed}/preferences/{split}"))
 
 
 def warmup_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[Example]:

@@ -41,3 +41,8 @@ def identity(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return json.dumps([(turn.role, turn.content) for turn in prompt], ensure_ascii=False)
+
+
+def fill_prompt(prompt: Prompt, template: str) -> Prompt:
+    """Put plain text into the template; chats have the tokenizer's own."""
+    return template.replace("{prompt}", prompt) if isinstance(prompt, str) else prompt

@@ -1,0 +1,99 @@
+"""Preferences: a prompt, the better of two completions and the worse one. Made from problems, or read from a file."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from infra.errors import BadInput
+from models.config import FilePreferences
+from models.data.completions import wrong_completion
+from models.data.problems import Problem, Prompt, fill_prompt, identity, is_heldout
+from models.data.tables import messages_of, prompt_of, read_rows, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two completions of a prompt, of which one is better."""
+
+    source: str
+    """Where it came from, for messages: `pairs.jsonl:17`."""
+    prompt: Prompt
+    chosen: str
+    rejected: str
+
+
+def arithmetic_preferences(problems: Sequence[Problem], count: int, rng: Random) -> list[Preference]:
+    """Prefer the worked answer of a problem to a wrong completion; problems come round in a new order each time."""
+    order: list[Problem] = []
+    while len(order) < count:
+        order += rng.sample(problems, k=min(len(problems), count - len(order)))
+    return [
+        Preference(
+            source=f"pair {number} ({problem.source})",
+            prompt=problem.prompt,
+            chosen=problem.worked or problem.answer,
+            rejected=wrong_completion(problem, problems, rng),
+        )
+        for number, problem in enumerate(order)
+    ]
+
+
+def file_preferences(config: FilePreferences, split: str) -> list[Preference]:
+    """Read the split's pairs, in file order."""
+    if "{prompt}" not in config.template:
+        raise BadInput(f"preferences.template {config.template!r} has no {{prompt}}: every prompt would be the same")
+    if config.heldout_path is not None:
+        pairs = _read_pairs(config.path if split == "train" else config.heldout_path, config)
+        if split == "heldout":
+            _require_new_prompts(pairs, config)
+    else:
+        wanted = split == "heldout"
+        pairs = [
+            pair
+            for pair in _read_pairs(config.path, config)
+            if is_heldout(identity(pair.prompt), config.heldout_fraction) == wanted
+        ]
+    if not pairs:
+        raise BadInput(
+            f"{config.path}: preferences.heldout_fraction = {config.heldout_fraction} leaves no {split} pair; "
+            "use more prompts, another fraction, or preferences.heldout_path"
+        )
+    return [replace(pair, prompt=fill_prompt(pair.prompt, config.template)) for pair in pairs]
+
+
+def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
+    """Read one file as it is, before template and split."""
+    columns = [config.prompt_column, config.chosen_column, config.rejected_column]
+    pairs = [_pair(place, row, config) for place, row in read_rows(path, columns)]
+    if not pairs:
+        raise BadInput(f"{path}: no preferences, the file is empty")
+    return pairs
+
+
+def _pair(place: str, row: Mapping[str, object], config: FilePreferences) -> Preference:
+    prompt = prompt_of(place, row, config.prompt_column)
+    chosen, rejected = (_completion(place, row, column) for column in (config.chosen_column, config.rejected_column))
+    if chosen == rejected:
+        columns = f"{config.chosen_column} and {config.rejected_column}"
+        raise BadInput(f"{place}: {columns}: expected two different completions, found {chosen!r:.60} twice")
+    return Preference(source=place, prompt=prompt, chosen=chosen, rejected=rejected)
+
+
+def _completion(place: str, row: Mapping[str, object], column: str) -> str:
+    """The completion in a column: plain text, or a chat that is the assistant's one message."""
+    value = row[column]
+    if not isinstance(value, list):
+        return text_of(place, value, column)
+    turns = messages_of(place, value, column)
+    if [turn.role for turn in turns] != ["assistant"]:
+        found = ", ".join(turn.role for turn in turns) or "no message"
+        raise BadInput(f"{place}: {column}: expected one message by the assistant after the prompt's, found {found}")
+    return turns[0].content
+
+
+def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:
+    known = {identity(pair.prompt) for pair in _read_pairs(config.path, config)}
+    for pair in heldout:
+        if identity(pair.prompt) in known:
+            raise BadInput(f"{pair.source}: this held-out prompt is a training prompt too; remove one of them")
