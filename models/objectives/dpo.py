@@ -1,0 +1,35 @@
+"""Direct preference optimisation: pairs of completions, one better than the other. Shapes: P pairs."""
+
+from typing import NamedTuple
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+
+class DpoTerms(NamedTuple):
+    """What the loss says of each pair."""
+
+    loss_P: Tensor
+    margins_P: Tensor
+    """How much more the policy's implicit reward is for the chosen completion."""
+    right_P: Tensor
+    """True where that is more than nothing."""
+
+
+def dpo(
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    *,
+    reference_chosen_P: Tensor,
+    reference_rejected_P: Tensor,
+    beta: float,
+    label_smoothing: float,
+) -> DpoTerms:
+    """Compare log-probs of whole completions with the reference's (DPO, arXiv 2305.18290, eq. 7).
+
+    Label smoothing takes that share of the pairs to be the wrong way round (conservative DPO, Mitchell, 2023, eq. 3).
+    The implicit reward is beta · log(π / π_ref) (eq. 5, up to a constant of the prompt).
+    """
+    margins_P = beta * ((chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P))
+    loss_P = -(1 - label_smoothing) * F.logsigmoid(margins_P) - label_smoothing * F.logsigmoid(-margins_P)
+    return DpoTerms(loss_P=loss_P, margins_P=margins_P.detach(), right_P=margins_P.detach() > 0)
