@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.bench.tables import Table
 
 PARTS = ("stages", "minute", "trl", "shards", "controllers", "deployments", "placement", "engine")
-ALONE = ("reality",)
+ALONE = ("reality", "curves")
 """Parts that take long, and run when they are named."""
 
 QUIET = 0.5
