@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from infra.bundles import fetch_bundle
 from infra.storage import Store
@@ -35,7 +36,7 @@ class Learner:
 
     def stand_at(self, version: PolicyVersion) -> Trainer:
         """Return a trainer at the version, loading it on every rank unless every rank is there; it counts as left."""
-        hot = self._trainer is not None and self._at == version
+        hot = self._trainer is not None and self._at is not None and _same_model(self._at, version)
         self._at = None
         if any_rank(not hot, self._ranks):
             trainer = self.begin_at(version)
@@ -63,7 +64,7 @@ class Learner:
             self._store,
             self._trainer,
             version=version,
-            parent=parent.weights,
+            parent=parent,
             state_of=self._config if with_state else None,
             ranks=self._ranks,
         )
@@ -75,3 +76,8 @@ class Learner:
         if self._trainer is not None:
             self._trainer.close()
         self._trainer = self._at = None
+
+
+def _same_model(one: PolicyVersion, other: PolicyVersion) -> bool:
+    """Whether only the count of updates differs, as after one that was discarded."""
+    return replace(one, version=other.version) == other

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from infra.bundles import BundleRef, fetch_bundle, publish_bundle
+from infra.bundles import fetch_bundle, publish_bundle
 from infra.storage import Store
 from models.objectives.config import UpdateConfig
 from models.records import PolicyVersion
@@ -19,23 +19,32 @@ _VERSION = TypeAdapter(PolicyVersion)
 
 
 def publish_policy(
-    store: Store, trainer: Trainer, *, version: int, parent: BundleRef, state_of: UpdateConfig | None, ranks: Ranks
+    store: Store, trainer: Trainer, *, version: int, parent: PolicyVersion, state_of: UpdateConfig | None, ranks: Ranks
 ) -> PolicyVersion:
-    """Publish from rank 0 and tell all ranks; without `state_of` the next update starts a fresh optimizer."""
+    """Publish from rank 0 and tell all ranks; without `state_of` the next update starts a fresh optimizer.
+
+    Where adapters are trained, the new version has its parent's weights and an adapter of its own.
+    """
     with tempfile.TemporaryDirectory(prefix="rheostat-policy-") as temporary:
-        weights, state = Path(temporary, "weights"), Path(temporary, "state")
-        weights.mkdir()
+        trained, state = Path(temporary, "trained"), Path(temporary, "state")
+        trained.mkdir()
         state.mkdir()
-        trainer.save_weights(weights)
+        trainer.save_weights(trained)
         if state_of is not None:
             save_state(trainer, state, update=state_of, ranks=ranks)
         encoded = b""
         if ranks.rank == 0:
-            _copy_beside_weights(fetch_bundle(store, parent), weights)
+            adapter = None
+            if trainer.trains_adapters:
+                weights, adapter = parent.weights, publish_bundle(store, trained, prefix="adapters")
+            else:
+                _copy_beside_weights(fetch_bundle(store, parent.weights), trained)
+                weights = publish_bundle(store, trained, prefix="policies")
             published = PolicyVersion(
                 version=version,
-                weights=publish_bundle(store, weights, prefix="policies"),
+                weights=weights,
                 state=None if state_of is None else publish_bundle(store, state, prefix="states"),
+                adapter=adapter,
             )
             encoded = _VERSION.dump_json(published)
         return _VERSION.validate_json(broadcast_bytes(encoded, ranks))

@@ -13,6 +13,7 @@ from torch import Tensor
 from infra.errors import Damaged
 from models.batching import MicroBatch
 from models.objectives.config import UpdateConfig
+from models.roles.adapters import has_adapters, save_adapters, trained_parameters
 from models.roles.ranks import Ranks
 from models.roles.token_module import TokenModule
 
@@ -36,7 +37,7 @@ class Trainer:
         module = module.to(ranks.device)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         optimizer = torch.optim.AdamW(
-            [parameter for parameter in module.parameters() if parameter.requires_grad],
+            trained_parameters(module),
             lr=0.0,
             betas=(update.beta1, update.beta2),
             weight_decay=update.weight_decay,
@@ -74,13 +75,25 @@ class Trainer:
             norm = float(self._engine.get_global_grad_norm())
         return norm if norm >= 0 else float("nan")  # DeepSpeed writes -1 for a norm that is not finite
 
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether the base stays as it is."""
+        return has_adapters(self._model)
+
     def save_weights(self, directory: Path) -> None:
-        """Write the model as a Hugging Face directory on rank 0; under ZeRO-3 every rank holds all of it meanwhile."""
+        """Write the model as a Hugging Face directory on rank 0, or its adapters as peft does.
+
+        Under ZeRO-3 every rank holds all that is written meanwhile.
+        """
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters(list(self._model.parameters()), enabled=self._stage == 3):
+        written = trained_parameters(self._model) if self.trains_adapters else list(self._model.parameters())
+        with deepspeed.zero.GatheredParameters(written, enabled=self._stage == 3):
             if self._ranks.rank == 0:
-                self._model.save_pretrained(directory)
+                if self.trains_adapters:
+                    save_adapters(self._model, directory)
+                else:
+                    self._model.save_pretrained(directory)
 
     def moments(self) -> Moments:
         """This rank's part of the optimizer state."""

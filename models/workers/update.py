@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,7 @@ from models.algorithms.config import AlgorithmConfig
 from models.batching import plan_steps
 from models.objectives.config import KlPenalty, UpdateConfig
 from models.records import Outcome, PolicyVersion
+from models.roles.adapters import load_trainable
 from models.roles.learner import Learner
 from models.roles.logprobs import TokenLogprobs
 from models.roles.policy import load_policy
@@ -149,7 +151,8 @@ class UpdateWorker:
         return self._policy
 
     def _actor(self, version: PolicyVersion) -> TokenLogprobs:
-        return TokenLogprobs(load_policy(fetch_bundle(self._store, version.weights)), temperature=self._temperature)
+        model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
+        return TokenLogprobs(model, temperature=self._temperature)
 
     def _reference_policy(self, reference: PolicyVersion) -> TokenLogprobs | None:
         """Load the reference once, and only where a penalty needs it."""
@@ -157,7 +160,8 @@ class UpdateWorker:
             return None
         if self._reference is None or self._reference[0] != reference.weights.digest:
             self._reference = None
-            policy = self._actor(reference).requires_grad_(False).eval()
+            model = load_policy(fetch_bundle(self._store, reference.weights)).requires_grad_(False).eval()
+            policy = TokenLogprobs(model, temperature=self._temperature)
             self._reference = (reference.weights.digest, policy.to(self._joined().device))
         return self._reference[1]
 
@@ -181,7 +185,7 @@ def _unchanged(work: UpdateWork, *, quarantined: bool) -> Outcome:
             parent.version,
         )
     return Outcome(
-        policy=PolicyVersion(version=parent.version + 1, weights=parent.weights, state=parent.state),
+        policy=replace(parent, version=parent.version + 1),
         metrics={
             "quarantined": float(quarantined),
             "steps": 0.0,
