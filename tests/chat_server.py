@@ -34,7 +34,8 @@ class Asked:
 
     @property
     def text(self) -> str:
-        return self.body["messages"][0]["content"]
+        """What is asked: a question, or a prompt's token ids."""
+        return self.body["messages"][0]["content"] if "messages" in self.body else json.dumps(self.body["prompt"])
 
 
 @dataclass

@@ -30,24 +30,17 @@ ITS_OWN = {400, 413}
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What is sent, as JSON."""
+class Request(Generic[R]):
+    """What is sent, and what becomes of the response; either reader may raise, which ends all requests."""
 
     body: dict[str, JsonValue]
+    """Sent as JSON."""
     seed: int
-    """Of the pauses between its attempts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reading(Generic[R]):
-    """What becomes of a response; either may raise, which ends all requests."""
-
+    """Of the pauses between attempts."""
     answer: Callable[[bytes], R]
     """Reads the body of an answer."""
     refusal: Callable[[str], R]
     """Takes the reason, in one line, why this request alone has no answer."""
-    max_bytes: int
-    """Longest body that is read."""
 
 
 class _Unanswered(Exception):
@@ -59,16 +52,19 @@ class _Unanswered(Exception):
         self.retry_after = retry_after
 
 
-class Client(Generic[R]):
+class Client:
     """Posts requests to one path of an endpoint, several at once; answers come in the order of the requests.
 
     An endpoint that does not answer after all attempts raises EndpointDown, one that refuses raises WorkerFailed:
     neither ever becomes an answer.
     """
 
-    def __init__(self, config: Endpoint, path: str, *, reading: Reading[R], beat: Callable[[], None]) -> None:
-        """Check what can be checked without the network. Raises BadInput. `beat` is called after every attempt."""
-        self._config, self._reading, self._beat = config, reading, beat
+    def __init__(self, config: Endpoint, path: str, *, max_bytes: int, beat: Callable[[], None]) -> None:
+        """Check what can be checked without the network. Raises BadInput.
+
+        Bodies beyond `max_bytes` are refused; `beat` is called after every attempt.
+        """
+        self._config, self._max_bytes, self._beat = config, max_bytes, beat
         base = parse_endpoint(config.base_url, config.allowed_hosts, allow_private=config.allow_private)
         self._address = Address(
             base.scheme, base.host, base.port, f"{base.path}{path}", allow_private=base.allow_private
@@ -79,16 +75,16 @@ class Client(Generic[R]):
     def __str__(self) -> str:
         return f"endpoint {self._address}"
 
-    def ask(self, requests: Sequence[Request]) -> list[R]:
+    def ask(self, requests: Sequence[Request[R]]) -> list[R]:
         """Return one answer per request, in order."""
         return asyncio.run(self._ask(requests)) if requests else []
 
-    async def _ask(self, requests: Sequence[Request]) -> list[R]:
+    async def _ask(self, requests: Sequence[Request[R]]) -> list[R]:
         addresses = await self._persist(self._addresses, seed=requests[0].seed)
         places = asyncio.Semaphore(self._config.concurrency)  # a pause keeps its place: a busy server is asked less
         async with self._client() as client:
 
-            async def answer(request: Request) -> R:
+            async def answer(request: Request[R]) -> R:
                 async with places:
                     return await self._answer(client, request, addresses=addresses)
 
@@ -112,11 +108,11 @@ class Client(Generic[R]):
             transport=transport, headers=headers, trust_env=False, timeout=None, follow_redirects=False
         )
 
-    async def _answer(self, client: httpx.AsyncClient, request: Request, *, addresses: Sequence[str]) -> R:
+    async def _answer(self, client: httpx.AsyncClient, request: Request[R], *, addresses: Sequence[str]) -> R:
         before = self._answered
 
         async def attempt(number: int) -> R:
-            return await self._post(client, request.body, address=addresses[number % len(addresses)])
+            return await self._post(client, request, address=addresses[number % len(addresses)])
 
         try:
             answer = await self._persist(attempt, seed=request.seed)
@@ -126,7 +122,7 @@ class Client(Generic[R]):
                 isinstance(down.__cause__, _Unanswered) and down.__cause__.status == HTTPStatus.INTERNAL_SERVER_ERROR
             )
             if failed and self._answered > before:
-                return self._reading.refusal("the endpoint answers 500 to this request, and answers others")
+                return request.refusal("the endpoint answers 500 to this request, and answers others")
             raise
         self._answered += 1
         return answer
@@ -156,36 +152,36 @@ class Client(Generic[R]):
         except OSError as error:
             raise _Unanswered(f"{self._address.host} does not resolve: {error}") from error
 
-    async def _post(self, client: httpx.AsyncClient, body: dict[str, JsonValue], *, address: str) -> R:
+    async def _post(self, client: httpx.AsyncClient, request: Request[R], *, address: str) -> R:
         tls = {"sni_hostname": self._address.host}  # certificates are the host's, though its address is asked
         seconds = self._config.timeout_seconds
         try:
             async with (
                 asyncio.timeout(seconds),
-                client.stream("POST", self._address.at(address), json=body, extensions=tls) as response,
+                client.stream("POST", self._address.at(address), json=request.body, extensions=tls) as response,
             ):
-                data = await _read(response, max_bytes=self._reading.max_bytes)
+                data = await _read(response, max_bytes=self._max_bytes)
         except TimeoutError:
             raise _Unanswered(f"no answer within {seconds:g} s") from None
         except (httpx.TransportError, OSError) as error:
             raise _Unanswered(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-        return self._judge(response, data)
+        return self._judge(request, response, data)
 
-    def _judge(self, response: httpx.Response, data: bytes) -> R:
+    def _judge(self, request: Request[R], response: httpx.Response, data: bytes) -> R:
         """Tell answers from failures that pass and from refusals that do not."""
         status = response.status_code
         if status in AGAIN or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             pause = _retry_after(response.headers.get("Retry-After", ""))
             raise _Unanswered(f"it answers {_spell(status)}", status=status, retry_after=pause)
         if status in ITS_OWN:
-            return self._reading.refusal(f"the endpoint answers {_spell(status)}: {self._excerpt(data)}")
+            return request.refusal(f"the endpoint answers {_spell(status)}: {self._excerpt(data)}")
         if response.has_redirect_location:
             raise WorkerFailed(f"{self} answered {_spell(status)}: completions follow no redirect")
         if status != HTTPStatus.OK:
             raise WorkerFailed(f"{self} answered {_spell(status)}: {self._excerpt(data)}")
-        if len(data) > self._reading.max_bytes:
-            return self._reading.refusal(f"the response is longer than {self._reading.max_bytes} bytes")
-        return self._reading.answer(data)
+        if len(data) > self._max_bytes:
+            return request.refusal(f"the response is longer than {self._max_bytes} bytes")
+        return request.answer(data)
 
     def _excerpt(self, data: bytes) -> str:
         """Quote the beginning of a body in one line; some servers repeat the key that they refuse."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from models.config import SamplingConfig
-from models.endpoints.client import Client, Reading, Request
+from models.endpoints.client import Client, Request
 from models.judges import Answer, Question
 from models.judges.chat import check_request, read_answer, refusal, request_body
 from models.rewards.config import EndpointJudge as EndpointConfig
@@ -25,12 +25,17 @@ class EndpointJudge:
         check_request(config, sampling, verdict)
         self.progress = 0
         self._body = partial(request_body, judge=config, sampling=sampling, verdict=verdict)
-        reading = Reading(answer=partial(read_answer, verdict=verdict), refusal=refusal, max_bytes=MAX_BODY_BYTES)
-        self._client = Client(config, "/chat/completions", reading=reading, beat=self._beat)
+        self._read = partial(read_answer, verdict=verdict)
+        self._client = Client(config, "/chat/completions", max_bytes=MAX_BODY_BYTES, beat=self._beat)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer per question, in order."""
-        return self._client.ask([Request(body=self._body(question), seed=question.seed) for question in questions])
+        return self._client.ask(
+            [
+                Request(body=self._body(question), seed=question.seed, answer=self._read, refusal=refusal)
+                for question in questions
+            ]
+        )
 
     def _beat(self) -> None:
         self.progress += 1

@@ -1,0 +1,119 @@
+"""Log-probs of given tokens by a vLLM server: its completions API with token ids as the prompt, and `prompt_logprobs`.
+
+Each position of the prompt is answered with a mapping from token ids to log-probs that holds at least the prompt's own
+token; the first position has none. Whatever is missing is an error: a token without log-prob would teach at random.
+Shapes: N completion tokens of one text.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from infra.errors import WorkerFailed
+from models.config import Endpoint
+from models.endpoints.client import Client, Request
+from models.seeds import derive_seed
+
+IMPOSSIBLE = -9999.0
+"""What vLLM writes for -inf, which JSON does not have."""
+MAX_BODY_BYTES = 64 << 20
+"""Two candidates at each of 400,000 positions."""
+
+Spell = Callable[[int], str]
+"""The text of one token in the policy's tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptedText:
+    """A prompt and the completion whose tokens are to be scored."""
+
+    tokens: tuple[int, ...]
+    num_prompt_tokens: int
+
+
+class _Read(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class _Candidate(_Read):
+    logprob: Annotated[float, Field(gt=IMPOSSIBLE, le=0.01)]  # above 0 only by rounding; NaN is refused too
+    decoded_token: str | None = None
+
+
+class _Choice(_Read):
+    prompt_logprobs: tuple[dict[str, _Candidate] | None, ...]
+
+
+class _Completion(_Read):
+    choices: Annotated[tuple[_Choice, ...], Field(min_length=1, max_length=1)]
+
+
+class TokenScorer:
+    """Asks one model about several texts at once.
+
+    Raises EndpointDown where it does not answer, WorkerFailed where an answer is not what was asked for.
+    """
+
+    def __init__(self, config: Endpoint, *, spell: Spell, beat: Callable[[], None]) -> None:
+        """Check what can be checked without the network. Raises BadInput. `beat` is called after every attempt."""
+        self._model, self._spell = config.model, spell
+        self._client = Client(config, "/completions", max_bytes=MAX_BODY_BYTES, beat=beat)
+
+    def score(self, texts: Sequence[PromptedText]) -> list[NDArray[np.float32]]:
+        """Return the log-prob of every completion token of each text, at temperature 1."""
+        return self._client.ask([self._request(number, text) for number, text in enumerate(texts)])
+
+    def _request(self, number: int, text: PromptedText) -> Request[NDArray[np.float32]]:
+        # Spelt out, since a server may have other defaults, and some versions temper and filter these log-probs too.
+        plain: dict[str, JsonValue] = {"temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
+        return Request(
+            body={
+                "model": self._model,
+                "prompt": list(text.tokens),
+                "prompt_logprobs": 1,
+                "max_tokens": 1,  # the fewest that every version generates
+                **plain,
+            },
+            seed=derive_seed("teacher", number),
+            answer=partial(self._read, text),
+            refusal=partial(self._refuse, text),
+        )
+
+    def _read(self, text: PromptedText, data: bytes) -> NDArray[np.float32]:
+        try:
+            [choice] = _Completion.model_validate_json(data).choices
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "body"
+            self._refuse(text, f"no log-probs of its prompt: {where}: {first['msg']}")
+        found = choice.prompt_logprobs
+        if len(found) != len(text.tokens):
+            self._refuse(text, f"expected log-probs at {len(text.tokens)} positions, found {len(found)}")
+        logprobs = [
+            self._candidate(text, position, found[position]).logprob
+            for position in range(text.num_prompt_tokens, len(text.tokens))
+        ]
+        return np.minimum(np.array(logprobs, np.float32), np.float32(0))
+
+    def _candidate(self, text: PromptedText, position: int, candidates: dict[str, _Candidate] | None) -> _Candidate:
+        token = text.tokens[position]
+        candidate = (candidates or {}).get(str(token))
+        if candidate is None:
+            found = "none" if candidates is None else f"those of {', '.join(candidates) or 'no token'}"
+            self._refuse(text, f"position {position}: expected the log-prob of token {token}, found {found}")
+        ours, theirs = self._spell(token).strip(), (candidate.decoded_token or "").strip()
+        # Servers differ in how they spell spaces, special tokens and parts of characters; plain words are the same.
+        if ours and theirs and ours.isascii() and theirs.isascii() and ours != theirs:
+            self._refuse(text, f"token {token} is {ours!r} for the policy and {theirs!r} there: another tokenizer")
+        return candidate
+
+    def _refuse(self, text: PromptedText, reason: str) -> NoReturn:
+        raise WorkerFailed(
+            f"teacher at {self._client}: of a text of {len(text.tokens)} tokens, {text.num_prompt_tokens} of them the "
+            f"prompt's: {reason}"
+        )

@@ -1,0 +1,127 @@
+"""The teacher of on-policy distillation: it says how likely it would have been to write each token of the policy's.
+
+Shapes: N completion tokens of one pass, B rows, T padded width.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from infra.errors import BadInput
+from models.algorithms.config import TeacherDirectory, TeacherEndpoint
+from models.batching import MicroBatch
+from models.endpoints.prompt_logprobs import PromptedText, TokenScorer
+from models.objectives.config import UpdateConfig
+from models.roles.directory import check_directory
+from models.roles.logprobs import TokenLogprobs
+from models.roles.policy import load_policy, policy_shape
+from models.roles.tokenizer import load_tokenizer
+from models.roles.trainer import frozen_forward
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Beat = Callable[[], None]
+"""Called after every pass or request: progress, not life."""
+
+
+class Teacher(Protocol):
+    """Whoever scores given tokens."""
+
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
+        """Return the log-prob of every completion token of each batch, in the batch's order."""
+        ...
+
+
+class HeldTeacher:
+    """A model of the run, in the update's precision: over the same passes, equal weights say exactly the same."""
+
+    def __init__(
+        self, directory: Path, *, update: UpdateConfig, temperature: float, device: torch.device, beat: Beat
+    ) -> None:
+        model = load_policy(directory, dtype=DTYPES[update.dtype])
+        self._module = TokenLogprobs(model, temperature=temperature).requires_grad_(False).eval().to(device)
+        self._beat = beat
+
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
+        """Return the log-prob of every completion token of each batch, at the policy's temperature."""
+        return [self._pass(batch) for batch in batches]
+
+    def _pass(self, batch: MicroBatch) -> NDArray[np.float32]:
+        found_N: NDArray[np.float32] = frozen_forward(self._module, batch).cpu().numpy()
+        self._beat()
+        return found_N
+
+
+class AskedTeacher:
+    """A model behind an endpoint, which is asked about every sequence by itself, at temperature 1."""
+
+    def __init__(self, config: TeacherEndpoint, *, directory: Path, beat: Beat) -> None:
+        """`directory` holds the policy's tokenizer, in whose tokens the model is asked."""
+        self._scorer = TokenScorer(config, spell=_speller(load_tokenizer(directory)), beat=beat)
+
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
+        """Return the log-prob of every completion token of each batch. Raises EndpointDown or WorkerFailed."""
+        texts = [_texts(batch) for batch in batches]
+        scored = iter(self._scorer.score([text for part in texts for text in part]))
+        return [np.concatenate([np.zeros(0, np.float32), *(next(scored) for _ in part)]) for part in texts]
+
+
+def check_teacher(
+    teacher: TeacherDirectory | TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, max_tokens: int
+) -> int:
+    """Refuse a teacher that cannot score the policy's tokens; return its parameters here, none behind an endpoint.
+
+    `max_tokens` is the longest sequence. Neither weights nor the network are touched.
+    """
+    if isinstance(teacher, TeacherEndpoint):
+        TokenScorer(teacher, spell=_speller(tokenizer), beat=lambda: None)
+        return 0
+    try:
+        config, own, parameters = check_directory(teacher.path)
+        context = policy_shape(config, parameters=parameters, source=str(teacher.path)).context
+    except BadInput as error:
+        raise BadInput(f"algorithm.distillation.teacher: {error}") from error
+    _check_tokens(teacher.path, own, tokenizer)
+    if max_tokens > context:
+        raise BadInput(
+            f"algorithm.distillation.teacher {teacher.path}: its context is {context} tokens, expected at least "
+            f"{max_tokens}: the longest prompt and max_new_tokens"
+        )
+    return parameters
+
+
+def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast) -> None:
+    """Every token of the policy's must be the same text under the same number; the teacher may know more."""
+    theirs = own.get_vocab()
+    for token, number in sorted(policy.get_vocab().items(), key=lambda item: item[1]):
+        if theirs.get(token) != number:
+            found = f"number {theirs[token]}" if token in theirs else "no such token"
+            raise BadInput(
+                f"algorithm.distillation.teacher {path}: its tokenizer is not the policy's: expected token {token!r} "
+                f"as number {number}, found {found}"
+            )
+    if own.eos_token_id != policy.eos_token_id:
+        raise BadInput(
+            f"algorithm.distillation.teacher {path}: it ends with {own.eos_token!r}, expected the policy's "
+            f"{policy.eos_token!r}: it would teach never to end"
+        )
+
+
+def _speller(tokenizer: PreTrainedTokenizerFast) -> Callable[[int], str]:
+    return lambda token: str(tokenizer.decode([token]))
+
+
+def _texts(batch: MicroBatch) -> list[PromptedText]:
+    """Take a pass apart into its sequences again; one without completion token has nothing to be asked."""
+    row_N, column_N = np.divmod(batch.positions_N, batch.tokens_BT.shape[1])
+    texts = []
+    for row in np.unique(row_N):
+        columns = column_N[row_N == row]  # each predicts the token after it, the last one the end
+        tokens = batch.tokens_BT[row, : columns[-1] + 2]
+        texts.append(PromptedText(tokens=tuple(tokens.tolist()), num_prompt_tokens=int(columns[0]) + 1))
+    return texts
