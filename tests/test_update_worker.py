@@ -59,6 +59,7 @@ def work(uri: str, policy: PolicyVersion, *, reference: PolicyVersion | None = N
         samples=(shard,),
         total_iterations=2,
         seed=policy.version,
+        kl_coefficient=0.1,
     )
 
 
@@ -103,7 +104,7 @@ def test_a_learning_rate_of_zero_leaves_the_weights_bit_identical(uri, policy):
 def test_without_samples_the_policy_stays_as_it_is(uri, policy):
     outcome = start(uri).update(work(uri, policy, prompts=0))
     assert outcome.policy == PolicyVersion(version=1, weights=policy.weights, state=None)
-    assert outcome.metrics == {"quarantined": 0, "steps": 0, "samples": 0}
+    assert outcome.metrics == {"quarantined": 0, "steps": 0, "samples": 0, "kl_coefficient": 0.1}
 
 
 def test_groups_without_a_token_in_the_loss_have_no_weight_in_it(uri, policy):

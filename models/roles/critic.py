@@ -80,7 +80,7 @@ def check_tokenizer(found: PreTrainedTokenizerFast, policy: PreTrainedTokenizerF
     if differing:
         first = differing[0]
         raise BadInput(
-            f"critic {source}: expected the policy's tokenizer ({len(ours)} tokens), found one of {len(theirs)} tokens; "
+            f"critic {source}: expected the policy's tokenizer ({len(ours)} tokens), found one of {len(theirs)}; "
             f"{len(differing)} differ, first {first!r}: {_id(theirs, first)} there, {_id(ours, first)} in the policy's"
         )
 

@@ -46,9 +46,11 @@ class Learner:
         assert self._trainer is not None
         return self._trainer
 
-    def stays_at(self, version: PolicyVersion) -> None:
-        """Say that nothing was learnt after all since `stand_at(version)`."""
+    def asked_at(self, version: PolicyVersion) -> Trainer:
+        """Return a trainer at the version that is only asked and learns nothing, so that it stays there."""
+        trainer = self.stand_at(version)
         self._at = version
+        return trainer
 
     def begin_at(self, version: PolicyVersion) -> Trainer:
         """Return a trainer with the version's weights and a fresh optimizer."""

@@ -1,34 +1,33 @@
 """The worker that learns: training samples in by reference, a new policy version out; one process per rank."""
 
 import logging
-import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from infra.bundles import fetch_bundle
 from infra.errors import BadInput
 from infra.storage import open_store
-from models.algorithms.config import AlgorithmConfig
-from models.batching import plan_steps
+from models.algorithms.config import AlgorithmConfig, Ppo
+from models.laps import Laps
 from models.objectives.config import KlPenalty, UpdateConfig
 from models.records import Outcome, PolicyVersion
-from models.roles.adapters import load_trainable
-from models.roles.learner import Learner
-from models.roles.logprobs import TokenLogprobs
-from models.roles.policy import load_policy
-from models.roles.ranks import Ranks, join_ranks
-from models.roles.update_steps import StepPasses, StepsTaken, extra_logprobs, prepare, take_steps
+from models.roles.critic_steps import ValueStepsTaken, take_value_steps
+from models.roles.estimates import Ask, ask_model, write_estimates
+from models.roles.loaded import LoadedModels
+from models.roles.ranks import join_ranks
+from models.roles.step_plans import critic_steps, policy_steps
+from models.roles.trainer import frozen_forward
+from models.roles.update_steps import StepPasses, StepsTaken, extra_logprobs, take_steps
 from models.samples import Samples, open_samples
-from models.schedule import learning_rate
-from models.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, UpdateWork, WarmupWork
+from models.work import EstimateWork, JudgeWarmupWork, PreferenceWork, RewardModelWork, UpdateWork, WarmupWork
 from models.workers.offline import OfflineTrainer
 
 logger = logging.getLogger(__name__)
 
 
 class UpdateWorker:
-    """Take optimizer steps from the policy that each piece of work names, whatever the worker did before.
+    """Take optimizer steps from the models that each piece of work names, whatever the worker did before.
 
     The same work gives the same weights and the same optimizer state, bit for bit, hot or loaded anew, on as many
     ranks and threads. All ranks must be asked at once; each returns the same outcome, timings aside.
@@ -51,52 +50,64 @@ class UpdateWorker:
         self._update = update
         self._algorithm = algorithm
         self._temperature = temperature
-        self._ranks: Ranks | None = None
-        self._policy: Learner | None = None
-        self._reference: tuple[str, TokenLogprobs] | None = None
+        self._models: LoadedModels | None = None
         self._progress = 0
 
     def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         """Meet the other ranks before any work. A rank that is lost takes the group, and so its processes, with it."""
-        self._ranks = join_ranks(rank, world_size, address=master_address, port=master_port)
+        ranks = join_ranks(rank, world_size, address=master_address, port=master_port)
+        self._models = LoadedModels(self._store, self._update, temperature=self._temperature, ranks=ranks)
 
     def progress(self) -> int:
         """Return a count that moves with every forward pass."""
         return self._progress
 
-    def update(self, work: UpdateWork) -> Outcome:
-        """Take one iteration's steps and publish the next policy version.
+    def estimate(self, work: EstimateWork) -> Outcome:
+        """Ask models about every token of an iteration's rollouts before credit; nothing is learnt."""
+        models, laps = self._joined(), Laps()
+        asks = self._asks(work, models)
+        laps.end("load")
+        asked = write_estimates(
+            self._store, work, asks, microbatch_tokens=self._update.microbatch_tokens, ranks=models.ranks
+        )
+        laps.end("estimate")
+        metrics = {"sequences": float(asked.sequences), "tokens": float(asked.tokens)}
+        return Outcome(shards=asked.shards, metrics=metrics, timings=laps.seconds)
 
-        Without a token to learn from, or where anything was not finite, the next version has its parent's very weights
-        and state.
+    def update(self, work: UpdateWork) -> Outcome:
+        """Take one iteration's steps and publish the next version of the policy, and of its critic if it has one.
+
+        Without a token to learn from, or where anything was not finite, the next versions have their parents' very
+        weights and state; so has a policy that does not learn yet.
         """
-        ranks, clock = self._joined(), time.perf_counter
+        models, laps = self._joined(), Laps()
         samples = open_samples(self._store, work.samples)
         if not any(samples.completion_lengths):
-            return _unchanged(work, quarantined=False)
-        begun = clock()
-        policy = self._learner()
-        trainer = policy.stand_at(work.policy)
-        reference = self._reference_policy(work.reference)
-        loaded = clock()
-        steps = self._steps(work, samples, ranks)
-        extras = extra_logprobs(trainer, steps, config=self._update, reference=reference, beat=self._beat)
-        compared = clock()
-        taken = take_steps(trainer, steps, extras, config=self._update, ranks=ranks, beat=self._beat)
-        stepped = clock()
-        if not taken.finite:
-            return _unchanged(work, quarantined=True)
-        published = policy.publish(work.policy, version=work.policy.version + 1)
-        return Outcome(
-            policy=published,
-            metrics=_metrics(taken, samples, steps),
-            timings={
-                "load": loaded - begun,
-                "logprobs": compared - loaded,
-                "steps": stepped - compared,
-                "save": clock() - stepped,
+            return self._unchanged(work, quarantined=False)
+        steps = policy_steps(samples, work, config=self._update, ranks=models.ranks)
+        taken = self._learn_policy(work, steps, laps) if work.learns else None
+        valued = None
+        if work.critic is not None and (taken is None or taken.finite):
+            valued = self._learn_values(work, work.critic, steps, laps)
+        if not all(learnt.finite for learnt in (taken, valued) if learnt is not None):
+            return self._unchanged(work, quarantined=True)
+        following = work.policy.version + 1
+        outcome = Outcome(
+            policy=models.policy.publish(work.policy, version=following) if taken else _next(work.policy),
+            critic=models.critic.publish(work.critic, version=following) if work.critic is not None else None,
+            metrics={
+                **self._kl_coefficient(work),
+                **({} if taken is None else _metrics(taken, samples, steps)),
+                **({} if valued is None else valued.metrics),
+                "steps": float(len(steps)),
+                "tokens": float(sum(samples.completion_lengths)),
+                "samples": float(len(samples.groups)),
+                "quarantined": 0.0,
             },
+            timings=laps.seconds,
         )
+        laps.end("save")
+        return outcome
 
     def warmup(self, work: WarmupWork) -> Outcome:
         """Imitate worked examples and publish a policy without optimizer state."""
@@ -116,83 +127,83 @@ class UpdateWorker:
 
     def _offline(self) -> OfflineTrainer:
         """Training on data alone, which no policy stands in memory beside."""
-        self._learner().close()
-        return OfflineTrainer(self._store, self._update, ranks=self._joined(), beat=self._beat)
+        models = self._joined()
+        models.close()
+        return OfflineTrainer(self._store, self._update, ranks=models.ranks, beat=self._beat)
 
-    def _steps(self, work: UpdateWork, samples: Samples, ranks: Ranks) -> list[StepPasses]:
-        config = self._update
-        planned = plan_steps(
-            samples.groups,
-            samples.lengths,
-            minibatches=config.minibatches,
-            ranks=ranks.world_size,
-            microbatch_tokens=config.microbatch_tokens,
-            seed=work.seed,
-        )
-        # Where groups without weight are all that a step has, only momentum would move the weights.
-        plans = [plan for plan in planned if any(samples.completion_lengths[row] for row in plan.rows)]
-        first = work.policy.version * config.minibatches
-        rates = [
-            learning_rate(
-                first + index,
-                work.total_iterations * config.minibatches,
-                peak=config.learning_rate,
-                warmup_steps=config.warmup_steps,
-                schedule=config.schedule,
+    def _asks(self, work: EstimateWork, models: LoadedModels) -> dict[str, Ask]:
+        """Load the models that are asked; by column of the estimates."""
+        forwards = {}
+        if self._algorithm.distillation is not None:
+            forwards["policy"] = models.policy.asked_at(work.policy).forward
+        if work.reference is not None:
+            forwards["reference"] = partial(frozen_forward, models.reference(work.reference))
+        if work.critic is not None:
+            forwards["values"] = models.critic.asked_at(work.critic).forward
+        return {column: ask_model(forward, self._beat) for column, forward in forwards.items()}
+
+    def _learn_policy(self, work: UpdateWork, steps: list[StepPasses], laps: Laps) -> StepsTaken:
+        models, config = self._joined(), self._update
+        trainer = models.policy.stand_at(work.policy)
+        reference = None
+        if isinstance(config.kl, KlPenalty):
+            reference = models.reference(work.reference)
+            config = config.model_copy(update={"kl": config.kl.model_copy(update={"coefficient": work.kl_coefficient})})
+        laps.end("load")
+        extras = extra_logprobs(trainer, steps, config=config, reference=reference, beat=self._beat)
+        laps.end("logprobs")
+        taken = take_steps(trainer, steps, extras, config=config, ranks=models.ranks, beat=self._beat)
+        laps.end("steps")
+        return taken
+
+    def _learn_values(
+        self, work: UpdateWork, critic: PolicyVersion, steps: list[StepPasses], laps: Laps
+    ) -> ValueStepsTaken:
+        assert isinstance(self._algorithm, Ppo), "only PPO has a critic"
+        models, config = self._joined(), self._algorithm.critic
+        trainer = models.critic.stand_at(critic)
+        laps.end("load")
+        own = critic_steps(steps, work, config=self._update.model_copy(update={"learning_rate": config.learning_rate}))
+        taken = take_value_steps(trainer, own, clip=config.clip, ranks=models.ranks, beat=self._beat)
+        laps.end("critic")
+        return taken
+
+    def _unchanged(self, work: UpdateWork, *, quarantined: bool) -> Outcome:
+        if quarantined:
+            logger.warning(
+                "iteration %d: a loss, log-prob, advantage or gradient was not finite; "
+                "its update is discarded and policy %d keeps the weights of policy %d",
+                work.iteration,
+                work.policy.version + 1,
+                work.policy.version,
             )
-            for index in range(len(plans))
-        ]
-        batches = prepare(samples, plans, config=config, rank=ranks.rank)
-        return [StepPasses(batches=part, learning_rate=rate) for part, rate in zip(batches, rates, strict=True)]
+        return Outcome(
+            policy=_next(work.policy),
+            critic=None if work.critic is None else _next(work.critic),
+            metrics={
+                **self._kl_coefficient(work),
+                "quarantined": float(quarantined),
+                "steps": 0.0,
+                "samples": float(sum(shard.rows for shard in work.samples)),
+            },
+            timings={},
+        )
 
-    def _learner(self) -> Learner:
-        if self._policy is None:
-            self._policy = Learner(self._store, self._actor, self._update, ranks=self._joined())
-        return self._policy
+    def _kl_coefficient(self, work: UpdateWork) -> dict[str, float]:
+        return {"kl_coefficient": work.kl_coefficient} if isinstance(self._update.kl, KlPenalty) else {}
 
-    def _actor(self, version: PolicyVersion) -> TokenLogprobs:
-        model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
-        return TokenLogprobs(model, temperature=self._temperature)
-
-    def _reference_policy(self, reference: PolicyVersion) -> TokenLogprobs | None:
-        """Load the reference once, and only where a penalty needs it."""
-        if not isinstance(self._update.kl, KlPenalty):
-            return None
-        if self._reference is None or self._reference[0] != reference.weights.digest:
-            self._reference = None
-            model = load_policy(fetch_bundle(self._store, reference.weights)).requires_grad_(False).eval()
-            policy = TokenLogprobs(model, temperature=self._temperature)
-            self._reference = (reference.weights.digest, policy.to(self._joined().device))
-        return self._reference[1]
-
-    def _joined(self) -> Ranks:
-        if self._ranks is None:
+    def _joined(self) -> LoadedModels:
+        if self._models is None:
             raise BadInput("update rank: join the other ranks before asking for work")
-        return self._ranks
+        return self._models
 
     def _beat(self) -> None:
         self._progress += 1
 
 
-def _unchanged(work: UpdateWork, *, quarantined: bool) -> Outcome:
-    parent = work.policy
-    if quarantined:
-        logger.warning(
-            "iteration %d: a loss, log-prob, advantage or gradient was not finite; "
-            "its update is discarded and policy %d keeps the weights of policy %d",
-            work.iteration,
-            parent.version + 1,
-            parent.version,
-        )
-    return Outcome(
-        policy=replace(parent, version=parent.version + 1),
-        metrics={
-            "quarantined": float(quarantined),
-            "steps": 0.0,
-            "samples": float(sum(shard.rows for shard in work.samples)),
-        },
-        timings={},
-    )
+def _next(parent: PolicyVersion) -> PolicyVersion:
+    """The next version with all that the parent has."""
+    return replace(parent, version=parent.version + 1)
 
 
 def _metrics(taken: StepsTaken, samples: Samples, steps: list[StepPasses]) -> dict[str, float]:
@@ -209,9 +220,5 @@ def _metrics(taken: StepsTaken, samples: Samples, steps: list[StepPasses]) -> di
             "grad_norm_mean": sum(taken.grad_norms) / len(steps),
             "grad_norm_max": max(taken.grad_norms),
             "learning_rate": steps[-1].learning_rate,
-            "steps": float(len(steps)),
-            "tokens": float(num_tokens),
-            "samples": float(len(samples.groups)),
-            "quarantined": 0.0,
         }
     )
