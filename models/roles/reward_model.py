@@ -86,26 +86,26 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
     return RewardModel(model=model.eval(), tokenizer=tokenizer, context=min(known))
 
 
-def encode(reward: RewardModel, template: str | None, *, prompt: str, completion: str) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: str, completion: str) -> list[int]:
     """Turn a prompt and its completion into what the model reads. Raises ValueError where that cannot be done.
 
     Only the template's own braces are filled in, never those of what is filled in.
     """
-    forged = [token for token in reward.tokenizer.all_special_tokens if token in completion]
+    forged = [token for token in tokenizer.all_special_tokens if token in completion]
     if forged:  # it would be read as the token: a policy could end its turn and begin another
         raise ValueError(f"the completion spells the special token {forged[0]!r}")
     texts = {"prompt": prompt, "completion": completion}
     if template is not None:
         filled = _FIELD.sub(lambda field: texts[field[1]], template)
-        return list(reward.tokenizer(filled)["input_ids"])
-    if not reward.tokenizer.chat_template:
-        return list(reward.tokenizer(prompt + completion)["input_ids"])
+        return list(tokenizer(filled)["input_ids"])
+    if not tokenizer.chat_template:
+        return list(tokenizer(prompt + completion)["input_ids"])
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     try:
-        chat = str(reward.tokenizer.apply_chat_template(turns, tokenize=False))
+        chat = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except (jinja2.TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses it: {error}") from error
-    return list(reward.tokenizer(chat, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(chat, add_special_tokens=False)["input_ids"])
 
 
 def score(

@@ -1,6 +1,7 @@
 """Supervised warm-up: imitate worked examples by cross-entropy on their completions."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
@@ -17,6 +18,25 @@ from models.roles.tokenizer import load_tokenizer, render
 from models.roles.trainer import Trainer
 from models.schedule import learning_rate
 
+LAST_STEPS = 20
+"""Steps over which the last figures are averaged."""
+CURVE_POINTS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """How training on given data went."""
+
+    metrics: dict[str, float]
+    losses: list[float]
+    """Of each step."""
+
+    def curve(self) -> list[float]:
+        """The course of the loss in few points: means over equal parts of the steps."""
+        size = -(-len(self.losses) // CURVE_POINTS)
+        parts = [self.losses[start : start + size] for start in range(0, len(self.losses), size)]
+        return [sum(part) / len(part) for part in parts]
+
 
 def imitate(
     trainer: Trainer,
@@ -27,12 +47,12 @@ def imitate(
     microbatch_tokens: int,
     ranks: Ranks,
     beat: Callable[[], None],
-) -> dict[str, float]:
-    """Take all warm-up steps over the examples, in order, and return statistics; a loss that is not finite is refused.
+) -> Learnt:
+    """Take all warm-up steps over the examples, in order; a loss that is not finite is refused.
 
     `directory` has the tokenizer.
     """
-    sequences = example_sequences(examples, load_tokenizer(directory))
+    sequences = example_sequences(examples, load_tokenizer(directory), source="warm-up example")
     losses = torch.zeros(warmup.steps, dtype=torch.float64, device=ranks.device)
     for step in range(warmup.steps):
         chosen = sequences[step * warmup.batch_size : (step + 1) * warmup.batch_size]
@@ -48,13 +68,14 @@ def imitate(
         if not isfinite(norm := trainer.step(rate)):
             raise Quarantined(f"warm-up step {step}: expected finite gradients, found a norm of {norm}; lower its rate")
     sum_and_max(losses, torch.zeros(1, device=ranks.device))
-    return {
+    metrics = {
         "loss_first": float(losses[0]),
-        "loss_last": float(losses[-20:].mean()),
+        "loss_last": float(losses[-LAST_STEPS:].mean()),
         "steps": float(warmup.steps),
         "tokens": float(sum(len(sequence.tokens) - sequence.num_prompt_tokens for sequence in sequences)),
         "samples": float(len(sequences)),
     }
+    return Learnt(metrics=metrics, losses=losses.tolist())
 
 
 def _imitate_step(
@@ -80,27 +101,33 @@ def _imitate_step(
     return total
 
 
-def example_sequences(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[TokenSequence]:
-    """Tokenize prompts as for generation, and completions with EOS at their end; each text but once."""
-    prompts = _tokens_of({prompt for prompt, _ in examples}, tokenizer)
+def example_sequences(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, *, source: str
+) -> list[TokenSequence]:
+    """Tokenize prompts as for generation, and completions with EOS at their end; each text but once.
+
+    `source` is where they came from, for messages.
+    """
+    prompts = _tokens_of({prompt for prompt, _ in examples}, tokenizer, source=source)
     texts = sorted({completion for _, completion in examples})
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     completions = dict(zip(texts, encoded, strict=True))
     eos = tokenizer.eos_token_id
-    return [_sequence(prompts[prompt], [*completions[completion], eos]) for prompt, completion in examples]
+    return [sequence_of(prompts[prompt], [*completions[completion], eos]) for prompt, completion in examples]
 
 
-def _tokens_of(prompts: set[Prompt], tokenizer: PreTrainedTokenizerFast) -> dict[Prompt, list[int]]:
+def _tokens_of(prompts: set[Prompt], tokenizer: PreTrainedTokenizerFast, *, source: str) -> dict[Prompt, list[int]]:
     found: dict[Prompt, list[int]] = {}
     for special in (True, False):  # chat templates write their own special tokens, plain text gets the tokenizer's
         chosen = [prompt for prompt in prompts if isinstance(prompt, str) == special]
-        texts = [render(prompt, tokenizer, source="warm-up example") for prompt in chosen]
+        texts = [render(prompt, tokenizer, source=source) for prompt in chosen]
         encoded = tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
         found |= dict(zip(chosen, encoded, strict=True))
     return found
 
 
-def _sequence(prompt: list[int], completion: list[int]) -> TokenSequence:
+def sequence_of(prompt: list[int], completion: list[int]) -> TokenSequence:
+    """Put prompt and completion together, for training that needs no policy's log-probs."""
     nothing = np.zeros(len(completion), np.float32)
     return TokenSequence(
         tokens=np.asarray([*prompt, *completion], np.int32),

@@ -1,21 +1,31 @@
-"""Training on examples that no policy of the run wrote: supervised warm-up of policies and judges."""
+"""Training on data that no policy of the run wrote: worked examples for policies and judges, and preferences."""
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from transformers import AutoConfig
 
 from infra.bundles import fetch_bundle
 from infra.storage import Store
-from models.config import WarmupConfig
-from models.data import Example, warmup_examples
+from models.config import DataConfig, PreferencesConfig, WarmupConfig
+from models.data import Example, Preference, load_preferences, warmup_examples
 from models.judges.training import judge_examples
+from models.objectives.bradley_terry import bradley_terry
 from models.objectives.config import UpdateConfig
+from models.objectives.dpo import dpo
 from models.records import Outcome, PolicyVersion
-from models.roles.learner import Learner
+from models.roles.critic import TokenValues, critic_from_policy
+from models.roles.learner import Build, Learner
 from models.roles.logprobs import TokenLogprobs
-from models.roles.policy import load_policy
+from models.roles.pairs import SequencePair, policy_pairs, reward_pairs
+from models.roles.policy import load_policy, policy_shape
+from models.roles.preferences import PairLearning, PairNumbers, PairTerms, learn_preferences
 from models.roles.ranks import Ranks
-from models.roles.supervised import imitate
-from models.work import JudgeWarmupWork, WarmupWork
+from models.roles.supervised import Learnt, imitate
+from models.roles.tokenizer import load_tokenizer
+from models.roles.trainer import Trainer
+from models.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, WarmupWork
 
 
 class OfflineTrainer:
@@ -38,26 +48,92 @@ class OfflineTrainer:
         """Train a judge on right and wrong completions."""
         return self._imitate(work.judge, judge_examples(work.data, work.reward, work.warmup, work.seed), work.warmup)
 
+    def prefer(self, work: PreferenceWork) -> Outcome:
+        """Have the policy prefer what is preferred, held to where it starts."""
+        directory, dpo_config = fetch_bundle(self._store, work.policy.weights), work.dpo
+        tokenizer, context = load_tokenizer(directory), _context(directory)
+
+        def read(preferences: Sequence[Preference]) -> list[SequencePair]:
+            return policy_pairs(preferences, tokenizer, context=context)
+
+        def loss(found: PairNumbers, start: PairNumbers) -> PairTerms:
+            return dpo(
+                *found,
+                reference_chosen_P=start.chosen_P,
+                reference_rejected_P=start.rejected_P,
+                beta=dpo_config.beta,
+                label_smoothing=dpo_config.label_smoothing,
+            )
+
+        train, heldout = map(read, _both(work.preferences, work.data, work.seed))
+        learning = PairLearning(train, heldout, schedule=work.dpo, loss=loss, against="start", seed=work.seed)
+        return self._learn(work.policy, learning, self._logprobs)
+
+    def train_reward_model(self, work: RewardModelWork) -> Outcome:
+        """Put a head on the policy's trunk, and have it give more to what is preferred."""
+        directory = fetch_bundle(self._store, work.policy.weights)
+        tokenizer, context = load_tokenizer(directory), _context(directory)
+
+        def read(preferences: Sequence[Preference]) -> list[SequencePair]:
+            return reward_pairs(preferences, tokenizer, template=work.template, context=context)
+
+        def loss(found: PairNumbers, _: PairNumbers) -> PairTerms:
+            return bradley_terry(*found, centering=work.training.centering)
+
+        train, heldout = map(read, _both(work.preferences, work.data, work.seed))
+        learning = PairLearning(train, heldout, schedule=work.training, loss=loss, against="nothing", seed=work.seed)
+        return self._learn(work.policy, learning, self._rewards)
+
     def _imitate(self, model: PolicyVersion, examples: Sequence[Example], warmup: WarmupConfig) -> Outcome:
+        def learn(trainer: Trainer) -> Learnt:
+            return imitate(
+                trainer,
+                examples,
+                warmup=warmup,
+                directory=fetch_bundle(self._store, model.weights),
+                microbatch_tokens=self._update.microbatch_tokens,
+                ranks=self._ranks,
+                beat=self._beat,
+            )
+
+        return self._train(model, self._logprobs, learn)
+
+    def _learn(self, model: PolicyVersion, learning: PairLearning, build: Build) -> Outcome:
+        def learn(trainer: Trainer) -> Learnt:
+            budget = self._update.microbatch_tokens
+            return learn_preferences(trainer, learning, microbatch_tokens=budget, ranks=self._ranks, beat=self._beat)
+
+        return self._train(model, build, learn)
+
+    def _train(self, model: PolicyVersion, build: Build, learn: Callable[[Trainer], Learnt]) -> Outcome:
         clock = time.perf_counter
         begun = clock()
-        learner = Learner(self._store, self._logprobs, self._update, ranks=self._ranks)
+        learner = Learner(self._store, build, self._update, ranks=self._ranks)
         trainer = learner.begin_at(model)
         loaded = clock()
-        metrics = imitate(
-            trainer,
-            examples,
-            warmup=warmup,
-            directory=fetch_bundle(self._store, model.weights),
-            microbatch_tokens=self._update.microbatch_tokens,
-            ranks=self._ranks,
-            beat=self._beat,
-        )
+        learnt = learn(trainer)
         stepped = clock()
         policy = learner.publish(model, version=model.version, with_state=False)
         learner.close()
         timings = {"load": loaded - begun, "steps": stepped - loaded, "save": clock() - stepped}
-        return Outcome(policy=policy, metrics=metrics, timings=timings)
+        return Outcome(policy=policy, metrics=learnt.metrics, detail={"losses": [*learnt.curve()]}, timings=timings)
 
     def _logprobs(self, version: PolicyVersion) -> TokenLogprobs:
         return TokenLogprobs(load_policy(fetch_bundle(self._store, version.weights)), temperature=1.0)
+
+    def _rewards(self, version: PolicyVersion) -> TokenValues:
+        directory = fetch_bundle(self._store, version.weights)
+        model = critic_from_policy(directory)
+        # A classifier finds a text's end by it; policies from elsewhere often name it in their tokenizer alone.
+        model.config.get_text_config().pad_token_id = load_tokenizer(directory).pad_token_id
+        return TokenValues(model)
+
+
+def _both(preferences: PreferencesConfig, data: DataConfig, seed: int) -> tuple[list[Preference], list[Preference]]:
+    train, heldout = (load_preferences(preferences, data, split=split, seed=seed) for split in ("train", "heldout"))
+    return train, heldout
+
+
+def _context(directory: Path) -> int:
+    config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    return policy_shape(config, parameters=0, source=str(directory)).context

@@ -91,7 +91,7 @@ class RewardModelWorker:
         faults: dict[int, str] = {}
         for row, (prompt, completion) in enumerate(texts):
             try:
-                tokens = encode(self._model, self._reward.template, prompt=prompt, completion=completion)
+                tokens = encode(self._model.tokenizer, self._reward.template, prompt=prompt, completion=completion)
             except ValueError as error:
                 tokens, faults[row] = [], str(error)
             sequences.append(tokens)
