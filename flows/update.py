@@ -6,11 +6,12 @@ from flows.running import joined
 from tasks.batches import read_plan
 from tasks.session import RunRef
 from tasks.update import update_policy
+from tasks.versions import policy_of
 
 
 @flow(name="update", flow_run_name="{batch} update", persist_result=True, result_serializer="json")
 async def update(run: RunRef, batch: str) -> str:
-    """Commit the next policy version; return its weights digest.
+    """Commit the next policy version; return its digest.
 
     Args:
         run: The run; without an epoch this flow takes it over.
@@ -18,4 +19,4 @@ async def update(run: RunRef, batch: str) -> str:
     """
     async with joined(run) as here:
         updated = await update_policy(here, read_plan(here, batch))
-    return updated.bundles["weights"].digest
+    return policy_of(updated).digest

@@ -9,7 +9,8 @@ from models.rewards.config import JudgeReward, TrainedJudge
 from models.work import JudgePreparation, JudgeWarmupWork
 from tasks.placing import judge_role
 from tasks.session import RunRef, session_of
-from tasks.stages import is_transient, once, policy_of, record, required
+from tasks.stages import is_transient, once, record, required
+from tasks.versions import policy_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from tasks.placing import Placing, judge_role, rollout_demand, scoring_demand, w
 from tasks.plan import BatchPlan, waves_of
 from tasks.reporting import artifact_key
 from tasks.session import RunRef, Session, session_of
-from tasks.stages import policy_of, required
+from tasks.stages import required
+from tasks.versions import policy_of
 
 logger = logging.getLogger(__name__)
 

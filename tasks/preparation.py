@@ -8,7 +8,8 @@ from infra.manifests import Manifest
 from models.work import PolicyWork, PromptWork, WarmupWork
 from tasks.plan import PROMPTS, policy_key
 from tasks.session import RunRef, session_of
-from tasks.stages import is_transient, once, policy_of, record, required
+from tasks.stages import is_transient, once, record, required
+from tasks.versions import policy_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ from infra.manifests import Manifest
 from models.work import RolloutWork
 from tasks.plan import PROMPTS, BatchPlan
 from tasks.session import RunRef, session_of
-from tasks.stages import is_transient, once, policy_of, required
+from tasks.stages import is_transient, once, required
+from tasks.versions import policy_of
 
 
 @task(task_run_name="{plan.key} generate {shard:04d}", retries=2, retry_condition_fn=is_transient)

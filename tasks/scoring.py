@@ -10,7 +10,8 @@ from tasks.judges import local_terms, model_key
 from tasks.placing import judge_role
 from tasks.plan import BatchPlan, credit_key, waves_of
 from tasks.session import RunRef, session_of
-from tasks.stages import committed, is_transient, once, policy_of, required
+from tasks.stages import committed, is_transient, once, required
+from tasks.versions import policy_of
 
 PAUSES_SECONDS = [5.0, 15.0, 30.0, 60.0]
 """Before a judge that is down is asked again, beside the pauses of its own requests."""

@@ -12,6 +12,7 @@ from tasks.plan import credit_key, iteration_key, plan_key, policy_key, waves_of
 from tasks.scoring import stage_of
 from tasks.session import RunRef, session_of
 from tasks.stages import record, required
+from tasks.versions import policy_of
 
 
 @task(task_run_name="it-{number:04d} seal")
@@ -48,7 +49,7 @@ async def seal_iteration(run: RunRef, number: int) -> Manifest:
             **{f"credit/{name}": value for name, value in credit.metrics.items()},
             **{f"update/{name}": value for name, value in update.metrics.items()},
         },
-        detail={"policy": update.bundles["weights"].digest, **handover.detail()},
+        detail={"policy": policy_of(update).digest, **handover.detail()},
         seconds=seconds,
     )
 

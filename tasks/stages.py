@@ -15,6 +15,7 @@ from infra.errors import Damaged, WorkerLost, WorkerStalled
 from infra.manifests import Manifest, provenance_here
 from models.records import PolicyVersion
 from tasks.session import RunRef, session_of
+from tasks.versions import bundles_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ async def once(
         Manifest(
             key=key,
             shards=outcome.shards,
-            bundles=_bundles(outcome.policy),
+            bundles={} if outcome.policy is None else bundles_of(outcome.policy),
             parents=tuple(parent.digest for parent in parents),
             metrics=outcome.metrics or {},
             detail={**_version(outcome.policy), **(outcome.detail or {}), **(detail or {})},
@@ -97,20 +98,6 @@ def required(ref: RunRef, key: str) -> Manifest:
     if manifest is None:
         raise Damaged(f"run {ref.name!r}: manifest {key!r} is missing")
     return manifest
-
-
-def policy_of(manifest: Manifest) -> PolicyVersion:
-    """The policy version that a manifest committed."""
-    version = manifest.detail["version"]
-    assert isinstance(version, int)
-    return PolicyVersion(version=version, weights=manifest.bundles["weights"], state=manifest.bundles.get("state"))
-
-
-def _bundles(policy: PolicyVersion | None) -> dict[str, BundleRef]:
-    if policy is None:
-        return {}
-    state = {} if policy.state is None else {"state": policy.state}
-    return {"weights": policy.weights, **state}
 
 
 def _version(policy: PolicyVersion | None) -> dict[str, JsonValue]:

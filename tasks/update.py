@@ -6,7 +6,8 @@ from infra.manifests import Manifest
 from models.work import UpdateWork
 from tasks.plan import BatchPlan, credit_key, policy_key
 from tasks.session import RunRef, session_of
-from tasks.stages import is_transient, once, policy_of, required
+from tasks.stages import is_transient, once, required
+from tasks.versions import policy_of
 
 
 @task(task_run_name="{plan.key} update", retries=2, retry_condition_fn=is_transient)

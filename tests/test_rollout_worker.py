@@ -123,7 +123,7 @@ def test_a_shard_says_what_it_came_from(store, work, tmp_path):
     metadata = read_shard(store, worker(tmp_path).generate(work).shards[0]).schema.metadata
     assert metadata[b"iteration"] == b"3"
     assert metadata[b"policy_version"] == b"0"
-    assert metadata[b"weights_digest"].decode() == work.policy.weights.digest
+    assert metadata[b"policy_digest"].decode() == work.policy.digest
     assert metadata[b"producer"] == b"transformers"
     assert metadata[b"seed"] == b"5"
     assert metadata[b"seed_prompt_rows"] == b"2..11"

@@ -78,8 +78,8 @@ class Engine(Protocol):
 
     progress: int
 
-    def load(self, directory: Path, policy: PolicyVersion) -> None:
-        """Take the policy in `directory`, whose files were verified to be those of its digest."""
+    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> None:
+        """Take the policy in `directory`, and its adapter, whose files were verified to be those of its digest."""
 
     def sleep(self) -> None:
         """Give the memory of weights and cache back; who wants to use the engine again loads it again."""

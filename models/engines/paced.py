@@ -54,7 +54,7 @@ class PacedEngine:
         self._steps = StepSums()
         self._due = 0.0  # when the work so far should have ended: what a sleep takes too long, the next makes up for
 
-    def load(self, directory: Path, policy: PolicyVersion) -> None:
+    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> None:
         """Take the tokenizer and the version of a policy; its weights are not read, but waited for."""
         self._due = time.perf_counter()
         self._pause(self._config.load_seconds)

@@ -14,6 +14,7 @@ from models.engines import Completion, Request, StepSums
 from models.engines.decoding import LoadedPolicy, Row, decode
 from models.engines.likelihoods import continuation_logprobs
 from models.records import PolicyVersion
+from models.roles.merging import load_merged
 from models.roles.policy import load_policy
 from models.roles.tokenizer import load_tokenizer
 
@@ -35,9 +36,13 @@ class HuggingFaceEngine:
         self._steps = StepSums()
         self._stepped = 0.0  # when the last forward pass ended
 
-    def load(self, directory: Path, policy: PolicyVersion) -> None:
+    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> None:
         self.sleep()  # the old weights go before the new ones come: two policies may not fit
-        model = load_policy(directory, device=self._device, dtype=getattr(torch, self._config.dtype)).eval()
+        dtype = getattr(torch, self._config.dtype)
+        if adapter is None:
+            model = load_policy(directory, device=self._device, dtype=dtype).eval()
+        else:
+            model = load_merged(load_policy, directory, adapter, device=self._device, dtype=dtype).eval()
         tokenizer = load_tokenizer(directory)
         stated = model.generation_config.eos_token_id
         ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])} - {None}
@@ -45,7 +50,7 @@ class HuggingFaceEngine:
         self._policy = LoadedPolicy(
             model=model,
             tokenizer=tokenizer,
-            digest=policy.weights.digest,
+            digest=policy.digest,
             eos_E=torch.tensor(sorted(ends), device=self._device),
             context=context,
         )

@@ -41,13 +41,14 @@ class RolloutWorker:
         return self._engine.progress
 
     def take(self, policy: PolicyVersion) -> str:
-        """Load a policy unless it is loaded, and return the digest of the weights that are now served."""
+        """Load a policy unless it is loaded, and return the digest of what is now served."""
         if self._loaded != policy:
             self._loaded = None
-            self._engine.load(fetch_bundle(self._store, policy.weights), policy)
+            adapter = None if policy.adapter is None else fetch_bundle(self._store, policy.adapter)
+            self._engine.load(fetch_bundle(self._store, policy.weights), policy, adapter=adapter)
             self._loaded = policy
-            logger.info("loaded policy %s", policy.weights.digest)
-        return policy.weights.digest
+            logger.info("loaded policy %s", policy.digest)
+        return policy.digest
 
     def sleep(self) -> None:
         """Give the weights' memory back; the next work loads them again."""
@@ -119,7 +120,7 @@ def _metadata(work: RolloutWork, *, run: str) -> dict[str, str]:
         "run": run,
         "iteration": str(work.iteration),
         "policy_version": str(work.policy.version),
-        "weights_digest": work.policy.weights.digest,
+        "policy_digest": work.policy.digest,
         "sampling": work.sampling.model_dump_json(),
         "prompts_digest": work.prompts.digest,
         "seed": str(work.seed),

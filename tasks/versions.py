@@ -1,0 +1,20 @@
+"""Policy versions as manifests name them. Reading commands need this, and no Prefect."""
+
+from infra.bundles import BundleRef
+from infra.manifests import Manifest
+from models.records import PolicyVersion
+
+
+def policy_of(manifest: Manifest) -> PolicyVersion:
+    """The policy version that a manifest committed."""
+    version, bundles = manifest.detail["version"], manifest.bundles
+    assert isinstance(version, int)
+    return PolicyVersion(
+        version=version, weights=bundles["weights"], state=bundles.get("state"), adapter=bundles.get("adapter")
+    )
+
+
+def bundles_of(policy: PolicyVersion) -> dict[str, BundleRef]:
+    """The bundles of a policy version by the names that manifests give them."""
+    named = {"weights": policy.weights, "state": policy.state, "adapter": policy.adapter}
+    return {name: bundle for name, bundle in named.items() if bundle is not None}
