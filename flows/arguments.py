@@ -88,6 +88,19 @@ def _parser(*, simulating: bool) -> argparse.ArgumentParser:
     reader("export", "copy a run's sealed iterations to Parquet, and print the paths", example="demo")
     reader("verify", "check every digest and every invariant of a run", example="demo")
 
+    rescore = reader(
+        "rescore",
+        "score a run's stored rollouts again by other rewards",
+        example='demo --rewards \'rewards=[{kind="regex",pattern="####"}]\' --as strict --iterations 3-7',
+    )
+    rescore.add_argument(
+        "--rewards",
+        metavar="TOML",
+        required=True,
+        help="a TOML file with a [scoring] table, or its keys as inline TOML",
+    )
+    _add_derivation(rescore, "rewards")
+
     evaluate = add(
         "evaluate",
         "measure a policy directory on held-out problems",
@@ -115,6 +128,13 @@ def _parser(*, simulating: bool) -> argparse.ArgumentParser:
     server = add("server", "serve Prefect's API and UI on this machine", example="--port 4300")
     server.add_argument("--port", type=int, default=4200, help="port on loopback (default: %(default)s)")
     return parser
+
+
+def _add_derivation(parser: argparse.ArgumentParser, made_from: str) -> None:
+    parser.add_argument("--as", dest="name", metavar="NAME", help=f"default: from the {made_from}")
+    parser.add_argument("--iterations", metavar="3-7", help="such as 3, 3-7 or 1,3-5 (default: all that are sealed)")
+    text = "how it is done: pools.workers=4, pools.scoring_workers=8, pools.gpus_per_worker=1"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="pools.key=value", help=text)
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:

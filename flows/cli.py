@@ -171,6 +171,30 @@ def _verify(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def _rescore(options: argparse.Namespace) -> int:
+    from flows.derivations import compared_rows, rescored_iterations
+    from flows.launcher import rescore_here
+    from flows.requests import request_rescoring
+    from flows.terminal import table, write
+
+    request = request_rescoring(
+        options.store,
+        options.run,
+        rewards=options.rewards,
+        name=options.name,
+        iterations=options.iterations,
+        overrides=options.overrides,
+    )
+    _log_progress(to=sys.stderr if options.json else sys.stdout)
+    rescore_here(request)
+    lines = rescored_iterations(options.store, options.run, request.name, request.iterations)
+    if options.json:
+        write(json.dumps({"name": request.name, "iterations": [line.model_dump() for line in lines]}, indent=2))
+    else:
+        write(f"\n{table(compared_rows(lines))}\nre-scoring {request.name} of run {options.run}")
+    return 0
+
+
 def _placement(options: argparse.Namespace) -> int:
     from flows.placing import decision_text, replay_run
     from flows.terminal import write
@@ -233,6 +257,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "rollouts": _rollouts,
     "export": _export,
     "verify": _verify,
+    "rescore": _rescore,
     "evaluate": _evaluate,
     "placement": _placement,
     "plan": _plan,

@@ -24,6 +24,7 @@ from models.config import DirectoryPolicy
 from tasks.inputs import preflight
 
 if TYPE_CHECKING:
+    from flows.requests import Rescoring
     from tasks.reporting import RunSummary
     from tasks.reports import Accuracy
 
@@ -66,6 +67,19 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
             from flows.evaluation import evaluate
 
             return run_flow(evaluate(config))
+
+
+def rescore_here(request: "Rescoring") -> None:
+    """Score stored rollouts again in this process. Raises BadInput before anything is written or started."""
+    open_run(request.config.store, request.config.name).check_free()
+    asyncio.run(preflight(request.config))
+    with prefect_api() as url:
+        from flows.rescoring import rescore
+
+        logger.info(
+            "re-scoring %s of run %s; watch it at %s", request.name, request.config.name, url.removesuffix("/api")
+        )
+        run_flow(rescore(request))
 
 
 def check_unheld(config: RunConfig) -> None:

@@ -49,6 +49,19 @@ async def hold(config: RunConfig) -> AsyncIterator[RunRef]:
 
 
 @asynccontextmanager
+async def reopened(config: RunConfig) -> AsyncIterator[RunRef]:
+    """Take an existing run for this process, to make more of what it holds as `config` says; its record stays.
+
+    Raises RunHeld if another process has it.
+    """
+    _log_progress()
+    run = open_run(config.store, config.name)
+    with tags(config.name), run.hold():
+        async with open_session(run, config, store=config.store) as ref:
+            yield ref
+
+
+@asynccontextmanager
 async def joined(ref: RunRef) -> AsyncIterator[RunRef]:
     """The run as a controller sees it: open in this process already, or joined by a process of its own.
 

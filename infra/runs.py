@@ -95,9 +95,12 @@ class Run:
         keys = sorted(entry.key.removeprefix(_MANIFESTS).removesuffix(".json") for entry in entries)
         return [self._known.get(key) or self._load(key) for key in keys]
 
-    def folders(self) -> list[str]:
-        """Return the sorted first parts of the keys of all manifests, such as `it-0003`, without looking at each."""
-        return self.store.children(_MANIFESTS.removesuffix("/"))
+    def folders(self, under: str = "") -> list[str]:
+        """Return the sorted next parts of the keys of all manifests under a prefix, without looking at each.
+
+        Such as `it-0003`; the last part of a key ends with `.json`.
+        """
+        return self.store.children(f"{_MANIFESTS}{under}".rstrip("/"))
 
     def commit(self, manifest: Manifest) -> Manifest:
         """Publish a manifest and return the one that stands: this, or an equal one that another committed first.

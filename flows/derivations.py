@@ -1,0 +1,71 @@
+"""What re-scorings and re-credits of a run came to, for people: read from the store."""
+
+from collections.abc import Iterable, Sequence
+
+from flows.reading import open_known_run
+from infra.config import Settings
+from infra.errors import Damaged
+from infra.manifests import Manifest
+from infra.runs import Run
+from tasks.derived import Derived
+from tasks.reports import shown
+
+
+class RescoredIteration(Settings):
+    """New rewards of an iteration beside the stored ones."""
+
+    iteration: int
+    """Counted from 1."""
+    completions: int
+    """Completions scored again."""
+    missing: int
+    """Those without a new score."""
+    stored_reward: float | None
+    """Mean of the stored rewards."""
+    reward: float | None
+    """Mean of the new rewards."""
+    correlation: float | None
+    """Pearson's, over completions with both; none where one side is the same everywhere."""
+    changed: float
+    """Share of completions whose reward is another."""
+
+
+def rescored_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RescoredIteration]:
+    """How the new rewards of some iterations compare."""
+    run, derived = open_known_run(store, run_name), Derived("rescore", name)
+    return [_rescored(number, _seal(run, derived, number).metrics) for number in numbers]
+
+
+def _rescored(number: int, metrics: dict[str, float]) -> RescoredIteration:
+    return RescoredIteration(
+        iteration=number,
+        completions=int(metrics["completions"]),
+        missing=int(metrics["missing"]),
+        stored_reward=metrics.get("stored_reward_mean"),
+        reward=metrics.get("reward_mean"),
+        correlation=metrics.get("correlation"),
+        changed=metrics["changed_fraction"],
+    )
+
+
+def compared_rows(lines: Sequence[RescoredIteration]) -> list[dict[str, str]]:
+    """The comparison as rows of a terminal's table."""
+    return [
+        {
+            "iteration": str(line.iteration),
+            "completions": str(line.completions),
+            "missing": str(line.missing),
+            "stored reward": shown(line.stored_reward),
+            "new reward": shown(line.reward),
+            "correlation": shown(line.correlation),
+            "changed": f"{line.changed:.1%}",
+        }
+        for line in lines
+    ]
+
+
+def _seal(run: Run, derived: Derived, number: int) -> Manifest:
+    sealed = run.find(derived.seal_key(number))
+    if sealed is None:
+        raise Damaged(f"run {run.name!r}: manifest {derived.seal_key(number)!r} is missing")
+    return sealed

@@ -1,0 +1,52 @@
+"""Stored rollouts scored again by other rewards."""
+
+import asyncio
+import time
+
+from prefect import flow
+
+from flows.requests import Rescoring
+from flows.running import controllers_of, reopened
+from tasks.derived import Derived
+from tasks.judges import make_judge, served_terms, train_judge
+from tasks.plan import BatchPlan
+from tasks.rescoring import (
+    adopt_judges,
+    begin_rescoring,
+    iterations_left,
+    seal_rescoring,
+    wake_judges,
+    waves_to_rescore,
+)
+from tasks.scoring import judge_shard, score_shard
+from tasks.session import RunRef
+
+
+@flow(name="rescore", flow_run_name="{request.config.name} {request.name}")
+async def rescore(request: Rescoring) -> None:
+    """Score the chosen iterations of a run again; started again, it does what is missing."""
+    name = request.name
+    async with reopened(request.config) as run:
+        await begin_rescoring(run, name)
+        left = await iterations_left(run, Derived("rescore", name), request.iterations)
+        if not left:
+            return
+        for term in await adopt_judges(run, name):
+            await make_judge(run, term, f"rescore/{name}/")
+            await train_judge(run, term, f"rescore/{name}/")
+        await wake_judges(run, name)
+        for number in left:
+            began = time.monotonic()
+            await score_again(run, waves_to_rescore(run, name, number))
+            await seal_rescoring(run, name, number, began)
+
+
+async def score_again(run: RunRef, waves: list[BatchPlan]) -> None:
+    """Have every shard of some batches judged by every served reward, then scored."""
+    silence = controllers_of(run).silence_seconds
+    async with asyncio.TaskGroup() as group:
+        for wave in waves:
+            for shard in range(wave.num_shards):
+                for term in served_terms(run):
+                    group.create_task(judge_shard(run, wave, shard, term, silence))
+                group.create_task(score_shard(run, wave, shard, silence))
