@@ -7,6 +7,7 @@ from flows.placing import first_placement
 from infra.config import Settings
 from infra.runs import Run, list_runs, open_run
 from infra.storage import open_store
+from models.algorithms.config import Distillation, TeacherEndpoint
 from models.config import PacedEngine
 from models.rewards.config import EndpointJudge, JudgeReward
 from tasks.inputs import preflight
@@ -58,6 +59,9 @@ def plan_run(config: RunConfig) -> RunPlan:
         "rollout": f"{_count(pools.workers, 'worker')} at most, of {_megabytes(facts, 'rollout')}",
         **{f"judge {term}": _judge(config, term, facts) for term in config.scoring.served},
         "scoring": _count(pools.scoring_workers, "worker"),
+        **(
+            {} if config.algorithm.distillation is None else {"teacher": _teacher(config.algorithm.distillation, facts)}
+        ),
         "update": f"{_count(pools.update_ranks, 'rank')} of {_megabytes(facts, 'update')}, "
         f"ZeRO {update.zero_stage}, {update.dtype}",
         "threads": f"{pools.threads} per worker",
@@ -103,6 +107,13 @@ def _judge(config: RunConfig, term: str, facts: dict[str, float]) -> str:
     answers = f"{_count(reward.votes, 'vote')} by {reward.verdict.kind}"
     where = reward.model.base_url if reward.model.kind == "endpoint" else f"{_count(reward.slots, 'slot')} each"
     return f"{size}{reward.model.kind}, {answers}, {where}"
+
+
+def _teacher(distillation: Distillation, facts: dict[str, float]) -> str:
+    teacher = distillation.teacher
+    if isinstance(teacher, TeacherEndpoint):
+        return f"endpoint, {teacher.base_url}"
+    return f"{facts['teacher_parameters']:,.0f} parameters, {teacher.path}, on every update rank"
 
 
 def _count(number: int, noun: str) -> str:

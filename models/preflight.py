@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
+from models.algorithms.config import AlgorithmConfig
 from models.config import (
     DataConfig,
     DirectoryPolicy,
@@ -31,6 +32,8 @@ from models.rewards.build import build_reward, check_reward
 from models.rewards.config import JudgeReward, NumericReward, ScoringConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from models.roles.policy import PolicyShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -49,6 +52,7 @@ class Inputs(BaseModel):
     warmup: WarmupConfig | None
     rollout: RolloutConfig
     scoring: ScoringConfig
+    algorithm: AlgorithmConfig
     update: UpdateConfig
     pools: PoolsConfig
     evaluation: EvaluationConfig
@@ -131,7 +135,21 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         "update_weights_bytes": shape.parameters * BYTES[update.dtype] // (ranks if update.zero_stage >= 3 else 1),
         "update_gradient_bytes": shape.parameters * BYTES[update.dtype] // (ranks if update.zero_stage >= 2 else 1),
         "update_optimizer_bytes": shape.parameters * state // (ranks if update.zero_stage >= 1 else 1),
+        **_check_teacher(inputs, tokenizer, longest_tokens=longest + new_tokens),
     }
+
+
+def _check_teacher(inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", *, longest_tokens: int) -> dict[str, float]:
+    """Every update rank holds the whole teacher, whatever ZeRO divides of the policy."""
+    from models.roles.teacher import check_teacher
+
+    distillation = inputs.algorithm.distillation
+    if distillation is None:
+        return {}
+    parameters = check_teacher(distillation.teacher, tokenizer, longest_tokens=longest_tokens)
+    if not parameters:
+        return {}
+    return {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}
 
 
 def _engine_memory(engine: EngineConfig, shape: "PolicyShape", longest: int) -> dict[str, float]:

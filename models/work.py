@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from infra.bundles import BundleRef
 from infra.shards import ShardRef
-from models.algorithms.config import CriticConfig
+from models.algorithms.config import CriticConfig, TeacherDirectory
 from models.config import (
     DataConfig,
     DpoConfig,
@@ -92,6 +93,8 @@ class ScoringWork:
     verdicts: tuple[VerdictShard, ...] = ()
     metric: str = ""
     """Raw term by which a group counts as informative; empty where nobody asks."""
+    tokenizer: BundleRef | None = None
+    """Bundle of a policy with the run's tokenizer; none where no term values steps or tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +189,17 @@ class JudgePreparation:
     reward: ServedReward
     data: DataConfig
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherWork:
+    """Copy the model that teaches into the run."""
+
+    teacher: TeacherDirectory
+    policy: PolicyVersion
+    """Whose tokens it must know."""
+    longest_tokens: int
+    """Prompt and completion that it must have room for, together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import pytest
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
+from models.algorithms.config import AlgorithmConfig, Distillation, Grpo, TeacherDirectory, TeacherEndpoint
 from models.config import (
     ArithmeticData,
     DataConfig,
@@ -22,11 +23,13 @@ from models.config import (
     ScratchPolicy,
     WarmupConfig,
 )
+from models.data import load_problems
 from models.objectives.config import UpdateConfig
 from models.preflight import Inputs, check
 from models.rewards.config import (
     ChoiceVerdict,
     DirectoryJudge,
+    DirectoryRewardModel,
     EndpointJudge,
     JudgeReward,
     ModelReward,
@@ -37,6 +40,7 @@ from models.rewards.config import (
     TargetReward,
     TrainedJudge,
 )
+from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 
@@ -48,6 +52,7 @@ def inputs(
     warmup: WarmupConfig | None = None,
     rollout: RolloutConfig | None = None,
     scoring: ScoringConfig | None = None,
+    algorithm: AlgorithmConfig | None = None,
     update: UpdateConfig | None = None,
     ranks: int = 1,
 ) -> Inputs:
@@ -58,6 +63,7 @@ def inputs(
         warmup=warmup,
         rollout=rollout or RolloutConfig(),
         scoring=scoring or ScoringConfig(),
+        algorithm=algorithm or Grpo(),
         update=update or UpdateConfig(),
         pools=PoolsConfig(update_ranks=ranks),
         evaluation=EvaluationConfig(problems=1),
@@ -227,7 +233,10 @@ def test_the_size_of_a_judge_is_known_before_the_run():
             JUDGE.model_copy(update={"model": DirectoryJudge(path=Path("nowhere"))}),
             r"reward honest: policy nowhere: no such directory",
         ),
-        (ModelReward(name="liked", path=Path("nowhere")), r"reward liked: reward model nowhere: no such directory"),
+        (
+            ModelReward(name="liked", model=DirectoryRewardModel(path=Path("nowhere"))),
+            r"reward liked: reward model nowhere: no such directory",
+        ),
         (
             JUDGE.model_copy(update={"model": REMOTE}),
             r"reward honest: judge at .* a constrained choice needs an engine that constrains",
@@ -250,3 +259,35 @@ def test_what_cannot_serve_a_reward_is_one_line_before_the_run(reward, message):
     with pytest.raises(BadInput, match=message) as caught:
         check(served(reward))
     assert "\n" not in str(caught.value)
+
+
+def test_a_teacher_is_counted_whole_on_every_update_rank(tmp_path):
+    teacher = Distillation(teacher=TeacherDirectory(path=publish_teacher(tmp_path, operations=4)))
+    facts = check(inputs(algorithm=Grpo(distillation=teacher), update=UpdateConfig(zero_stage=3), ranks=4))
+    assert facts["teacher_parameters"] == facts["parameters"]
+    assert facts["update_teacher_bytes"] == 4 * facts["parameters"]
+
+
+def test_a_teacher_of_another_tokenizer_is_one_line_before_the_run(tmp_path):
+    teacher = Distillation(teacher=TeacherDirectory(path=publish_teacher(tmp_path, operations=1)))
+    with pytest.raises(
+        BadInput, match=r"algorithm\.distillation\.teacher .*its tokenizer is not the policy's"
+    ) as caught:
+        check(inputs(algorithm=Grpo(distillation=teacher)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_teacher_behind_an_endpoint_is_checked_and_holds_no_memory(monkeypatch):
+    teacher = TeacherEndpoint(base_url="https://teacher.example.com/v1", allowed_hosts=("b.org",), model="large")
+    with pytest.raises(BadInput, match="not in allowed_hosts"):
+        check(inputs(algorithm=Grpo(distillation=Distillation(teacher=teacher))))
+    known = teacher.model_copy(update={"allowed_hosts": ("teacher.example.com",)})
+    assert "teacher_parameters" not in check(inputs(algorithm=Grpo(distillation=Distillation(teacher=known))))
+
+
+def publish_teacher(path: Path, *, operations: int) -> Path:
+    """A policy as a run on such problems would make it."""
+    problems = load_problems(ArithmeticData(train_problems=64, heldout_problems=8, operations=operations), "train", 0)
+    tokenizer = scratch_tokenizer(ScratchPolicy(), problems)
+    save_policy(build_scratch(ScratchPolicy(), tokenizer, seed=1), tokenizer, path)
+    return path

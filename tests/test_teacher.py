@@ -242,41 +242,43 @@ def test_what_the_server_says_of_the_prompt_is_not_looked_at(directory):
 
 
 def test_a_teacher_with_the_policys_tokenizer_is_accepted_and_counted(directory):
-    parameters = check_teacher(TeacherDirectory(path=directory), tokenizer_of(), max_tokens=TINY.context)
+    parameters = check_teacher(TeacherDirectory(path=directory), tokenizer_of(), longest_tokens=TINY.context)
     assert parameters == AutoModelForCausalLM.from_pretrained(directory).num_parameters()
 
 
 def test_a_teacher_that_numbers_its_tokens_otherwise_is_refused(tmp_path):
     other = directory_of(tmp_path, data=DATA.model_copy(update={"operations": 2}), policy=TINY)
     with pytest.raises(BadInput, match=r"teacher .*its tokenizer is not the policy's: expected token '.*' as number"):
-        check_teacher(TeacherDirectory(path=other), tokenizer_of(), max_tokens=8)
+        check_teacher(TeacherDirectory(path=other), tokenizer_of(), longest_tokens=8)
 
 
 def test_a_teacher_with_fewer_tokens_is_refused_and_one_with_more_is_not(tmp_path):
     fewer = TINY.model_copy(update={"vocab_size": 320})
     with pytest.raises(BadInput, match=r"as number \d+, found no such token"):
-        check_teacher(TeacherDirectory(path=directory_of(tmp_path / "a", policy=fewer)), tokenizer_of(), max_tokens=8)
+        check_teacher(
+            TeacherDirectory(path=directory_of(tmp_path / "a", policy=fewer)), tokenizer_of(), longest_tokens=8
+        )
     whole = TeacherDirectory(path=directory_of(tmp_path / "b"))
-    assert check_teacher(whole, tokenizer_of(policy=fewer), max_tokens=8) > 0
+    assert check_teacher(whole, tokenizer_of(policy=fewer), longest_tokens=8) > 0
 
 
 def test_a_teacher_that_ends_with_another_token_is_refused(tmp_path):
     other = TeacherDirectory(path=directory_of(tmp_path, ends_with="."))
     with pytest.raises(BadInput, match=r"it ends with '\.', expected the policy's '<\|eos\|>'"):
-        check_teacher(other, tokenizer_of(), max_tokens=8)
+        check_teacher(other, tokenizer_of(), longest_tokens=8)
 
 
 def test_a_teacher_with_too_short_a_context_is_refused(directory):
     with pytest.raises(BadInput, match=r"its context is 256 tokens, expected at least 257"):
-        check_teacher(TeacherDirectory(path=directory), tokenizer_of(), max_tokens=257)
+        check_teacher(TeacherDirectory(path=directory), tokenizer_of(), longest_tokens=257)
 
 
 def test_a_directory_that_is_no_model_is_refused_as_the_teacher(tmp_path):
     with pytest.raises(BadInput, match=r"algorithm\.distillation\.teacher: policy .*no config\.json"):
-        check_teacher(TeacherDirectory(path=tmp_path), tokenizer_of(), max_tokens=8)
+        check_teacher(TeacherDirectory(path=tmp_path), tokenizer_of(), longest_tokens=8)
 
 
 def test_an_endpoint_is_checked_without_being_asked():
-    assert check_teacher(teacher_at("http://127.0.0.1:1/v1"), tokenizer_of(), max_tokens=8) == 0
+    assert check_teacher(teacher_at("http://127.0.0.1:1/v1"), tokenizer_of(), longest_tokens=8) == 0
     with pytest.raises(BadInput, match="not in allowed_hosts"):
-        check_teacher(teacher_at("http://127.0.0.2:1/v1"), tokenizer_of(), max_tokens=8)
+        check_teacher(teacher_at("http://127.0.0.2:1/v1"), tokenizer_of(), longest_tokens=8)

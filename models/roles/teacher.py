@@ -72,11 +72,11 @@ class AskedTeacher:
 
 
 def check_teacher(
-    teacher: TeacherDirectory | TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, max_tokens: int
+    teacher: TeacherDirectory | TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int
 ) -> int:
     """Refuse a teacher that cannot score the policy's tokens; return its parameters here, none behind an endpoint.
 
-    `max_tokens` is the longest sequence. Neither weights nor the network are touched.
+    `longest_tokens` are those of prompt and completion together. Neither weights nor the network are touched.
     """
     if isinstance(teacher, TeacherEndpoint):
         TokenScorer(teacher, spell=_speller(tokenizer), beat=lambda: None)
@@ -87,10 +87,10 @@ def check_teacher(
     except BadInput as error:
         raise BadInput(f"algorithm.distillation.teacher: {error}") from error
     _check_tokens(teacher.path, own, tokenizer)
-    if max_tokens > context:
+    if longest_tokens > context:
         raise BadInput(
             f"algorithm.distillation.teacher {teacher.path}: its context is {context} tokens, expected at least "
-            f"{max_tokens}: the longest prompt and max_new_tokens"
+            f"{longest_tokens}: the longest prompt and max_new_tokens"
         )
     return parameters
 

@@ -19,8 +19,9 @@ from models.roles.critic import write_critic
 from models.roles.directory import check_directory, copy_directory
 from models.roles.policy import build_scratch, policy_shape, save_policy, scratch_tokenizer
 from models.roles.served import write_served_model
+from models.roles.teacher import check_teacher
 from models.roles.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_prompts
-from models.work import CriticWork, JudgePreparation, PolicyWork, PromptWork
+from models.work import CriticWork, JudgePreparation, PolicyWork, PromptWork, TeacherWork
 
 
 class PreparationWorker:
@@ -73,6 +74,22 @@ class PreparationWorker:
             parameters = write_served_model(work.reward, Path(folder), problems=problems, seed=work.seed)
             self._progress += 1
             ref = publish_bundle(self._store, Path(folder), prefix="judges")
+        self._progress += 1
+        return Outcome(
+            policy=PolicyVersion(version=0, weights=ref),
+            metrics={"parameters": parameters},
+            timings={"make": time.perf_counter() - started},
+        )
+
+    def make_teacher(self, work: TeacherWork) -> Outcome:
+        """Copy the model that teaches, and publish it as version 0."""
+        started = time.perf_counter()
+        tokenizer = load_tokenizer(fetch_bundle(self._store, work.policy.weights))
+        parameters = check_teacher(work.teacher, tokenizer, longest_tokens=work.longest_tokens)
+        with tempfile.TemporaryDirectory(prefix="rheostat-teacher-") as folder:
+            copy_directory(work.teacher.path, Path(folder))
+            self._progress += 1
+            ref = publish_bundle(self._store, Path(folder), prefix="teachers")
         self._progress += 1
         return Outcome(
             policy=PolicyVersion(version=0, weights=ref),
