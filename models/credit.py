@@ -1,27 +1,50 @@
 """From rollouts and their scores to training samples: pure functions over tables.
 
-Shapes: N completions, G groups, K kept completions, T tokens of all kept completions.
+Shapes: N completions, G groups, T completion tokens.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from infra.errors import Damaged
+from models.algorithms.advantages import informative_groups, keeps_uninformative, token_advantages
 from models.algorithms.config import AlgorithmConfig
-from models.algorithms.grpo import Floats, GroupStatistics, Integers, advantages, group_statistics
-from models.records import SAMPLE_SCHEMA, FinishReason
-from models.selection import Mask, Selection, Wanted, select_groups
+from models.algorithms.experience import Estimates, Experience, ScoredGroups
+from models.algorithms.groups import Floats, Integers, Mask, group_statistics
+from models.columns import Numbers, flat, floats, integers, lengths_of
+from models.records import FinishReason
+from models.sample_table import sample_table
+from models.score_columns import TermColumns, scored_groups
+from models.selection import Selection, Wanted, select_groups
 
-ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt_tokens", "completion_tokens", "logprobs", "finish_reason")
+ROLLOUT_COLUMNS = (
+    "prompt_row", "sample", "prompt_tokens", "completion_tokens", "logprobs", "finish_reason", "segments",
+)  # fmt: skip
 """Columns of the rollout shards that credit reads."""
 BAD_LOGPROBS = "rollout: behaviour log-probs are not finite"
-"""The reason that a completion without usable log-probs is missing."""
+BAD_ESTIMATES = "estimate: a model's numbers are not finite"
+"""The reasons that a completion without usable numbers is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditRule:
+    """How credit is given."""
+
+    terms: tuple[TermColumns, ...]
+    algorithm: AlgorithmConfig
+    wanted: Wanted | None = None
+    """Groups that dynamic sampling wants; none takes every group that the algorithm learns from."""
+    policy_version: int = 0
+    """Version that learns from the samples."""
+    max_new_tokens: int = 0
+    """Length limit of completions."""
+    kl_coefficient: float = 0.0
+    """Of the penalty in the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,49 +62,65 @@ class Credit:
 def assign_credit(
     rollouts: Sequence[pa.Table],
     scores: Sequence[pa.Table],
+    rule: CreditRule,
     *,
-    terms: Sequence[str],
-    algorithm: AlgorithmConfig,
-    wanted: Wanted | None = None,
+    estimates: Sequence[pa.Table] = (),
 ) -> Credit:
-    """Give each scored completion its advantage; paired tables must list the same completions in the same order.
+    """Give each token of each scored completion its advantage.
 
-    Missing completions are left out, and so are groups that teach nothing, unless the algorithm keeps them. Where
-    sampling is dynamic, the groups that are wanted are trained, whatever the algorithm would keep.
+    Tables of a position must list the same completions in the same order. Missing completions are left out, and so are
+    groups that teach nothing, unless the algorithm keeps them. Where sampling is dynamic, the groups that are wanted
+    are trained, whatever the algorithm would keep.
     """
-    for position, (rollout, score) in enumerate(zip(rollouts, scores, strict=True)):
-        _check_paired(position, rollout, score)
+    _check_paired(rollouts, scores, "scores")
+    if estimates:
+        _check_paired(rollouts, estimates, "estimates")
     _check_apart(rollouts)
     table, judged = pa.concat_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
-    bad_N = _bad_logprobs(table)
-    rewards_N = _floats(judged["reward"])
-    rewards_N[bad_N] = np.nan
-    groups = group_statistics(rewards_N, _integers(table["prompt_row"]))
-    selection = None if wanted is None else _selection(judged, rewards_N, groups, wanted)
-    kept_N, filling_N = _kept(rewards_N, groups, selection, algorithm)
-    samples, num_tokens = _samples(
-        table, kept_N, advantages(rewards_N, groups, algorithm.kind == "grpo"), filling_N=filling_N
+    lengths_N = lengths_of(table["completion_tokens"])
+    models = _estimates(estimates, lengths_N)
+    missing = {BAD_LOGPROBS: _bad_logprobs(table), BAD_ESTIMATES: _bad_estimates(models, lengths_N)}
+    scored = scored_groups(judged, lengths_N, rule.terms, unusable_N=np.logical_or.reduce([*missing.values()]))
+    selection = None if rule.wanted is None else select_groups(scored, rule.algorithm, rule.wanted)
+    informative_G = informative_groups(scored, rule.algorithm)
+    kept_N, filling_N = _kept(scored, informative_G, selection, rule.algorithm)
+    experience = Experience(
+        scored=scored,
+        logprobs_T=flat(table["logprobs"]).astype(np.float64),
+        counted_N=kept_N & ~filling_N,
+        estimates=models,
+        max_new_tokens=rule.max_new_tokens,
+        kl_coefficient=rule.kl_coefficient,
+    )
+    made = token_advantages(experience, rule.algorithm)
+    masked_N = kept_N & _truncated(table) if rule.algorithm.mask_truncated else np.zeros_like(kept_N)
+    samples = sample_table(
+        table, made, models.values_T, kept_N=kept_N, emptied_N=filling_N | masked_N, policy_version=rule.policy_version
     )
     metrics = {
         "samples": float(samples.num_rows),
-        "tokens": float(num_tokens),
-        "bad_logprobs": float(bad_N.sum()),
-        **_reward_metrics(rewards_N, groups),
+        "tokens": float(lengths_of(samples["tokens"]).sum()),
+        "bad_logprobs": float(missing[BAD_LOGPROBS].sum()),
+        **({"bad_estimates": float(missing[BAD_ESTIMATES].sum())} if estimates else {}),
+        **({"masked": float(masked_N.sum())} if rule.algorithm.mask_truncated else {}),
+        **_reward_metrics(scored, informative_G),
         **_length_metrics(table),
+        **made.metrics,
         **(selection.metrics() if selection else {}),
     }
-    for term in terms:
-        metrics |= _mean(f"term_{term}_mean", _floats(judged[f"reward_{term}"]))
+    for term in scored.terms:
+        metrics |= _mean(f"term_{term.name}_mean", term.rewards_N)
     surplus = _surplus(rollouts, selection) if selection else ()
-    return Credit(samples=samples, metrics=metrics, errors=_errors(judged, bad_N), surplus=surplus)
+    return Credit(samples=samples, metrics=metrics, errors=_errors(judged, missing), surplus=surplus)
 
 
-def _check_paired(position: int, rollout: pa.Table, score: pa.Table) -> None:
-    for name in ("prompt_row", "sample"):
-        if not rollout[name].equals(score[name]):
-            raise Damaged(
-                f"pair {position} of {rollout.num_rows} rollouts and {score.num_rows} scores: their {name} differ"
-            )
+def _check_paired(rollouts: Sequence[pa.Table], others: Sequence[pa.Table], what: str) -> None:
+    for position, (rollout, other) in enumerate(zip(rollouts, others, strict=True)):
+        for name in ("prompt_row", "sample"):
+            if not rollout[name].equals(other[name]):
+                raise Damaged(
+                    f"pair {position} of {rollout.num_rows} rollouts and {other.num_rows} {what}: their {name} differ"
+                )
 
 
 def _check_apart(rollouts: Sequence[pa.Table]) -> None:
@@ -94,22 +133,15 @@ def _check_apart(rollouts: Sequence[pa.Table]) -> None:
         seen |= rows
 
 
-def _selection(judged: pa.Table, rewards_N: Floats, groups: GroupStatistics, wanted: Wanted) -> Selection:
-    raw_N = np.where(np.isfinite(rewards_N), _floats(judged[f"reward_{wanted.metric}"]), np.nan)
-    return select_groups(groups, group_statistics(raw_N, groups.group_N), wanted)
-
-
 def _kept(
-    rewards_N: Floats, groups: GroupStatistics, selection: Selection | None, algorithm: AlgorithmConfig
+    scored: ScoredGroups, informative_G: Mask, selection: Selection | None, algorithm: AlgorithmConfig
 ) -> tuple[Mask, Mask]:
     """Return which completions become samples, and which of these only fill."""
-    scored_N: Mask = np.isfinite(rewards_N)
+    scored_N, group_N = scored.is_scored, scored.group_N
     if selection is not None:
-        filling_N = selection.filling_G[groups.group_N]
-        return scored_N & (selection.trained_G[groups.group_N] | filling_N), filling_N
-    kept_N = (
-        scored_N if getattr(algorithm, "keep_uninformative", False) else scored_N & groups.informative_G[groups.group_N]
-    )
+        filling_N = selection.filling_G[group_N]
+        return scored_N & (selection.trained_G[group_N] | filling_N), filling_N
+    kept_N = scored_N if keeps_uninformative(algorithm) else scored_N & informative_G[group_N]
     return kept_N, np.zeros_like(kept_N)
 
 
@@ -119,128 +151,97 @@ def _surplus(rollouts: Sequence[pa.Table], selection: Selection) -> tuple[tuple[
     for rollout in rollouts:
         first = np.sort(selection.first_G[selection.surplus_G])
         mine = first[(first >= begin) & (first < begin + rollout.num_rows)] - begin
-        surplus.append(tuple(_integers(rollout["prompt_row"])[mine].tolist()))
+        surplus.append(tuple(integers(rollout["prompt_row"])[mine].tolist()))
         begin += rollout.num_rows
     return tuple(surplus)
 
 
+def _estimates(tables: Sequence[pa.Table], lengths_N: Integers) -> Estimates:
+    """Read what models say of tokens; a column in which no completion has anything was not asked for."""
+    if not tables:
+        return Estimates()
+    table = pa.concat_tables(tables).combine_chunks()
+    columns: dict[str, Floats | None] = {}
+    for name in ("policy", "reference", "teacher", "values"):
+        asked = table[name].null_count < table.num_rows
+        if asked and not np.array_equal(lengths_of(table[name]), lengths_N):
+            raise Damaged(f"estimates: expected one number of {name!r} per completion token, found other lengths")
+        columns[name] = flat(table[name]).astype(np.float64) if asked or not table.num_rows else None
+    return Estimates(
+        policy_T=columns["policy"],
+        reference_T=columns["reference"],
+        teacher_T=columns["teacher"],
+        values_T=columns["values"],
+    )
+
+
 def _bad_logprobs(table: pa.Table) -> Mask:
     """Find completions whose log-probs would poison the update."""
-    lengths_N = _lengths(table["logprobs"])
-    if not np.array_equal(lengths_N, _lengths(table["completion_tokens"])):
+    lengths_N = lengths_of(table["completion_tokens"])
+    if not np.array_equal(lengths_of(table["logprobs"]), lengths_N):
         raise Damaged("rollouts: expected one log-prob per completion token, found other lengths")
-    row_T = np.repeat(np.arange(table.num_rows), lengths_N)
-    finite_T = np.isfinite(_values(table["logprobs"]))
-    bad_N: Mask = np.bincount(row_T[~finite_T], minlength=table.num_rows) > 0
+    return _not_finite(flat(table["logprobs"]), lengths_N)
+
+
+def _bad_estimates(models: Estimates, lengths_N: Integers) -> Mask:
+    """Find completions of which a model says what is no number."""
+    found = (models.policy_T, models.reference_T, models.teacher_T, models.values_T)
+    bad_N = np.zeros(len(lengths_N), np.bool_)
+    for values_T in found:
+        if values_T is not None:
+            bad_N |= _not_finite(values_T, lengths_N)
     return bad_N
 
 
-def _samples(table: pa.Table, kept_N: Mask, advantages_N: Floats, *, filling_N: Mask) -> tuple[pa.Table, int]:
-    """Build the sample table, ordered by (prompt_row, sample), and count its tokens.
-
-    A sample that only fills has its prompt and no token of its completion. So it has a place in a minibatch, and
-    neither a share in the loss or its penalty nor in what they are divided by.
-    """
-    order_K = np.lexsort((_integers(table["sample"]), _integers(table["prompt_row"])))
-    order_K = order_K[kept_N[order_K]]
-    rows = table.take(pa.array(order_K)).combine_chunks()
-    tokens, logprobs = rows["completion_tokens"], rows["logprobs"]
-    if filling_N[order_K].any():
-        tokens, logprobs = (_emptied(column, filling_N[order_K]) for column in (tokens, logprobs))
-    prompts_K, completions_K = _lengths(rows["prompt_tokens"]), _lengths(tokens)
-    advantages_T = np.repeat(advantages_N[order_K].astype(np.float32), completions_K)
-    columns = {
-        "prompt_row": rows["prompt_row"],
-        "sample": rows["sample"],
-        "tokens": _joined(rows["prompt_tokens"], tokens),
-        "num_prompt_tokens": pa.array(prompts_K.astype(np.int32)),
-        "logprobs": logprobs,
-        "advantages": _lists(advantages_T, completions_K),
-        "staleness": _lists(np.zeros(len(advantages_T), np.int16), completions_K),
-        "values": pa.nulls(rows.num_rows, pa.list_(pa.float32())),
-        "returns": pa.nulls(rows.num_rows, pa.list_(pa.float32())),
-    }
-    return pa.table(columns, schema=SAMPLE_SCHEMA), int(prompts_K.sum() + completions_K.sum())
+def _not_finite(values_T: Numbers, lengths_N: Integers) -> Mask:
+    wrong = np.flatnonzero(~np.isfinite(values_T))
+    bad_N = np.zeros(len(lengths_N), np.bool_)
+    bad_N[np.searchsorted(np.cumsum(lengths_N), wrong, side="right")] = True
+    return bad_N
 
 
-def _emptied(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
-    """Make the lists of some rows empty."""
-    lengths_K = _lengths(column)
-    kept_T = np.repeat(~emptied_K, lengths_K)
-    return pa.chunked_array([_lists(_values(column)[kept_T], np.where(emptied_K, 0, lengths_K))])
+def _truncated(table: pa.Table) -> Mask:
+    """Find completions that the length limit ended."""
+    truncated_N: Mask = pc.equal(table["finish_reason"], FinishReason.LENGTH.value).to_numpy()
+    return truncated_N
 
 
-def _joined(left: pa.ChunkedArray, right: pa.ChunkedArray) -> pa.ListArray:
-    """Concatenate two list columns row by row."""
-    lefts_K, rights_K = _lengths(left), _lengths(right)
-    starts_K = _starts(lefts_K + rights_K)
-    joined_T = np.empty(lefts_K.sum() + rights_K.sum(), np.int32)
-    for values_T, lengths_K, begins_K in ((left, lefts_K, starts_K), (right, rights_K, starts_K + lefts_K)):
-        shifts_T = np.repeat(begins_K - _starts(lengths_K), lengths_K)
-        joined_T[np.arange(len(shifts_T)) + shifts_T] = _values(values_T)
-    return _lists(joined_T, lefts_K + rights_K)
-
-
-def _reward_metrics(rewards_N: Floats, groups: GroupStatistics) -> dict[str, float]:
+def _reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float]:
     """Describe rewards and groups; a group is counted with two rewards, and a mean over nothing is left out."""
-    scored_N = np.isfinite(rewards_N)
-    missing = len(rewards_N) - int(scored_N.sum())
+    groups = group_statistics(scored.total_N, scored.group_N, scored.num_groups)
+    missing, completions = int((~scored.is_scored).sum()), len(scored.total_N)
     comparable_G = groups.count_G >= 2
     return {
-        "prompts": float(len(groups.count_G)),
-        "completions": float(len(rewards_N)),
+        "prompts": float(scored.num_groups),
+        "completions": float(completions),
         "missing": float(missing),
-        "missing_fraction": missing / max(len(rewards_N), 1),
+        "missing_fraction": missing / max(completions, 1),
         "groups": float(comparable_G.sum()),
-        "informative_groups": float(groups.informative_G.sum()),
-        **_mean("reward_mean", rewards_N),
-        **({"reward_std": float(rewards_N[scored_N].std())} if scored_N.any() else {}),
+        "informative_groups": float(informative_G.sum()),
+        **_mean("reward_mean", scored.total_N),
+        **({"reward_std": float(scored.total_N[scored.is_scored].std())} if scored.is_scored.any() else {}),
         **_mean("group_reward_std_mean", groups.std_G[comparable_G]),
     }
 
 
 def _length_metrics(table: pa.Table) -> dict[str, float]:
     """Describe all completions, missing ones too."""
-    truncated_N = pc.equal(table["finish_reason"], FinishReason.LENGTH.value).to_numpy().astype(np.float64)
-    lengths_N = _lengths(table["completion_tokens"]).astype(np.float64)
+    lengths_N = lengths_of(table["completion_tokens"]).astype(np.float64)
+    truncated_N = _truncated(table).astype(np.float64)
     return _mean("length_mean", lengths_N) | _mean("truncated_fraction", truncated_N)
 
 
-def _errors(judged: pa.Table, bad_N: Mask) -> Counter[str]:
-    missing_N = np.isnan(_floats(judged["reward"]))
-    reasons = (error for error, missing in zip(judged["error"].to_pylist(), missing_N, strict=True) if missing)
-    return Counter(reasons) + Counter({BAD_LOGPROBS: int((bad_N & ~missing_N).sum())})
+def _errors(judged: pa.Table, unusable: Mapping[str, Mask]) -> Counter[str]:
+    """Count why completions are missing, each for the first reason that it has."""
+    missing_N = np.isnan(floats(judged["reward"]))
+    errors = Counter(error for error, missing in zip(judged["error"].to_pylist(), missing_N, strict=True) if missing)
+    for reason, bad_N in unusable.items():
+        errors += Counter({reason: int((bad_N & ~missing_N).sum())})
+        missing_N = missing_N | bad_N
+    return errors
 
 
 def _mean(name: str, values_N: Floats) -> dict[str, float]:
     """Name the mean of what is not missing; where all is, there is none to name."""
     found_N = values_N[np.isfinite(values_N)]
     return {name: float(found_N.mean())} if len(found_N) else {}
-
-
-def _floats(column: pa.ChunkedArray) -> Floats:
-    """Copy a column; null becomes NaN."""
-    return np.array(column.to_numpy(), dtype=np.float64)
-
-
-def _integers(column: pa.ChunkedArray) -> Integers:
-    return np.array(column.to_numpy(), dtype=np.int64)
-
-
-def _lengths(column: pa.ChunkedArray) -> Integers:
-    return _integers(pc.list_value_length(column))
-
-
-def _values(column: pa.ChunkedArray) -> NDArray[np.float32] | NDArray[np.int32]:
-    values: NDArray[np.float32] | NDArray[np.int32] = pc.list_flatten(column).to_numpy()
-    return values
-
-
-def _starts(lengths_K: Integers) -> Integers:
-    return np.cumsum(lengths_K) - lengths_K
-
-
-def _lists(values_T: NDArray[np.float32] | NDArray[np.int32], lengths_K: Integers) -> pa.ListArray:
-    offsets = np.concatenate(([0], np.cumsum(lengths_K)))
-    assert offsets[-1] < 2**31, f"{offsets[-1]} tokens are more than one shard's lists can address"
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values_T))

@@ -3,15 +3,17 @@
 Shapes: N completions, G groups in the order of their prompt rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from models.algorithms.grpo import Floats, GroupStatistics, Integers, group_statistics
-
-Mask = NDArray[np.bool_]
+from models.algorithms.advantages import informative_groups, told_apart
+from models.algorithms.config import AlgorithmConfig
+from models.algorithms.experience import ScoredGroups
+from models.algorithms.groups import Integers, Mask
+from models.score_columns import TermColumns, scored_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,41 +53,38 @@ class Selection:
         }
 
 
-def select_groups(groups: GroupStatistics, metric: GroupStatistics, wanted: Wanted) -> Selection:
-    """Train on the first informative groups in the order of completions, as many as are wanted.
-
-    `groups` are statistics of the total rewards and `metric` of the raw term, over the same completions.
-    """
-    informative_G = groups.informative_G & metric.informative_G
-    first_G = _first(groups)
+def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, wanted: Wanted) -> Selection:
+    """Train on the first informative groups in the order of completions, as many as are wanted."""
+    informative_G = informative_by(scored, algorithm, wanted.metric)
+    first_G = scored.first_completions
     trained_G = _earliest(informative_G, first_G, wanted.target)
     shortfall = wanted.target - int(trained_G.sum())
-    spare_G = ~informative_G & (groups.count_G > 0)
+    has_rewards_G = np.bincount(scored.group_N[scored.is_scored], minlength=scored.num_groups) > 0
     return Selection(
         informative_G=informative_G,
         trained_G=trained_G,
-        filling_G=_earliest(spare_G, first_G, shortfall if wanted.fill else 0),
+        filling_G=_earliest(~informative_G & has_rewards_G, first_G, shortfall if wanted.fill else 0),
         surplus_G=informative_G & ~trained_G,
         first_G=first_G,
         shortfall=shortfall,
     )
 
 
-def informative_prompts(scores: pa.Table, metric: str) -> list[int]:
-    """Return the prompt rows of a score table's informative groups: raw metric and total reward tell better from worse.
+def informative_by(scored: ScoredGroups, algorithm: AlgorithmConfig, metric: str) -> Mask:
+    """Find the groups that all rewards together and the raw metric alone tell better from worse (G)."""
+    return informative_groups(scored, algorithm) & told_apart(scored, algorithm, metric)
+
+
+def informative_prompts(
+    scores: pa.Table, lengths_N: Integers, *, terms: Sequence[TermColumns], algorithm: AlgorithmConfig, metric: str
+) -> list[int]:
+    """Return the prompt rows of a score table's informative groups; `lengths_N` counts completion tokens.
 
     A completion without a total reward cannot be trained and does not count.
     """
-    rewards_N, ids_N = _floats(scores["reward"]), scores["prompt_row"].to_numpy()
-    raw_N = np.where(np.isfinite(rewards_N), _floats(scores[f"reward_{metric}"]), np.nan)
-    groups, raw = group_statistics(rewards_N, ids_N), group_statistics(raw_N, ids_N)
-    rows: list[int] = np.unique(ids_N)[groups.informative_G & raw.informative_G].tolist()
+    scored = scored_groups(scores, lengths_N, terms)
+    rows: list[int] = scored.prompts_G[informative_by(scored, algorithm, metric)].tolist()
     return rows
-
-
-def _first(groups: GroupStatistics) -> Integers:
-    first_G: Integers = np.unique(groups.group_N, return_index=True)[1]
-    return first_G
 
 
 def _earliest(among_G: Mask, first_G: Integers, count: int) -> Mask:
@@ -93,7 +92,3 @@ def _earliest(among_G: Mask, first_G: Integers, count: int) -> Mask:
     chosen_G = np.zeros_like(among_G)
     chosen_G[order[among_G[order]][:count]] = True
     return chosen_G
-
-
-def _floats(column: pa.ChunkedArray) -> Floats:
-    return np.array(column.to_numpy(), dtype=np.float64)

@@ -9,19 +9,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from infra.errors import Damaged, Quarantined
 from infra.shards import ShardRef, read_shard, write_shard
 from infra.storage import Store, open_store
-from models.algorithms.config import Grpo
+from models.algorithms.config import AlgorithmConfig, DrGrpo, Grpo
 from models.config import DynamicSampling
 from models.objectives.aggregation import token_weights
 from models.objectives.config import ConstantMean, SequenceMean, TokenMean
 from models.records import ROLLOUT_SCHEMA, SAMPLE_SCHEMA, Outcome, score_schema
 from models.rewards.config import NumericReward, RegexReward, ScoringConfig, TargetReward
 from models.samples import open_samples
+from models.score_columns import TermColumns
 from models.selection import informative_prompts
 from models.work import CreditWork, ScoredShard, ScoringWork
 from models.workers.scoring import ScoringWorker
@@ -39,8 +41,8 @@ def store(tmp_path: Path) -> Store:
 def make(tmp_path: Path) -> Iterator[Make]:
     workers: list[ScoringWorker] = []
 
-    def worker(scoring: ScoringConfig, algorithm: Grpo | None = None) -> ScoringWorker:
-        workers.append(ScoringWorker(str(tmp_path), "run", scoring, algorithm or Grpo(normalise_std=False)))
+    def worker(scoring: ScoringConfig, algorithm: AlgorithmConfig | None = None) -> ScoringWorker:
+        workers.append(ScoringWorker(str(tmp_path), "run", scoring, algorithm or DrGrpo()))
         return workers[-1]
 
     yield worker
@@ -74,7 +76,7 @@ def write_rollouts(store: Store, *rows: dict[str, object]) -> ShardRef:
 
 def scored(worker: ScoringWorker, *rollouts: ShardRef) -> CreditWork:
     scores = [worker.score(ScoringWork(iteration=3, rollouts=ref)).shards[0] for ref in rollouts]
-    return CreditWork(iteration=3, shards=tuple(map(ScoredShard, rollouts, scores)))
+    return CreditWork(iteration=3, shards=tuple(map(ScoredShard, rollouts, scores)), policy_version=2)
 
 
 def test_scores_keep_the_order_of_rollouts_and_the_raw_value_of_each_term(store: Store, make: Make):
@@ -142,6 +144,9 @@ def test_samples_carry_the_advantages_worked_by_hand(store: Store, make: Make):
         "num_prompt_tokens": [1, 1, 2, 2],
         "logprobs": [[0.0], [0.0, -0.5], [0.0], [0.0, -0.5, -1.0]],
         "advantages": [[2.0], [-2.0, -2.0], [0.5], [-0.5, -0.5, -0.5]],
+        "staleness": [[0], [0, 0], [0], [0, 0, 0]],
+        "values": [None] * 4,
+        "returns": [None] * 4,
     }
     assert table.schema.metadata[b"rheostat.kind"] == b"samples"
     assert outcome.metrics == pytest.approx(
@@ -281,7 +286,9 @@ def test_a_group_is_informative_by_the_raw_term_and_not_by_what_shapes_it(store:
 def test_the_groups_that_a_score_shard_calls_informative_are_those_that_credit_finds(store: Store, make: Make):
     worker = make(ScoringConfig(rewards=(OBEDIENT,), max_missing=0.5))
     work = scored(worker, write_rollouts(store, *group(1, "5", "raise"), *group(2, "1", "0"), *group(3, "1", "1")))
-    assert informative_prompts(read_shard(store, work.shards[0].scores), "obedient") == [2]
+    scores, terms = read_shard(store, work.shards[0].scores), (TermColumns("obedient"),)
+    lengths = np.array([1, 5, 1, 1, 1, 1])
+    assert informative_prompts(scores, lengths, terms=terms, algorithm=Grpo(), metric="obedient") == [2]
     outcome = worker.credit(replace(work, target=3, dynamic=DYNAMIC))
     assert {row for row, _ in trained(store, outcome)} == {2}
 

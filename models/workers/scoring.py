@@ -13,13 +13,15 @@ from infra.errors import BadInput, Quarantined
 from infra.shards import read_shard, write_shard
 from infra.storage import open_store
 from models.algorithms.config import AlgorithmConfig
-from models.credit import ROLLOUT_COLUMNS, Credit, assign_credit
+from models.columns import lengths_of
+from models.credit import ROLLOUT_COLUMNS, Credit, CreditRule, assign_credit
 from models.judges.tally import tally
 from models.judges.verdicts import Judgement
 from models.readable import Excerpts, read_excerpts
 from models.records import Outcome, score_schema
 from models.rewards.config import JudgeReward, ScoringConfig, ServedReward
 from models.rewards.evaluate import Case, Evaluator, Verdict
+from models.score_columns import term_columns
 from models.selection import Wanted, informative_prompts
 from models.work import CreditWork, ExcerptWork, ScoredShard, ScoringWork
 
@@ -37,7 +39,8 @@ class ScoringWorker:
     def score(self, work: ScoringWork) -> Outcome:
         """Judge every completion of a rollout shard: one score shard with the same rows."""
         began = time.perf_counter()
-        rollouts = read_shard(self._store, work.rollouts, ("prompt_row", "sample", "prompt", "completion", "answer"))
+        columns = ("prompt_row", "sample", "prompt", "completion", "answer", "completion_tokens")
+        rollouts = read_shard(self._store, work.rollouts, columns)
         served = self._served(rollouts, work)
         texts = (rollouts[name].to_pylist() for name in ("prompt", "completion", "answer"))
         ruled = self._evaluator.evaluate([Case(*row) for row in zip(*texts, strict=True)])
@@ -47,7 +50,7 @@ class ScoringWorker:
         timings = {"score_seconds": time.perf_counter() - began}
         metrics = score_metrics(table, self._scoring.terms)
         if work.metric:
-            metrics["informative_groups"] = float(len(informative_prompts(table, work.metric)))
+            metrics["informative_groups"] = float(self._informative(rollouts, table, work.metric))
         return Outcome(shards=(ref,), metrics=metrics, timings=timings)
 
     def credit(self, work: CreditWork) -> Outcome:
@@ -57,13 +60,13 @@ class ScoringWorker:
         work, by its index, their prompt rows.
         """
         began = time.perf_counter()
-        wanted = wanted_groups(work, self._scoring.terms)
+        rule = credit_rule(work, self._scoring, self._algorithm)
+        estimates = zip(work.estimates, work.shards, strict=True) if work.estimates else ()
         credit = assign_credit(
             [counted(read_shard(self._store, shard.rollouts, ROLLOUT_COLUMNS), shard) for shard in work.shards],
             [counted(read_shard(self._store, shard.scores), shard) for shard in work.shards],
-            terms=self._scoring.terms,
-            algorithm=self._algorithm,
-            wanted=wanted,
+            rule,
+            estimates=[counted(read_shard(self._store, estimate), shard) for estimate, shard in estimates],
         )
         check_missing(credit, max_missing=self._scoring.max_missing, iteration=work.iteration)
         check_shortfall(credit, work)
@@ -76,13 +79,18 @@ class ScoringWorker:
         return Outcome(
             shards=(ref,),
             metrics=credit.metrics,
-            detail={"surplus": surplus} if wanted else None,
+            detail={"surplus": surplus} if rule.wanted else None,
             timings={"credit_seconds": time.perf_counter() - began},
         )
 
     def excerpts(self, work: ExcerptWork) -> Excerpts:
         """Shorten a few completions for a report; controllers hold no payload, and this is all that they show of it."""
         return Excerpts(tuple(read_excerpts(self._store, work)))
+
+    def _informative(self, rollouts: pa.Table, scores: pa.Table, metric: str) -> int:
+        """Count a shard's informative groups."""
+        lengths, terms = lengths_of(rollouts["completion_tokens"]), term_columns(self._scoring)
+        return len(informative_prompts(scores, lengths, terms=terms, algorithm=self._algorithm, metric=metric))
 
     def _served(self, rollouts: pa.Table, work: ScoringWork) -> dict[str, list[Judgement]]:
         """Read what served rewards answered about the shard, by term."""
@@ -158,6 +166,18 @@ def counted(table: pa.Table, shard: ScoredShard) -> pa.Table:
     if shard.rows is None:
         return table
     return table.filter(pc.is_in(table["prompt_row"], pa.array(shard.rows, pa.int32())))
+
+
+def credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:
+    """Say how the work's credit is given."""
+    return CreditRule(
+        terms=term_columns(scoring),
+        algorithm=algorithm,
+        wanted=wanted_groups(work, scoring.terms),
+        policy_version=work.policy_version,
+        max_new_tokens=work.max_new_tokens,
+        kl_coefficient=work.kl_coefficient,
+    )
 
 
 def wanted_groups(work: CreditWork, terms: Sequence[str]) -> Wanted | None:

@@ -1,0 +1,57 @@
+"""Token-level credit from outcomes and flagged steps (CAPO, arXiv 2508.02298).
+
+Shapes: N completions, G groups, T completion tokens.
+"""
+
+import numpy as np
+
+from models.algorithms.config import Capo
+from models.algorithms.experience import Advantages, Experience, ScoredGroups
+from models.algorithms.groups import MIN_STD, Floats, Mask, group_statistics
+from models.algorithms.shaping import penalties
+from models.algorithms.tokens import values_on_tokens
+
+
+def capo(experience: Experience, algorithm: Capo) -> Advantages:
+    """Normalise token rewards over all completion tokens of the group; a long completion counts for more.
+
+    Where the tokens of a group earn the same, all are worth 0. A flag is a value of -1, so it lowers the reward.
+    """
+    scored = experience.scored
+    outcome_N = scored.outcomes() - penalties(experience, algorithm)
+    rewards_T = _token_rewards(scored, outcome_N)
+    group_T = np.repeat(scored.group_N, scored.lengths_N)
+    groups = group_statistics(rewards_T, group_T, scored.num_groups)
+    scale_G = np.where(groups.std_G < MIN_STD, np.inf, groups.std_G)
+    rewards_T -= groups.mean_G[group_T]
+    rewards_T /= scale_G[group_T]
+    return Advantages(rewards_T)
+
+
+def informative(scored: ScoredGroups) -> Mask:
+    """Find the groups whose tokens do not all earn the same."""
+    return _tokens_differ(scored, _token_rewards(scored, scored.outcomes()))
+
+
+def steps_differ(scored: ScoredGroups) -> Mask:
+    """Find the groups in which a process term tells some tokens from others."""
+    differ_G = np.zeros(scored.num_groups, np.bool_)
+    missing_N = np.where(scored.is_scored, 0.0, np.nan)
+    for term in scored.terms:
+        if term.spans is not None:
+            values_T = values_on_tokens(term.spans, scored.lengths_N)
+            differ_G |= _tokens_differ(scored, values_T + np.repeat(missing_N, scored.lengths_N))
+    return differ_G
+
+
+def _token_rewards(scored: ScoredGroups, outcome_N: Floats) -> Floats:
+    rewards_T: Floats = np.repeat(outcome_N, scored.lengths_N)
+    for term in scored.terms:
+        if term.spans is not None:
+            rewards_T += term.weight * values_on_tokens(term.spans, scored.lengths_N)
+    return rewards_T
+
+
+def _tokens_differ(scored: ScoredGroups, values_T: Floats) -> Mask:
+    group_T = np.repeat(scored.group_N, scored.lengths_N)
+    return group_statistics(values_T, group_T, scored.num_groups).differ

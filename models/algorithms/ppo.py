@@ -1,0 +1,36 @@
+"""PPO with a critic (arXiv 1707.06347): token rewards, generalised advantages, and the returns that the critic learns.
+
+Shapes: T completion tokens.
+"""
+
+import numpy as np
+
+from models.algorithms.config import Ppo
+from models.algorithms.experience import Advantages, Experience
+from models.algorithms.gae import generalised_advantages
+from models.algorithms.groups import MIN_STD, Floats
+from models.algorithms.shaping import token_rewards
+from models.algorithms.tokens import normalised
+
+
+def ppo(experience: Experience, algorithm: Ppo) -> Advantages:
+    """Estimate advantages; returns are made of them before they are normalised."""
+    values_T, lengths_N = experience.estimates.values_T, experience.scored.lengths_N
+    assert values_T is not None, "PPO needs the critic's values"
+    rewards_T = token_rewards(experience, algorithm, algorithm.kl)
+    advantages_T = generalised_advantages(rewards_T, values_T, lengths_N, gamma=algorithm.gamma, lam=algorithm.lam)
+    returns_T = advantages_T + values_T
+    if algorithm.whiten:
+        advantages_T = normalised(advantages_T, lengths_N, experience.counted_N)
+    counted_T = np.repeat(experience.counted_N, lengths_N)
+    return Advantages(advantages_T, returns_T, _metrics(values_T[counted_T], returns_T[counted_T]))
+
+
+def _metrics(values_M: Floats, returns_M: Floats) -> dict[str, float]:
+    """Say how well values foretell returns: 1 is perfectly, 0 no better than their mean (M: trained tokens)."""
+    if not len(values_M):
+        return {}
+    metrics = {"value_mean": float(values_M.mean()), "return_mean": float(returns_M.mean())}
+    if returns_M.std() >= MIN_STD:
+        metrics["explained_variance"] = float(1 - (returns_M - values_M).var() / returns_M.var())
+    return metrics

@@ -1,0 +1,76 @@
+"""What is taken from rewards: for length near the limit, and for divergence from the reference.
+
+Shapes: N completions, T completion tokens.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from models.algorithms.config import Algorithm, Overlong, RewardKl
+from models.algorithms.experience import Experience
+from models.algorithms.groups import Floats, Integers
+from models.algorithms.tokens import last_tokens, sums_per_completion, values_on_last_tokens
+
+
+def overlong_penalty(lengths_N: Integers, overlong: Overlong, max_new_tokens: int) -> Floats:
+    """Return what is taken for length (DAPO, arXiv 2503.14476, eq. 13): 0 up to the buffer, `penalty` at the limit."""
+    assert max_new_tokens >= 1, "a penalty near the limit needs the limit"
+    share_N: Floats = np.clip((lengths_N - (max_new_tokens - overlong.buffer)) / overlong.buffer, 0.0, 1.0)
+    return overlong.penalty * share_N
+
+
+def divergence(logprobs_T: Floats, reference_T: Floats, kind: Literal["k1", "k2", "k3"]) -> Floats:
+    """Estimate KL(behaviour ‖ reference) at each token, in nats (Schulman, "Approximating KL divergence")."""
+    log_ratio_T = logprobs_T - reference_T
+    match kind:
+        case "k1":
+            return log_ratio_T
+        case "k2":
+            return log_ratio_T**2 / 2
+        case "k3":
+            return np.expm1(-log_ratio_T) + log_ratio_T
+
+
+def penalties(experience: Experience, algorithm: Algorithm, kl: RewardKl | None = None) -> Floats:
+    """Return what is taken from each completion's reward for its length and, summed up, its tokens' divergence."""
+    lengths_N = experience.scored.lengths_N
+    taken_N = np.zeros(len(lengths_N))
+    if algorithm.overlong is not None:
+        taken_N += overlong_penalty(lengths_N, algorithm.overlong, experience.max_new_tokens)
+    if kl is not None:
+        taken_N += experience.kl_coefficient * sums_per_completion(_divergence(experience, kl), lengths_N)
+    return taken_N
+
+
+def token_rewards(experience: Experience, algorithm: Algorithm, kl: RewardKl | None) -> Floats:
+    """Return each token's reward: its divergence, the values of spans that end there; at the end all the rest."""
+    scored, lengths_N = experience.scored, experience.scored.lengths_N
+    rewards_T = np.zeros(int(lengths_N.sum()))
+    if kl is not None:
+        rewards_T = -experience.kl_coefficient * _divergence(experience, kl)
+    for term in scored.terms:
+        if term.spans is not None:
+            rewards_T += term.weight * values_on_last_tokens(term.spans, lengths_N)
+    at_end_N = scored.outcomes() - penalties(experience, algorithm)
+    rewards_T[last_tokens(lengths_N)] += at_end_N[lengths_N > 0]
+    return rewards_T
+
+
+def shaping_metrics(experience: Experience, algorithm: Algorithm, kl: RewardKl | None) -> dict[str, float]:
+    """Describe what is taken: `kl` is the mean over the tokens of completions that have a reward."""
+    scored, metrics = experience.scored, dict[str, float]()
+    if algorithm.overlong is not None and scored.is_scored.any():
+        taken_N = overlong_penalty(scored.lengths_N, algorithm.overlong, experience.max_new_tokens)
+        metrics["overlong_penalty_mean"] = float(taken_N[scored.is_scored].mean())
+    if kl is not None:
+        metrics["kl_coefficient"] = experience.kl_coefficient
+        kl_T = _divergence(experience, kl)[np.repeat(scored.is_scored, scored.lengths_N)]
+        metrics |= {"kl": float(kl_T.mean())} if len(kl_T) else {}
+    return metrics
+
+
+def _divergence(experience: Experience, kl: RewardKl) -> Floats:
+    reference_T = experience.estimates.reference_T
+    assert reference_T is not None, "a penalty on divergence needs the reference's log-probs"
+    return divergence(experience.logprobs_T, reference_T, kl.kind)

@@ -1,0 +1,84 @@
+"""Arithmetic of ragged columns: spans to tokens, sums to the end of a completion, normalisation over a batch.
+
+Shapes: N completions, T completion tokens of all completions one after the other, S spans likewise.
+"""
+
+import numpy as np
+
+from models.algorithms.experience import Spans
+from models.algorithms.groups import MIN_STD, Floats, Integers, Mask
+
+
+def last_tokens(lengths_N: Integers) -> Integers:
+    """Return the index of the last token of each completion that has one."""
+    last_N: Integers = np.cumsum(lengths_N)[lengths_N > 0] - 1
+    return last_N
+
+
+def sums_per_completion(values_T: Floats, lengths_N: Integers) -> Floats:
+    """Add up each completion's tokens."""
+    row_T = np.repeat(np.arange(len(lengths_N)), lengths_N)
+    return np.bincount(row_T, weights=values_T, minlength=len(lengths_N)).astype(np.float64)
+
+
+def discounted_sums(values_T: Floats, lengths_N: Integers, factor: float) -> Floats:
+    """Add up each completion from every token to its end, the value k tokens ahead times factor^k.
+
+    Longest completions stand first, so that a step back from the ends touches only those that reach so far: the work
+    is the number of tokens, in as many numpy calls as the longest completion has tokens.
+    """
+    order_N = np.argsort(-lengths_N, kind="stable")
+    last_N = (np.cumsum(lengths_N) - 1)[order_N]
+    reaching_L = len(lengths_N) - np.cumsum(np.bincount(lengths_N))[:-1]  # L: completions longer than 0, 1, 2, …
+    sums_N, sums_T = np.zeros(len(lengths_N)), np.empty(len(values_T))
+    for back, count in enumerate(reaching_L):
+        index = last_N[:count] - back
+        sums_N[:count] *= factor
+        sums_N[:count] += values_T[index]
+        sums_T[index] = sums_N[:count]
+    return sums_T
+
+
+def normalised(values_T: Floats, lengths_N: Integers, counted_N: Mask) -> Floats:
+    """Centre on the mean, over the population deviation, of the tokens of counted completions; equal ones give 0."""
+    counted_T = values_T if counted_N.all() else values_T[np.repeat(counted_N, lengths_N)]
+    if not len(counted_T):
+        return np.zeros_like(values_T)
+    centred_T: Floats = values_T - counted_T.mean()
+    std = float(counted_T.std())
+    if std < MIN_STD:
+        return np.zeros_like(values_T)
+    centred_T /= std
+    return centred_T
+
+
+def span_ends(spans: Spans, lengths_N: Integers) -> tuple[Integers, Integers]:
+    """Return each span's first token and the one behind its last, as indices of all tokens."""
+    begins_S = spans.starts_S + np.repeat(np.cumsum(lengths_N) - lengths_N, spans.counts_N)
+    ends_S = np.empty_like(begins_S)
+    ends_S[:-1] = begins_S[1:]
+    ends_S[last_tokens(spans.counts_N)] = np.cumsum(lengths_N)[spans.counts_N > 0]
+    return begins_S, ends_S
+
+
+def values_on_tokens(spans: Spans, lengths_N: Integers) -> Floats:
+    """Give every token its span's value; NaN where a completion has no spans."""
+    begins_S, ends_S = span_ends(spans, lengths_N)
+    valued_N = spans.counts_N > 0
+    valued_T = np.repeat(spans.values_S, ends_S - begins_S)
+    if valued_N.all():
+        return valued_T
+    values_T = np.full(int(lengths_N.sum()), np.nan)
+    values_T[np.repeat(valued_N, lengths_N)] = valued_T
+    return values_T
+
+
+def values_on_last_tokens(spans: Spans, lengths_N: Integers) -> Floats:
+    """Give the last token of every span its value.
+
+    Of a span without tokens, whose text lies inside a token that began before it, that token gets it.
+    """
+    _, ends_S = span_ends(spans, lengths_N)
+    written_S = np.repeat(lengths_N > 0, spans.counts_N)
+    last_S, values_S = ends_S[written_S] - 1, spans.values_S[written_S]
+    return np.bincount(last_S, weights=values_S, minlength=int(lengths_N.sum())).astype(np.float64)
