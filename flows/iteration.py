@@ -1,4 +1,4 @@
-"""One iteration: generate and score in parallel, assign credit, update, seal."""
+"""One iteration: generate and score in parallel, estimate and assign credit, update, seal."""
 
 from prefect import flow
 
@@ -7,6 +7,7 @@ from flows.running import launch
 from flows.update import update
 from infra.manifests import Manifest
 from tasks.batches import plan_iteration, plan_next_wave
+from tasks.estimates import estimate
 from tasks.placement import place_update
 from tasks.plan import BatchPlan
 from tasks.scoring import assign_credit
@@ -22,8 +23,9 @@ async def iteration(run: RunRef, number: int) -> Manifest:
     while wave is not None:
         await generate_and_score(run, wave)
         wave = await plan_next_wave(run, wave)
-    await assign_credit(run, number)
     await place_update(run, number)
+    await estimate(run, number)
+    await assign_credit(run, number)
     await launch(update, run, batch=first.key)
     sealed = await seal_iteration(run, number)
     await retire_policies(run, number)

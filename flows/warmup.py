@@ -1,4 +1,4 @@
-"""Where a run begins: an initial policy, its supervised warm-up, the tokenized prompts, the judges, a critic and a teacher."""
+"""Where a run begins: an initial policy, its supervised warm-up, the prompts, the judges, a critic and a teacher."""
 
 from prefect import flow
 

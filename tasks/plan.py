@@ -110,3 +110,13 @@ def evaluation_key(number: int) -> str:
 def policy_key(number: int) -> str:
     """Key of the manifest that committed the policy after `number` iterations."""
     return f"{iteration_key(number)}/update" if number else "policy/initial"
+
+
+def estimates_key(number: int) -> str:
+    """Key of the manifest that committed what models say of an iteration's tokens."""
+    return f"{iteration_key(number)}/estimates"
+
+
+def critic_key(number: int) -> str:
+    """Key of the manifest that committed the critic after `number` iterations, where there is one."""
+    return policy_key(number) if number else "critic/initial"

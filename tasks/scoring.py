@@ -1,14 +1,19 @@
 """Verdicts of served rewards and scores, one task per shard; credit, one task per iteration."""
 
+from dataclasses import dataclass
+
 from prefect import task
 
+from infra.bundles import BundleRef
 from infra.manifests import Manifest
+from models.algorithms.needs import needs_of
 from models.judges.alarms import check_judges
 from models.work import CreditWork, JudgeWork, ScoredShard, ScoringWork, VerdictShard
 from tasks.handover import handover_before
 from tasks.judges import local_terms, model_key
+from tasks.kl import reward_coefficient
 from tasks.placing import judge_role
-from tasks.plan import BatchPlan, credit_key, waves_of
+from tasks.plan import BatchPlan, credit_key, estimates_key, policy_key, waves_of
 from tasks.session import RunRef, session_of
 from tasks.stages import committed, is_transient, once, required
 from tasks.versions import policy_of
@@ -54,36 +59,72 @@ async def score_shard(run: RunRef, plan: BatchPlan, shard: int, silence_seconds:
         verdicts=tuple(
             VerdictShard(term=term, verdicts=manifest.shards[0]) for term, manifest in zip(terms, verdicts, strict=True)
         ),
+        tokenizer=tokenizer_of(run),
         metric="" if dynamic is None else dynamic.metric or settings.scoring.terms[0],
     )
     key = plan.shard_key("scoring", shard)
     return await once(run, key, role="scoring", method="score", work=work, parents=[rollouts, *verdicts])
 
 
+def tokenizer_of(run: RunRef) -> BundleRef | None:
+    """Bundle with the run's tokenizer, where steps or tokens have rewards of their own; the first policy is kept."""
+    process = session_of(run).settings.scoring.process_terms
+    return policy_of(required(run, policy_key(0))).weights if process else None
+
+
 @task(task_run_name="it-{number:04d} credit", retries=2, retry_condition_fn=is_transient)
 async def assign_credit(run: RunRef, number: int) -> Manifest:
     """Turn the rewards of all of the iteration's batches into training samples; refuse those of judges gone wrong."""
-    session = session_of(run)
-    settings = session.settings
-    waves, before = waves_of(session.run, number), handover_before(session.run, number)
-    rollouts = stage_of(run, waves, "rollout")
-    scores = stage_of(run, waves, "scoring")
+    settings = session_of(run).settings
+    waves = waves_of(session_of(run).run, number)
     verdicts = {term: stage_of(run, waves, judge_role(term)) for term in settings.scoring.served}
     shown = {term: [manifest.metrics for manifest in manifests] for term, manifests in verdicts.items()}
     check_judges(settings.scoring, shown, iteration=number)
-    kept = [(required(run, groups.rollouts), required(run, groups.scores), groups.rows) for groups in before.kept]
-    fresh = [(rollout, score, None) for rollout, score in zip(rollouts, scores, strict=True)]
+    scored = scored_shards(run, number)
+    estimates = [required(run, estimates_key(number))] if needs_of(settings.algorithm).any else []
     work = CreditWork(
         iteration=number,
-        shards=tuple(
-            ScoredShard(rollouts=rollout.shards[0], scores=score.shards[0], rows=rows)
-            for rollout, score, rows in (*kept, *fresh)
-        ),
+        shards=scored.shards,
         target=settings.rollout.prompts if settings.rollout.dynamic is not None else None,
         dynamic=settings.rollout.dynamic,
+        policy_version=number - 1,
+        max_new_tokens=settings.rollout.sampling.max_new_tokens,
+        estimates=tuple(shard for manifest in estimates for shard in manifest.shards),
+        kl_coefficient=reward_coefficient(run, number),
     )
-    parents = [manifest for rollout, score, _ in (*kept, *fresh) for manifest in (rollout, score)]
+    pairs = [manifest for pair in zip(scored.rollouts, scored.scores, strict=True) for manifest in pair]
+    parents = [*pairs, *estimates]
     return await once(run, credit_key(number), role="scoring", method="credit", work=work, parents=parents)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What an iteration's credit looks at, pair by pair: kept groups of the iteration before, then its own."""
+
+    rollouts: tuple[Manifest, ...]
+    scores: tuple[Manifest, ...]
+    rows: tuple[tuple[int, ...] | None, ...]
+    """Prompt rows that count; none means all."""
+
+    @property
+    def shards(self) -> tuple[ScoredShard, ...]:
+        """The pairs by reference."""
+        return tuple(
+            ScoredShard(rollouts=rollouts.shards[0], scores=scores.shards[0], rows=rows)
+            for rollouts, scores, rows in zip(self.rollouts, self.scores, self.rows, strict=True)
+        )
+
+
+def scored_shards(run: RunRef, number: int) -> Scored:
+    """All that an iteration's credit looks at."""
+    session = session_of(run)
+    waves, kept = waves_of(session.run, number), handover_before(session.run, number).kept
+    fresh = stage_of(run, waves, "rollout")
+    return Scored(
+        rollouts=(*(required(run, groups.rollouts) for groups in kept), *fresh),
+        scores=(*(required(run, groups.scores) for groups in kept), *stage_of(run, waves, "scoring")),
+        rows=(*(groups.rows for groups in kept), *(None for _ in fresh)),
+    )
 
 
 def stage_of(run: RunRef, waves: list[BatchPlan], stage: str) -> list[Manifest]:

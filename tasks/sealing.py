@@ -7,8 +7,9 @@ from prefect import task
 from infra.bundles import BundleRef, retirement_key
 from infra.manifests import Manifest
 from infra.retention import retire_bundle
+from models.algorithms.needs import needs_of
 from tasks.handover import handover_after, handover_before
-from tasks.plan import credit_key, iteration_key, plan_key, policy_key, waves_of
+from tasks.plan import credit_key, critic_key, estimates_key, iteration_key, plan_key, policy_key, waves_of
 from tasks.scoring import stage_of
 from tasks.session import RunRef, session_of
 from tasks.stages import record, required
@@ -23,6 +24,7 @@ async def seal_iteration(run: RunRef, number: int) -> Manifest:
     plans = [required(run, plan_key(wave.key)) for wave in waves]
     rollouts, scores = stage_of(run, waves, "rollout"), stage_of(run, waves, "scoring")
     credit, update = required(run, credit_key(number)), required(run, policy_key(number))
+    estimates = [required(run, estimates_key(number))] if needs_of(session.settings.algorithm).any else []
     handover = handover_after(
         handover_before(session.run, number),
         waves,
@@ -36,6 +38,7 @@ async def seal_iteration(run: RunRef, number: int) -> Manifest:
     seconds = {
         "rollout": max((m.provenance.seconds["stage"] for m in rollouts), default=0.0),
         "scoring": sum(m.provenance.seconds["worker"] for m in scores),
+        "estimates": sum(m.provenance.seconds["stage"] for m in estimates),
         "credit": credit.provenance.seconds["stage"],
         "update": update.provenance.seconds["stage"],
         "total": elapsed.total_seconds(),
@@ -43,7 +46,7 @@ async def seal_iteration(run: RunRef, number: int) -> Manifest:
     return record(
         run,
         f"{iteration_key(number)}/seal",
-        parents=[*plans, *rollouts, *scores, credit, update],
+        parents=[*plans, *rollouts, *scores, *estimates, credit, update],
         metrics={
             "prompts": sum(len(wave.rows) for wave in waves),
             **{f"credit/{name}": value for name, value in credit.metrics.items()},
@@ -85,4 +88,7 @@ def kept_versions(number: int, *, keep_last: int, keep_every: int) -> set[int]:
 
 
 def _bundles(run: RunRef, version: int) -> list[BundleRef]:
-    return list(required(run, policy_key(version)).bundles.values())
+    """Bundles of a policy and its critic; the first critic has a manifest of its own."""
+    first_critic = session_of(run).run.find(critic_key(0)) if version == 0 else None
+    manifests = [required(run, policy_key(version)), *([] if first_critic is None else [first_critic])]
+    return [bundle for manifest in manifests for bundle in manifest.bundles.values()]

@@ -13,9 +13,9 @@ from pydantic import JsonValue
 from infra.bundles import BundleRef
 from infra.errors import Damaged, WorkerLost, WorkerStalled
 from infra.manifests import Manifest, provenance_here
-from models.records import PolicyVersion
+from models.records import Outcome
 from tasks.session import RunRef, session_of
-from tasks.versions import bundles_of
+from tasks.versions import bundles_of, critic_bundles_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ async def once(
         Manifest(
             key=key,
             shards=outcome.shards,
-            bundles={} if outcome.policy is None else bundles_of(outcome.policy),
+            bundles=_bundles(outcome),
             parents=tuple(parent.digest for parent in parents),
             metrics=outcome.metrics or {},
-            detail={**_version(outcome.policy), **(outcome.detail or {}), **(detail or {})},
+            detail={**_version(outcome), **(outcome.detail or {}), **(detail or {})},
             provenance=provenance_here(
                 worker=f"{done.worker} pid {done.pid}",
                 seconds={**(outcome.timings or {}), **waited},
@@ -100,8 +100,15 @@ def required(ref: RunRef, key: str) -> Manifest:
     return manifest
 
 
-def _version(policy: PolicyVersion | None) -> dict[str, JsonValue]:
-    return {} if policy is None else {"version": policy.version}
+def _bundles(outcome: Outcome) -> dict[str, BundleRef]:
+    policy = {} if outcome.policy is None else bundles_of(outcome.policy)
+    return policy | ({} if outcome.critic is None else critic_bundles_of(outcome.critic))
+
+
+def _version(outcome: Outcome) -> dict[str, JsonValue]:
+    """Policy and critic of one manifest have the same number."""
+    model = outcome.policy or outcome.critic
+    return {} if model is None else {"version": model.version}
 
 
 async def is_transient(task: Task[..., object], task_run: TaskRun, state: State[object]) -> bool:

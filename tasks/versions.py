@@ -14,7 +14,25 @@ def policy_of(manifest: Manifest) -> PolicyVersion:
     )
 
 
+def critic_of(manifest: Manifest) -> PolicyVersion:
+    """The version of the critic that a manifest committed, beside a policy or alone."""
+    version, bundles = manifest.detail["version"], manifest.bundles
+    assert isinstance(version, int)
+    return PolicyVersion(
+        version=version,
+        weights=bundles["critic"],
+        state=bundles.get("critic_state"),
+        adapter=bundles.get("critic_adapter"),
+    )
+
+
 def bundles_of(policy: PolicyVersion) -> dict[str, BundleRef]:
     """The bundles of a policy version by the names that manifests give them."""
     named = {"weights": policy.weights, "state": policy.state, "adapter": policy.adapter}
+    return {name: bundle for name, bundle in named.items() if bundle is not None}
+
+
+def critic_bundles_of(critic: PolicyVersion) -> dict[str, BundleRef]:
+    """The same of a critic."""
+    named = {"critic": critic.weights, "critic_state": critic.state, "critic_adapter": critic.adapter}
     return {name: bundle for name, bundle in named.items() if bundle is not None}

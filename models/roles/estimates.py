@@ -27,15 +27,7 @@ _COLUMNS = ("prompt_row", "sample", "prompt_tokens", "completion_tokens")
 _REFS = TypeAdapter(tuple[ShardRef, ...])
 
 
-@dataclass(frozen=True, slots=True)
-class EstimatePass:
-    """One forward pass of this rank, and the sequences that it was laid out from."""
-
-    sequences: tuple[TokenSequence, ...]
-    batch: MicroBatch
-
-
-Ask = Callable[[Sequence[EstimatePass]], list[Floats]]
+Ask = Callable[[Sequence[MicroBatch]], list[Floats]]
 """Says one number of each completion token: per pass one array of N, in the order of the pass. All ranks ask together,
 with as many passes each; an empty pass has no token."""
 
@@ -53,10 +45,10 @@ def ask_model(forward: Callable[[MicroBatch], Tensor], beat: Callable[[], None])
     """Ask a model that is loaded on this rank; `beat` is called after every pass."""
 
     @torch.no_grad()
-    def ask(passes: Sequence[EstimatePass]) -> list[Floats]:
+    def ask(passes: Sequence[MicroBatch]) -> list[Floats]:
         found: list[Floats] = []
-        for one in passes:
-            found.append(forward(one.batch).float().cpu().numpy())
+        for batch in passes:
+            found.append(forward(batch).float().cpu().numpy())
             beat()
         return found
 
@@ -84,7 +76,7 @@ def write_estimates(
     return Asked(shards=shards, sequences=len(rows), tokens=int(completions.sum()))
 
 
-def _passes(table: pa.Table, plan: StepPlan, *, rank: int) -> list[EstimatePass]:
+def _passes(table: pa.Table, plan: StepPlan, *, rank: int) -> list[MicroBatch]:
     prompts, completions = table["prompt_tokens"], table["completion_tokens"]
 
     def sequence(row: int) -> TokenSequence:
@@ -98,11 +90,7 @@ def _passes(table: pa.Table, plan: StepPlan, *, rank: int) -> list[EstimatePass]
             staleness=nothing.astype(np.int16),
         )
 
-    found: list[EstimatePass] = []
-    for rows in plan.passes[rank]:
-        sequences = tuple(sequence(row) for row in rows)
-        found.append(EstimatePass(sequences=sequences, batch=lay_out(sequences, [0.0] * len(sequences))))
-    return found
+    return [lay_out([sequence(row) for row in rows], [0.0] * len(rows)) for rows in plan.passes[rank]]
 
 
 def _in_order(

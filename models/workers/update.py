@@ -148,11 +148,18 @@ class UpdateWorker:
         reference = None
         if isinstance(config.kl, KlPenalty):
             reference = models.reference(work.reference)
-            config = config.model_copy(update={"kl": config.kl.model_copy(update={"coefficient": work.kl_coefficient})})
         laps.end("load")
         extras = extra_logprobs(trainer, steps, config=config, reference=reference, beat=self._beat)
         laps.end("logprobs")
-        taken = take_steps(trainer, steps, extras, config=config, ranks=models.ranks, beat=self._beat)
+        taken = take_steps(
+            trainer,
+            steps,
+            extras,
+            config=config,
+            kl_coefficient=work.kl_coefficient,
+            ranks=models.ranks,
+            beat=self._beat,
+        )
         laps.end("steps")
         return taken
 
