@@ -1,4 +1,4 @@
-"""The mismatch between the engine that generated and the trainer, and its correction by importance sampling.
+"""The mismatch between the policy that generated and the one that learns, and its correction by importance sampling.
 
 Shapes: N completion tokens.
 """
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from models.objectives.config import Correction, MaskedImportance, NoCorrection, TruncatedImportance, UpdateConfig
 
 
 class Mismatch(NamedTuple):
@@ -34,9 +36,49 @@ def mismatch(train_N: Tensor, behaviour_N: Tensor) -> Mismatch:
     )
 
 
-def truncated_weight(old_N: Tensor, behaviour_N: Tensor, *, cap: float) -> Tensor:
-    """min(π_old / π_behaviour, cap), a constant to the gradient (truncated importance sampling).
+class Corrected(NamedTuple):
+    """What a correction makes of each token."""
 
-    Per token, with the behaviour log-prob of whichever policy version wrote it.
+    old_N: Tensor
+    """Log-probs that the loss compares the policy with: those before the update where the token is corrected, else the
+    behaviour's."""
+    weight_N: Tensor
+    """Factor of the policy loss, a constant to the gradient."""
+    truncated_N: Tensor
+    """True where a cap made the weight smaller."""
+    masked_N: Tensor
+    """True where a band made it zero."""
+
+
+def needs_old(config: UpdateConfig) -> bool:
+    """Whether a correction in use compares with the trainer's log-probs before the update."""
+    return any(
+        isinstance(correction, TruncatedImportance | MaskedImportance)
+        for correction in (config.correction, config.stale_correction)
+    )
+
+
+def correct(old_N: Tensor, behaviour_N: Tensor, *, staleness_N: Tensor, config: UpdateConfig) -> Corrected:
+    """Correct fresh tokens by one rule, and by another, if there is one, those that an earlier policy version wrote.
+
+    Each token is weighed against the log-prob of whichever version wrote it.
     """
-    return torch.exp(old_N - behaviour_N).clamp(max=cap).detach()
+    fresh = _correct(old_N, behaviour_N, correction=config.correction)
+    if config.stale_correction is None:
+        return fresh
+    stale = _correct(old_N, behaviour_N, correction=config.stale_correction)
+    stale_N = staleness_N > 0
+    return Corrected(*(torch.where(stale_N, one, other) for one, other in zip(stale, fresh, strict=True)))
+
+
+def _correct(old_N: Tensor, behaviour_N: Tensor, *, correction: Correction) -> Corrected:
+    never_N = torch.zeros_like(behaviour_N, dtype=torch.bool)
+    if isinstance(correction, NoCorrection):
+        return Corrected(behaviour_N, torch.ones_like(behaviour_N), never_N, never_N)
+    ratio_N = torch.exp(old_N - behaviour_N).detach()
+    match correction:
+        case TruncatedImportance(cap=cap):
+            return Corrected(old_N, ratio_N.clamp(max=cap), ratio_N > cap, never_N)
+        case MaskedImportance(low=low, high=high):
+            masked_N = (ratio_N < low) | (ratio_N > high)
+            return Corrected(old_N, ratio_N.masked_fill(masked_N, 0.0), never_N, masked_N)

@@ -4,17 +4,20 @@ Shapes: N completion tokens of one pass.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from models.batching import MicroBatch, Rows, StepPlan, TokenSequence, lay_out
 from models.objectives.aggregation import token_weights
-from models.objectives.config import TruncatedImportance, UpdateConfig
+from models.objectives.config import UpdateConfig
+from models.objectives.importance import needs_old
+from models.objectives.pass_tokens import PassTokens
 from models.objectives.tally import Tally
-from models.objectives.update_loss import PassTokens, tally_mismatch, update_loss
+from models.objectives.update_loss import tally_mismatch, update_loss
 from models.roles.logprobs import TokenLogprobs
 from models.roles.ranks import Ranks, sum_and_max
 from models.roles.trainer import Trainer, frozen_forward
@@ -74,12 +77,12 @@ def extra_logprobs(
     """Compute old log-probs of all steps but the first, and the reference's of all, before anything is learnt."""
     old: list[list[Tensor | None]] = []
     against: list[list[Tensor | None]] = []
-    needs_old = isinstance(config.correction, TruncatedImportance)
+    corrects = needs_old(config)
     for index, step in enumerate(steps):
         old.append([None] * len(step.batches))
         against.append([None] * len(step.batches))
         for number, batch in enumerate(step.batches):
-            if index and needs_old:
+            if index and corrects:
                 with torch.no_grad():
                     old[-1][number] = trainer.forward(batch)
                 beat()
@@ -95,13 +98,13 @@ def take_steps(
     extras: Extras,
     *,
     config: UpdateConfig,
+    kl_coefficient: float,
     ranks: Ranks,
     beat: Beat,
 ) -> StepsTaken:
     """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
     tally = Tally()
     norms: list[float] = []
-    cap = config.correction.cap if isinstance(config.correction, TruncatedImportance) else float("inf")
     for index, step in enumerate(steps):
         for number, batch in enumerate(step.batches):
             tokens = _on_device(
@@ -109,8 +112,8 @@ def take_steps(
             )
             logprobs_N = trainer.forward(batch)
             if index == 0:
-                tally_mismatch(logprobs_N.detach(), tokens.behaviour_N, cap=cap, tally=tally)
-            loss = update_loss(logprobs_N, tokens, config=config, tally=tally)
+                tally_mismatch(logprobs_N.detach(), tokens.behaviour_N, tally=tally)
+            loss = update_loss(logprobs_N, tokens, config=config, kl_coefficient=kl_coefficient, tally=tally)
             trainer.backward(loss, last=number + 1 == len(step.batches))
             beat()
         norms.append(trainer.step(step.learning_rate))
@@ -130,15 +133,26 @@ def _lay_out_step(
     weights = dict(zip(rows, token_weights(config.loss.aggregation, lengths), strict=True))
 
     def batch(part: Rows) -> MicroBatch:
-        return lay_out([sequences[row] for row in part], [weights[row] for row in part])
+        whole = lay_out([sequences[row] for row in part], [weights[row] for row in part])
+        return whole if config.max_staleness is None else _without_stale(whole, config.max_staleness)
 
     return tuple(batch(part) for part in plan.passes[rank])
 
 
+def _without_stale(batch: MicroBatch, max_staleness: int) -> MicroBatch:
+    """Take the weight of tokens that are too stale; what losses are divided by stays."""
+    return replace(batch, weights_N=np.where(batch.staleness_N > max_staleness, np.float32(0), batch.weights_N))
+
+
 def _on_device(batch: MicroBatch, *, old: Tensor | None, reference: Tensor | None, device: torch.device) -> PassTokens:
-    behaviour_N, advantages_N, weights_N = (
-        torch.from_numpy(array).to(device) for array in (batch.behaviour_N, batch.advantages_N, batch.weights_N)
-    )
+    lengths_B = np.bincount(batch.rows_N, minlength=len(batch.tokens_BT))
     return PassTokens(
-        behaviour_N=behaviour_N, advantages_N=advantages_N, weights_N=weights_N, old_N=old, reference_N=reference
+        behaviour_N=torch.from_numpy(batch.behaviour_N).to(device),
+        advantages_N=torch.from_numpy(batch.advantages_N).to(device),
+        staleness_N=torch.from_numpy(batch.staleness_N).to(device),
+        weights_N=torch.from_numpy(batch.weights_N).to(device),
+        rows_N=torch.from_numpy(batch.rows_N).to(device),
+        lengths_B=torch.from_numpy(lengths_B).to(device),
+        old_N=old,
+        reference_N=reference,
     )

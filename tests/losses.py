@@ -1,0 +1,70 @@
+"""Completion tokens for tests of losses: a few sequences with chosen or random log-probs."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.objectives.config import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
+from models.objectives.pass_tokens import PassTokens
+
+LOSSES: tuple[LossConfig, ...] = (
+    PpoClip(),
+    PpoClip(dual_clip=3.0),
+    Gspo(clip_low=0.1, clip_high=0.15),
+    Cispo(clip_low=0.3),
+    PolicyGradient(),
+)
+"""One of each, and with each option."""
+NAMES = [f"{loss.kind}{'_dual' if getattr(loss, 'dual_clip', None) else ''}" for loss in LOSSES]
+
+
+def doubles(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def pass_tokens(
+    lengths: Sequence[int],
+    *,
+    behaviour: Sequence[float],
+    advantages: Sequence[float],
+    old: Sequence[float] | None = None,
+    reference: Sequence[float] | None = None,
+    staleness: Sequence[int] | None = None,
+    weights: Sequence[float] | None = None,
+) -> PassTokens:
+    """Tokens of sequences of these completion lengths, in float64; each has weight 1 unless told."""
+    total = sum(lengths)
+    return PassTokens(
+        behaviour_N=doubles(behaviour),
+        advantages_N=doubles(advantages),
+        staleness_N=torch.tensor(staleness or [0] * total, dtype=torch.int16),
+        weights_N=doubles(weights or [1.0] * total),
+        rows_N=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+        lengths_B=torch.tensor(lengths),
+        old_N=None if old is None else doubles(old),
+        reference_N=None if reference is None else doubles(reference),
+    )
+
+
+def random_tokens(lengths: Sequence[int], *, seed: int, mismatch: float = 0.3, move: float = 0.3) -> PassTokens:
+    """Random tokens of random staleness; the old policy differs from the behaviour's, and from the reference."""
+    rng, total = np.random.default_rng(seed), sum(lengths)
+    old = -rng.exponential(1.5, total) - 0.01
+    return pass_tokens(
+        lengths,
+        behaviour=(old - mismatch * rng.normal(size=total)).tolist(),
+        advantages=rng.normal(size=total).tolist(),
+        old=old.tolist(),
+        reference=(old + move * rng.normal(size=total)).tolist(),
+        staleness=rng.integers(0, 4, total).tolist(),
+        weights=rng.uniform(0.1, 1, total).tolist(),
+    )
+
+
+def moved(tokens: PassTokens, *, seed: int, move: float = 0.3) -> Tensor:
+    """Log-probs of a policy that has learnt since the old one, as a leaf that takes gradients."""
+    assert tokens.old_N is not None, "nothing to move from"
+    step_N = doubles(np.random.default_rng(seed + 1).normal(size=len(tokens.old_N)).tolist())
+    return (tokens.old_N + move * step_N).detach().requires_grad_()
