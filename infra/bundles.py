@@ -73,6 +73,20 @@ def fetch_bundle(store: Store, ref: BundleRef) -> Path:
     return store.local(f"{ref.key}/{CONTENTS}").parent
 
 
+def fetch_file(store: Store, ref: BundleRef, name: str) -> Path:
+    """Return one file of a bundle, verified alone: the others, weights among them, may take long."""
+    where = f"bundle {ref.key!r} in {store.uri}"
+    if not store.exists(f"{ref.key}/{CONTENTS}"):
+        raise Damaged(f"{where}: {_absence(store, ref)}")
+    contents = _contents(store, ref)
+    if name not in contents.files:
+        raise BadInput(f"{where}: expected a file {name!r}, found {', '.join(sorted(contents.files))}")
+    found = _digest(store.local(f"{ref.key}/{name}"))
+    if found != contents.files[name].digest:
+        raise Damaged(f"{where}: {name!r}: expected digest {contents.files[name].digest}, found {found}")
+    return store.local(f"{ref.key}/{name}")
+
+
 def verify_bundle(store: Store, ref: BundleRef) -> None:
     """Raise Damaged unless the bundle has exactly the files that the reference names, and their bytes."""
     where = f"bundle {ref.key!r} in {store.uri}"

@@ -95,7 +95,7 @@ VERDICT_SCHEMA = pa.schema(
         ("attempt", pa.int16()),  # 0 is the first; only the last attempt of a vote counts
         ("text", pa.string()),  # the judge's answer, shortened where it is very long; null where nothing is written
         ("value", pa.float64()),  # the reward; null = invalid
-        ("steps", pa.list_(pa.int16())),  # steps found wrong, where steps are judged; null = invalid
+        ("steps", pa.list_(pa.int32())),  # steps found wrong, where steps are judged; null = invalid
         ("error", pa.string()),  # why it is invalid
         ("tokens", pa.int32()),  # of the answer
     ]

@@ -10,7 +10,8 @@ import pytest
 from infra.errors import BadInput
 from models.rewards.build import build_reward, check_reward
 from models.rewards.config import MathReward, NumericReward, RegexReward, RewardConfig, ScoringConfig, TargetReward
-from models.rewards.evaluate import Case, Evaluator, Verdict
+from models.rewards.evaluate import Evaluator, Verdict
+from models.rewards.values import Case
 
 OBEDIENT = TargetReward(name="obedient", target="tests.rewards_for_tests:obedient")
 

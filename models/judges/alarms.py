@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 from infra.errors import Quarantined
-from models.rewards.config import JudgeReward, ScoringConfig
+from models.rewards.config import JudgeReward, ScoringConfig, StepsVerdict
 
 
 def check_judges(
     scoring: ScoringConfig, verdicts: Mapping[str, Sequence[Mapping[str, float]]], *, iteration: int
 ) -> None:
-    """Raise Quarantined if too many of a judge's answers are invalid, or too many known-bad answers pass.
+    """Raise Quarantined if too many of a judge's answers cannot be used, or too many known-bad answers pass.
 
     `verdicts` has by term the metrics of each shard of verdicts of the iteration, as the workers returned them.
     """
@@ -20,7 +20,9 @@ def check_judges(
 
 def _check_judge(term: str, reward: JudgeReward, sums: Mapping[str, float], iteration: int) -> None:
     invalid, answers = sums["invalid"], sums["answers"]
-    if invalid > reward.max_invalid * answers:
+    if isinstance(reward.verdict, StepsVerdict):
+        _check_critiques(term, reward, sums, iteration)
+    elif invalid > reward.max_invalid * answers:
         raise Quarantined(
             f"iteration {iteration}: {invalid:.0f} of {answers:.0f} answers of judge {term} have no valid verdict "
             f"after {reward.retries} retries, expected at most {reward.max_invalid:.1%} (max_invalid)"
@@ -33,6 +35,16 @@ def _check_judge(term: str, reward: JudgeReward, sums: Mapping[str, float], iter
         )
 
 
+def _check_critiques(term: str, reward: JudgeReward, sums: Mapping[str, float], iteration: int) -> None:
+    """Count completions, not answers: the votes that can be read make up for one that cannot."""
+    unusable, completions = sums["unusable"], sums["completions"]
+    if unusable > reward.max_invalid * completions:
+        raise Quarantined(
+            f"iteration {iteration}: {unusable:.0f} of {completions:.0f} completions have no critique of judge {term} "
+            f"that can be read, after {reward.retries} retries, expected at most {reward.max_invalid:.1%} (max_invalid)"
+        )
+
+
 def _sums(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = ("answers", "invalid", "canaries", "canaries_passed")
-    return {name: sum(shard[name] for shard in metrics) for name in names}
+    names = ("answers", "invalid", "canaries", "canaries_passed", "completions", "unusable")
+    return {name: sum(shard.get(name, 0.0) for shard in metrics) for name in names}

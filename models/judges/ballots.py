@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from models.judges import Question
-from models.judges.questions import fill_template
-from models.rewards.config import Canaries
+from models.judges.prompts import question_text
+from models.rewards.config import Canaries, JudgeReward
 from models.seeds import derive_seed
 
 CANARY: Final = -1
@@ -41,12 +41,12 @@ class Ballot:
     judged: Judged
     vote: int
 
-    def question(self, template: str, *, seed_parts: tuple[int | str, ...], attempt: int) -> Question:
+    def question(self, reward: JudgeReward, *, seed_parts: tuple[int | str, ...], attempt: int) -> Question:
         """Ask for the vote; every attempt has a seed of its own, for the fence and for the answer."""
         it = self.judged
         name = "canary" if it.prompt_row == CANARY else "judge"
         seed = derive_seed(name, *seed_parts, it.origin, it.sample, self.vote, attempt)
-        text = fill_template(template, prompt=it.prompt, completion=it.completion, answer=it.answer, seed=seed)
+        text = question_text(reward, prompt=it.prompt, completion=it.completion, answer=it.answer, seed=seed)
         return Question(text=text, seed=seed)
 
 

@@ -13,6 +13,7 @@ from models.rewards.config import (
     JudgeReward,
     LogprobVerdict,
     ScoreVerdict,
+    StepsVerdict,
     TrainedJudge,
     VerdictConfig,
 )
@@ -21,7 +22,7 @@ from models.rewards.config import (
 def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
     """Raise BadInput, naming the term, for what needs no model to be seen."""
     try:
-        _check_template(reward.template)
+        _check_template(reward)
         _check_verdict(reward.verdict)
         match reward.model:
             case EndpointJudge() as model:
@@ -34,9 +35,17 @@ def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
         raise BadInput(f"reward {term}: {error}") from error
 
 
-def _check_template(template: str) -> None:
-    if "completion" not in fields_of(template):
-        raise BadInput(f"its template {template!r:.200} has no {{completion}}: every verdict would be the same")
+def _check_template(reward: JudgeReward) -> None:
+    if reward.template is None:
+        return
+    judges_steps = isinstance(reward.verdict, StepsVerdict)
+    shown, other = ("steps", "completion") if judges_steps else ("completion", "steps")
+    fields = fields_of(reward.template)
+    if shown not in fields:
+        raise BadInput(f"its template {reward.template!r:.200} has no {{{shown}}}: every verdict would be the same")
+    if other in fields:
+        why = "steps are judged by their numbers" if judges_steps else "only a verdict of kind steps fills it in"
+        raise BadInput(f"its template {reward.template!r:.200} has {{{other}}}: {why}; use {{{shown}}}")
 
 
 def _check_verdict(verdict: VerdictConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 from models.seeds import derive_seed
 
-FIELDS: Final = ("prompt", "completion", "answer", "fence")
+FIELDS: Final = ("prompt", "completion", "answer", "steps", "fence")
 """What a template may name in braces; other braces stand for themselves."""
 
 _FIELD: Final = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
@@ -21,9 +21,13 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\
 _TURN: Final = re.compile(r"\[(/?[A-Z_]+)\]")
 
 
-def fill_template(template: str, *, prompt: str, completion: str, answer: str, seed: int) -> str:
-    """Return the question; only the template's own braces are filled in, never those of what is filled in."""
+def fill_template(template: str, *, prompt: str, completion: str, answer: str, seed: int, steps: str = "") -> str:
+    """Return the question; only the template's own braces are filled in, never those of what is filled in.
+
+    `steps` are the completion's, wrapped in tags: they come escaped, and the tags stay.
+    """
     texts = {"prompt": escape(prompt), "completion": escape(completion), "answer": escape(answer)}
+    texts["steps"] = steps
     texts["fence"] = next(fence for fence in _fences(seed) if not _occurs(fence, [template, *texts.values()]))
     return _FIELD.sub(lambda field: texts[field[1]], template)
 

@@ -5,7 +5,7 @@ from random import Random
 from infra.errors import BadInput
 from models.config import DataConfig, WarmupConfig
 from models.data import Example, Problem, identity, load_problems, right_completion, wrong_completion
-from models.judges.questions import fill_template
+from models.judges.prompts import question_text
 from models.rewards.config import ChoiceVerdict, JudgeReward, LogprobVerdict, VerdictConfig
 from models.seeds import derive_seed
 
@@ -21,15 +21,15 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
     for index in range(warmup.steps * warmup.batch_size):
         problem, is_right = rng.choice(problems), rng.random() < 0.5
         completion = right_completion(problem, rng) if is_right else wrong_completion(problem, problems, rng)
-        question = question_about(problem, completion, template=reward.template, seed=derive_seed("judge", seed, index))
+        question = question_about(problem, completion, reward=reward, seed=derive_seed("judge", seed, index))
         examples.append((question, right if is_right else wrong))
     return examples
 
 
-def question_about(problem: Problem, completion: str, *, template: str, seed: int) -> str:
+def question_about(problem: Problem, completion: str, *, reward: JudgeReward, seed: int) -> str:
     """Return the question as the judge will see it."""
-    return fill_template(
-        template, prompt=identity(problem.prompt), completion=completion, answer=problem.answer, seed=seed
+    return question_text(
+        reward, prompt=identity(problem.prompt), completion=completion, answer=problem.answer, seed=seed
     )
 
 

@@ -9,10 +9,14 @@ from statistics import fmean, median
 from typing import Final, Literal, assert_never
 
 from models.judges import Answer
-from models.rewards.config import ChoiceVerdict, LogprobVerdict, ScoreVerdict, VerdictConfig
+from models.judges.critiques import read_critique
+from models.rewards.config import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
+from models.steps import aggregate
 
 LONGEST: Final = 100_000
 """Characters of an answer that is still read; no verdict needs more, and patterns may take quadratic time."""
+FLAGGED: Final = -1.0
+"""Value of a step that is wrong; others have 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +25,14 @@ class Judgement:
 
     value: float | None
     error: str | None
+    steps: tuple[int, ...] | None = None
+    """Steps found wrong, where steps are judged."""
+    dropped: int = 0
+    """Numbers among them that are no step."""
 
 
-def read_verdict(answer: Answer, verdict: VerdictConfig) -> Judgement:
-    """Find the one verdict in an answer, whatever it contains."""
+def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) -> Judgement:
+    """Find the one verdict in an answer, whatever it contains; about as many steps, where steps are judged."""
     if answer.error is not None:
         return _invalid(answer.error)
     if isinstance(verdict, LogprobVerdict):
@@ -34,6 +42,8 @@ def read_verdict(answer: Answer, verdict: VerdictConfig) -> Judgement:
         return _invalid("expected a verdict, found an empty answer")
     if len(text) > LONGEST:
         return _invalid(f"expected at most {LONGEST} characters, found {len(text)}")
+    if isinstance(verdict, StepsVerdict):
+        return _read_steps(text, verdict, num_steps)
     if "\N{REPLACEMENT CHARACTER}" in text:
         return _invalid("expected text in UTF-8, found bytes that are none")
     if isinstance(verdict, ScoreVerdict):
@@ -48,6 +58,8 @@ def worst(verdict: VerdictConfig) -> float:
             return min(verdict.choices.values())
         case ScoreVerdict() | LogprobVerdict():
             return 0.0
+        case StepsVerdict():
+            return FLAGGED
         case _:
             assert_never(verdict)
 
@@ -101,6 +113,14 @@ def _read_choice(text: str, verdict: ChoiceVerdict) -> Judgement:
     if len(named) != 1:
         return _invalid(f"expected one choice, found {len(named) or 'none'}")
     return Judgement(verdict.choices[named.pop()], None)
+
+
+def _read_steps(text: str, verdict: StepsVerdict, num_steps: int) -> Judgement:
+    critique = read_critique(text, num_steps=num_steps)
+    if isinstance(critique, str):
+        return _invalid(critique)
+    values = [FLAGGED if step in critique.steps else 0.0 for step in range(num_steps)]
+    return Judgement(aggregate(values, verdict.aggregate), None, critique.steps, critique.dropped)
 
 
 def _named(text: str, choices: Sequence[str]) -> set[str]:

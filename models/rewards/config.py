@@ -1,9 +1,10 @@
 """Configuration of rewards: rules, judges, reward models. Torch-free; defaults are the recipe we run."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from infra.config import Settings
 from models.config import (
@@ -42,6 +43,15 @@ class PatternSteps(Settings):
     kind: Literal["pattern"] = "pattern"
     pattern: str
     """Regular expression of what separates steps."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_a_pattern(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return pattern
 
 
 Segmentation = Annotated[BlankLines | PatternSteps, Field(discriminator="kind")]
@@ -200,7 +210,7 @@ class Canaries(Settings):
     per_shard: Positive = 2
     """Canaries judged with each shard; they cost as much as completions."""
     passing: float = 0.5
-    """A canary passes from this reward on."""
+    """A canary passes from this reward on; where steps are judged, it passes when none is flagged."""
     max_passing: Fraction = 0.2
     """Share of an iteration's canaries that may pass; above it the iteration fails."""
 
@@ -211,9 +221,10 @@ class JudgeReward(RewardTerm):
     kind: Literal["judge"] = "judge"
     model: JudgeModel
     """Which model judges."""
-    template: str = "{prompt}\n{completion}\nThe right answer is {answer}. Is this correct? Answer yes or no.\n"
-    """What it is asked. `{prompt}`, `{completion}` and `{answer}` are filled in, escaped; `{fence}` is a delimiter that
-    no completion can guess."""
+    template: str | None = None
+    """What it is asked; none asks what the verdict needs. `{prompt}`, `{completion}` and `{answer}` are filled in,
+    escaped; `{fence}` is a delimiter that no completion can guess. A verdict of kind `steps` has `{steps}`, the
+    completion in tags, in place of `{completion}`."""
     verdict: VerdictConfig = ChoiceVerdict()
     """How its answer becomes a number."""
     votes: Annotated[int, Field(ge=1, le=64)] = 1
@@ -225,7 +236,8 @@ class JudgeReward(RewardTerm):
     retries: Annotated[int, Field(ge=0, le=8)] = 1
     """How often an answer without one valid verdict is asked for again; then it is invalid, never 0."""
     max_invalid: Fraction = 0.05
-    """Share of an iteration's answers that may be invalid; above it the iteration fails."""
+    """Share of an iteration's answers that may be invalid, or of its completions that may have no valid answer where
+    the verdict is of kind `steps`; above it the iteration fails."""
     canaries: Canaries | None = None
     """Known-bad answers mixed in."""
     slots: Annotated[int, Field(ge=1, le=64)] = 1

@@ -5,11 +5,8 @@ down. Whatever one completion does, its own score goes missing with a reason, an
 """
 
 import ctypes
-import math
 import multiprocessing
-import numbers
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -19,9 +16,8 @@ from multiprocessing.connection import Connection, wait
 from typing import cast
 
 from infra.errors import BadInput, WorkerFailed
-from models.protocols import Reward
-from models.rewards.build import build_reward
 from models.rewards.config import ScoringConfig
+from models.rewards.values import Case, Value, build_valuer, value_of
 
 START_SECONDS = 120.0
 """Longest time for the process to import its rewards; sympy on a busy machine takes about ten."""
@@ -30,19 +26,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What a reward sees."""
-
-    prompt: str
-    completion: str
-    answer: str
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """One raw value per rule, none where it is missing, and the first reason, as `term: why`."""
 
-    values: tuple[float | None, ...]
+    values: tuple[Value | None, ...]
     error: str | None
 
 
@@ -147,11 +134,11 @@ class _Child:
             raise BadInput(cast(str, problem))
 
     def _verdict(self, deadline: float) -> Verdict:
-        values: list[float | None] = []
+        values: list[Value | None] = []
         errors: list[str] = []
         for position, term in enumerate(self.terms):
             try:
-                value, error = cast(tuple[float | None, str | None], self._receive(deadline))
+                value, error = cast(tuple[Value | None, str | None], self._receive(deadline))
             except (TimeoutError, EOFError) as lost:
                 died = isinstance(lost, EOFError)
                 errors.append(f"{term}: {self._end() if died else f'no value after {self.timeout_seconds:g} s'}")
@@ -186,7 +173,7 @@ def _serve(pipe: Connection, scoring: ScoringConfig, parent: int) -> None:
     _die_with(parent)
     os.setsid()  # own process group: what rewards start is killed with them, and Ctrl-C is the parent's affair
     try:
-        rewards = [build_reward(config) for config in scoring.rules]
+        rewards = [build_valuer(config) for config in scoring.rules]
     except BadInput as error:
         pipe.send(str(error))
         return
@@ -195,7 +182,7 @@ def _serve(pipe: Connection, scoring: ScoringConfig, parent: int) -> None:
         while True:
             for case in cast(list[Case], pipe.recv()):
                 for reward in rewards:
-                    pipe.send(_value(reward, case))
+                    pipe.send(value_of(reward, case))
 
 
 def _die_with(parent: int) -> None:
@@ -203,20 +190,3 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)
-
-
-def _value(reward: Reward, case: Case) -> tuple[float | None, str | None]:
-    try:
-        value: object = reward(case.prompt, case.completion, case.answer)
-        if not isinstance(value, numbers.Real):
-            return None, f"expected a float, found {type(value).__name__}"
-        number = float(value)
-    except (Exception, SystemExit) as error:  # anything that a reward raises is a missing score and its reason
-        return None, _one_line(f"{type(error).__name__}: {error}")
-    return (number, None) if math.isfinite(number) else (None, f"expected a finite float, found {number}")
-
-
-def _one_line(message: str) -> str:
-    """Shorten, and mask memory addresses: the reason is part of a shard, and the same inputs give the same digest."""
-    masked = re.sub(r"\b0x[0-9a-f]+", "0x…", " ".join(message.split()))
-    return masked[:200].encode("utf-8", "replace").decode()

@@ -46,7 +46,7 @@ def judge_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train the tokenizer of a judge on its questions and verdicts, each as often: a verdict is one token then."""
     verdicts = verdict_texts(reward.verdict)
-    questions = (question_about(p, p.worked or p.answer, template=reward.template, seed=seed) for p in problems)
+    questions = (question_about(p, p.worked or p.answer, reward=reward, seed=seed) for p in problems)
     texts = chain.from_iterable((question, *verdicts) for question in questions)
     return train_tokenizer(texts, vocab_size=judge.vocab_size, context=judge.context)
 

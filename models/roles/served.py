@@ -70,7 +70,7 @@ def _check_room(
     verdict = reward.verdict
     chooses = isinstance(verdict, LogprobVerdict) or (isinstance(verdict, ChoiceVerdict) and verdict.constrained)
     room = 1 if chooses else reward.sampling.max_new_tokens
-    texts = [question_about(p, p.worked or p.answer, template=reward.template, seed=0) for p in problems]
+    texts = [question_about(p, p.worked or p.answer, reward=reward, seed=0) for p in problems]
     longest = max(len(tokens) for tokens in tokenizer(texts)["input_ids"])
     if longest + room > context:
         raise BadInput(

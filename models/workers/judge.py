@@ -14,11 +14,20 @@ from infra.shards import read_shard, write_shard
 from infra.storage import open_store
 from models.engines import StepSums
 from models.judges import Answer, Judge
-from models.judges.ballots import CANARY, Ballot, Judged, with_canaries
-from models.judges.verdicts import Judgement, count_votes, read_verdict, worst
+from models.judges.ballots import Ballot, Judged, with_canaries
+from models.judges.counters import count
+from models.judges.verdicts import Judgement, read_verdict, worst
 from models.records import VERDICT_SCHEMA, Outcome, PolicyVersion
-from models.rewards.config import DirectoryJudge, EndpointJudge, JudgeModel, JudgeReward, TrainedJudge
+from models.rewards.config import (
+    DirectoryJudge,
+    EndpointJudge,
+    JudgeModel,
+    JudgeReward,
+    StepsVerdict,
+    TrainedJudge,
+)
 from models.statistics import order_statistics
+from models.steps import segment
 from models.work import JudgeWork
 
 if TYPE_CHECKING:
@@ -46,8 +55,8 @@ class _Votes:
 
     cast: dict[Ballot, list[_Cast]] = field(default_factory=dict)
 
-    def values(self, judged: Judged, votes: int) -> list[float | None]:
-        return [self.cast[Ballot(judged, vote)][-1].judgement.value for vote in range(votes)]
+    def last(self, judged: Judged, votes: int) -> list[Judgement]:
+        return [self.cast[Ballot(judged, vote)][-1].judgement for vote in range(votes)]
 
 
 class JudgeWorker:
@@ -129,20 +138,25 @@ class JudgeWorker:
     def _collect(self, completions: Sequence[Judged], work: JudgeWork) -> _Votes:
         """Ask for all votes at once, then again for those that are invalid, `retries` times at most."""
         seed_parts = (self._term, work.seed, work.iteration)
+        num_steps = {judged: _num_steps(judged, self._reward) for judged in completions}
         votes = _Votes()
         open_ballots = [Ballot(judged, vote) for judged in completions for vote in range(self._reward.votes)]
         for attempt in range(self._reward.retries + 1):
             if not open_ballots:
                 break
             questions = [
-                ballot.question(self._reward.template, seed_parts=seed_parts, attempt=attempt)
-                for ballot in open_ballots
+                ballot.question(self._reward, seed_parts=seed_parts, attempt=attempt) for ballot in open_ballots
             ]
             for ballot, answer in zip(open_ballots, self._judge.ask(questions), strict=True):
-                judgement = read_verdict(answer, self._reward.verdict)
+                judgement = read_verdict(answer, self._reward.verdict, num_steps=num_steps[ballot.judged])
                 votes.cast.setdefault(ballot, []).append(_Cast(attempt, answer, judgement))
             open_ballots = [ballot for ballot in open_ballots if votes.cast[ballot][-1].judgement.value is None]
         return votes
+
+
+def _num_steps(judged: Judged, reward: JudgeReward) -> int:
+    verdict = reward.verdict
+    return len(segment(judged.completion, verdict.steps)) if isinstance(verdict, StepsVerdict) else 0
 
 
 def _local_judge(model: DirectoryJudge | TrainedJudge, reward: JudgeReward, threads: int) -> "LocalJudge":
@@ -178,10 +192,13 @@ def _table(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> 
     return pa.Table.from_pylist(rows, schema=VERDICT_SCHEMA)
 
 
-def _rows(judged: Judged, votes: _Votes, reward: JudgeReward) -> Iterator[dict[str, int | float | str | None]]:
+def _rows(
+    judged: Judged, votes: _Votes, reward: JudgeReward
+) -> Iterator[dict[str, int | float | str | list[int] | None]]:
     place = {"prompt_row": judged.prompt_row, "sample": judged.sample}
     if judged.says_nothing:
-        verdict = {"text": None, "value": worst(reward.verdict), "error": None, "tokens": 0}
+        blank = [0] if isinstance(reward.verdict, StepsVerdict) else None  # its one step, and no good one
+        verdict = {"text": None, "value": worst(reward.verdict), "steps": blank, "error": None, "tokens": 0}
         yield {**place, "vote": 0, "attempt": 0, **verdict}
         return
     for vote in range(reward.votes):
@@ -193,27 +210,19 @@ def _rows(judged: Judged, votes: _Votes, reward: JudgeReward) -> Iterator[dict[s
                 "attempt": cast.attempt,
                 "text": None if text is None else text[:KEPT_CHARACTERS].encode("utf-8", "replace").decode(),
                 "value": judgement.value,
+                "steps": None if judgement.steps is None else [*judgement.steps],
                 "error": judgement.error,
                 "tokens": cast.answer.tokens,
             }
 
 
 def _metrics(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
-    """Count what was asked and what came of it; `answers` and `invalid` are votes on completions, attempts aside."""
+    """Count what was asked and what came of it."""
     spoken = [judged for judged in everything if not judged.says_nothing]
-    values = [value for judged in spoken if judged.prompt_row != CANARY for value in votes.values(judged, reward.votes)]
-    canaries = [
-        count_votes(votes.values(judged, reward.votes), reward.vote) for judged in spoken if judged.prompt_row == CANARY
-    ]
-    known = [value for value in canaries if value is not None]
-    passing = reward.canaries.passing if reward.canaries else 0.0
     asked = [cast.answer.tokens for casts in votes.cast.values() for cast in casts]
     return {
         "sequences": float(len(asked)),
         "tokens": float(sum(asked)),
-        "answers": float(len(values)),
-        "invalid": float(values.count(None)),
         "empty": float(len(everything) - len(spoken)),
-        "canaries": float(len(known)),
-        "canaries_passed": float(sum(value >= passing for value in known)),
+        **count({judged: votes.last(judged, reward.votes) for judged in spoken}, reward),
     }

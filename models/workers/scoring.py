@@ -1,29 +1,37 @@
 """The worker that judges completions and turns rewards into training samples. Torch-free."""
 
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import JsonValue
+from tokenizers import Tokenizer
 
+from infra.bundles import fetch_file
 from infra.errors import BadInput, Quarantined
 from infra.shards import read_shard, write_shard
 from infra.storage import open_store
 from models.algorithms.config import AlgorithmConfig
 from models.columns import lengths_of
 from models.credit import ROLLOUT_COLUMNS, Credit, CreditRule, assign_credit
-from models.judges.tally import tally
+from models.judges.tally import tally, tally_steps
 from models.judges.verdicts import Judgement
+from models.offsets import open_tokenizer, token_starts, token_texts
 from models.readable import Excerpts, read_excerpts
-from models.records import Outcome, score_schema
-from models.rewards.config import JudgeReward, ScoringConfig, ServedReward
-from models.rewards.evaluate import Case, Evaluator, Verdict
+from models.records import Outcome
+from models.rewards.config import JudgeReward, ScoringConfig, ServedReward, StepsVerdict
+from models.rewards.evaluate import Evaluator
+from models.rewards.values import Case
 from models.score_columns import term_columns
+from models.scores import joined, score_metrics, score_table
 from models.selection import Wanted, informative_prompts
+from models.steps import StepValues
 from models.work import CreditWork, ExcerptWork, ScoredShard, ScoringWork
+
+PLACES = ("prompt_row", "sample")
+TEXTS = ("prompt", "completion", "answer")
 
 
 class ScoringWorker:
@@ -34,17 +42,16 @@ class ScoringWorker:
         self._scoring = scoring
         self._algorithm = algorithm
         self._evaluator = Evaluator(scoring)
+        self._tokenizer: tuple[str, Tokenizer] | None = None  # with the digest of its bundle
         self._credited = 0
 
     def score(self, work: ScoringWork) -> Outcome:
         """Judge every completion of a rollout shard: one score shard with the same rows."""
         began = time.perf_counter()
-        columns = ("prompt_row", "sample", "prompt", "completion", "answer", "completion_tokens")
-        rollouts = read_shard(self._store, work.rollouts, columns)
-        served = self._served(rollouts, work)
-        texts = (rollouts[name].to_pylist() for name in ("prompt", "completion", "answer"))
-        ruled = self._evaluator.evaluate([Case(*row) for row in zip(*texts, strict=True)])
-        table = score_table(rollouts, all_terms(ruled, served, self._scoring), self._scoring)
+        rollouts = read_shard(self._store, work.rollouts, (*PLACES, *TEXTS, "completion_tokens"))
+        served, starts = self._served(rollouts, work), self._starts(rollouts, work)
+        ruled = self._evaluator.evaluate(_cases(rollouts, starts))
+        table = score_table(rollouts, joined(ruled, served, self._scoring, starts=starts), self._scoring)
         metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest}
         ref = write_shard(self._store, table, kind="scores", metadata=metadata)
         timings = {"score_seconds": time.perf_counter() - began}
@@ -92,7 +99,19 @@ class ScoringWorker:
         lengths, terms = lengths_of(rollouts["completion_tokens"]), term_columns(self._scoring)
         return len(informative_prompts(scores, lengths, terms=terms, algorithm=self._algorithm, metric=metric))
 
-    def _served(self, rollouts: pa.Table, work: ScoringWork) -> dict[str, list[Judgement]]:
+    def _starts(self, rollouts: pa.Table, work: ScoringWork) -> list[list[int] | None]:
+        """Find where the tokens of each completion begin; nobody needs it where no term values steps or tokens."""
+        if not self._scoring.process_terms:
+            return [None] * rollouts.num_rows
+        if work.tokenizer is None:
+            raise BadInput(f"scoring work: {', '.join(self._scoring.process_terms)} needs the policy's tokenizer")
+        if self._tokenizer is None or self._tokenizer[0] != work.tokenizer.digest:
+            found = open_tokenizer(fetch_file(self._store, work.tokenizer, "tokenizer.json"))
+            self._tokenizer = work.tokenizer.digest, found
+        rows = zip(*(rollouts[name].to_pylist() for name in ("completion_tokens", "completion")), strict=True)
+        return [token_starts(self._tokenizer[1], tokens, text) for tokens, text in rows]
+
+    def _served(self, rollouts: pa.Table, work: ScoringWork) -> dict[str, Sequence[Judgement | StepValues]]:
         """Read what served rewards answered about the shard, by term."""
         served = self._scoring.served
         shards = {verdicts.term: verdicts.verdicts for verdicts in work.verdicts}
@@ -100,7 +119,7 @@ class ScoringWorker:
             found = ", ".join(verdicts.term for verdicts in work.verdicts) or "none"
             raise BadInput(f"scoring work: expected verdicts of {', '.join(served) or 'no term'}, found {found}")
         return {
-            term: tally(read_shard(self._store, shards[term]), rollouts, vote=vote_of(reward), term=term)
+            term: _tallied(read_shard(self._store, shards[term]), rollouts, reward, term=term)
             for term, reward in served.items()
         }
 
@@ -113,52 +132,25 @@ class ScoringWorker:
         self._evaluator.close()
 
 
-def score_table(rollouts: pa.Table, verdicts: Sequence[Verdict], scoring: ScoringConfig) -> pa.Table:
-    """Put verdicts beside the completions they judge; one missing term makes the total missing."""
-    totals = [_total(verdict, scoring) for verdict in verdicts]
-    columns = {
-        "prompt_row": rollouts["prompt_row"],
-        "sample": rollouts["sample"],
-        "reward": pa.array([reward for reward, _ in totals], pa.float64()),
-        **{
-            f"reward_{term}": pa.array([verdict.values[index] for verdict in verdicts], pa.float64())
-            for index, term in enumerate(scoring.terms)
-        },
-        "error": pa.array([error for _, error in totals], pa.string()),
-    }
-    return pa.table(columns, schema=score_schema(scoring.terms))
+def _cases(rollouts: pa.Table, starts: Sequence[Sequence[int] | None]) -> list[Case]:
+    rows = zip(*(rollouts[name].to_pylist() for name in TEXTS), starts, strict=True)
+    return [
+        Case(prompt, completion, answer, None if begins is None else token_texts(begins, completion))
+        for prompt, completion, answer, begins in rows
+    ]
 
 
-def all_terms(
-    ruled: Sequence[Verdict], served: Mapping[str, Sequence[Judgement]], scoring: ScoringConfig
-) -> list[Verdict]:
-    """Join what rules and served rewards found about each completion, in the order of the terms."""
-    joined: list[Verdict] = []
-    for row, verdict in enumerate(ruled):
-        values = dict(zip(scoring.rule_terms, verdict.values, strict=True))
-        values |= {term: judgements[row].value for term, judgements in served.items()}
-        errors = [f"{term}: {judgements[row].error}" for term, judgements in served.items() if judgements[row].error]
-        first = verdict.error or (errors[0] if errors else None)
-        joined.append(Verdict(tuple(values[term] for term in scoring.terms), first))
-    return joined
+def _tallied(
+    verdicts: pa.Table, rollouts: pa.Table, reward: ServedReward, *, term: str
+) -> Sequence[Judgement | StepValues]:
+    if isinstance(reward, JudgeReward) and isinstance(reward.verdict, StepsVerdict):
+        return tally_steps(verdicts, rollouts, verdict=reward.verdict, term=term)
+    return tally(verdicts, rollouts, vote=vote_of(reward), term=term)
 
 
 def vote_of(reward: ServedReward) -> Literal["mean", "median", "majority"]:
     """How a served reward's answers are counted; a reward model gives but one."""
     return reward.vote if isinstance(reward, JudgeReward) else "mean"
-
-
-def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
-    """Count rows and missing scores, and sum what is there and its squares; sums, unlike means, add up over shards."""
-    scored = table.filter(pc.is_valid(table["reward"]))  # a term may have a value where a later one failed
-    values = {term: scored[f"reward_{term}"].to_pylist() for term in terms}
-    return {
-        "count": float(table.num_rows),
-        "missing": float(table["reward"].null_count),
-        "reward_sum": math.fsum(scored["reward"].to_pylist()),
-        **{f"term_{term}_sum": math.fsum(numbers) for term, numbers in values.items()},
-        **{f"term_{term}_squares": math.fsum(number**2 for number in numbers) for term, numbers in values.items()},
-    }
 
 
 def counted(table: pa.Table, shard: ScoredShard) -> pa.Table:
@@ -209,15 +201,3 @@ def check_missing(credit: Credit, *, max_missing: float, iteration: int) -> None
         f"credit of iteration {iteration}: {missing} of {completions} completions have no score, "
         f"expected at most {max_missing:.1%} (scoring.max_missing); most often ({count} times): {reason}"
     )
-
-
-def _total(verdict: Verdict, scoring: ScoringConfig) -> tuple[float | None, str | None]:
-    weighted = [
-        reward.weight * value
-        for reward, value in zip(scoring.rewards, verdict.values, strict=True)
-        if value is not None
-    ]
-    if len(weighted) < len(scoring.rewards):
-        return None, verdict.error
-    total = sum(weighted)
-    return (total, None) if math.isfinite(total) else (None, f"total: the weighted sum is {total}")

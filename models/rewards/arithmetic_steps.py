@@ -1,0 +1,51 @@
+"""A checker of the arithmetic problems' steps: a program's stand-in for a judge, for process rewards on a laptop.
+
+Ana has 16 pens, buys 3, sells 4. How many?
+16+3=19 19-4=14 #### 14        the second step is miscalculated; the answer follows from it
+"""
+
+import re
+from typing import Final
+
+from models.data.arithmetic import GAINS, LOSSES
+
+WRONG: Final = -1.0
+
+_START: Final = re.compile(r"\bhas (\d+)")
+_CHANGE: Final = re.compile(rf"\b({'|'.join((*GAINS, *LOSSES))}) (\d+)")
+_STEP: Final = re.compile(r"(\d{1,9})([+-])(\d{1,9})=(-?\d{1,9})")
+_ANSWER: Final = re.compile(r"####\s*(-?\d{1,9})")
+
+
+def wrong_steps(prompt: str, completion: str, answer: str, *, steps: list[str]) -> list[float]:
+    """Return -1 for each step that is miscalculated or does not follow from the problem and the step before, else 0.
+
+    A step after a wrong one is measured by what is written there, so that one slip is flagged once. The answer must be
+    the last result, after as many steps as the problem has changes; what is neither step nor answer is wrong.
+    """
+    start, changes = _read(prompt)
+    result, done = start, 0
+    values: list[float] = []
+    for step in steps:
+        worked, answered = _STEP.fullmatch(step.strip()), _ANSWER.fullmatch(step.strip())
+        if worked is not None:
+            expected = f"{result}{changes[done]}" if done < len(changes) else None
+            left, written = f"{worked[1]}{worked[2]}{worked[3]}", int(worked[4])
+            values.append(0.0 if left == expected and written == _sum(worked) else WRONG)
+            result, done = written, done + 1
+        else:
+            follows = answered is not None and int(answered[1]) == result and done == len(changes)
+            values.append(0.0 if follows else WRONG)
+    return values
+
+
+def _read(prompt: str) -> tuple[int, list[str]]:
+    """Return what the problem begins with and its changes, as `+3` and `-4`."""
+    start = _START.search(prompt)
+    if start is None:
+        raise ValueError(f"expected an arithmetic problem, found {prompt[:60]!r}")
+    return int(start[1]), [f"{'+' if verb in GAINS else '-'}{number}" for verb, number in _CHANGE.findall(prompt)]
+
+
+def _sum(step: re.Match[str]) -> int:
+    return int(step[1]) + (int(step[3]) if step[2] == "+" else -int(step[3]))
