@@ -9,6 +9,7 @@ from tasks.plan import critic_key, estimates_key, policy_key
 from tasks.scoring import scored_shards
 from tasks.session import RunRef, session_of
 from tasks.stages import is_transient, once, required
+from tasks.teacher import TEACHER, holds_teacher
 from tasks.versions import critic_of, policy_of
 
 
@@ -25,13 +26,15 @@ async def estimate_tokens(run: RunRef, number: int) -> Manifest:
     scored, policy = scored_shards(run, number), required(run, policy_key(number - 1))
     reference = required(run, policy_key(0)) if needs.reference else None
     critic = required(run, critic_key(number - 1)) if needs.critic else None
+    teacher = required(run, TEACHER) if holds_teacher(run) else None
     work = EstimateWork(
         iteration=number,
         shards=scored.shards,
         policy=policy_of(policy),
         reference=None if reference is None else policy_of(reference),
         critic=None if critic is None else critic_of(critic),
+        teacher=None if teacher is None else policy_of(teacher),
     )
-    models = {manifest.key: manifest for manifest in (policy, reference, critic) if manifest is not None}
+    models = {manifest.key: manifest for manifest in (policy, reference, critic, teacher) if manifest is not None}
     parents = [*scored.rollouts, *models.values()]
     return await once(run, estimates_key(number), role="update", method="estimate", work=work, parents=parents)

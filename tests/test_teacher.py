@@ -1,6 +1,7 @@
 """Teachers score the policy's own tokens: from a directory exactly as the policy would, or over HTTP from a server."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ from infra.errors import BadInput, EndpointDown, WorkerFailed
 from models.algorithms.config import TeacherDirectory
 from models.batching import TokenSequence, lay_out
 from models.data import load_problems
-from models.objectives.config import UpdateConfig
+from models.roles.estimates import ask_model
 from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
-from models.roles.teacher import AskedTeacher, HeldTeacher, check_teacher
+from models.roles.teacher import ask_endpoint, check_teacher, load_teacher
+from models.roles.trainer import frozen_forward
 from tests.chat_server import Reply
 from tests.teachers import teacher_at, teacher_server
 from tests.training import DATA, TINY
@@ -73,14 +75,13 @@ def by_hand(directory: Path, sequences, *, temperature: float) -> list[float]:
     return found
 
 
-def held(directory: Path, *, temperature: float = 0.7) -> HeldTeacher:
-    return HeldTeacher(
-        directory, update=UpdateConfig(), temperature=temperature, device=torch.device("cpu"), beat=lambda: None
-    )
+def held(directory: Path, *, temperature: float = 0.7):
+    teacher = load_teacher(directory, dtype="float32", temperature=temperature, device=torch.device("cpu"))
+    return ask_model(partial(frozen_forward, teacher), lambda: None)
 
 
-def asked(directory: Path, url: str, beat=lambda: None, **changes) -> AskedTeacher:
-    return AskedTeacher(teacher_at(url, **changes), directory=directory, beat=beat)
+def asked(directory: Path, url: str, beat=lambda: None, **changes):
+    return ask_endpoint(teacher_at(url, **changes), directory=directory, beat=beat)
 
 
 # ---- a directory
@@ -88,19 +89,9 @@ def asked(directory: Path, url: str, beat=lambda: None, **changes) -> AskedTeach
 
 def test_a_directory_scores_tokens_as_the_whole_model_does_at_the_policys_temperature(directory):
     sequences, batches = passes()
-    found = held(directory).logprobs(batches)
+    found = held(directory)(batches)
     assert [len(part) for part in found] == [len(batch.targets_N) for batch in batches]
     np.testing.assert_allclose(np.concatenate(found), by_hand(directory, sequences, temperature=0.7), rtol=1e-4)
-
-
-def test_a_directory_counts_every_pass_as_progress(directory):
-    beats = []
-    teacher = HeldTeacher(
-        directory, update=UpdateConfig(), temperature=1.0, device=torch.device("cpu"), beat=lambda: beats.append(1)
-    )
-    _, batches = passes()
-    teacher.logprobs(batches)
-    assert len(beats) == len(batches)
 
 
 # ---- an endpoint
@@ -109,7 +100,7 @@ def test_a_directory_counts_every_pass_as_progress(directory):
 def test_an_endpoint_scores_tokens_as_the_model_behind_it_does(directory):
     sequences, batches = passes()
     with teacher_server(directory) as server:
-        found = asked(directory, server.url).logprobs(batches)
+        found = asked(directory, server.url)(batches)
     assert [len(part) for part in found] == [len(batch.targets_N) for batch in batches]
     np.testing.assert_allclose(np.concatenate(found), by_hand(directory, sequences, temperature=1.0), rtol=1e-4)
     assert len(server.asked) == 4  # one sequence of five has no completion token
@@ -118,7 +109,7 @@ def test_an_endpoint_scores_tokens_as_the_model_behind_it_does(directory):
 def test_an_endpoint_is_asked_with_token_ids_and_without_tempering(directory):
     only = sequence([5, 6, 7, 8], 2)
     with teacher_server(directory) as server:
-        asked(directory, server.url).logprobs([lay_out([only], [1.0])])
+        asked(directory, server.url)([lay_out([only], [1.0])])
     [request] = server.asked
     assert request.path == "/v1/completions"
     assert request.body == {
@@ -137,7 +128,7 @@ def test_an_endpoint_is_asked_about_several_sequences_at_once(directory):
     beats = []
     _, batches = passes(((2, 3),) * 12)
     with teacher_server(directory) as server:
-        asked(directory, server.url, concurrency=4, beat=lambda: beats.append(1)).logprobs(batches)
+        asked(directory, server.url, concurrency=4, beat=lambda: beats.append(1))(batches)
     assert server.most_at_once == 4
     assert len(beats) == 13  # the name, and twelve answers
 
@@ -150,9 +141,9 @@ def test_an_endpoint_is_asked_again_after_faults_that_pass(directory):
         return faulty[request.body["prompt"][0] % 5] if before == 0 else None
 
     with teacher_server(directory, faults=faults) as server:
-        found = asked(directory, server.url, timeout_seconds=1).logprobs(batches)
+        found = asked(directory, server.url, timeout_seconds=1)(batches)
         asked_first = len(server.asked)
-        calm = asked(directory, server.url).logprobs(batches)
+        calm = asked(directory, server.url)(batches)
     assert asked_first > 12
     np.testing.assert_array_equal(np.concatenate(found), np.concatenate(calm))
 
@@ -163,7 +154,7 @@ def test_an_endpoint_that_stays_down_is_a_named_error(directory):
         teacher_server(directory, faults=lambda request, before: Reply(status=503)) as server,
         pytest.raises(EndpointDown, match=r"/v1/completions is down: it answers 503 .* at attempt 3 of 3"),
     ):
-        asked(directory, server.url, retries=2).logprobs(batches)
+        asked(directory, server.url, retries=2)(batches)
 
 
 def position(number, value):
@@ -208,7 +199,7 @@ def test_whatever_an_endpoint_leaves_out_is_an_error_and_never_a_log_prob(direct
         teacher_server(directory, alter=alter) as server,
         pytest.raises(WorkerFailed, match=r"teacher at endpoint http.*of a text of 4 tokens, 2 of them") as caught,
     ):
-        asked(directory, server.url).logprobs([lay_out([only], [1.0])])
+        asked(directory, server.url)([lay_out([only], [1.0])])
     assert reason in str(caught.value)
     assert len(server.asked) == 1
 
@@ -227,14 +218,14 @@ def test_a_refusal_ends_the_work_with_its_reason(directory, reply, reason):
         teacher_server(directory, faults=lambda request, before: reply) as server,
         pytest.raises(WorkerFailed, match=reason),
     ):
-        asked(directory, server.url, concurrency=1).logprobs(batches)
+        asked(directory, server.url, concurrency=1)(batches)
     assert len(server.asked) == 1
 
 
 def test_what_the_server_says_of_the_prompt_is_not_looked_at(directory):
     only = sequence([5, 6, 7, 8], 3)
     with teacher_server(directory, alter=position(1, None)) as server:
-        [found] = asked(directory, server.url).logprobs([lay_out([only], [1.0])])
+        [found] = asked(directory, server.url)([lay_out([only], [1.0])])
     assert len(found) == 1
 
 

@@ -1,4 +1,4 @@
-"""The models that an update rank keeps in memory: policy and critic to train, the reference to compare with."""
+"""The models that an update rank keeps in memory: policy and critic to train, reference and teacher to compare with."""
 
 from infra.bundles import fetch_bundle
 from infra.storage import Store
@@ -10,6 +10,7 @@ from models.roles.learner import Learner
 from models.roles.logprobs import TokenLogprobs
 from models.roles.policy import load_policy
 from models.roles.ranks import Ranks
+from models.roles.teacher import load_teacher
 
 
 class LoadedModels:
@@ -20,9 +21,10 @@ class LoadedModels:
         self.policy = Learner(store, self._actor, update, ranks=ranks)
         self.critic = Learner(store, self._valuer, update, ranks=ranks)
         self._store = store
-        self._lora = update.lora
+        self._update = update
         self._temperature = temperature
         self._reference: tuple[str, TokenLogprobs] | None = None
+        self._teacher: tuple[str, TokenLogprobs] | None = None
 
     def reference(self, version: PolicyVersion) -> TokenLogprobs:
         """A policy that is compared with and never trained; it has no adapter."""
@@ -33,14 +35,25 @@ class LoadedModels:
             self._reference = (version.digest, policy.to(self.ranks.device))
         return self._reference[1]
 
+    def teacher(self, version: PolicyVersion) -> TokenLogprobs:
+        """A model that is asked and never trained; every rank holds all of it."""
+        if self._teacher is None or self._teacher[0] != version.digest:
+            self._teacher = None
+            directory = fetch_bundle(self._store, version.weights)
+            teacher = load_teacher(
+                directory, dtype=self._update.dtype, temperature=self._temperature, device=self.ranks.device
+            )
+            self._teacher = (version.digest, teacher)
+        return self._teacher[1]
+
     def close(self) -> None:
         """Give the memory of what is trained back."""
         self.policy.close()
         self.critic.close()
 
     def _actor(self, version: PolicyVersion) -> TokenLogprobs:
-        model = load_trainable(self._store, version, load=load_policy, lora=self._lora)
+        model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
         return TokenLogprobs(model, temperature=self._temperature)
 
     def _valuer(self, version: PolicyVersion) -> TokenValues:
-        return TokenValues(load_trainable(self._store, version, load=load_critic, lora=self._lora))
+        return TokenValues(load_trainable(self._store, version, load=load_critic, lora=self._update.lora))

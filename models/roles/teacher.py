@@ -5,7 +5,7 @@ Shapes: N completion tokens of one pass, B rows, T padded width.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,59 +16,37 @@ from infra.errors import BadInput
 from models.algorithms.config import TeacherDirectory, TeacherEndpoint
 from models.batching import MicroBatch
 from models.endpoints.prompt_logprobs import PromptedText, TokenScorer
-from models.objectives.config import UpdateConfig
 from models.roles.directory import check_directory
+from models.roles.estimates import Ask
 from models.roles.logprobs import TokenLogprobs
 from models.roles.policy import load_policy, policy_shape
 from models.roles.tokenizer import load_tokenizer
-from models.roles.trainer import frozen_forward
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-Beat = Callable[[], None]
-"""Called after every pass or request: progress, not life."""
+
+def load_teacher(
+    directory: Path, *, dtype: Literal["float32", "bfloat16"], temperature: float, device: torch.device
+) -> TokenLogprobs:
+    """Load a model of the run. In the update's precision, and over its passes, equal weights say exactly the same."""
+    model = load_policy(directory, dtype=DTYPES[dtype])
+    return TokenLogprobs(model, temperature=temperature).requires_grad_(False).eval().to(device)
 
 
-class Teacher(Protocol):
-    """Whoever scores given tokens."""
+def ask_endpoint(teacher: TeacherEndpoint, *, directory: Path, beat: Callable[[], None]) -> Ask:
+    """Ask a model behind an endpoint about every sequence by itself, at temperature 1.
 
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        """Return the log-prob of every completion token of each batch, in the batch's order."""
-        ...
+    `directory` holds the policy's tokenizer; `beat` is called after every attempt. Asking raises EndpointDown where
+    there is no answer, and WorkerFailed where there is a wrong one.
+    """
+    scorer = TokenScorer(teacher, spell=_speller(load_tokenizer(directory)), beat=beat)
 
-
-class HeldTeacher:
-    """A model of the run, in the update's precision: over the same passes, equal weights say exactly the same."""
-
-    def __init__(
-        self, directory: Path, *, update: UpdateConfig, temperature: float, device: torch.device, beat: Beat
-    ) -> None:
-        model = load_policy(directory, dtype=DTYPES[update.dtype])
-        self._module = TokenLogprobs(model, temperature=temperature).requires_grad_(False).eval().to(device)
-        self._beat = beat
-
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        """Return the log-prob of every completion token of each batch, at the policy's temperature."""
-        return [self._pass(batch) for batch in batches]
-
-    def _pass(self, batch: MicroBatch) -> NDArray[np.float32]:
-        found_N: NDArray[np.float32] = frozen_forward(self._module, batch).cpu().numpy()
-        self._beat()
-        return found_N
-
-
-class AskedTeacher:
-    """A model behind an endpoint, which is asked about every sequence by itself, at temperature 1."""
-
-    def __init__(self, config: TeacherEndpoint, *, directory: Path, beat: Beat) -> None:
-        """`directory` holds the policy's tokenizer, in whose tokens the model is asked."""
-        self._scorer = TokenScorer(config, spell=_speller(load_tokenizer(directory)), beat=beat)
-
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        """Return the log-prob of every completion token of each batch. Raises EndpointDown or WorkerFailed."""
+    def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
         texts = [_texts(batch) for batch in batches]
-        scored = iter(self._scorer.score([text for part in texts for text in part]))
+        scored = iter(scorer.score([text for part in texts for text in part]))
         return [np.concatenate([np.zeros(0, np.float32), *(next(scored) for _ in part)]) for part in texts]
+
+    return ask
 
 
 def check_teacher(

@@ -6,9 +6,10 @@ from functools import partial
 
 import torch
 
+from infra.bundles import fetch_bundle
 from infra.errors import BadInput
 from infra.storage import open_store
-from models.algorithms.config import AlgorithmConfig, Ppo
+from models.algorithms.config import AlgorithmConfig, Ppo, TeacherConfig, TeacherEndpoint
 from models.laps import Laps
 from models.objectives.config import KlPenalty, UpdateConfig
 from models.records import Outcome, PolicyVersion
@@ -17,6 +18,7 @@ from models.roles.estimates import Ask, ask_model, write_estimates
 from models.roles.loaded import LoadedModels
 from models.roles.ranks import join_ranks
 from models.roles.step_plans import critic_steps, policy_steps
+from models.roles.teacher import ask_endpoint
 from models.roles.trainer import frozen_forward
 from models.roles.update_steps import StepPasses, StepsTaken, extra_logprobs, take_steps
 from models.samples import Samples, open_samples
@@ -140,7 +142,18 @@ class UpdateWorker:
             forwards["reference"] = partial(frozen_forward, models.reference(work.reference))
         if work.critic is not None:
             forwards["values"] = models.critic.asked_at(work.critic).forward
-        return {column: ask_model(forward, self._beat) for column, forward in forwards.items()}
+        asks = {column: ask_model(forward, self._beat) for column, forward in forwards.items()}
+        if self._algorithm.distillation is not None:
+            asks["teacher"] = self._teacher(work, self._algorithm.distillation.teacher, models)
+        return asks
+
+    def _teacher(self, work: EstimateWork, teacher: TeacherConfig, models: LoadedModels) -> Ask:
+        if isinstance(teacher, TeacherEndpoint):
+            directory = fetch_bundle(self._store, work.policy.weights)
+            return ask_endpoint(teacher, directory=directory, beat=self._beat)
+        if work.teacher is None:
+            raise BadInput(f"iteration {work.iteration}: expected the teacher's model to ask, found none")
+        return ask_model(partial(frozen_forward, models.teacher(work.teacher)), self._beat)
 
     def _learn_policy(self, work: UpdateWork, steps: list[StepPasses], laps: Laps) -> StepsTaken:
         models, config = self._joined(), self._update
