@@ -86,6 +86,16 @@ def _parser(*, simulating: bool) -> argparse.ArgumentParser:
     )
     rollouts.add_argument("--limit", type=int, metavar="N", default=10, help="completions shown (default: %(default)s)")
     reader("export", "copy a run's sealed iterations to Parquet, and print the paths", example="demo")
+    policy = reader("export-policy", "write a run's policy as one model directory", example="demo --to demo-policy")
+    policy.add_argument("--to", metavar="DIR", type=Path, required=True, help="a directory that is not there yet")
+    policy.add_argument(
+        "--iteration", type=int, metavar="N", help="default: after the last one; 0 is the initial policy"
+    )
+    policy.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="default: float32 where an adapter is added to its base, and as stored otherwise",
+    )
     reader("verify", "check every digest and every invariant of a run", example="demo")
 
     rescore = reader(

@@ -66,7 +66,10 @@ def _train(options: argparse.Namespace) -> int:
     from tasks.reporting import accuracy_lines
 
     write(f"\n{accuracy_lines(summary)}")
-    write(f"plot     {summary.plot}\nrun      {summary.path}\npolicy   {summary.policy}\ndigest   {summary.digest}")
+    write(f"plot     {summary.plot}\nrun      {summary.path}")
+    write(f"policy   {summary.policy}{_added_to(summary.base)}\ndigest   {summary.digest}")
+    if summary.base:
+        write(f"export   {_export_command(config.name, config.store)}")
     write(_next_steps(options, config))
     return 0
 
@@ -129,7 +132,9 @@ def _show(options: argparse.Namespace) -> int:
         )
     write(table(iteration_rows(description)) or "no sealed iteration yet")
     if description.policy:
-        write(f"policy {description.policy}")
+        write(f"policy {description.policy}{_added_to(description.base)}")
+    if description.base:
+        write(f"export {_export_command(options.run, options.store)}")
     return 0
 
 
@@ -157,6 +162,28 @@ def _export(options: argparse.Namespace) -> int:
     paths = [str(path) for path in export_run(options.store, options.run)]
     write(json.dumps(paths, indent=2) if options.json else "\n".join(paths))
     return 0
+
+
+def _export_policy(options: argparse.Namespace) -> int:
+    from flows.reading import open_known_run
+    from flows.terminal import write
+    from tasks.exporting import export_policy
+
+    run = open_known_run(options.store, options.run)
+    done = export_policy(run, options.to, iteration=options.iteration, dtype=options.dtype)
+    text = f"{done.path}: policy {done.iteration} of run {done.run}, base and adapter merged"
+    write(done.model_dump_json(indent=2) if options.json else text if done.merged else text.partition(",")[0])
+    return 0
+
+
+def _added_to(base: str | None) -> str:
+    return "" if base is None else f"\n         an adapter, added to {base}"
+
+
+def _export_command(run: str, store: str) -> str:
+    command = ["rheostat", "export-policy", run, "--to", f"{run}-policy"]
+    merged = shlex.join(command + (["--store", store] if store != DEFAULT_STORE else []))
+    return f"{merged}    base and adapter merged into one model directory"
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -256,6 +283,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "show": _show,
     "rollouts": _rollouts,
     "export": _export,
+    "export-policy": _export_policy,
     "verify": _verify,
     "rescore": _rescore,
     "evaluate": _evaluate,

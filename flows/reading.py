@@ -20,6 +20,7 @@ from tasks.invariants import check_invariants
 from tasks.plan import iteration_key, policy_key, rollouts_of
 from tasks.reports import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations, shown
 from tasks.samples import sample_rollouts
+from tasks.versions import directory_of, policy_of
 
 STAGES = ("rollout", "scoring", "credit", "update", "total")
 
@@ -38,7 +39,9 @@ class RunDescription(Settings):
     iterations: list[IterationReport]
     """Sealed iterations, in order."""
     policy: str | None
-    """Directory of the last sealed policy; none before there is one."""
+    """Directory of the last sealed policy, or of its adapter; none before there is one."""
+    base: str | None
+    """Directory of the weights to which the adapter is added; none where the policy's are its own."""
 
 
 class RunLine(Settings):
@@ -63,13 +66,15 @@ class RunLine(Settings):
 def describe_run(store: str, name: str) -> RunDescription:
     """Read a run's seals and evaluations."""
     run = open_known_run(store, name)
+    policy, base = _last_policy(run)
     return RunDescription(
         name=name,
         created=run.record.created,
         fingerprint=run.record.fingerprint,
         evaluations=evaluations_of(run),
         iterations=reports_of(run, term=_terms(run)[0]),
-        policy=_last_policy(run),
+        policy=policy,
+        base=base,
     )
 
 
@@ -185,11 +190,14 @@ def _scored(run: Run, number: int) -> Iterator[pa.Table]:
         yield table.add_column(0, "run", pa.array([run.name] * table.num_rows, pa.string()))
 
 
-def _last_policy(run: Run) -> str | None:
+def _last_policy(run: Run) -> tuple[str | None, str | None]:
+    """Directory of the last policy or of its adapter, and of the adapter's base."""
     committed = run.find(policy_key(len(sealed_iterations(run))))
     if committed is None:
-        return None
-    return str(run.store.local(f"{committed.bundles['weights'].key}/config.json").parent)
+        return None, None
+    policy = policy_of(committed)
+    base = directory_of(run, policy.weights)
+    return (base, None) if policy.adapter is None else (directory_of(run, policy.adapter), base)
 
 
 def _terms(run: Run) -> tuple[str, ...]:

@@ -1,6 +1,8 @@
 """One record per kind of work that a stage asks of a worker."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from infra.bundles import BundleRef
 from infra.shards import ShardRef
@@ -238,3 +240,17 @@ class RewardModelWork:
     template: str | None
     """What it reads, as when it scores."""
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportWork:
+    """Write a policy as one directory for others."""
+
+    base: Path
+    """Directory of the weights."""
+    adapter: Path | None
+    """Directory of what is added to them."""
+    target: Path
+    """An empty directory."""
+    dtype: Literal["float32", "bfloat16"] | None
+    """Precision of the written weights; none is float32 where something is added, and that of the files otherwise."""

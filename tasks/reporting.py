@@ -18,6 +18,7 @@ from tasks.plotting import learning_curve
 from tasks.reports import Accuracy, IterationReport, evaluations_of, reports_of, shown
 from tasks.session import RunRef, session_of
 from tasks.stages import required
+from tasks.versions import directory_of, policy_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,11 @@ class RunSummary(Settings):
     after: Accuracy
     """Held-out accuracy of the last policy."""
     policy: str
-    """Directory of the last policy."""
+    """Directory of the last policy, or of its adapter."""
+    base: str | None
+    """Directory of the weights to which the adapter is added; none where the policy's are its own."""
     digest: str
-    """Digest of its weights."""
+    """Proves which policy it is."""
     plot: str
     """PNG of the learning curve."""
 
@@ -79,7 +82,7 @@ async def report_run(run: RunRef) -> RunSummary:
     """Draw the learning curve and publish the summary, the full table and some rollouts."""
     session = session_of(run)
     reports, evaluations = _reports(run), evaluations_of(session.run)
-    last = required(run, policy_key(len(reports)))
+    last = policy_of(required(run, policy_key(len(reports))))
     scored = [(r.iteration, r.accuracy, r.reward) for r in reports if r.accuracy is not None and r.reward is not None]
     png = learning_curve(run.name, scored, evaluations)
     plot_key = f"report/learning-curve-{len(reports):04d}.png"
@@ -90,8 +93,9 @@ async def report_run(run: RunRef) -> RunSummary:
         iterations=len(reports),
         before=evaluations[0],
         after=evaluations[-1],
-        policy=str(session.run.store.local(f"{last.bundles['weights'].key}/config.json").parent),
-        digest=last.bundles["weights"].digest,
+        policy=directory_of(session.run, last.adapter or last.weights),
+        base=directory_of(session.run, last.weights) if last.adapter else None,
+        digest=last.digest,
         plot=str(session.run.store.local(plot_key)),
     )
     samples = await _excerpts(run, len(reports)) if reports else []
@@ -166,7 +170,8 @@ def _markdown(summary: RunSummary, png: bytes, samples: Sequence[Sample]) -> str
     image = base64.b64encode(png).decode()
     text = io.StringIO()
     text.write(f"# Run {summary.run}\n\n{accuracy_lines(summary)}\n\n")
-    text.write(f"- policy `{summary.policy}`\n- weights digest `{summary.digest}`\n- run `{summary.path}`\n\n")
+    added = f", added to `{summary.base}`" if summary.base else ""
+    text.write(f"- policy `{summary.policy}`{added}\n- digest `{summary.digest}`\n- run `{summary.path}`\n\n")
     text.write(f"![learning curve](data:image/png;base64,{image})\n\n")
     for sample in samples[:4]:
         told = f"{sample.prompt}{sample.completion}"

@@ -1,7 +1,8 @@
 """Policy versions as manifests name them. Reading commands need this, and no Prefect."""
 
-from infra.bundles import BundleRef
+from infra.bundles import CONTENTS, BundleRef
 from infra.manifests import Manifest
+from infra.runs import Run
 from models.records import PolicyVersion
 
 
@@ -36,3 +37,8 @@ def critic_bundles_of(critic: PolicyVersion) -> dict[str, BundleRef]:
     """The same of a critic."""
     named = {"critic": critic.weights, "critic_state": critic.state, "critic_adapter": critic.adapter}
     return {name: bundle for name, bundle in named.items() if bundle is not None}
+
+
+def directory_of(run: Run, bundle: BundleRef) -> str:
+    """Where a bundle's files lie."""
+    return str(run.store.local(f"{bundle.key}/{CONTENTS}").parent)

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from shutil import copyfile
 
+import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from infra.bundles import CONTENTS
 from infra.errors import BadInput
+from models.roles.merging import base_of, check_fits, is_adapter, load_merged, read_adapter
 from models.roles.policy import load_policy
 from models.roles.tokenizer import load_tokenizer
 
@@ -22,9 +24,14 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
     """Refuse a directory that cannot be trained and sampled from; return what it has, and its number of parameters.
 
     Names, shapes and sizes of all weights are compared with the configuration; the weights themselves are not read.
+    An adapter in peft's format counts as its base with the adapter merged.
     """
     if not directory.is_dir():
         raise BadInput(f"policy {directory}: no such directory (looked in {Path.cwd()})")
+    if is_adapter(directory):
+        checked = check_directory(base_of(directory))
+        check_fits(load_policy(base_of(directory), device="meta"), read_adapter(directory))
+        return checked
     config = _causal_config(directory)
     weight_files(directory)
     tokenizer = load_tokenizer(directory)
@@ -38,11 +45,30 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
 
 
 def copy_directory(source: Path, target: Path) -> None:
-    """Copy what a policy consists of, and nothing that could run."""
-    beside = (path for pattern in KEPT for path in sorted(source.glob(pattern)))
-    for path in (*weight_files(source), *beside):
+    """Copy what a policy consists of, and nothing that could run; an adapter is merged with its base."""
+    if is_adapter(source):
+        write_merged(base_of(source), source, target, dtype=torch.float32)
+        return
+    for path in (*weight_files(source), source / INDEX):
+        if path.is_file():
+            copyfile(path, target / path.name)
+    _copy_beside_weights(source, target)
+
+
+def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch.dtype) -> None:
+    """Write a policy as one directory: base and adapter summed in float32, then cast once."""
+    model = load_policy(base) if adapter is None else load_merged(load_policy, base, adapter)
+    for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in float32
+        parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(target)
+    _copy_beside_weights(base, target)
+
+
+def _copy_beside_weights(source: Path, target: Path) -> None:
+    for path in (path for pattern in KEPT for path in sorted(source.glob(pattern))):
         # A policy that lies in a run has its own list of contents, which the copy's replaces.
-        if path.is_file() and not path.name.startswith(".") and path.name != CONTENTS:
+        written = path.name in (CONTENTS, INDEX) or (target / path.name).exists()
+        if path.is_file() and not path.name.startswith(".") and not written:
             copyfile(path, target / path.name)
 
 

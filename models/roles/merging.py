@@ -116,6 +116,25 @@ def read_adapter(directory: Path) -> Adapter:
     )
 
 
+def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Refuse an adapter of another model; the model may be on the `meta` device."""
+    embeddings = model.get_input_embeddings().weight
+    for name, delta in adapter.deltas.items():
+        layer = _layer(model, name)
+        if layer is None or layer.weight is embeddings:
+            raise BadInput(f"adapter {adapter.directory}: its base has no linear layer {name} with weights of its own")
+        shape_OI = (delta.b_OR.shape[0], delta.a_RI.shape[1])
+        found_OI = tuple(layer.weight.shape)[:: -1 if isinstance(layer, Conv1D) else 1]
+        if found_OI != shape_OI:
+            raise BadInput(f"adapter {adapter.directory}: its {name} is for weights {shape_OI}, the base's {found_OI}")
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
+    for name, tensor in adapter.replaced.items():
+        if shapes.get(name) != tuple(tensor.shape):
+            raise BadInput(
+                f"adapter {adapter.directory}: its {name} is {tuple(tensor.shape)}, the base's {shapes.get(name)}"
+            )
+
+
 @torch.no_grad()
 def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     """Add the deltas to a float32 model on the CPU, and return the parameters that are another now, by name.
@@ -123,6 +142,7 @@ def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     Each is `W + (alpha / rank) * (B @ A)`, all in float32; where a layer stores its weight as inputs x outputs, the
     delta is transposed. The same expression on the same files gives the same bits.
     """
+    check_fits(model, adapter)
     changed = dict(_merged(model, adapter))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in changed.items():
@@ -148,23 +168,17 @@ def load_merged(
 
 
 def _merged(model: PreTrainedModel, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
-    layers, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     for name, delta in adapter.deltas.items():
-        layer = layers.get(name)
-        if not isinstance(layer, nn.Linear | Conv1D):
-            raise BadInput(f"adapter {adapter.directory}: its base has no linear layer {name}")
+        layer = _layer(model, name)
+        assert layer is not None, "an adapter that fits names layers"
         delta_OI = adapter.scale * (delta.b_OR.float() @ delta.a_RI.float())
-        changed = delta_OI.T if isinstance(layer, Conv1D) else delta_OI
-        if changed.shape != layer.weight.shape or layer.weight is model.get_input_embeddings().weight:
-            raise BadInput(
-                f"adapter {adapter.directory}: its {name} is for weights of shape {tuple(changed.shape)} of their own, "
-                f"the base has {tuple(layer.weight.shape)}"
-            )
-        yield f"{name}.weight", layer.weight + changed
-    for name, tensor in adapter.replaced.items():
-        if name not in parameters or parameters[name].shape != tensor.shape:
-            raise BadInput(f"adapter {adapter.directory}: its base has no parameter {name} of {tuple(tensor.shape)}")
-        yield name, tensor
+        yield f"{name}.weight", layer.weight + (delta_OI.T if isinstance(layer, Conv1D) else delta_OI)
+    yield from adapter.replaced.items()
+
+
+def _layer(model: PreTrainedModel, name: str) -> nn.Linear | Conv1D | None:
+    layer = dict(model.named_modules()).get(name)
+    return layer if isinstance(layer, nn.Linear | Conv1D) else None
 
 
 def _settings(directory: Path) -> AdapterSettings:
