@@ -110,6 +110,19 @@ def _parser(*, simulating: bool) -> argparse.ArgumentParser:
         help="a TOML file with a [scoring] table, or its keys as inline TOML",
     )
     _add_derivation(rescore, "rewards")
+    recredit = reader(
+        "recredit",
+        "give a run's stored rollouts advantages by another algorithm, or from other scores",
+        example="demo --algorithm rloo --scores strict --iterations 3-7",
+    )
+    recredit.add_argument(
+        "--algorithm",
+        metavar="TOML",
+        required=True,
+        help="a TOML file with an [algorithm] table, its keys as inline TOML, or its kind alone",
+    )
+    recredit.add_argument("--scores", metavar="NAME", help="a re-scoring (default: the run's own scores)")
+    _add_derivation(recredit, "algorithm")
 
     evaluate = add(
         "evaluate",

@@ -199,7 +199,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _rescore(options: argparse.Namespace) -> int:
-    from flows.derivations import compared_rows, rescored_iterations
+    from flows.derivations import rescored_iterations, rescored_rows
     from flows.launcher import rescore_here
     from flows.requests import request_rescoring
     from flows.terminal import table, write
@@ -218,7 +218,32 @@ def _rescore(options: argparse.Namespace) -> int:
     if options.json:
         write(json.dumps({"name": request.name, "iterations": [line.model_dump() for line in lines]}, indent=2))
     else:
-        write(f"\n{table(compared_rows(lines))}\nre-scoring {request.name} of run {options.run}")
+        write(f"\n{table(rescored_rows(lines))}\nre-scoring {request.name} of run {options.run}")
+    return 0
+
+
+def _recredit(options: argparse.Namespace) -> int:
+    from flows.derivations import recredited_iterations, recredited_rows
+    from flows.launcher import recredit_here
+    from flows.requests import request_recredit
+    from flows.terminal import table, write
+
+    request = request_recredit(
+        options.store,
+        options.run,
+        algorithm=options.algorithm,
+        scores=options.scores,
+        name=options.name,
+        iterations=options.iterations,
+        overrides=options.overrides,
+    )
+    _log_progress(to=sys.stderr if options.json else sys.stdout)
+    recredit_here(request)
+    lines = recredited_iterations(options.store, options.run, request.name, request.iterations)
+    if options.json:
+        write(json.dumps({"name": request.name, "iterations": [line.model_dump() for line in lines]}, indent=2))
+    else:
+        write(f"\n{table(recredited_rows(lines))}\nre-credit {request.name} of run {options.run}")
     return 0
 
 
@@ -286,6 +311,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "export-policy": _export_policy,
     "verify": _verify,
     "rescore": _rescore,
+    "recredit": _recredit,
     "evaluate": _evaluate,
     "placement": _placement,
     "plan": _plan,

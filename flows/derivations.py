@@ -48,7 +48,7 @@ def _rescored(number: int, metrics: dict[str, float]) -> RescoredIteration:
     )
 
 
-def compared_rows(lines: Sequence[RescoredIteration]) -> list[dict[str, str]]:
+def rescored_rows(lines: Sequence[RescoredIteration]) -> list[dict[str, str]]:
     """The comparison as rows of a terminal's table."""
     return [
         {
@@ -59,6 +59,55 @@ def compared_rows(lines: Sequence[RescoredIteration]) -> list[dict[str, str]]:
             "new reward": shown(line.reward),
             "correlation": shown(line.correlation),
             "changed": f"{line.changed:.1%}",
+        }
+        for line in lines
+    ]
+
+
+class RecreditedIteration(Settings):
+    """New advantages of an iteration beside those that it learnt from."""
+
+    iteration: int
+    """Counted from 1."""
+    samples: int
+    """Training samples."""
+    informative_groups: int
+    """Groups that teach something."""
+    advantage_size: float | None
+    """Mean absolute advantage of a completion token; none without tokens."""
+    coinciding: int
+    """Samples that the run learnt from as well."""
+    correlation: float | None
+    """Pearson's of their tokens' advantages; none where one side is the same everywhere."""
+
+
+def recredited_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RecreditedIteration]:
+    """How the new advantages of some iterations compare."""
+    run, derived = open_known_run(store, run_name), Derived("recredit", name)
+    return [_recredited(number, _seal(run, derived, number).metrics) for number in numbers]
+
+
+def _recredited(number: int, metrics: dict[str, float]) -> RecreditedIteration:
+    return RecreditedIteration(
+        iteration=number,
+        samples=int(metrics["samples"]),
+        informative_groups=int(metrics["informative_groups"]),
+        advantage_size=metrics.get("advantage_size"),
+        coinciding=int(metrics["coinciding"]),
+        correlation=metrics.get("correlation"),
+    )
+
+
+def recredited_rows(lines: Sequence[RecreditedIteration]) -> list[dict[str, str]]:
+    """The comparison as rows of a terminal's table."""
+    return [
+        {
+            "iteration": str(line.iteration),
+            "samples": str(line.samples),
+            "informative groups": str(line.informative_groups),
+            "mean |advantage|": shown(line.advantage_size),
+            "coinciding": str(line.coinciding),
+            "correlation": shown(line.correlation),
         }
         for line in lines
     ]

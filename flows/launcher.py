@@ -21,10 +21,11 @@ from flows.planning import find_run
 from infra.errors import ApiFailed, BadInput, first_cause
 from infra.runs import open_run
 from models.config import DirectoryPolicy
+from tasks.derived import Derived, sealed_numbers
 from tasks.inputs import preflight
 
 if TYPE_CHECKING:
-    from flows.requests import Rescoring
+    from flows.requests import Recredit, Rescoring
     from tasks.reporting import RunSummary
     from tasks.reports import Accuracy
 
@@ -71,15 +72,29 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
 
 def rescore_here(request: "Rescoring") -> None:
     """Score stored rollouts again in this process. Raises BadInput before anything is written or started."""
-    open_run(request.config.store, request.config.name).check_free()
-    asyncio.run(preflight(request.config))
+    config, run = request.config, open_run(request.config.store, request.config.name)
+    if set(request.iterations) <= {*sealed_numbers(run, Derived("rescore", request.name))}:
+        return
+    run.check_free()
+    asyncio.run(preflight(config))
     with prefect_api() as url:
         from flows.rescoring import rescore
 
-        logger.info(
-            "re-scoring %s of run %s; watch it at %s", request.name, request.config.name, url.removesuffix("/api")
-        )
+        logger.info("re-scoring %s of run %s; watch it at %s", request.name, config.name, url.removesuffix("/api"))
         run_flow(rescore(request))
+
+
+def recredit_here(request: "Recredit") -> None:
+    """Credit stored rollouts again in this process. Raises BadInput before anything is written or started."""
+    config, run = request.config, open_run(request.config.store, request.config.name)
+    if set(request.iterations) <= {*sealed_numbers(run, Derived("recredit", request.name))}:
+        return
+    run.check_free()
+    with prefect_api() as url:
+        from flows.rescoring import recredit
+
+        logger.info("re-credit %s of run %s; watch it at %s", request.name, config.name, url.removesuffix("/api"))
+        run_flow(recredit(request))
 
 
 def check_unheld(config: RunConfig) -> None:

@@ -4,21 +4,33 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
+from flows.combinations import reasons_against
 from flows.complaints import explain, nearest
 from flows.config import RunConfig, override_config
 from flows.reading import open_known_run
-from infra.config import Settings
+from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
 from infra.runs import Run
+from models.algorithms.needs import needs_of
+from models.config import MAX_PAUSE_SECONDS
+from models.objectives.config import UpdateConfig
 from models.rewards.config import ScoringConfig
-from placement.config import ColocatedPlacement
-from tasks.derived import RescoringTerms, check_rescoring
+from tasks.derived import (
+    Derived,
+    RecreditTerms,
+    RescoringTerms,
+    check_terms,
+    own_terms,
+    rescoring_terms,
+    sealed_numbers,
+)
+from tasks.handover import handover_before
 from tasks.reports import sealed_iterations
 
 M = TypeVar("M", bound=BaseModel)
@@ -37,6 +49,19 @@ class Rescoring(Settings):
     """Which iterations."""
 
 
+class Recredit(Settings):
+    """Iterations of a run that are to have other advantages."""
+
+    config: RunConfig
+    """The run's own configuration with the new algorithm, and with the rewards behind the scores."""
+    name: str
+    """Name of the re-credit."""
+    scores: str | None
+    """Re-scoring whose scores are taken; none takes the run's own."""
+    iterations: tuple[int, ...]
+    """Which iterations."""
+
+
 def request_rescoring(
     store: str,
     run_name: str,
@@ -50,31 +75,110 @@ def request_rescoring(
     run = open_known_run(store, run_name)
     terms = parse_part(rewards, RescoringTerms, part="scoring", what="--rewards")
     chosen = checked_name(name) if name is not None else f"{terms.scoring.terms[0]}-{digest_of(terms)}"
-    config = rescoring_config(run, store, terms.scoring, overrides)
-    request = Rescoring(config=config, name=chosen, iterations=parse_iterations(iterations, run))
-    check_rescoring(run, chosen, terms)
-    return request
-
-
-def rescoring_config(run: Run, store: str, scoring: ScoringConfig, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a run with other rewards; what its rollouts were made by does not need to go with them."""
-    config = _configuration(run, store, overrides)
-    slots, workers = sum(reward.slots for reward in scoring.local.values()), config.pools.workers
+    numbers = parse_iterations(iterations, run)
+    config = stored_configuration(run, store, overrides, scoring=terms.scoring)
+    slots, workers = sum(reward.slots for reward in terms.scoring.local.values()), config.pools.workers
     if slots > workers:
-        raise BadInput(f"pools.workers {workers}: the reward models take at least {slots} slots; add pools.workers=…")
+        raise BadInput(f"pools.workers {workers}: the reward models take at least {slots} slots")
+    check_terms(run, Derived("rescore", chosen), terms)
+    return Rescoring(config=config, name=chosen, iterations=numbers)
+
+
+def request_recredit(
+    store: str,
+    run_name: str,
+    *,
+    algorithm: str,
+    scores: str | None,
+    name: str | None,
+    iterations: str | None,
+    overrides: Sequence[str],
+) -> Recredit:
+    """Read a request on the command line. Raises BadInput in one line; nothing is written."""
+    run = open_known_run(store, run_name)
+    bare = re.fullmatch(r"[a-z_]+", algorithm) is not None and not Path(algorithm).is_file()
+    written = f"kind = {json.dumps(algorithm)}" if bare else algorithm
+    terms = parse_part(written, RecreditTerms, part="algorithm", what="--algorithm")
+    terms = terms.model_copy(update={"scores": scores})
+    chosen = checked_name(name) if name is not None else f"{terms.algorithm.kind}-{digest_of(terms)}"
+    numbers = parse_iterations(iterations, run)
+    scoring = _scoring_of(run, scores)
+    config = stored_configuration(run, store, overrides, scoring=scoring)
+    config = config.model_copy(update={"algorithm": terms.algorithm})
+    for reason in why_not(run, terms, config, numbers):
+        raise BadInput(f"re-credit of run {run.name!r}: {reason}")
+    check_terms(run, Derived("recredit", chosen), terms)
+    return Recredit(config=config, name=chosen, scores=scores, iterations=numbers)
+
+
+def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence[int]) -> Iterator[str]:
+    """Reasons why an algorithm cannot give stored rollouts their advantages."""
+    # The update is not taken, so its settings are no reason.
+    yield from reasons_against(
+        terms.algorithm, update=UpdateConfig(), rollout=config.rollout, scoring=config.scoring, iterations=0
+    )
+    own, needs, has = own_terms(run).algorithm, needs_of(terms.algorithm), needs_of(own_terms(run).algorithm)
+    wanting = {
+        "log-probs of the initial policy (algorithm.kl)": needs.reference and not has.reference,
+        "values of a critic": needs.critic and not has.critic,
+        "log-probs of this teacher (algorithm.distillation)": needs.teacher
+        and (not has.teacher or own.distillation is None or own.distillation.teacher != terms.teacher),
+    }
+    for what, is_wanting in wanting.items():
+        if is_wanting:
+            yield f"{terms.algorithm.kind} needs {what} for every token; the run, by {own.kind}, has stored none"
+    if terms.scores is not None:
+        yield from _scores_wanting(run, terms.scores, numbers)
+
+
+def _scores_wanting(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[str]:
+    derived = Derived("rescore", scores)
+    for number in numbers:
+        before = {int(groups.scores.split("/")[0].removeprefix("it-")) for groups in handover_before(run, number).kept}
+        for needed in sorted({number, *before} - {*sealed_numbers(run, derived)}):
+            also = "" if needed == number else f", of which iteration {number} has groups"
+            yield f"re-scoring {scores!r} lacks iteration {needed}{also}: rescore it first"
+
+
+def _scoring_of(run: Run, scores: str | None) -> ScoringConfig:
+    """The rewards behind some scores."""
+    if scores is None:
+        return ScoringConfig.model_validate(run.record.config["scoring"])
+    terms, known = rescoring_terms(run, scores), run.folders("rescore")
+    if terms is None:
+        raise BadInput(
+            f"--scores {scores!r}: expected a re-scoring of run {run.name!r}, found {', '.join(known) or 'none'}"
+            f"{nearest(scores, known)}"
+        )
+    return terms.scoring
+
+
+def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scoring: ScoringConfig) -> RunConfig:
+    """The configuration of a run with the rewards that its rollouts have now; the rest need not go with them."""
+    for override in overrides:
+        if not override.startswith("pools."):
+            raise BadInput(f"override {override!r}: of a stored run only pools.* can be changed")
+    own, made = ScoringConfig.model_validate(run.record.config["scoring"]), run.record.config["pools"]
+    assert isinstance(made, dict), "a run's identity has its pools"
+    pools = {**made, **room_for(own, scoring)}
+    document = {**run.record.config, "name": run.name, "store": store, "pools": pools}
+    document["placement"] = {"kind": "colocated"}
+    config = override_config(document, overrides, source=f"run {run.name}")
     dynamic = config.rollout.dynamic
     if dynamic is not None and dynamic.metric not in scoring.terms:
         dynamic = dynamic.model_copy(update={"metric": None})
     rollout = config.rollout.model_copy(update={"dynamic": dynamic})
-    return config.model_copy(update={"scoring": scoring, "rollout": rollout, "placement": ColocatedPlacement()})
+    return config.model_copy(update={"scoring": scoring, "rollout": rollout})
 
 
-def _configuration(run: Run, store: str, overrides: Sequence[str]) -> RunConfig:
-    for override in overrides:
-        if not override.startswith("pools."):
-            raise BadInput(f"override {override!r}: of a stored run only pools.* can be changed")
-    document = {**run.record.config, "name": run.name, "store": store}
-    return override_config(document, overrides, source=f"run {run.name}")
+def room_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
+    """Worker slots and patience that rewards need at least: a run's record does not say how many it had."""
+    least, longest = PoolsConfig(), 0.0
+    slots = [sum(reward.slots for reward in scoring.local.values()) for scoring in scorings]
+    for reward in (reward for scoring in scorings for reward in scoring.served.values()):
+        if reward.kind == "judge" and reward.model.kind == "endpoint":
+            longest = max(longest, reward.model.timeout_seconds + MAX_PAUSE_SECONDS + 1)
+    return {"workers": max(least.workers, *slots), "stall_seconds": max(least.stall_seconds, longest)}
 
 
 def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:

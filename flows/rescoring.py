@@ -1,15 +1,16 @@
-"""Stored rollouts scored again by other rewards."""
+"""Stored rollouts scored again by other rewards, or credited again by another algorithm; nothing is generated."""
 
 import asyncio
 import time
 
 from prefect import flow
 
-from flows.requests import Rescoring
+from flows.requests import Recredit, Rescoring
 from flows.running import controllers_of, reopened
 from tasks.derived import Derived
 from tasks.judges import make_judge, served_terms, train_judge
 from tasks.plan import BatchPlan
+from tasks.recrediting import begin_recredit, credit_again, seal_recredit
 from tasks.rescoring import (
     adopt_judges,
     begin_rescoring,
@@ -39,6 +40,18 @@ async def rescore(request: Rescoring) -> None:
             began = time.monotonic()
             await score_again(run, waves_to_rescore(run, name, number))
             await seal_rescoring(run, name, number, began)
+
+
+@flow(name="recredit", flow_run_name="{request.config.name} {request.name}")
+async def recredit(request: Recredit) -> None:
+    """Credit the chosen iterations of a run again; started again, it does what is missing."""
+    name, scores = request.name, request.scores
+    async with reopened(request.config) as run:
+        await begin_recredit(run, name, scores)
+        for number in await iterations_left(run, Derived("recredit", name), request.iterations):
+            began = time.monotonic()
+            await credit_again(run, name, number, scores)
+            await seal_recredit(run, name, number, began)
 
 
 async def score_again(run: RunRef, waves: list[BatchPlan]) -> None:

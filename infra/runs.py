@@ -53,8 +53,8 @@ class Run:
     def check_identity(self, config: Mapping[str, JsonValue], fingerprint: str) -> None:
         """Raise RunChanged, naming the settings that differ, unless the run was made from this configuration."""
         if self.record.fingerprint != fingerprint:
-            difference = _difference(self.record.config, config)
-            raise RunChanged(f"run {self.name!r} in {self.store.uri} was made by another configuration: {difference}")
+            changes = difference(self.record.config, config)
+            raise RunChanged(f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}")
 
     def check_free(self) -> None:
         """Raise RunHeld if a live process holds the run now."""
@@ -240,7 +240,8 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _difference(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, shown: int = 5) -> str:
+def difference(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, shown: int = 5) -> str:
+    """Name the settings that differ, with both values."""
     before, after = dict(_dotted(old)), dict(_dotted(new))
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     if not keys:

@@ -1,12 +1,15 @@
 """How new rewards or advantages compare with stored ones. Torch-free.
 
-N completions in the order of their shards; NaN is missing.
+N completions in the order of their shards, where NaN is missing; K samples of both sides, T their completion tokens.
 """
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
 def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
@@ -25,6 +28,24 @@ def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
     }
 
 
+def compare_advantages(stored: pa.Table, new: pa.Table) -> dict[str, float]:
+    """Describe new advantages, token by token, and beside the stored ones where both have the completion.
+
+    Tables of samples with `prompt_row`, `sample` and `advantages`; none has a completion twice.
+    """
+    values_T = _values(new)
+    _, places_K, others_K = np.intersect1d(_names(stored), _names(new), assume_unique=True, return_indices=True)
+    lists = (_lists(table, rows) for table, rows in ((stored, places_K), (new, others_K)))
+    (left, lefts_K), (right, rights_K) = lists
+    alike_K = lefts_K == rights_K  # one side may have masked or emptied a completion that the other learns from
+    left_T, right_T = left[np.repeat(alike_K, lefts_K)], right[np.repeat(alike_K, rights_K)]
+    return {
+        "coinciding": float(alike_K.sum()),
+        **({"advantage_size": float(np.abs(values_T).mean())} if len(values_T) else {}),
+        **correlation(left_T, right_T),
+    }
+
+
 def correlation(left_N: Floats, right_N: Floats) -> dict[str, float]:
     """Pearson's correlation of what both sides have; none where one side does not vary."""
     both_N = np.isfinite(left_N) & np.isfinite(right_N)
@@ -39,3 +60,20 @@ def correlation(left_N: Floats, right_N: Floats) -> dict[str, float]:
 def _mean(name: str, values_N: Floats) -> dict[str, float]:
     found_N = values_N[np.isfinite(values_N)]
     return {name: float(found_N.mean())} if len(found_N) else {}
+
+
+def _names(table: pa.Table) -> Integers:
+    """Prompt row and sample as one number."""
+    prompts_N, samples_N = (np.asarray(table[name].to_numpy(), np.int64) for name in ("prompt_row", "sample"))
+    names_N: Integers = prompts_N << 16 | samples_N
+    return names_N
+
+
+def _lists(table: pa.Table, rows_K: Integers) -> tuple[Floats, Integers]:
+    """Advantages of some rows, one after the other, and how many each has."""
+    chosen = table.take(pa.array(rows_K))
+    return _values(chosen), np.asarray(pc.list_value_length(chosen["advantages"]).to_numpy(), np.int64)
+
+
+def _values(table: pa.Table) -> Floats:
+    return np.asarray(pc.list_flatten(table["advantages"]).to_numpy(), np.float64)

@@ -7,8 +7,8 @@ from typing import Literal
 from infra.config import Settings
 from infra.errors import Damaged, RunChanged
 from infra.manifests import Manifest
-from infra.runs import Run
-from models.algorithms.config import AlgorithmConfig
+from infra.runs import Run, difference
+from models.algorithms.config import AlgorithmConfig, TeacherConfig
 from models.rewards.config import ScoringConfig
 from tasks.plan import BatchPlan, iteration_key, waves_of
 
@@ -59,6 +59,11 @@ class RecreditTerms(Settings):
     scores: str | None = None
     """Name of a re-scoring; none are the run's own scores."""
 
+    @property
+    def teacher(self) -> TeacherConfig | None:
+        """Whose opinion the algorithm needs."""
+        return None if self.algorithm.distillation is None else self.algorithm.distillation.teacher
+
 
 class DerivedLine(Settings):
     """A re-scoring or re-credit in a run's description."""
@@ -99,15 +104,20 @@ def recredit_terms(run: Run, name: str) -> RecreditTerms | None:
     return None if manifest is None else RecreditTerms.model_validate(manifest.detail)
 
 
-def check_rescoring(run: Run, name: str, terms: RescoringTerms) -> None:
-    """Raise RunChanged if the re-scoring of that name was begun with other rewards."""
-    before = rescoring_terms(run, name)
-    if before is not None and before != terms:
-        old, new = (", ".join(t.scoring.terms) for t in (before, terms))
-        raise RunChanged(
-            f"re-scoring {name!r} of run {run.name!r} was begun with other rewards ({old}; now {new}): "
-            "choose another name with --as"
-        )
+def own_terms(run: Run) -> RecreditTerms:
+    """By which algorithm the run itself goes."""
+    return RecreditTerms.model_validate({"algorithm": run.record.config["algorithm"]})
+
+
+def check_terms(run: Run, derived: Derived, terms: RescoringTerms | RecreditTerms) -> None:
+    """Raise RunChanged if the re-scoring or re-credit of that name was begun with other terms."""
+    begun = run.find(derived.terms_key)
+    if begun is None or begun.detail == terms.model_dump(mode="json"):
+        return
+    raise RunChanged(
+        f"{derived.label} of run {run.name!r} was begun with other terms: "
+        f"{difference(begun.detail, terms.model_dump(mode='json'))}; choose another name with --as"
+    )
 
 
 def rescored_waves(run: Run, name: str, number: int) -> list[BatchPlan]:

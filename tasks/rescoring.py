@@ -17,7 +17,7 @@ from placement.records import Plan
 from tasks.derived import (
     Derived,
     RescoringTerms,
-    check_rescoring,
+    check_terms,
     rescored_pairs,
     rescored_waves,
     sealed_numbers,
@@ -38,7 +38,7 @@ async def begin_rescoring(run: RunRef, name: str) -> None:
     """Commit by which rewards the re-scoring of that name scores. RunChanged if they were others before."""
     session, derived = session_of(run), Derived("rescore", name)
     terms = RescoringTerms(scoring=session.settings.scoring)
-    check_rescoring(session.run, name, terms)
+    check_terms(session.run, derived, terms)
     record(run, derived.terms_key, detail=terms.model_dump(mode="json"))
 
 
