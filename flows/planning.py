@@ -50,6 +50,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         f"{_waves(config)}",
         "problems": f"{facts['train_problems']:,.0f} training, {facts['heldout_problems']:,.0f} held out",
         "policy": f"{facts['parameters']:,.0f} parameters, context {facts['context']:,.0f} tokens",
+        **_adapter(config, facts),
         "longest": f"{facts['longest_prompt_tokens']:,.0f} prompt + {rollout.sampling.max_new_tokens} new tokens",
         "warm-up": "none" if config.warmup is None else f"{config.warmup.steps:,} steps",
         "optimizer steps": f"{update.minibatches} per iteration, {left * update.minibatches:,} to do",
@@ -70,6 +71,13 @@ def plan_run(config: RunConfig) -> RunPlan:
     if paced := _paced(config):
         lines["paced"] = f"{', '.join(paced)}: sleeps instead of computing, for experiments; its texts mean nothing"
     return RunPlan(lines=lines, facts=facts)
+
+
+def _adapter(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
+    lora = config.update.lora
+    if lora is None:
+        return {}
+    return {"adapter": f"rank {lora.rank}, {facts['trained_parameters']:,.0f} trained parameters"}
 
 
 def _evaluations(config: RunConfig) -> str:

@@ -32,7 +32,7 @@ from models.rewards.build import build_reward, check_reward
 from models.rewards.config import JudgeReward, NumericReward, ScoringConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from models.roles.policy import PolicyShape
 
@@ -104,16 +104,18 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
 
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
     # Imported here: what is wrong with rewards and data is said before the seconds that transformers takes.
-    from models.roles.directory import check_directory
-    from models.roles.policy import policy_shape, scratch_shape, scratch_tokenizer
+    from models.roles.directory import check_directory, meta_policy
+    from models.roles.policy import meta_scratch, policy_shape, scratch_shape, scratch_tokenizer
     from models.roles.tokenizer import require_room, tokenize_prompts
 
     if isinstance(inputs.policy, DirectoryPolicy):
         config, tokenizer, parameters = check_directory(inputs.policy.path)
         shape = policy_shape(config, parameters=parameters, source=str(inputs.policy.path))
+        model = meta_policy(inputs.policy.path)
     else:
         tokenizer = scratch_tokenizer(inputs.policy, train)
         shape = scratch_shape(inputs.policy, tokenizer)
+        model = meta_scratch(inputs.policy, tokenizer)
     problems = [*train, *heldout]
     prompts = tokenize_prompts(problems, tokenizer)
     new_tokens = inputs.rollout.sampling.max_new_tokens
@@ -124,18 +126,29 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         )
     require_room(problems, prompts, max_tokens=shape.context - new_tokens)
     longest = max(len(prompt.tokens) for prompt in prompts)
-    update = inputs.update
-    state = ADAM_BYTES + (MASTER_BYTES if update.dtype == "bfloat16" else 0)
-    ranks = inputs.pools.update_ranks
     return {
         "parameters": shape.parameters,
         "context": shape.context,
         "longest_prompt_tokens": longest,
         **_engine_memory(inputs.rollout.engine, shape, longest + new_tokens),
-        "update_weights_bytes": shape.parameters * BYTES[update.dtype] // (ranks if update.zero_stage >= 3 else 1),
-        "update_gradient_bytes": shape.parameters * BYTES[update.dtype] // (ranks if update.zero_stage >= 2 else 1),
-        "update_optimizer_bytes": shape.parameters * state // (ranks if update.zero_stage >= 1 else 1),
+        **_update_memory(inputs, model, parameters=shape.parameters),
         **_check_teacher(inputs, tokenizer, longest_tokens=longest + new_tokens),
+    }
+
+
+def _update_memory(inputs: Inputs, model: "PreTrainedModel", *, parameters: int) -> dict[str, float]:
+    """What each rank holds of the policy; gradients and optimizer are of what is trained alone."""
+    from models.roles.adapters import count_trained
+
+    update, ranks = inputs.update, inputs.pools.update_ranks
+    trained = parameters if update.lora is None else count_trained(model, update.lora)
+    held = parameters if update.lora is None else parameters + trained
+    state = ADAM_BYTES + (MASTER_BYTES if update.dtype == "bfloat16" else 0)
+    return {
+        "trained_parameters": trained,
+        "update_weights_bytes": held * BYTES[update.dtype] // (ranks if update.zero_stage >= 3 else 1),
+        "update_gradient_bytes": trained * BYTES[update.dtype] // (ranks if update.zero_stage >= 2 else 1),
+        "update_optimizer_bytes": trained * state // (ranks if update.zero_stage >= 1 else 1),
     }
 
 

@@ -24,7 +24,7 @@ from models.config import (
     WarmupConfig,
 )
 from models.data import load_problems
-from models.objectives.config import UpdateConfig
+from models.objectives.config import LoraConfig, UpdateConfig
 from models.preflight import Inputs, check
 from models.rewards.config import (
     ChoiceVerdict,
@@ -291,3 +291,18 @@ def publish_teacher(path: Path, *, operations: int) -> Path:
     tokenizer = scratch_tokenizer(ScratchPolicy(), problems)
     save_policy(build_scratch(ScratchPolicy(), tokenizer, seed=1), tokenizer, path)
     return path
+
+
+def test_adapters_need_gradients_and_optimizer_state_for_themselves_alone():
+    policy = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=2, heads=2, kv_heads=1)
+    facts = check(inputs(policy=policy, update=UpdateConfig(lora=LoraConfig(rank=4))))
+    # Per block: q and o are 16 x 16, k and v 8 x 16, the three MLP matrices 16 x 16.
+    assert facts["trained_parameters"] == 2 * 4 * (5 * 32 + 2 * 24)
+    assert facts["update_weights_bytes"] == 4 * (facts["parameters"] + facts["trained_parameters"])
+    assert facts["update_gradient_bytes"] == 4 * facts["trained_parameters"]
+    assert facts["update_optimizer_bytes"] == 8 * facts["trained_parameters"]
+
+
+def test_a_target_that_no_layer_has_is_bad_input_with_the_nearest_name():
+    with pytest.raises(BadInput, match=r"lora.targets 'q_prj': .*down_proj, gate_proj.*did you mean 'q_proj'"):
+        check(inputs(update=UpdateConfig(lora=LoraConfig(targets=("q_prj",)))))

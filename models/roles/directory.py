@@ -5,7 +5,7 @@ from pathlib import Path
 from shutil import copyfile
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from infra.bundles import CONTENTS
@@ -30,18 +30,23 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
         raise BadInput(f"policy {directory}: no such directory (looked in {Path.cwd()})")
     if is_adapter(directory):
         checked = check_directory(base_of(directory))
-        check_fits(load_policy(base_of(directory), device="meta"), read_adapter(directory))
+        check_fits(meta_policy(directory), read_adapter(directory))
         return checked
     config = _causal_config(directory)
     weight_files(directory)
     tokenizer = load_tokenizer(directory)
-    model = load_policy(directory, device="meta")
+    model = meta_policy(directory)
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         raise BadInput(
             f"policy {directory}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
             f"{model.get_input_embeddings().weight.shape[0]}: they do not belong together"
         )
     return config, tokenizer, model.num_parameters()
+
+
+def meta_policy(directory: Path) -> PreTrainedModel:
+    """Names and shapes of a policy's weights, or of those of an adapter's base."""
+    return load_policy(base_of(directory) if is_adapter(directory) else directory, device="meta")
 
 
 def copy_directory(source: Path, target: Path) -> None:

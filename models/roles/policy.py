@@ -107,7 +107,12 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> P
 
 def scratch_shape(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PolicyShape:
     """Describe the decoder without building it."""
-    config = scratch_config(policy, tokenizer)
+    model = meta_scratch(policy, tokenizer)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    return policy_shape(model.config, parameters=parameters, source="from scratch")
+
+
+def meta_scratch(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Names and shapes of the decoder's weights."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return policy_shape(config, parameters=sum(weight.numel() for weight in model.parameters()), source="from scratch")
+        return AutoModelForCausalLM.from_config(scratch_config(policy, tokenizer))
