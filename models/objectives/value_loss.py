@@ -18,13 +18,12 @@ class ValueTerms(NamedTuple):
     """True where the value has moved so far that its gradient is cut off."""
 
 
-def value_loss(values_N: Tensor, *, old_N: Tensor, returns_N: Tensor, clip: float | None) -> ValueTerms:
+def value_loss(values_N: Tensor, *, old_N: Tensor, returns_N: Tensor, clip: float) -> ValueTerms:
     """Take the worse of the plain squared error and that of values kept within `clip` of the old ones, halved.
 
-    As the PPO of OpenAI's baselines (ppo2) does it; in the paper (arXiv 1707.06347, eq. 9) values are not clipped, and
-    are not here without `clip`.
+    As the PPO of OpenAI's baselines (ppo2) does it; in the paper (arXiv 1707.06347, eq. 9) values are not clipped.
     """
-    kept_N = values_N if clip is None else old_N + (values_N - old_N).clamp(-clip, clip)
+    kept_N = old_N + (values_N - old_N).clamp(-clip, clip)
     plain_N, clipped_N = (values_N - returns_N).square(), (kept_N - returns_N).square()
     return ValueTerms(loss_N=torch.maximum(plain_N, clipped_N) / 2, clipped_N=(clipped_N > plain_N).detach())
 

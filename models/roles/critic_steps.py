@@ -42,7 +42,7 @@ class ValueStepsTaken:
 
 
 def take_value_steps(
-    trainer: Trainer, steps: Sequence[StepPasses], *, clip: float | None, ranks: Ranks, beat: Beat
+    trainer: Trainer, steps: Sequence[StepPasses], *, clip: float, ranks: Ranks, beat: Beat
 ) -> ValueStepsTaken:
     """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
     tally = Tally()
