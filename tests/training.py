@@ -33,10 +33,12 @@ def write_samples(
     advantages: list[float] | None = None,
     filling: int = 0,
     critic: bool = False,
+    stalest: int = 0,
 ) -> ShardRef:
     """Write random samples of random lengths; `advantages` replaces those of the first completions.
 
     `filling` more groups follow that have no token in the loss. With a critic, samples have values and returns.
+    Tokens are up to `stalest` versions old.
     """
     rng = np.random.default_rng(seed)
     rows = []
@@ -53,7 +55,7 @@ def write_samples(
                     "num_prompt_tokens": len(shared),
                     "logprobs": (-5.8 + 0.1 * rng.normal(size=length)).tolist(),
                     "advantages": [advantage] * length,
-                    "staleness": [0] * length,
+                    "staleness": rng.integers(0, stalest + 1, length).tolist() if stalest else [0] * length,
                 }
             )
     for prompt in range(prompts, prompts + filling):
