@@ -12,10 +12,19 @@ from models.algorithms.config import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     RewardKl,
+    TeacherEndpoint,
 )
-from models.config import RolloutConfig
+from models.config import (
+    ArithmeticData,
+    ArithmeticPreferences,
+    DataConfig,
+    DpoConfig,
+    PacedEngine,
+    PreferencesConfig,
+    RolloutConfig,
+)
 from models.objectives.config import KlPenalty, PolicyGradient, PpoClip, UpdateConfig
-from models.rewards.config import ScoringConfig
+from models.rewards.config import ScoringConfig, is_process
 
 
 def reasons_against(
@@ -31,6 +40,9 @@ def reasons_against(
     yield from _against_penalties(algorithm, update, longest=rollout.sampling.max_new_tokens)
     yield from _against_losses(update)
     yield from _against_staleness(update, rollout)
+    yield from _against_teachers(algorithm, rollout)
+    if isinstance(algorithm, Capo):
+        yield from _against_flags(algorithm, scoring)
     if isinstance(algorithm, Ppo) and 0 < iterations <= algorithm.critic.warmup_iterations:
         yield (
             f"algorithm.critic.warmup_iterations {algorithm.critic.warmup_iterations}: the policy would never learn in "
@@ -95,8 +107,60 @@ def _against_staleness(update: UpdateConfig, rollout: RolloutConfig) -> Iterator
                 )
 
 
+def _against_flags(algorithm: Capo, scoring: ScoringConfig) -> Iterator[str]:
+    """CAPO (arXiv 2508.02298) needs outcomes and flags, and its four classes of tokens must keep their order."""
+    outcome = sum(reward.weight for reward in scoring.rewards if not is_process(reward))
+    process = sum(abs(reward.weight) for reward in scoring.rewards if is_process(reward))
+    if not process:
+        yield (
+            "algorithm.kind 'capo': expected a reward that values steps or tokens: a target with per='step' or "
+            "per='token', or a judge with verdict.kind='steps'"
+        )
+    elif outcome <= 0:
+        yield "algorithm.kind 'capo': expected a reward of whole completions with a weight above 0, such as numeric"
+    elif outcome <= process and not algorithm.allow_low_outcome:
+        yield (
+            f"algorithm.kind 'capo': outcomes weigh {outcome:g} and flags {process:g}, so a flagged token of a right "
+            "answer falls to the level of a wrong answer; weigh outcomes more, or set algorithm.allow_low_outcome"
+        )
+
+
+def _against_teachers(algorithm: Algorithm, rollout: RolloutConfig) -> Iterator[str]:
+    teacher = None if algorithm.distillation is None else algorithm.distillation.teacher
+    temperature = rollout.sampling.temperature
+    if isinstance(teacher, TeacherEndpoint) and temperature != 1:
+        yield (
+            f"rollout.sampling.temperature {temperature:g}: a teacher behind an endpoint answers at temperature 1, use "
+            "1, or a teacher directory"
+        )
+    if isinstance(rollout.engine, PacedEngine) and teacher is not None:
+        yield "algorithm.distillation with rollout.engine.kind 'paced': its tokens mean nothing to a teacher"
+    if isinstance(algorithm, DistillationOnly) and algorithm.overlong is not None:
+        yield "algorithm.overlong with algorithm.kind 'distillation': rewards earn nothing there, so nothing is taken"
+
+
 def reward_kl(algorithm: Algorithm) -> RewardKl | None:
     """The penalty in the reward, of algorithms that have one."""
     if isinstance(algorithm, GroupRelative | ReinforcePlusPlus | Ppo):
         return algorithm.kl
     return None
+
+
+def reasons_against_preferences(
+    preferences: PreferencesConfig | None, *, dpo: DpoConfig | None, data: DataConfig, scoring: ScoringConfig
+) -> Iterator[str]:
+    """Yield one line for each thing that preferences are for and lack, or that lacks them."""
+    trained = list(scoring.trained_reward_models)
+    if preferences is None:
+        for term in trained:
+            yield f"reward {term!r}: a trained reward model learns from preferences, set [preferences]"
+        if dpo is not None:
+            yield "dpo learns from preferences, set [preferences]"
+        return
+    if dpo is None and not trained:
+        yield "preferences: nothing learns from them, set [dpo] or a reward of kind 'model' with model.kind 'trained'"
+    if isinstance(preferences, ArithmeticPreferences) and not isinstance(data, ArithmeticData):
+        yield (
+            f"preferences.kind 'arithmetic' with data.kind {data.kind!r}: its pairs are made from arithmetic problems, "
+            "use preferences.kind 'file'"
+        )

@@ -5,14 +5,14 @@ import difflib
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from flows.combinations import reasons_against
+from flows.combinations import reasons_against, reasons_against_preferences
 from flows.complaints import explain, nearest
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
@@ -22,6 +22,7 @@ from models.config import (
     ArithmeticData,
     DataConfig,
     DpoConfig,
+    Endpoint,
     EvaluationConfig,
     PolicyConfig,
     PreferencesConfig,
@@ -136,6 +137,13 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _preferences_have_a_use(self) -> "RunConfig":
+        reasons = reasons_against_preferences(self.preferences, dpo=self.dpo, data=self.data, scoring=self.scoring)
+        for reason in reasons:
+            raise ValueError(reason)
+        return self
+
+    @model_validator(mode="after")
     def _roles_have_room(self) -> "RunConfig":
         slots = sum(self.placement.replicas.get(term, 1) * reward.slots for term, reward in self.scoring.local.items())
         if slots > self.pools.workers:
@@ -149,15 +157,23 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _requests_end_before_they_count_as_stalled(self) -> "RunConfig":
+        patience = self.pools.stall_seconds
+        for what, endpoint in self._endpoints():
+            if endpoint.timeout_seconds + MAX_PAUSE_SECONDS >= patience:
+                raise ValueError(
+                    f"{what}.timeout_seconds {endpoint.timeout_seconds:g} and a pause of {MAX_PAUSE_SECONDS:g} s reach "
+                    f"pools.stall_seconds {patience:g}: change one of them"
+                )
+        return self
+
+    def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
+        """Name the models that are asked over HTTP."""
         for term, reward in self.scoring.served.items():
             if reward.kind == "judge" and reward.model.kind == "endpoint":
-                longest, patience = reward.model.timeout_seconds, self.pools.stall_seconds
-                if longest + MAX_PAUSE_SECONDS >= patience:
-                    raise ValueError(
-                        f"reward {term!r}: model.timeout_seconds {longest:g} and a pause of "
-                        f"{MAX_PAUSE_SECONDS:g} s reach pools.stall_seconds {patience:g}: change one of them"
-                    )
-        return self
+                yield f"reward {term!r}: model", reward.model
+        distillation = self.algorithm.distillation
+        if distillation is not None and distillation.teacher.kind == "endpoint":
+            yield "algorithm.distillation.teacher", distillation.teacher
 
     def identity(self) -> dict[str, JsonValue]:
         """What results depend on: a run continues only under the same identity."""

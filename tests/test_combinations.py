@@ -83,3 +83,46 @@ def test_a_critic_that_warms_up_to_the_end_is_refused():
 def test_rewards_without_weight_teach_nothing():
     assert "every weight is 0" in refusal('scoring.rewards=[{kind="numeric", weight=0}]')
     assert accepted('scoring.rewards=[{kind="numeric", weight=0}]', "iterations=0").iterations == 0
+
+
+TEACHER = "algorithm.distillation.teacher"
+HELD = (f"{TEACHER}.kind=directory", f"{TEACHER}.path=somewhere")
+ASKED = (
+    f"{TEACHER}.kind=endpoint",
+    f"{TEACHER}.base_url=https://teacher.example.com/v1",
+    f'{TEACHER}.allowed_hosts=["teacher.example.com"]',
+    f"{TEACHER}.model=large",
+)
+
+
+def test_distillation_alone_needs_a_teacher_and_no_reward_that_counts():
+    weightless = 'scoring.rewards=[{kind="numeric", weight=0}]'
+    assert "algorithm.distillation: missing" in refusal("algorithm.kind=distillation")
+    assert accepted("algorithm.kind=distillation", weightless, *HELD).algorithm.distillation.coefficient == 1
+    assert "algorithm.overlong with algorithm.kind 'distillation'" in refusal(
+        "algorithm.kind=distillation", "algorithm.overlong.buffer=4", *HELD
+    )
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce_pp", "ppo", "capo"])
+def test_any_algorithm_takes_a_teacher_beside_its_rewards(kind):
+    rewards = 'scoring.rewards=[{kind="numeric", weight=2}, {kind="target", target="a:b", per="step"}]'
+    assert accepted(f"algorithm.kind={kind}", rewards, *HELD).algorithm.distillation is not None
+
+
+def test_a_teacher_behind_an_endpoint_answers_at_temperature_1():
+    told = refusal("algorithm.kind=grpo", "rollout.sampling.temperature=0.7", *ASKED)
+    assert "temperature 0.7: a teacher behind an endpoint answers at temperature 1" in told
+    assert accepted("algorithm.kind=grpo", *ASKED).algorithm.distillation is not None
+    assert accepted("algorithm.kind=grpo", "rollout.sampling.temperature=0.7", *HELD).algorithm.distillation is not None
+
+
+def test_a_request_to_a_teacher_ends_before_it_counts_as_stalled():
+    told = refusal("algorithm.kind=grpo", "pools.stall_seconds=200", *ASKED)
+    assert (
+        "algorithm.distillation.teacher.timeout_seconds 120 and a pause of 90 s reach pools.stall_seconds 200" in told
+    )
+
+
+def test_tokens_of_a_paced_engine_have_no_teacher():
+    assert "mean nothing to a teacher" in refusal("algorithm.kind=grpo", "rollout.engine.kind=paced", *HELD)

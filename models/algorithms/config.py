@@ -169,6 +169,8 @@ class DistillationOnly(Algorithm):
     """Learn from the teacher alone; rewards are measured and earn nothing."""
 
     kind: Literal["distillation"] = "distillation"
+    distillation: Distillation
+    """Whose opinion of every token is all that it is worth."""
 
 
 AlgorithmConfig = Annotated[
