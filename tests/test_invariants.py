@@ -25,6 +25,7 @@ from models.workers.scoring import ScoringWorker
 from tasks.handover import Handover, handover_after, handover_before
 from tasks.invariants import check_invariants
 from tasks.plan import BatchPlan, iteration_key, plan_key, policy_key, wave_key, waves_of
+from tasks.versions import bundles_of
 from tests.policies import small_tokenizer, write_policy
 
 DYNAMIC = DynamicSampling(surplus="keep", max_extra_waves=1, margin=1.5)
@@ -58,14 +59,15 @@ class Story:
         self.scoring.close()
 
     def _commit(self, key: str, outcome: Outcome, *parents: Manifest) -> Manifest:
-        weights = {} if outcome.policy is None else {"weights": outcome.policy.weights}
+        bundles = {} if outcome.policy is None else bundles_of(outcome.policy)
+        version = {} if outcome.policy is None else {"version": outcome.policy.version}
         made = Manifest(
             key=key,
             shards=outcome.shards,
-            bundles=weights,
+            bundles=bundles,
             parents=tuple(parent.digest for parent in parents),
             metrics=outcome.metrics or {},
-            detail=outcome.detail or {},
+            detail=version | (outcome.detail or {}),
         )
         return self.run.commit(made)
 
