@@ -67,12 +67,18 @@ def _parser(*, simulating: bool) -> argparse.ArgumentParser:
         "run the configured job, or continue it",
         example="configs/demo.toml --run longer iterations=40 update.learning_rate=2e-4",
     )
-    train.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
-    _add_overrides(train)
-    train.add_argument("--run", metavar="NAME", help="name of the run (default: the configuration's)")
-    train.add_argument("--store", help="where runs lie (default: the configuration's)")
+    _add_run(train)
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     train.add_argument("--json", action="store_true", help="print the plan or the summary as JSON")
+
+    def page(name: str, text: str, *, example: str) -> None:
+        added = add(name, f"{text}; `rheostat train` goes on from there", example=example)
+        _add_run(added)
+        added.add_argument("--json", action="store_true", help="print the result as JSON")
+
+    page("sft", "run the configured job as far as the supervised policy", example="configs/rlhf.toml warmup.steps=2000")
+    page("dpo", "run the configured job as far as the policy that learnt from preferences", example="configs/dpo.toml")
+    page("reward-model", "run the configured job as far as its reward models", example="configs/rlhf.toml")
 
     reader("runs", "list the runs of a store", example="")
     reader("show", "show a run: iterations, metrics, digests, seconds per stage", example="demo")
@@ -85,7 +91,8 @@ def _parser(*, simulating: bool) -> argparse.ArgumentParser:
         help="as generated, best first, or longest first (default: %(default)s)",
     )
     rollouts.add_argument("--limit", type=int, metavar="N", default=10, help="completions shown (default: %(default)s)")
-    reader("export", "copy a run's sealed iterations to Parquet, and print the paths", example="demo")
+    export = reader("export", "copy a run's sealed iterations to Parquet, and print the paths", example="demo")
+    export.add_argument("--scores", metavar="NAME", help="a re-scoring (default: the run's own scores)")
     policy = reader("export-policy", "write a run's policy as one model directory", example="demo --to demo-policy")
     policy.add_argument("--to", metavar="DIR", type=Path, required=True, help="a directory that is not there yet")
     policy.add_argument(
@@ -158,6 +165,13 @@ def _add_derivation(parser: argparse.ArgumentParser, made_from: str) -> None:
     parser.add_argument("--iterations", metavar="3-7", help="such as 3, 3-7 or 1,3-5 (default: all that are sealed)")
     text = "how it is done: pools.workers=4, pools.scoring_workers=8, pools.gpus_per_worker=1"
     parser.add_argument("overrides", nargs="*", default=[], metavar="pools.key=value", help=text)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
+    _add_overrides(parser)
+    parser.add_argument("--run", metavar="NAME", help="name of the run (default: the configuration's)")
+    parser.add_argument("--store", help="where runs lie (default: the configuration's)")
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:

@@ -44,14 +44,11 @@ def _version(_: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from flows.config import load_config
     from flows.launcher import train_here
     from flows.planning import plan_run
     from flows.terminal import write
 
-    named = [f"name={json.dumps(options.run)}"] if options.run is not None else []
-    stored = [f"store={json.dumps(options.store)}"] if options.store is not None else []
-    config = load_config(options.config, [*options.overrides, *named, *stored])
+    config = _configured(options)
     if options.dry_run:
         plan = plan_run(config)
         width = max(len(name) for name in plan.lines)
@@ -71,6 +68,26 @@ def _train(options: argparse.Namespace) -> int:
     if summary.base:
         write(f"export   {_export_command(config.name, config.store)}")
     write(_next_steps(options, config))
+    return 0
+
+
+def _configured(options: argparse.Namespace) -> "RunConfig":
+    """The configuration of a command that runs a job, or a part of it."""
+    from flows.config import load_config
+
+    named = [f"name={json.dumps(options.run)}"] if options.run is not None else []
+    stored = [f"store={json.dumps(options.store)}"] if options.store is not None else []
+    return load_config(options.config, [*options.overrides, *named, *stored])
+
+
+def _part(options: argparse.Namespace) -> int:
+    from flows.parts import run_part
+    from flows.terminal import write
+
+    config = _configured(options)
+    _log_progress(to=sys.stderr if options.json else sys.stdout)
+    result = run_part(options.command, config)
+    write(result.model_dump_json(indent=2) if options.json else f"\n{result.text()}")
     return 0
 
 
@@ -119,6 +136,7 @@ def _runs(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     from flows.reading import describe_run, iteration_rows
     from flows.terminal import table, write
+    from tasks.derived import derived_line
 
     description = describe_run(options.store, options.run)
     if options.json:
@@ -135,6 +153,8 @@ def _show(options: argparse.Namespace) -> int:
         write(f"policy {description.policy}{_added_to(description.base)}")
     if description.base:
         write(f"export {_export_command(options.run, options.store)}")
+    if description.derived:
+        write(derived_line(description.derived))
     return 0
 
 
@@ -159,7 +179,7 @@ def _export(options: argparse.Namespace) -> int:
     from flows.reading import export_run
     from flows.terminal import write
 
-    paths = [str(path) for path in export_run(options.store, options.run)]
+    paths = [str(path) for path in export_run(options.store, options.run, scores=options.scores)]
     write(json.dumps(paths, indent=2) if options.json else "\n".join(paths))
     return 0
 
@@ -199,52 +219,17 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _rescore(options: argparse.Namespace) -> int:
-    from flows.derivations import rescored_iterations, rescored_rows
-    from flows.launcher import rescore_here
-    from flows.requests import request_rescoring
-    from flows.terminal import table, write
+    from flows.derivations import rescore
 
-    request = request_rescoring(
-        options.store,
-        options.run,
-        rewards=options.rewards,
-        name=options.name,
-        iterations=options.iterations,
-        overrides=options.overrides,
-    )
     _log_progress(to=sys.stderr if options.json else sys.stdout)
-    rescore_here(request)
-    lines = rescored_iterations(options.store, options.run, request.name, request.iterations)
-    if options.json:
-        write(json.dumps({"name": request.name, "iterations": [line.model_dump() for line in lines]}, indent=2))
-    else:
-        write(f"\n{table(rescored_rows(lines))}\nre-scoring {request.name} of run {options.run}")
-    return 0
+    return rescore(options)
 
 
 def _recredit(options: argparse.Namespace) -> int:
-    from flows.derivations import recredited_iterations, recredited_rows
-    from flows.launcher import recredit_here
-    from flows.requests import request_recredit
-    from flows.terminal import table, write
+    from flows.derivations import recredit
 
-    request = request_recredit(
-        options.store,
-        options.run,
-        algorithm=options.algorithm,
-        scores=options.scores,
-        name=options.name,
-        iterations=options.iterations,
-        overrides=options.overrides,
-    )
     _log_progress(to=sys.stderr if options.json else sys.stdout)
-    recredit_here(request)
-    lines = recredited_iterations(options.store, options.run, request.name, request.iterations)
-    if options.json:
-        write(json.dumps({"name": request.name, "iterations": [line.model_dump() for line in lines]}, indent=2))
-    else:
-        write(f"\n{table(recredited_rows(lines))}\nre-credit {request.name} of run {options.run}")
-    return 0
+    return recredit(options)
 
 
 def _placement(options: argparse.Namespace) -> int:
@@ -304,6 +289,9 @@ def _log_progress(*, to: TextIO) -> None:
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "version": _version,
     "train": _train,
+    "sft": _part,
+    "dpo": _part,
+    "reward-model": _part,
     "runs": _runs,
     "show": _show,
     "rollouts": _rollouts,

@@ -48,14 +48,21 @@ for _name, _value in PREFECT_DEFAULTS.items():
     os.environ.setdefault(_name, _value)
 
 
-def train_here(config: RunConfig) -> "RunSummary":
-    """Run or continue the job in this process. Raises BadInput before anything is written or started."""
+@contextmanager
+def watched(config: RunConfig) -> Iterator[None]:
+    """Check a job, then have an API where it can be watched. Raises BadInput before anything is written or started."""
     check_unheld(config)
     asyncio.run(preflight(config))
     with prefect_api() as url:
+        logger.info("run %s in %s; watch it at %s", config.name, config.store, url.removesuffix("/api"))
+        yield
+
+
+def train_here(config: RunConfig) -> "RunSummary":
+    """Run or continue the job in this process. Raises BadInput before anything is written or started."""
+    with watched(config):
         from flows.train import train
 
-        logger.info("run %s in %s; watch it at %s", config.name, config.store, url.removesuffix("/api"))
         return run_flow(train(config))
 
 

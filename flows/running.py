@@ -30,9 +30,10 @@ POLL_SECONDS = 0.5
 
 
 @asynccontextmanager
-async def hold(config: RunConfig) -> AsyncIterator[RunRef]:
+async def hold(config: RunConfig, *, scope: RunConfig | None = None) -> AsyncIterator[RunRef]:
     """Make or reopen the configured run, take it for this process, and open its pools.
 
+    `scope` is what the session works with where it needs less than the run.
     Raises BadInput before anything is written, RunHeld if another process has it, RunChanged if it was made otherwise.
     """
     _log_progress()
@@ -44,7 +45,7 @@ async def hold(config: RunConfig) -> AsyncIterator[RunRef]:
             config = config.model_copy(update={"placement": config.placement.model_copy(update={"drain": False})})
         run = create_run(config.store, config.name, json.dumps(config.identity()), config.fingerprint())
         with run.hold():
-            async with open_session(run, config, store=config.store) as ref:
+            async with open_session(run, scope or config, store=config.store) as ref:
                 yield ref
 
 

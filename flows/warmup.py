@@ -1,10 +1,15 @@
-"""Where a run begins: an initial policy, its supervised warm-up, the prompts, the judges, a critic and a teacher."""
+"""Where a run begins: a policy and its first training, the prompts, and the models that judge, value or teach."""
 
 from prefect import flow
 
+from flows.beginning import begin
+from flows.dpo import preference_learning
+from flows.reward_modelling import reward_modelling
+from flows.sft import fine_tuning
 from tasks.critic import has_critic, make_critic
-from tasks.judges import local_terms, make_judge, train_judge
-from tasks.preparation import make_policy, make_prompts, release_preparation, warm_up
+from tasks.judges import local_terms
+from tasks.offline import begin_with, is_fine_tuned, is_preferring
+from tasks.preparation import release_preparation
 from tasks.session import RunRef
 from tasks.teacher import holds_teacher, make_teacher
 
@@ -12,15 +17,16 @@ from tasks.teacher import holds_teacher, make_teacher
 @flow(name="warmup", flow_run_name="warm-up")
 async def warmup(run: RunRef) -> None:
     """Make version 0 of the policy, both splits of the prompts, and the models that judge, value or teach."""
-    await make_policy(run)
-    await make_prompts(run, "train")
-    await make_prompts(run, "heldout")
-    for term in local_terms(run):
-        await make_judge(run, term)
-        await train_judge(run, term)
+    await begin(run)
+    if is_fine_tuned(run):
+        await fine_tuning(run)
+    if is_preferring(run):
+        await preference_learning(run)
+    await begin_with(run)
+    if local_terms(run):
+        await reward_modelling(run)
     if holds_teacher(run):
         await make_teacher(run)
-    await warm_up(run)
     if has_critic(run):
         await make_critic(run)
     await release_preparation(run)

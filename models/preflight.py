@@ -18,14 +18,16 @@ from models.algorithms.config import AlgorithmConfig
 from models.config import (
     DataConfig,
     DirectoryPolicy,
+    DpoConfig,
     EngineConfig,
     EvaluationConfig,
     PacedEngine,
     PolicyConfig,
+    PreferencesConfig,
     RolloutConfig,
     WarmupConfig,
 )
-from models.data import Problem, identity, load_problems, warmup_examples
+from models.data import Problem, identity, load_preferences, load_problems, warmup_examples
 from models.judges.inputs import check_judge
 from models.objectives.config import UpdateConfig
 from models.rewards.build import build_reward, check_reward
@@ -50,6 +52,8 @@ class Inputs(BaseModel):
     data: DataConfig
     policy: PolicyConfig
     warmup: WarmupConfig | None
+    preferences: PreferencesConfig | None
+    dpo: DpoConfig | None
     rollout: RolloutConfig
     scoring: ScoringConfig
     algorithm: AlgorithmConfig
@@ -133,6 +137,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **_engine_memory(inputs.rollout.engine, shape, longest + new_tokens),
         **_update_memory(inputs, model, parameters=shape.parameters),
         **_check_teacher(inputs, tokenizer, longest_tokens=longest + new_tokens),
+        **_check_preferences(inputs, tokenizer, heldout, shape=shape),
     }
 
 
@@ -165,6 +170,31 @@ def _check_teacher(inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", *, long
     return {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}
 
 
+def _check_preferences(
+    inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", heldout: list[Problem], *, shape: "PolicyShape"
+) -> dict[str, float]:
+    """Read every pair as those models will that learn from them; reward models are as large as the policy."""
+    from models.roles.pairs import policy_pairs, reward_pairs
+
+    if inputs.preferences is None:
+        return {}
+    train, kept = (
+        load_preferences(inputs.preferences, inputs.data, split=split, seed=inputs.seed)
+        for split in ("train", "heldout")
+    )
+    known = {identity(problem.prompt) for problem in heldout}
+    for pair in train:
+        if identity(pair.prompt) in known:
+            raise BadInput(f"{pair.source}: this pair to learn from is about a held-out problem; remove one of them")
+    if inputs.dpo is not None:
+        policy_pairs([*train, *kept], tokenizer, context=shape.context)
+    trained = inputs.scoring.trained_reward_models
+    for reward in trained.values():
+        reward_pairs([*train, *kept], tokenizer, template=reward.template, context=shape.context)
+    sizes = {f"{term}_parameters": shape.parameters for term in trained}
+    return {"train_pairs": len(train), "heldout_pairs": len(kept), **sizes}
+
+
 def _engine_memory(engine: EngineConfig, shape: "PolicyShape", longest: int) -> dict[str, float]:
     if isinstance(engine, PacedEngine):  # it holds no model
         return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
@@ -181,6 +211,7 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
     return {
         f"{term}_parameters": check_served_model(term, reward, problems=train, seed=inputs.seed)
         for term, reward in inputs.scoring.local.items()
+        if term not in inputs.scoring.trained_reward_models
     }
 
 

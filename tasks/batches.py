@@ -9,7 +9,7 @@ from models.config import SamplingConfig
 from models.curriculum import take
 from models.waves import Sampling, another_wave, wave_size
 from tasks.handover import handover_before
-from tasks.plan import PROMPTS, BatchPlan, evaluation_key, plan_key, policy_key, wave_key, waves_of
+from tasks.plan import PROMPTS, BatchPlan, evaluation_key, measurement_key, plan_key, policy_key, wave_key, waves_of
 from tasks.session import RunRef, session_of
 from tasks.stages import record, required
 
@@ -53,12 +53,21 @@ async def plan_next_wave(run: RunRef, plan: BatchPlan) -> BatchPlan | None:
 @task(task_run_name="plan eval-{number:04d}")
 async def plan_evaluation(run: RunRef, number: int) -> BatchPlan:
     """Take the first held-out problems for the policy after `number` iterations."""
+    return _plan_heldout(run, evaluation_key(number), number, policy=policy_key(number))
+
+
+@task(task_run_name="plan measurement of {policy}")
+async def plan_measurement(run: RunRef, policy: str) -> BatchPlan:
+    """Take the first held-out problems for a policy that comes before the first iteration."""
+    return _plan_heldout(run, measurement_key(policy), 0, policy=policy)
+
+
+def _plan_heldout(run: RunRef, key: str, number: int, *, policy: str) -> BatchPlan:
     settings = session_of(run).settings
-    policy = required(run, policy_key(number))
     sampling = settings.rollout.sampling
     problems = min(settings.evaluation.problems, _num_prompts(required(run, PROMPTS["heldout"])))
     plan = BatchPlan(
-        key=evaluation_key(number),
+        key=key,
         number=number,
         split="heldout",
         rows=tuple(range(problems)),
@@ -68,9 +77,9 @@ async def plan_evaluation(run: RunRef, number: int) -> BatchPlan:
         sampling=SamplingConfig(
             temperature=settings.evaluation.temperature, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop
         ),
-        policy=policy.key,
+        policy=policy,
     )
-    return _commit(run, plan, policy)
+    return _commit(run, plan, required(run, policy))
 
 
 def read_plan(run: RunRef, batch: str) -> BatchPlan:

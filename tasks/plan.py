@@ -9,6 +9,8 @@ from models.config import SamplingConfig
 from models.curriculum import Cursor
 from placement.allocation import cut
 
+BASE, SFT, DPO = "policy/base", "policy/sft", "policy/dpo"
+"""Keys of the manifests that committed the policy before, and after, each stage of training on data alone."""
 PROMPTS = {"train": "prompts/train", "heldout": "prompts/heldout"}
 """Keys of the manifests that committed the prompts of each split."""
 
@@ -105,6 +107,11 @@ def credit_key(number: int) -> str:
 def evaluation_key(number: int) -> str:
     """Prefix of the manifests of the evaluation after `number` iterations."""
     return f"eval-{number:04d}"
+
+
+def measurement_key(policy: str) -> str:
+    """Prefix of the manifests of a measurement of one of the policies that come before the first iteration."""
+    return f"{policy}/{evaluation_key(0)}"
 
 
 def policy_key(number: int) -> str:

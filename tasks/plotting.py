@@ -1,9 +1,27 @@
-"""The learning curve as a PNG."""
+"""Curves as PNG."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from tasks.reports import Accuracy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def loss_curves(title: str, losses: Mapping[str, Sequence[float]]) -> bytes:
+    """Draw the course of each model's loss, from the first step to the last."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, course in losses.items():
+        axes.plot([100 * place / max(1, len(course) - 1) for place in range(len(course))], course, label=name)
+    axes.set(title=title, xlabel="steps, %", ylabel="loss")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    return _png(figure)
 
 
 def learning_curve(
@@ -39,6 +57,10 @@ def learning_curve(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
+    return _png(figure)
+
+
+def _png(figure: "Figure") -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
     return buffer.getvalue()

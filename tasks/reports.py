@@ -101,5 +101,5 @@ def accuracy_of(summary: Manifest) -> Accuracy:
     """Read an evaluation's summary manifest."""
     mean, problems = summary.metrics["accuracy"], int(summary.metrics["problems"])
     low, high = mean_interval(mean * problems, summary.metrics["squares"], problems)
-    number = int(summary.key.split("/")[0].removeprefix("eval-"))
+    number = int(summary.key.split("/")[-2].removeprefix("eval-"))
     return Accuracy(number=number, problems=problems, mean=mean, low=low, high=high)

@@ -4,7 +4,16 @@ from typing import Protocol
 
 from infra.config import PoolsConfig
 from models.algorithms.config import AlgorithmConfig
-from models.config import DataConfig, EvaluationConfig, PolicyConfig, RetentionConfig, RolloutConfig, WarmupConfig
+from models.config import (
+    DataConfig,
+    DpoConfig,
+    EvaluationConfig,
+    PolicyConfig,
+    PreferencesConfig,
+    RetentionConfig,
+    RolloutConfig,
+    WarmupConfig,
+)
 from models.objectives.config import UpdateConfig
 from models.rewards.config import ScoringConfig
 from placement.config import PlacementConfig
@@ -23,6 +32,10 @@ class RunSettings(Protocol):
     def policy(self) -> PolicyConfig: ...
     @property
     def warmup(self) -> WarmupConfig | None: ...
+    @property
+    def preferences(self) -> PreferencesConfig | None: ...
+    @property
+    def dpo(self) -> DpoConfig | None: ...
     @property
     def rollout(self) -> RolloutConfig: ...
     @property

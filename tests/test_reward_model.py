@@ -22,7 +22,7 @@ from infra.errors import BadInput, Damaged
 from infra.shards import read_shard, write_shard
 from infra.storage import open_store
 from models.records import ROLLOUT_SCHEMA, VERDICT_SCHEMA, PolicyVersion
-from models.rewards.config import ModelReward
+from models.rewards.config import DirectoryRewardModel, ModelReward
 from models.roles.reward_model import check_reward_model, load_reward_model, score
 from models.work import JudgeWork
 from models.workers.reward_model import RewardModelWorker
@@ -45,7 +45,9 @@ SHAPES = {
     ),
 }
 TEXTS = [f"Ana has {n} pens, buys {n * 7} and sells {n // 2}. " * (1 + n % 2) + "#" * (n % 5) for n in range(1, 24)]
-REWARD = ModelReward(path="unused", name="liked", template="{prompt}{completion}", batch_tokens=200)
+REWARD = ModelReward(
+    model=DirectoryRewardModel(path="unused"), name="liked", template="{prompt}{completion}", batch_tokens=200
+)
 
 
 def write_classifier(directory, architecture="llama", *, labels=1, padding_side="right", pad=True, template=None):

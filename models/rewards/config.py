@@ -349,6 +349,12 @@ class ScoringConfig(Settings):
         """Served rewards whose model runs in worker slots; one behind an endpoint is elsewhere."""
         return {term: reward for term, reward in self.served.items() if not reward.is_endpoint}
 
+    @property
+    def trained_reward_models(self) -> dict[str, ModelReward]:
+        """Rewards whose model the run trains on its preferences, by term."""
+        models = {term: reward for term, reward in self.served.items() if isinstance(reward, ModelReward)}
+        return {term: reward for term, reward in models.items() if isinstance(reward.model, TrainedRewardModel)}
+
     @model_validator(mode="after")
     def _terms_differ(self) -> "ScoringConfig":
         if len(set(self.terms)) < len(self.terms):

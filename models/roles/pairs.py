@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput
 from models.batching import MicroBatch, TokenSequence, lay_out
 from models.data import Preference
-from models.roles.reward_model import encode
+from models.roles.reward_model import encode, require_completion
 from models.roles.supervised import example_sequences, sequence_of
 from models.roles.tokenizer import render
 
@@ -44,6 +44,7 @@ def reward_pairs(
     context: int,
 ) -> list[SequencePair]:
     """Tokenize as for scoring; a model is asked for its number of the last token that is not padding."""
+    require_completion(template, source="reward model")
     sequences: list[TokenSequence] = []
     for pair in preferences:
         prompt = render(pair.prompt, tokenizer, source=pair.source)

@@ -58,9 +58,14 @@ class Scored:
 
 def check_reward_model(path: Path, template: str | None = None) -> int:
     """Refuse a directory or template that cannot score; return the number of parameters, without reading them."""
-    if template is not None and "completion" not in _FIELD.findall(template):
-        raise BadInput(f"reward model {path}: its template {template!r} has no {{completion}}: all would score alike")
+    require_completion(template, source=f"reward model {path}")
     return int(load_reward_model(path, device="meta").model.num_parameters())
+
+
+def require_completion(template: str | None, *, source: str) -> None:
+    """Refuse a template that leaves out what is to be scored."""
+    if template is not None and "completion" not in _FIELD.findall(template):
+        raise BadInput(f"{source}: its template {template!r} has no {{completion}}: all would score alike")
 
 
 def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> RewardModel:

@@ -11,6 +11,7 @@ from models.judges.training import question_about
 from models.rewards.config import (
     ChoiceVerdict,
     DirectoryJudge,
+    DirectoryRewardModel,
     JudgeReward,
     LogprobVerdict,
     ModelReward,
@@ -27,8 +28,8 @@ def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Pr
     """Refuse a model that cannot serve the reward; return its number of parameters. Weights are not read."""
     try:
         match reward:
-            case ModelReward():
-                return check_reward_model(reward.path, reward.template)
+            case ModelReward(model=DirectoryRewardModel(path=path)):
+                return check_reward_model(path, reward.template)
             case JudgeReward(model=DirectoryJudge(path=path)):
                 config, tokenizer, parameters = check_directory(path)
                 shape = policy_shape(config, parameters=parameters, source=str(path))
@@ -36,7 +37,9 @@ def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Pr
                 tokenizer = judge_tokenizer(judge, reward, problems, seed=seed)
                 shape = scratch_shape(judge, tokenizer)
             case _:
-                raise BadInput("a model behind an endpoint is not the run's")
+                raise BadInput(
+                    "a model behind an endpoint, or one that begins as the policy, is not made for the reward"
+                )
         _check_room(reward, problems, tokenizer=tokenizer, context=shape.context)
     except BadInput as error:
         raise BadInput(f"reward {term}: {error}") from error
@@ -46,7 +49,7 @@ def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Pr
 def write_served_model(reward: ServedReward, directory: Path, *, problems: Sequence[Problem], seed: int) -> int:
     """Build or copy the model into an empty directory; return its number of parameters."""
     match reward:
-        case ModelReward(path=path):
+        case ModelReward(model=DirectoryRewardModel(path=path)):
             parameters = check_reward_model(path, reward.template)
             copy_directory(path, directory)
             return parameters
@@ -60,7 +63,7 @@ def write_served_model(reward: ServedReward, directory: Path, *, problems: Seque
             save_policy(model, tokenizer, directory)
             return int(model.num_parameters())
         case _:
-            raise BadInput("a model behind an endpoint is not the run's to make")
+            raise BadInput("a model behind an endpoint, or one that begins as the policy, is not made for the reward")
 
 
 def _check_room(

@@ -1,0 +1,33 @@
+"""Direct preference optimisation: the policy learns from pairs of completions, without a reward model."""
+
+from prefect import flow
+
+from flows.beginning import begin
+from flows.config import RunConfig
+from flows.measuring import measured
+from flows.running import hold
+from flows.scopes import measured_by_rules
+from flows.sft import fine_tuning
+from tasks.offline import is_fine_tuned, prefer
+from tasks.offline_reports import TrainedPolicy, report_policy
+from tasks.plan import BASE, DPO, SFT
+from tasks.session import RunRef
+
+
+@flow(name="preference-learning", flow_run_name="preference learning")
+async def preference_learning(run: RunRef) -> None:
+    """Train the policy on preferences, from where its warm-up left it."""
+    await prefer(run)
+
+
+@flow(name="dpo", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
+async def dpo(config: RunConfig) -> TrainedPolicy:
+    """Go as far as the policy after preference optimisation, and measure it on held-out problems."""
+    async with hold(config, scope=measured_by_rules(config)) as run:
+        await begin(run)
+        if is_fine_tuned(run):
+            await fine_tuning(run)
+        before = await measured(run, SFT if is_fine_tuned(run) else BASE)
+        await preference_learning(run)
+        after = await measured(run, DPO)
+        return await report_policy(run, DPO, before, after)

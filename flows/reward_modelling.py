@@ -1,0 +1,35 @@
+"""Reward modelling: the models behind served rewards, built, copied, or trained on the run's own data."""
+
+from prefect import flow
+
+from flows.beginning import begin
+from flows.config import RunConfig
+from flows.dpo import preference_learning
+from flows.running import hold
+from flows.sft import fine_tuning
+from tasks.judges import local_terms, make_judge, train_judge
+from tasks.offline import begin_with, is_fine_tuned, is_preferring
+from tasks.offline_reports import TrainedRewards, report_rewards
+from tasks.session import RunRef
+
+
+@flow(name="reward-modelling", flow_run_name="reward modelling")
+async def reward_modelling(run: RunRef) -> None:
+    """Make and train every model that scores completions here."""
+    for term in local_terms(run):
+        await make_judge(run, term)
+        await train_judge(run, term)
+
+
+@flow(name="reward-model", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
+async def reward_model(config: RunConfig) -> TrainedRewards:
+    """Go as far as the models behind rewards, and report how they judge held-out pairs."""
+    async with hold(config) as run:
+        await begin(run)
+        if is_fine_tuned(run):
+            await fine_tuning(run)
+        if is_preferring(run):
+            await preference_learning(run)
+        await begin_with(run)
+        await reward_modelling(run)
+        return await report_rewards(run)
