@@ -1,14 +1,61 @@
-"""What re-scorings and re-credits of a run came to, for people: read from the store."""
+"""The commands that make more of a run's stored rollouts, and what they came to, for people."""
 
+import argparse
+import json
 from collections.abc import Iterable, Sequence
 
+from flows.launcher import recredit_here, rescore_here
 from flows.reading import open_known_run
+from flows.requests import request_recredit, request_rescoring
+from flows.terminal import table, write
 from infra.config import Settings
 from infra.errors import Damaged
 from infra.manifests import Manifest
 from infra.runs import Run
 from tasks.derived import Derived
 from tasks.reports import shown
+
+
+def rescore(options: argparse.Namespace) -> int:
+    """Score stored rollouts again, and show how the rewards compare."""
+    request = request_rescoring(
+        options.store,
+        options.run,
+        rewards=options.rewards,
+        name=options.name,
+        iterations=options.iterations,
+        overrides=options.overrides,
+    )
+    rescore_here(request)
+    lines = rescored_iterations(options.store, options.run, request.name, request.iterations)
+    _show(options, Derived("rescore", request.name), lines, rescored_rows(lines))
+    return 0
+
+
+def recredit(options: argparse.Namespace) -> int:
+    """Credit stored rollouts again, and show how the advantages compare."""
+    request = request_recredit(
+        options.store,
+        options.run,
+        algorithm=options.algorithm,
+        scores=options.scores,
+        name=options.name,
+        iterations=options.iterations,
+        overrides=options.overrides,
+    )
+    recredit_here(request)
+    lines = recredited_iterations(options.store, options.run, request.name, request.iterations)
+    _show(options, Derived("recredit", request.name), lines, recredited_rows(lines))
+    return 0
+
+
+def _show(
+    options: argparse.Namespace, derived: Derived, lines: Sequence[Settings], rows: Sequence[dict[str, str]]
+) -> None:
+    if options.json:
+        write(json.dumps({"name": derived.name, "iterations": [line.model_dump() for line in lines]}, indent=2))
+    else:
+        write(f"\n{table(rows)}\n{derived.label} of run {options.run}")
 
 
 class RescoredIteration(Settings):

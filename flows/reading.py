@@ -16,6 +16,7 @@ from infra.storage import open_store
 from infra.verify import verify_store
 from models.readable import Sample
 from models.rewards.config import ScoringConfig
+from tasks.derived import Derived, DerivedLine, derived_of, sealed_numbers
 from tasks.invariants import check_invariants
 from tasks.plan import iteration_key, policy_key, rollouts_of
 from tasks.reports import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations, shown
@@ -42,6 +43,8 @@ class RunDescription(Settings):
     """Directory of the last sealed policy, or of its adapter; none before there is one."""
     base: str | None
     """Directory of the weights to which the adapter is added; none where the policy's are its own."""
+    derived: list[DerivedLine]
+    """Re-scorings and re-credits of its rollouts."""
 
 
 class RunLine(Settings):
@@ -75,6 +78,7 @@ def describe_run(store: str, name: str) -> RunDescription:
         iterations=reports_of(run, term=_terms(run)[0]),
         policy=policy,
         base=base,
+        derived=derived_of(run),
     )
 
 
@@ -146,13 +150,36 @@ def read_rollouts(
     return sample_rollouts(run, iteration, limit=limit, order=order)
 
 
-def export_run(store: str, name: str) -> list[Path]:
-    """Write one Parquet file per sealed iteration: rollouts with their scores; return the files."""
+def export_run(store: str, name: str, *, scores: str | None = None) -> list[Path]:
+    """Write one Parquet file per sealed iteration: rollouts with their scores; return the files.
+
+    `scores` names a re-scoring: then its iterations, with its scores.
+    """
     run = open_known_run(store, name)
-    numbers = [report.iteration for report in reports_of(run, term=_terms(run)[0])]
+    if scores is None:
+        numbers: Sequence[int] = [report.iteration for report in reports_of(run, term=_terms(run)[0])]
+        if not numbers:
+            raise BadInput(f"run {name!r} has no sealed iteration yet: nothing to export")
+        return [export_parquet(run, _scored(run, number), iteration_key(number)) for number in numbers]
+    derived = known_rescoring(run, scores)
+    numbers = sealed_numbers(run, derived)
     if not numbers:
-        raise BadInput(f"run {name!r} has no sealed iteration yet: nothing to export")
-    return [export_parquet(run, _scored(run, number), iteration_key(number)) for number in numbers]
+        raise BadInput(f"{derived.label} of run {name!r} has no iteration that is complete: nothing to export")
+    return [
+        export_parquet(run, _scored(run, number, prefix=derived.prefix), derived.iteration_key(number))
+        for number in numbers
+    ]
+
+
+def known_rescoring(run: Run, name: str) -> Derived:
+    """A re-scoring by name, or say which one was probably meant."""
+    derived, known = Derived("rescore", name), run.folders("rescore")
+    if name in known and run.find(derived.terms_key) is not None:
+        return derived
+    raise BadInput(
+        f"--scores {name!r}: expected a re-scoring of run {run.name!r}, found {', '.join(known) or 'none'}"
+        f"{nearest(name, known)}"
+    )
 
 
 def verify_run(store: str, name: str) -> list[str]:
@@ -176,11 +203,11 @@ def open_known_run(store: str, name: str) -> Run:
     return open_run(store, name)
 
 
-def _scored(run: Run, number: int) -> Iterator[pa.Table]:
+def _scored(run: Run, number: int, *, prefix: str = "") -> Iterator[pa.Table]:
     """An iteration's rollouts and scores side by side, shard by shard, with run and iteration as columns."""
     for rollouts in rollouts_of(run, number):
         table = read_shard(run.store, rollouts.shards[0])
-        scored = run.find(rollouts.key.replace("/rollout/", "/scoring/"))
+        scored = run.find(f"{prefix}{rollouts.key.replace('/rollout/', '/scoring/')}")
         assert scored is not None, "a sealed iteration has scores for every rollout shard"
         scores = read_shard(run.store, scored.shards[0])
         for name in scores.column_names:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from flows.combinations import reasons_against
 from flows.complaints import explain, nearest
 from flows.config import RunConfig, override_config
-from flows.reading import open_known_run
+from flows.reading import known_rescoring, open_known_run
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
 from infra.runs import Run
@@ -144,12 +144,9 @@ def _scoring_of(run: Run, scores: str | None) -> ScoringConfig:
     """The rewards behind some scores."""
     if scores is None:
         return ScoringConfig.model_validate(run.record.config["scoring"])
-    terms, known = rescoring_terms(run, scores), run.folders("rescore")
-    if terms is None:
-        raise BadInput(
-            f"--scores {scores!r}: expected a re-scoring of run {run.name!r}, found {', '.join(known) or 'none'}"
-            f"{nearest(scores, known)}"
-        )
+    known_rescoring(run, scores)
+    terms = rescoring_terms(run, scores)
+    assert terms is not None, "a known re-scoring has its terms"
     return terms.scoring
 
 

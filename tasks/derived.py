@@ -1,15 +1,20 @@
 """What was made of a run's stored rollouts later: other scores, other advantages. Keys and facts, from the store."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from infra.config import Settings
 from infra.errors import Damaged, RunChanged
 from infra.manifests import Manifest
 from infra.runs import Run, difference
+from infra.shards import ShardRef, read_shard
 from models.algorithms.config import AlgorithmConfig, TeacherConfig
 from models.rewards.config import ScoringConfig
+from tasks.handover import handover_before
 from tasks.plan import BatchPlan, iteration_key, waves_of
 
 RESCORING, RECREDIT = "rescore", "recredit"
@@ -86,6 +91,20 @@ def derived_of(run: Run) -> list[DerivedLine]:
     ]
 
 
+def derived_line(lines: Sequence[DerivedLine]) -> str:
+    """Every re-scoring and re-credit with its iterations, in one line."""
+    words = {"rescore": "re-scored as", "recredit": "re-credited as"}
+    return "; ".join(f"{words[line.kind]} {line.name}: {iterations_text(line.iterations)}" for line in lines)
+
+
+def iterations_text(numbers: Sequence[int]) -> str:
+    """Iterations as `--iterations` takes them."""
+    firsts = [number for number in numbers if number - 1 not in numbers]
+    lasts = [number for number in numbers if number + 1 not in numbers]
+    spans = (f"{first}-{last}" if last > first else f"{first}" for first, last in zip(firsts, lasts, strict=True))
+    return f"iteration{'s' if len(numbers) > 1 else ''} {','.join(spans)}" if numbers else "no iteration yet"
+
+
 def sealed_numbers(run: Run, derived: Derived) -> tuple[int, ...]:
     """Iterations that a re-scoring or re-credit has done."""
     numbers = (int(m.removeprefix("it-")) for m in run.folders(derived.prefix) if m.startswith("it-"))
@@ -135,6 +154,21 @@ def rescored_pairs(run: Run, name: str, number: int) -> Iterator[tuple[Manifest,
             keys = (wave.rollout_key(shard), scored.removeprefix(wave.rescoring), scored)
             rollouts, stored, new = (_required(run, key) for key in keys)
             yield rollouts, stored, new
+
+
+def credited_pairs(run: Run, number: int, scores: str | None) -> list[tuple[Manifest, Manifest]]:
+    """Rollouts and scores that an iteration's credit looks at, in order: groups kept before, then its own."""
+    prefix = "" if scores is None else Derived("rescore", scores).prefix
+    keys = [(groups.rollouts, groups.scores) for groups in handover_before(run, number).kept]
+    for wave in waves_of(run, number):
+        keys += [(wave.rollout_key(shard), wave.shard_key("scoring", shard)) for shard in range(wave.num_shards)]
+    return [(_required(run, rollouts), _required(run, f"{prefix}{scored}")) for rollouts, scored in keys]
+
+
+def rewards_of(run: Run, scores: Sequence[ShardRef]) -> NDArray[np.float64]:
+    """Total rewards of some score shards, one after the other; NaN where one is missing."""
+    columns = [read_shard(run.store, ref, ("reward",))["reward"].to_numpy() for ref in scores]
+    return np.concatenate([np.empty(0), *(np.asarray(column, np.float64) for column in columns)])
 
 
 def _required(run: Run, key: str) -> Manifest:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from infra.runs import Run
 from models.curriculum import give_back, take
 from models.waves import Sampling
+from tasks.derived_invariants import check_derived
 from tasks.evidence import Evidence, gather
 from tasks.plan import plan_key
 from tasks.reports import sealed_iterations
@@ -26,7 +27,7 @@ def check_invariants(run: Run) -> list[str]:
         problems += [f"{seal.key}: no manifest has the parent digest {p}" for p in seal.parents if p not in digests]
         for check in (_check_prompts, _check_handover, _check_sampling, check_rollouts, check_samples):
             problems += check(evidence)
-    return problems
+    return [*problems, *check_derived(run)]
 
 
 def _check_prompts(evidence: Evidence) -> Iterator[str]:

@@ -3,13 +3,9 @@
 import logging
 import time
 
-import numpy as np
-from numpy.typing import NDArray
 from prefect import task
 
 from infra.manifests import Manifest
-from infra.runs import Run
-from infra.shards import ShardRef, read_shard
 from models.comparison import compare_rewards
 from models.judges.alarms import check_judges
 from models.rewards.config import ScoringConfig
@@ -20,6 +16,7 @@ from tasks.derived import (
     check_terms,
     rescored_pairs,
     rescored_waves,
+    rewards_of,
     sealed_numbers,
 )
 from tasks.judges import local_terms, model_key
@@ -117,9 +114,3 @@ async def seal_rescoring(run: RunRef, name: str, number: int, began: float) -> M
         time.monotonic() - began,
     )
     return sealed
-
-
-def rewards_of(run: Run, scores: list[ShardRef]) -> NDArray[np.float64]:
-    """Total rewards of some score shards, one after the other; NaN where one is missing."""
-    columns = [read_shard(run.store, ref, ("reward",))["reward"].to_numpy() for ref in scores]
-    return np.concatenate([np.empty(0), *(np.asarray(column, np.float64) for column in columns)])
