@@ -57,6 +57,8 @@ def staleness(
     if not np.array_equal(written_N, lengths_N):
         row = int(np.flatnonzero(written_N != lengths_N)[0])
         raise Damaged(f"rollout {row}: expected segments of {lengths_N[row]} tokens in all, found {written_N[row]:.0f}")
+    if len(versions_S) and versions_S.max() > policy_version:
+        raise Damaged(f"rollouts: expected tokens of policies up to {policy_version}, found some of {versions_S.max()}")
     return np.repeat((policy_version - versions_S).astype(np.int16), tokens_S)
 
 

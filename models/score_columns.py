@@ -58,21 +58,17 @@ def _term(scores: pa.Table, term: TermColumns, lengths_N: Integers, scored_N: Ma
 
 def _spans(scores: pa.Table, term: str, lengths_N: Integers, scored_N: Mask) -> Spans:
     starts, values = scores[f"spans_{term}"], scores[f"values_{term}"]
-    spans = Spans(
-        starts_S=flat(starts).astype(np.int64), counts_N=lengths_of(starts), values_S=flat(values).astype(np.float64)
-    )
-    for what, wrong_N in (
-        ("as many values as spans", lengths_of(values) != spans.counts_N),
-        ("spans for every token", (spans.counts_N == 0) & (lengths_N > 0) & scored_N),
-    ):
-        _refuse(scores, wrong_N, f"spans of {term!r}: expected {what}")
+    counts_N, values_S = lengths_of(starts), flat(values).astype(np.float64)
+    if not np.array_equal(lengths_of(values), counts_N) or not np.isfinite(values_S).all():
+        raise Damaged(f"spans of {term!r}: expected one finite value per span, found others")
+    spans = Spans(starts_S=flat(starts).astype(np.int64), counts_N=counts_N, values_S=values_S)
     row_S = np.repeat(np.arange(len(lengths_N)), spans.counts_N)
-    before_S = np.where(np.diff(row_S, prepend=-1) > 0, 0, np.roll(spans.starts_S, 1))
     first_S = np.diff(row_S, prepend=-1) > 0
-    wrong_S = (spans.starts_S < before_S) | (spans.starts_S > lengths_N[row_S]) | (first_S & (spans.starts_S != 0))
-    wrong_S |= ~np.isfinite(spans.values_S) & scored_N[row_S]
-    wrong_N = np.bincount(row_S[wrong_S], minlength=len(lengths_N)) > 0
-    _refuse(scores, wrong_N, f"spans of {term!r}: expected finite values and starts from 0 up to the number of tokens")
+    fits_S = np.where(first_S, spans.starts_S == 0, spans.starts_S > np.roll(spans.starts_S, 1))
+    fits_S &= spans.starts_S < lengths_N[row_S]
+    covered_N = (spans.counts_N > 0) | (lengths_N == 0) | ~scored_N
+    fits_N = covered_N & (np.bincount(row_S[~fits_S], minlength=len(lengths_N)) == 0)
+    _refuse(scores, ~fits_N, f"spans of {term!r}: expected ascending starts from 0 below the number of tokens")
     return spans
 
 

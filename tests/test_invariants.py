@@ -99,7 +99,13 @@ class Story:
                 informative += int(scores.metrics["informative_groups"])
                 made.append((rollouts, scores, None))
         shards = [ScoredShard(r.shards[0], s.shards[0], rows) for r, s, rows in (*kept, *made)]
-        work = CreditWork(iteration=number, shards=tuple(shards), target=ROLLOUT.prompts, dynamic=DYNAMIC)
+        work = CreditWork(
+            iteration=number,
+            shards=tuple(shards),
+            target=ROLLOUT.prompts,
+            dynamic=DYNAMIC,
+            policy_version=number - 1,
+        )
         credit = self._commit(f"{iteration_key(number)}/credit", self.scoring.credit(work))
         policy = PolicyVersion(version=number, weights=self.weights)
         self._commit(policy_key(number), Outcome(policy=policy), self._find(policy_key(number - 1)), credit)

@@ -140,12 +140,6 @@ def test_a_step_gives_its_value_to_its_tokens_or_to_its_last():
     np.testing.assert_array_equal(values_on_last_tokens(spans, lengths), [0, 0, 1, 5, 0, 7])
 
 
-def test_a_step_inside_one_token_is_paid_at_that_token():
-    spans = experience(Drawn([0], [3], steps=[[(0, 1), (2, 4), (2, 8), (3, 16)]])).scored.terms[-1].spans
-    np.testing.assert_array_equal(values_on_tokens(spans, np.array([3])), [1, 1, 8])
-    np.testing.assert_array_equal(values_on_last_tokens(spans, np.array([3])), [0, 5, 24])
-
-
 # ---- REINFORCE++
 
 

@@ -52,7 +52,7 @@ def normalised(values_T: Floats, lengths_N: Integers, counted_N: Mask) -> Floats
     return centred_T
 
 
-def span_ends(spans: Spans, lengths_N: Integers) -> tuple[Integers, Integers]:
+def span_bounds(spans: Spans, lengths_N: Integers) -> tuple[Integers, Integers]:
     """Return each span's first token and the one behind its last, as indices of all tokens."""
     begins_S = spans.starts_S + np.repeat(np.cumsum(lengths_N) - lengths_N, spans.counts_N)
     ends_S = np.empty_like(begins_S)
@@ -63,7 +63,7 @@ def span_ends(spans: Spans, lengths_N: Integers) -> tuple[Integers, Integers]:
 
 def values_on_tokens(spans: Spans, lengths_N: Integers) -> Floats:
     """Give every token its span's value; NaN where a completion has no spans."""
-    begins_S, ends_S = span_ends(spans, lengths_N)
+    begins_S, ends_S = span_bounds(spans, lengths_N)
     valued_N = spans.counts_N > 0
     valued_T = np.repeat(spans.values_S, ends_S - begins_S)
     if valued_N.all():
@@ -74,11 +74,8 @@ def values_on_tokens(spans: Spans, lengths_N: Integers) -> Floats:
 
 
 def values_on_last_tokens(spans: Spans, lengths_N: Integers) -> Floats:
-    """Give the last token of every span its value.
-
-    Of a span without tokens, whose text lies inside a token that began before it, that token gets it.
-    """
-    _, ends_S = span_ends(spans, lengths_N)
-    written_S = np.repeat(lengths_N > 0, spans.counts_N)
-    last_S, values_S = ends_S[written_S] - 1, spans.values_S[written_S]
-    return np.bincount(last_S, weights=values_S, minlength=int(lengths_N.sum())).astype(np.float64)
+    """Give the last token of every span its value, and the others 0."""
+    _, ends_S = span_bounds(spans, lengths_N)
+    values_T = np.zeros(int(lengths_N.sum()))
+    values_T[ends_S - 1] = spans.values_S
+    return values_T
