@@ -28,11 +28,13 @@ WORKS = (
     "make_policy",
     "make_prompts",
     "make_judge",
+    "make_critic",
     "warmup",
     "warm_judge",
     "generate",
     "judge",
     "score",
+    "estimate",
     "credit",
     "update",
 )

@@ -39,7 +39,7 @@ def publish_policy(
                 weights, adapter = parent.weights, publish_bundle(store, trained, prefix="adapters")
             else:
                 _copy_beside_weights(fetch_bundle(store, parent.weights), trained)
-                weights = publish_bundle(store, trained, prefix="policies")
+                weights = publish_bundle(store, trained, prefix=parent.weights.key.rpartition("/")[0])
             published = PolicyVersion(
                 version=version,
                 weights=weights,
