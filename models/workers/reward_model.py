@@ -113,6 +113,7 @@ def _table(rollouts: pa.Table, scores: list[Scored]) -> pa.Table:
         "attempt": [0] * count,
         "text": [None] * count,
         "value": [scored.value for scored in scores],
+        "steps": [None] * count,
         "error": [scored.error for scored in scores],
         "tokens": [0] * count,
     }
