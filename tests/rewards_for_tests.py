@@ -1,5 +1,6 @@
 """Rewards that behave as rewards in the wild do; the completion says what to do."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -56,3 +57,28 @@ NUMBER = 7
 def even(prompt: str, completion: str, answer: str) -> float:
     """Return 1 for an even number of characters: any policy gets it right now and then, in every group."""
     return float(len(completion) % 2 == 0)
+
+
+def stepwise(prompt: str, completion: str, answer: str, *, steps: list[str], scale: float = 1.0) -> list[float]:
+    """Return the number that each step is, or do the harm that the first one names."""
+    harm = steps[0].strip()
+    if harm == "few":
+        return [1.0] * (len(steps) - 1)
+    if harm == "many":
+        return [1.0] * (len(steps) + 1)
+    if harm == "text":
+        return "1" * len(steps)  # type: ignore[return-value]
+    if harm == "words":
+        return ["one"] * len(steps)  # type: ignore[list-item]
+    if harm == "endless":
+        return itertools.count()  # type: ignore[return-value]
+    if harm in ("hang", "raise", "kill", "leave", "none"):
+        obedient(prompt, harm, answer)
+        return None  # type: ignore[return-value]
+    return [scale * float(step) for step in steps]
+
+
+def lengths_of_tokens(prompt: str, completion: str, answer: str, *, tokens: list[str]) -> list[float]:
+    """Return the number of characters of each token."""
+    assert "".join(tokens) == completion
+    return [float(len(token)) for token in tokens]

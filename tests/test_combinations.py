@@ -126,3 +126,30 @@ def test_a_request_to_a_teacher_ends_before_it_counts_as_stalled():
 
 def test_tokens_of_a_paced_engine_have_no_teacher():
     assert "mean nothing to a teacher" in refusal("algorithm.kind=grpo", "rollout.engine.kind=paced", *HELD)
+
+
+NUMERIC = "{kind = 'numeric', weight = 2.0}"
+FLAGS = "{kind = 'target', target = 'models.rewards.arithmetic_steps:wrong_steps', per = 'step'}"
+
+
+def test_capo_needs_a_reward_of_steps():
+    told = refusal("algorithm.kind=capo", f"scoring.rewards=[{NUMERIC}]")
+    assert "algorithm.kind 'capo': expected a reward that values steps or tokens" in told
+
+
+def test_capo_needs_an_outcome():
+    told = refusal("algorithm.kind=capo", f"scoring.rewards=[{FLAGS}]")
+    assert "algorithm.kind 'capo': expected a reward of whole completions" in told
+
+
+@pytest.mark.parametrize("weight", ["1.0", "0.5"])
+def test_a_flagged_token_of_a_right_answer_does_not_fall_to_a_wrong_answers_level(weight):
+    rewards = f"scoring.rewards=[{{kind = 'numeric', weight = {weight}}}, {FLAGS}]"
+    told = refusal("algorithm.kind=capo", rewards)
+    assert f"outcomes weigh {float(weight):g} and flags 1, so a flagged token of a right answer falls" in told
+    assert accepted("algorithm.kind=capo", rewards, "algorithm.allow_low_outcome=true").scoring.terms
+
+
+def test_capo_with_outcomes_above_flags_is_accepted():
+    config = accepted("algorithm.kind=capo", f"scoring.rewards=[{NUMERIC}, {FLAGS}]")
+    assert config.scoring.process_terms == ("target",)
