@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from infra.errors import Damaged
+from infra.errors import BadInput, Damaged
 from models.algorithms.config import (
     AlgorithmConfig,
     Capo,
@@ -27,6 +27,7 @@ from models.selection import Wanted, informative_prompts
 
 OUTCOME = TermColumns("numeric", 2.0)
 STEPS = TermColumns("steps", 1.0, is_process=True)
+TEACHER = Distillation(teacher=TeacherDirectory(path="teacher"))
 Spans = tuple[list[int], list[float]]
 
 
@@ -149,6 +150,20 @@ def test_estimates_of_other_completions_or_of_other_lengths_are_refused():
         tables.credit(Grpo(kl=RewardKl()))
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        (Ppo(), "values, found reference"),
+        (DistillationOnly(distillation=TEACHER), "policy, teacher, found reference"),
+    ],
+    ids=["ppo", "distillation"],
+)
+def test_an_algorithm_whose_estimates_nobody_made_is_refused(algorithm: AlgorithmConfig, expected: str):
+    tables = Tables([1, 0], [1, 1]).estimated(reference=[[-1.0], [-1.0]])
+    with pytest.raises(BadInput, match=f"algorithm '{algorithm.kind}': expected estimates of {expected}"):
+        tables.credit(algorithm)
+
+
 # ---- steps
 
 
@@ -216,9 +231,6 @@ def test_masking_empties_what_the_critic_learns_too():
     samples = tables.credit(Ppo(mask_truncated=True)).samples
     assert [len(row) for row in samples["returns"].to_pylist()] == [2, 0]
     assert [len(row) for row in samples["values"].to_pylist()] == [2, 0]
-
-
-TEACHER = Distillation(teacher=TeacherDirectory(path="teacher"))
 
 
 @pytest.mark.parametrize(
