@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
-from models.algorithms.config import AlgorithmConfig
+from models.algorithms.config import AlgorithmConfig, Ppo
 from models.config import (
     DataConfig,
     DirectoryPolicy,
@@ -136,6 +136,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         "longest_prompt_tokens": longest,
         **_engine_memory(inputs.rollout.engine, shape, longest + new_tokens),
         **_update_memory(inputs, model, parameters=shape.parameters),
+        **_check_critic(inputs, model, tokenizer, longest_tokens=longest + new_tokens),
         **_check_teacher(inputs, tokenizer, longest_tokens=longest + new_tokens),
         **_check_preferences(inputs, tokenizer, heldout, shape=shape),
     }
@@ -154,6 +155,22 @@ def _update_memory(inputs: Inputs, model: "PreTrainedModel", *, parameters: int)
         "update_weights_bytes": held * BYTES[update.dtype] // (ranks if update.zero_stage >= 3 else 1),
         "update_gradient_bytes": trained * BYTES[update.dtype] // (ranks if update.zero_stage >= 2 else 1),
         "update_optimizer_bytes": trained * state // (ranks if update.zero_stage >= 1 else 1),
+    }
+
+
+def _check_critic(
+    inputs: Inputs, policy: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", *, longest_tokens: int
+) -> dict[str, float]:
+    """A critic is trained as the policy is, beside it."""
+    from models.roles.critic import check_critic
+
+    if not isinstance(inputs.algorithm, Ppo):
+        return {}
+    critic = check_critic(inputs.algorithm.critic.path, policy.config, tokenizer, longest_tokens=longest_tokens)
+    held = _update_memory(inputs, critic, parameters=critic.num_parameters())
+    return {
+        "critic_parameters": critic.num_parameters(),
+        "update_critic_bytes": sum(value for name, value in held.items() if name.endswith("_bytes")),
     }
 
 

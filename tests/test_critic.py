@@ -20,7 +20,7 @@ from infra.errors import BadInput
 from infra.shards import ShardRef, read_shard, write_shard
 from infra.storage import open_store
 from models.algorithms.config import CriticConfig, Ppo
-from models.objectives.config import UpdateConfig
+from models.objectives.config import LoraConfig, UpdateConfig
 from models.records import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, Outcome, PolicyVersion
 from models.roles.critic import TokenValues, critic_from_classifier, critic_from_policy, write_critic
 from models.roles.policy import save_policy
@@ -288,6 +288,22 @@ def test_an_update_with_a_critic_is_the_same_bits_hot_reloaded_and_repeated(uri,
 def test_the_policy_learns_the_same_with_and_without_a_critic(uri, policy, critic):
     work = learn(uri, policy, critic)
     assert start(uri).update(work).policy == start(uri).update(replace(work, critic=None)).policy
+
+
+def test_with_adapters_the_critics_base_stays_and_its_delta_continues_bit_for_bit(uri, policy, critic):
+    config = CONFIG.model_copy(update={"lora": LoraConfig(rank=4)})
+    hot = start(uri, config)
+    first = hot.update(learn(uri, policy, critic))
+    work = learn(uri, first.policy, first.critic)
+    outcome, cold = hot.update(work), start(uri, config).update(work)
+    assert (outcome.policy, outcome.critic) == (cold.policy, cold.critic)
+    assert outcome.critic.weights == critic.weights
+    assert len({version.digest for version in (critic, first.critic, outcome.critic)}) == 3
+    later = asked(uri, outcome.policy, outcome.critic)
+    assert hot.estimate(later).shards == start(uri, config).estimate(later).shards
+    assert columns(uri, hot.estimate(later))["values"][0] != pytest.approx(
+        columns(uri, hot.estimate(asked(uri, policy, critic)))["values"][0]
+    )
 
 
 def test_while_the_critic_warms_up_the_policy_keeps_its_bits(uri, policy, critic):

@@ -10,7 +10,15 @@ import pytest
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
-from models.algorithms.config import AlgorithmConfig, Distillation, Grpo, TeacherDirectory, TeacherEndpoint
+from models.algorithms.config import (
+    AlgorithmConfig,
+    CriticConfig,
+    Distillation,
+    Grpo,
+    Ppo,
+    TeacherDirectory,
+    TeacherEndpoint,
+)
 from models.config import (
     ArithmeticData,
     DataConfig,
@@ -283,6 +291,19 @@ def test_a_teacher_behind_an_endpoint_is_checked_and_holds_no_memory(monkeypatch
         check(inputs(algorithm=Grpo(distillation=Distillation(teacher=teacher))))
     known = teacher.model_copy(update={"allowed_hosts": ("teacher.example.com",)})
     assert "teacher_parameters" not in check(inputs(algorithm=Grpo(distillation=Distillation(teacher=known))))
+
+
+def test_a_critic_is_counted_as_the_policy_is():
+    facts = check(inputs(algorithm=Ppo()))
+    assert facts["critic_parameters"] == facts["parameters"] + ScratchPolicy().hidden_size
+    assert facts["update_critic_bytes"] == 16 * facts["critic_parameters"]
+
+
+def test_a_critic_that_is_no_classifier_is_one_line_before_the_run(tmp_path):
+    policy = publish_teacher(tmp_path, operations=4)
+    with pytest.raises(BadInput, match=r"algorithm\.critic: .*expected a sequence classifier") as caught:
+        check(inputs(algorithm=Ppo(critic=CriticConfig(path=policy))))
+    assert "\n" not in str(caught.value)
 
 
 def publish_teacher(path: Path, *, operations: int) -> Path:

@@ -3,12 +3,19 @@
 Shapes: B rows, T padded width, N completion tokens, H hidden size.
 """
 
+import copy
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from infra.errors import BadInput
@@ -41,20 +48,12 @@ def load_critic(directory: Path) -> PreTrainedModel:
 def critic_from_policy(policy: Path) -> PreTrainedModel:
     """Put a head of zeros on a policy's trunk: every value is 0."""
     config = AutoConfig.from_pretrained(str(policy), local_files_only=True, trust_remote_code=False)
-    if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-        raise BadInput(
-            f"critic: transformers knows no sequence classifier of the policy's model_type {config.model_type!r}; "
-            "set algorithm.critic.path to a classifier that has the policy's tokenizer"
-        )
-    config.num_labels = 1
-    config.dtype = torch.float32
     with torch.random.fork_rng(devices=[]):  # what is drawn here is overwritten
-        critic = AutoModelForSequenceClassification.from_config(config)
-    _head(critic, source=str(policy))
+        critic = _classifier(config)
     critic.base_model.load_state_dict(load_policy(policy).base_model.state_dict())
-    for parameter in critic.score.parameters():
+    for parameter in _head(critic, source=f"of {config.model_type}").parameters():
         nn.init.zeros_(parameter)
-    return cast(PreTrainedModel, critic)
+    return critic
 
 
 def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
@@ -63,6 +62,29 @@ def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
     check_tokenizer(found.tokenizer, load_tokenizer(policy), source=str(path))
     _head(found.model, source=str(path))
     _check_causal(found.model, source=str(path))
+    return found.model
+
+
+def check_critic(
+    source: Path | None, policy: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int
+) -> PreTrainedModel:
+    """Refuse a critic that could not value the policy's sequences; return its shape, without weights."""
+    try:
+        if source is None:
+            with torch.device("meta"):
+                critic = _classifier(copy.deepcopy(policy))
+            _head(critic, source=f"of {policy.model_type}")
+            return critic
+        found = load_reward_model(source, device="meta")
+        check_tokenizer(found.tokenizer, tokenizer, source=str(source))
+        _head(found.model, source=str(source))
+        if found.context < longest_tokens:
+            raise BadInput(
+                f"critic {source}: its context is {found.context} tokens, expected at least {longest_tokens}: the "
+                "longest prompt and max_new_tokens"
+            )
+    except BadInput as error:
+        raise BadInput(f"algorithm.critic: {error}") from error
     return found.model
 
 
@@ -83,6 +105,18 @@ def check_tokenizer(found: PreTrainedTokenizerFast, policy: PreTrainedTokenizerF
             f"critic {source}: expected the policy's tokenizer ({len(ours)} tokens), found one of {len(theirs)}; "
             f"{len(differing)} differ, first {first!r}: {_id(theirs, first)} there, {_id(ours, first)} in the policy's"
         )
+
+
+def _classifier(config: PretrainedConfig) -> PreTrainedModel:
+    """Initialise a classifier with one output and the given trunk; the configuration becomes its own."""
+    if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise BadInput(
+            f"transformers knows no sequence classifier of the policy's model_type {config.model_type!r}; set "
+            "algorithm.critic.path to a classifier that has the policy's tokenizer"
+        )
+    config.num_labels = 1
+    config.dtype = torch.float32
+    return cast(PreTrainedModel, AutoModelForSequenceClassification.from_config(config))
 
 
 def _id(vocabulary: dict[str, int], token: str) -> str:
