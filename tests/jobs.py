@@ -108,9 +108,7 @@ class Job:
         """Start the job in a process group of its own; it is dead afterwards."""
         self.home.mkdir(parents=True, exist_ok=True)
         (self.home / "tiny.toml").write_text(TINY)
-        for struck in self.home.glob("struck-*"):
-            struck.unlink()
-        (self.home / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
+        self._plant(faults)
         command = [sys.executable, "-m", "tests.faults"] if faults or self.counts_works else [RHEOSTAT]
         command += ["train", str(self.home / "tiny.toml"), *overrides, "--store", str(self.store)]
         with (self.home / "output").open("wb") as output:
@@ -131,12 +129,18 @@ class Job:
         """Give the job's command where it cannot be followed, beside a started job."""
         return self._call("train", str(self.home / "tiny.toml"), *overrides)
 
-    def command(self, name: str, *arguments: str) -> Ended:
-        """Run a command that reads the run."""
-        return self._call(name, "tiny", *arguments)
+    def command(self, name: str, *arguments: str, faults: Sequence[Fault] = ()) -> Ended:
+        """Run a command about the run."""
+        self._plant(faults)
+        return self._call(name, "tiny", *arguments, program=[sys.executable, "-m", "tests.faults"] if faults else None)
 
-    def _call(self, *arguments: str) -> Ended:
-        command = [RHEOSTAT, *arguments, "--store", str(self.store)]
+    def _plant(self, faults: Sequence[Fault]) -> None:
+        for struck in self.home.glob("struck-*"):
+            struck.unlink()
+        (self.home / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
+
+    def _call(self, *arguments: str, program: Sequence[str] | None = None) -> Ended:
+        command = [*(program or [RHEOSTAT]), *arguments, "--store", str(self.store)]
         done = subprocess.run(
             command, cwd=ROOT, env=self._environment(), capture_output=True, text=True, timeout=PATIENCE
         )
