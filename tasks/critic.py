@@ -13,7 +13,8 @@ from tasks.versions import policy_of
 
 def has_critic(run: RunRef) -> bool:
     """Whether the run trains a critic beside its policy."""
-    return isinstance(session_of(run).settings.algorithm, Ppo)
+    settings = session_of(run).settings
+    return isinstance(settings.algorithm, Ppo) and settings.iterations > 0
 
 
 @task(task_run_name="initial critic", retries=2, retry_condition_fn=is_transient)
