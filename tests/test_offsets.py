@@ -81,7 +81,7 @@ def test_special_tokens_and_eos_begin_where_the_text_goes_on():
 
 def test_byte_fallback_tokens_begin_at_the_character_that_they_spell():
     tokenizer = byte_fallback()
-    tokens = tokenizer.encode("a 引 字", add_special_tokens=False).ids + [tokenizer.token_to_id(EOS)]
+    tokens = [*tokenizer.encode("a 引 字", add_special_tokens=False).ids, tokenizer.token_to_id(EOS)]
     spelt = [tokenizer.id_to_token(token) for token in tokens]
     assert spelt == ["▁a", "▁", "<0xE5>", "<0xBC>", "<0x95>", "▁", "字", EOS]
     assert starts(tokenizer, tokens) == ("a 引 字", [0, 1, 2, 2, 2, 3, 4, 5])
