@@ -136,9 +136,7 @@ def estimates(policy: list[float], teacher: list[float]) -> Estimates:
     return Estimates(np.array(policy), np.zeros(number), np.array(teacher), np.zeros(number))
 
 
-ALONE = (
-    Grpo(), DrGrpo(), Rloo(), ReinforcePlusPlus(), ReinforcePlusPlusBaseline(), Ppo(), Capo(), DistillationOnly(),
-)  # fmt: skip
+ALONE = (Grpo(), DrGrpo(), Rloo(), ReinforcePlusPlus(), ReinforcePlusPlusBaseline(), Ppo(), Capo())
 
 
 @pytest.mark.parametrize("algorithm", ALONE, ids=lambda algorithm: algorithm.kind)

@@ -16,7 +16,18 @@ from pathlib import Path
 
 from tests.bench.tables import Table
 
-PARTS = ("stages", "minute", "trl", "shards", "controllers", "deployments", "placement", "losses", "engine")
+PARTS = (
+    "stages",
+    "minute",
+    "trl",
+    "advantages",
+    "shards",
+    "controllers",
+    "deployments",
+    "placement",
+    "losses",
+    "engine",
+)
 ALONE = ("reality", "curves")
 """Parts that take long, and run when they are named."""
 

@@ -37,7 +37,7 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
     "grpo, terms one by one, KL in the reward": Grpo(combine="normalise_then_sum", kl=RewardKl(kind="k3")),
     "dr_grpo": DrGrpo(),
     "rloo": Rloo(),
-    "reinforce_pp": ReinforcePlusPlus(),
+    "reinforce_pp": ReinforcePlusPlus(kl=RewardKl()),
     "reinforce_pp_baseline": ReinforcePlusPlusBaseline(),
     "ppo": Ppo(),
     "capo": Capo(),
