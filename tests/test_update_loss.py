@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.objectives.config import (
@@ -167,6 +167,7 @@ CONFIGS = st.builds(
 )
 
 
+@settings(deadline=None)  # a busy machine is not wrong
 @given(config=CONFIGS, lengths=LENGTHS, seed=st.integers(0, 1000))
 def test_zero_advantage_teaches_nothing(config, lengths, seed):
     tokens = random_tokens(lengths, seed=seed)
@@ -176,6 +177,7 @@ def test_zero_advantage_teaches_nothing(config, lengths, seed):
     assert not gradient.any()
 
 
+@settings(deadline=None)  # a busy machine is not wrong
 @given(config=CONFIGS, lengths=LENGTHS, seed=st.integers(0, 1000))
 def test_before_anything_is_learnt_every_loss_has_the_policy_gradient(config, lengths, seed):
     tokens = random_tokens(lengths, seed=seed, mismatch=0.0)  # the engine's log-probs are the trainer's
@@ -184,6 +186,7 @@ def test_before_anything_is_learnt_every_loss_has_the_policy_gradient(config, le
     assert sums["clip_fraction_low"] + sums["clip_fraction_high"] == 0
 
 
+@settings(deadline=None)  # a busy machine is not wrong
 @given(config=CONFIGS, lengths=LENGTHS, seed=st.integers(0, 1000), factor=st.floats(0.1, 10))
 def test_the_policy_loss_is_as_large_as_the_advantages(config, lengths, seed, factor):
     tokens = random_tokens(lengths, seed=seed)
@@ -204,6 +207,7 @@ def chosen(tokens: PassTokens, rows: list[int]) -> tuple[PassTokens, np.ndarray]
     return PassTokens(rows_N=rows_N, lengths_B=lengths, **picked), at
 
 
+@settings(deadline=None)  # a busy machine is not wrong
 @given(config=CONFIGS, lengths=LENGTHS, seed=st.integers(0, 1000), data=st.data())
 def test_passes_of_any_size_and_order_add_up_to_the_same(config, lengths, seed, data):
     tokens = random_tokens(lengths, seed=seed)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.objectives.tally import Tally
@@ -60,6 +60,7 @@ def test_explained_variance_compares_errors_with_returns(values, returns, expect
     assert explained(values, returns) == pytest.approx(expected)
 
 
+@settings(deadline=None)  # a busy machine is not wrong
 @given(
     pairs=st.lists(st.tuples(st.floats(-9, 9, width=32), st.floats(-9, 9, width=32)), min_size=2),
     parts=st.integers(1, 5),
