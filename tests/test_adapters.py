@@ -1,30 +1,37 @@
 """Adapters: what is trained, published, merged and served is base plus alpha / rank x B A, and nothing else."""
 
 import json
-import math
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from infra.bundles import BundleRef, fetch_bundle
+from infra.bundles import BundleRef, fetch_bundle, publish_bundle
 from infra.errors import BadInput
 from infra.storage import open_store
 from models.config import SamplingConfig, TransformersEngine
+from models.engines import Completion
 from models.engines.transformers import HuggingFaceEngine
 from models.objectives.config import LoraConfig
 from models.records import PolicyVersion
-from models.roles.adapters import put_adapters, save_adapters
-from models.roles.merging import load_merged
+from models.roles.adapters import load_trainable, put_adapters, save_adapters
+from models.roles.critic import load_critic, write_critic
+from models.roles.directory import check_directory, copy_directory, write_merged
+from models.roles.merging import load_merged, merge, read_adapter
 from models.roles.policy import load_policy
-from models.work import UpdateWork
+from models.workers.rollout import RolloutWorker
 from tests.policies import write_policy
+from tests.test_critic import learn
+from tests.test_critic import start as start_critic
 from tests.test_engine import MIXED, POLICY
-from tests.test_update_worker import CONFIG, files, gradients, same_after_restart, start, together, work
+from tests.test_update_worker import CONFIG, UNCLIPPED, files, gradients, read, same_after_restart, staged, start, work
 from tests.training import publish_scratch
 
 LORA = LoraConfig(rank=4, alpha=10)
@@ -82,7 +89,7 @@ def by_hand(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_merged_model_is_base_and_delta_to_the_bit(pair):
-    expected, merged = by_hand(*pair), load_merged(load_policy, *pair).state_dict()
+    expected, merged = by_hand(*pair), load_merged(*pair).state_dict()
     assert expected.keys() <= merged.keys()
     for name, weight in expected.items():
         assert torch.equal(merged[name], weight), name
@@ -94,8 +101,69 @@ def test_peft_loads_the_adapter_and_merges_it_to_the_same_weights(pair):
     base, adapter = pair
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     theirs = loaded.merge_and_unload().state_dict()
-    for name, weight in load_merged(load_policy, base, adapter).state_dict().items():
+    for name, weight in load_merged(base, adapter).state_dict().items():
         torch.testing.assert_close(weight, theirs[name], rtol=1e-6, atol=1e-6)
+
+
+# ---- serving
+
+
+def answers(directory: Path, *, adapter: Path | None = None, dtype: str = "float32") -> list[list[Completion]]:
+    engine = HuggingFaceEngine(TransformersEngine(dtype=dtype))
+    engine.load(directory, POLICY, adapter=adapter)
+    return engine.generate(MIXED, SamplingConfig(max_new_tokens=12))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_with_an_adapter_answers_bit_for_bit_as_with_the_merged_directory(pair, dtype, tmp_path):
+    base, adapter = pair
+    write_merged(base, adapter, tmp_path, dtype=torch.float32)
+    served = answers(base, adapter=adapter, dtype=dtype)
+    assert served == answers(tmp_path, dtype=dtype)
+    assert served != answers(base, dtype=dtype)
+
+
+def test_a_rollout_worker_serves_what_the_digest_of_base_and_adapter_proves(uri, policy):
+    adapted = start(uri, ADAPTED).update(work(uri, policy)).policy
+    worker = RolloutWorker(uri, "run", TransformersEngine(), threads=1)
+    assert [worker.take(version) for version in (policy, adapted)] == [policy.digest, adapted.digest]
+    assert adapted.digest not in (policy.digest, adapted.adapter.digest)
+
+
+def test_a_merged_directory_is_a_policy_as_any_other_and_so_is_the_adapter_beside_its_base(uri, policy, tmp_path):
+    adapted = start(uri, ADAPTED).update(work(uri, policy)).policy
+    adapter, merged = fetch_bundle(open_store(f"{uri}/run"), adapted.adapter), tmp_path / "merged"
+    merged.mkdir()
+    copy_directory(adapter, merged)
+    assert check_directory(merged)[2] == check_directory(adapter)[2] == load_policy(merged).num_parameters()
+    assert (merged / "tokenizer.json").read_bytes() == (Path(uri, "scratch") / "tokenizer.json").read_bytes()
+    moved = tmp_path / "moved"
+    shutil.copytree(adapter, moved)
+    with pytest.raises(BadInput, match=r"moved: expected base_model_name_or_path .* model directory, found '../../pol"):
+        check_directory(moved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "expected plain LoRA of one rank, found use_dora"),
+        ({"peft_type": "IA3"}, "found peft_type"),
+        ({"r": 0}, "adapter_config.json is not peft's: .*greater than or equal to 1"),
+    ],
+)
+def test_an_adapter_that_would_be_merged_otherwise_is_refused(pair, change, message, tmp_path):
+    adapter = tmp_path / "adapter"
+    shutil.copytree(pair[1], adapter)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | change))
+    with pytest.raises(BadInput, match=message):
+        load_merged(pair[0], adapter)
+
+
+def test_an_adapter_of_another_model_is_refused(pair, tmp_path):
+    write_policy(tmp_path, "mistral", changes={"intermediate_size": 100})
+    with pytest.raises(BadInput, match=r"is for weights \(64, 192\), the base's \(64, 100\)|no linear layer"):
+        load_merged(tmp_path, pair[1])
 
 
 # ---- training
@@ -111,17 +179,63 @@ def test_fresh_adapters_change_nothing_and_draw_nothing_from_the_callers_random_
     assert torch.equal(adapted(tokens_BT).logits, plain(tokens_BT).logits)
 
 
+def test_fresh_adapters_follow_from_the_base_alone(pair, tmp_path):
+    base, _ = pair
+    found = []
+    for name, ref in [("one", BASE), ("two", BASE), ("three", BASE.model_copy(update={"digest": "other"}))]:
+        model, directory = load_policy(base), tmp_path / name
+        torch.manual_seed(len(name))
+        put_adapters(model, LORA, base=ref)
+        directory.mkdir()
+        save_adapters(model, directory)
+        found.append((directory / "adapter_model.safetensors").read_bytes())
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"), [(("q_proj", "v_proj"), 6), (("layers.0.mlp.up_proj",), 1), ("all-linear", 21)]
+)
+def test_targets_are_the_ends_of_names_and_peft_reads_them_as_we_do(targets, layers, tmp_path):
+    write_policy(tmp_path / "base")
+    model = load_policy(tmp_path / "base")
+    put_adapters(model, LORA.model_copy(update={"targets": targets}), base=BASE)
+    save_adapters(model, tmp_path)
+    assert len(load_file(tmp_path / "adapter_model.safetensors")) == 2 * layers
+    theirs = PeftModel.from_pretrained(load_policy(tmp_path / "base"), tmp_path)
+    assert sum(".lora_A." in name for name, _ in theirs.named_parameters()) == layers
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "nothing"])
+def test_a_target_that_is_no_linear_layer_inside_is_refused(target, tmp_path):
+    write_policy(tmp_path)
+    with pytest.raises(BadInput, match=f"lora.targets '{target}': no linear layer of LlamaForCausalLM"):
+        put_adapters(load_policy(tmp_path), LoraConfig(targets=(target,)), base=BASE)
+
+
 def test_an_update_trains_an_adapter_and_never_the_base(uri, policy):
-    first = start(uri, ADAPTED).update(work(uri, policy)).policy
-    second = start(uri, ADAPTED).update(work(uri, first, reference=policy)).policy
-    assert policy.weights == first.weights == second.weights
-    assert len({policy.digest, first.digest, second.digest}) == 3
-    store = open_store(f"{uri}/run")
-    assert {path.name for path in fetch_bundle(store, second.adapter).iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "bundle.json",
-    }
+    worker, store = start(uri, ADAPTED), open_store(f"{uri}/run")
+    first = worker.update(work(uri, policy))
+    second = worker.update(work(uri, first.policy, reference=policy))
+    assert first.metrics["kl"] < second.metrics["kl"]
+    assert policy.weights == first.policy.weights == second.policy.weights
+    assert len({policy.digest, first.policy.digest, second.policy.digest}) == 3
+    names = {path.name for path in fetch_bundle(store, second.policy.adapter).iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "bundle.json"}
+    held = next(iter(worker._models.policy._trainer._model.state_dict().items()))  # what stands in memory after steps
+    assert torch.equal(held[1], load_policy(fetch_bundle(store, policy.weights)).state_dict()[held[0]])
+
+
+def test_the_first_step_is_taken_from_the_bases_own_log_probs(uri, policy):
+    config = ADAPTED.model_copy(update={"minibatches": 1})
+    assert start(uri, config).update(work(uri, policy)).metrics["kl"] == 0  # the reference is the base without adapter
+
+
+def test_optimizer_state_is_of_the_adapters_alone(uri, policy):
+    outcome = start(uri, ADAPTED).update(work(uri, policy))
+    trained = load_file(files(uri, outcome, "adapter") / "adapter_model.safetensors")
+    moments = load_file(files(uri, outcome, "state") / "rank-00000.safetensors")
+    held = sum(tensor.numel() for name, tensor in moments.items() if name.startswith("exp_avg."))
+    assert held == sum(tensor.numel() for tensor in trained.values())
 
 
 def test_an_adapters_update_is_the_same_bits_hot_reloaded_and_repeated(uri, policy):
@@ -132,3 +246,63 @@ def test_an_adapters_update_is_the_same_bits_hot_reloaded_and_repeated(uri, poli
     assert hot.update(again).policy == outcome.policy
     cold = start(uri, ADAPTED).update(again)
     assert (cold.policy, cold.metrics) == (outcome.policy, outcome.metrics)
+
+
+def test_a_discarded_update_keeps_the_adapter(uri, policy):
+    worker = start(uri, ADAPTED)
+    first = worker.update(work(uri, policy)).policy
+    spoilt = worker.update(work(uri, first, advantages=[float("nan")])).policy
+    assert spoilt == replace(first, version=2)
+
+
+def test_what_is_served_is_what_the_trainer_computes(uri, policy):
+    """The trainer adds the delta's output to the base's, an engine adds the delta to the weights: float32 apart."""
+    adapted = start(uri, ADAPTED).update(work(uri, policy)).policy
+    store, tokens_BT = open_store(f"{uri}/run"), torch.arange(3, 60)[None]
+    trained = load_trainable(store, adapted, load=load_policy, lora=LORA)
+    served = load_merged(fetch_bundle(store, adapted.weights), fetch_bundle(store, adapted.adapter))
+    with torch.no_grad():
+        torch.testing.assert_close(trained(tokens_BT).logits, served(tokens_BT).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_two_ranks_train_adapters_bit_identically_in_new_processes_and_as_one_does(uri, policy):
+    unclipped = UNCLIPPED.model_copy(update={"lora": LORA})
+    same_after_restart(uri, policy, [unclipped, unclipped.model_copy(update={"zero_stage": 3})], ranks=2)
+    plain, sharded = (outcomes[0] for outcomes in read(uri, "hot"))
+    alone = start(uri, unclipped.model_copy(update={"microbatch_tokens": 9999})).update(work(uri, policy))
+    np.testing.assert_allclose(gradients(uri, plain), gradients(uri, alone), atol=1e-6)
+    for name, tensor in load_file(files(uri, plain, "adapter") / "adapter_model.safetensors").items():
+        other = load_file(files(uri, sharded, "adapter") / "adapter_model.safetensors")[name]
+        torch.testing.assert_close(other, tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_adapters_of_every_stage_and_precision_continue_bit_identically_in_new_processes(uri, policy):
+    configs = [staged(stage, dtype) for dtype in ("float32", "bfloat16") for stage in range(4)]
+    same_after_restart(uri, policy, [config.model_copy(update={"lora": LORA}) for config in configs], ranks=2)
+    last = [outcomes[-1].policy for outcomes in read(uri, "hot")]
+    assert {version.weights for version in last} == {policy.weights}
+    assert len({version.adapter.digest for version in last[4:]}) == 1
+
+
+# ---- critics
+
+
+def test_a_critics_head_is_trained_in_full_beside_its_adapters_and_both_are_merged_as_peft_does(uri, policy, tmp_path):
+    store = open_store(f"{uri}/run")
+    (tmp_path / "made").mkdir()
+    write_critic(None, fetch_bundle(store, policy.weights), tmp_path / "made")
+    critic = PolicyVersion(version=0, weights=publish_bundle(store, tmp_path / "made", prefix="critics"))
+    learnt = start_critic(uri, ADAPTED).update(learn(uri, policy, critic)).critic
+    adapter = fetch_bundle(store, learnt.adapter)
+    assert load_file(adapter / "adapter_model.safetensors")["base_model.model.score.weight"].any()
+    merged = load_critic(fetch_bundle(store, critic.weights))
+    merge(merged, read_adapter(adapter))
+    trained = load_trainable(store, learnt, load=load_critic, lora=LORA)
+    theirs = PeftModel.from_pretrained(load_critic(fetch_bundle(store, critic.weights)), adapter)
+    tokens_BT = torch.arange(3, 60)[None]
+    with torch.no_grad():
+        values = merged(tokens_BT).logits
+        torch.testing.assert_close(values, trained(tokens_BT).logits, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(values, theirs(tokens_BT).logits, rtol=1e-4, atol=1e-6)
+    assert values.any()

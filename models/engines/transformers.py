@@ -42,7 +42,7 @@ class HuggingFaceEngine:
         if adapter is None:
             model = load_policy(directory, device=self._device, dtype=dtype).eval()
         else:
-            model = load_merged(load_policy, directory, adapter, device=self._device, dtype=dtype).eval()
+            model = load_merged(directory, adapter, device=self._device, dtype=dtype).eval()
         tokenizer = load_tokenizer(directory)
         stated = model.generation_config.eos_token_id
         ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])} - {None}

@@ -5,7 +5,7 @@ The base stays as it is; a classifier's head is trained in full beside the adapt
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -21,14 +21,16 @@ from infra.plugins import nearest_name
 from infra.storage import Store
 from models.objectives.config import LoraConfig
 from models.records import PolicyVersion
-from models.roles.merging import PREFIX, SETTINGS, TENSORS, Load
+from models.roles.merging import PREFIX, SETTINGS, TENSORS
 from models.seeds import derive_seed
 
 _NAME: Final = "default"  # peft's name for the only adapter of a model; it stands in parameters' names, not in files
 _HEADS: Final = ("score", "classifier")
 
 
-def load_trainable(store: Store, version: PolicyVersion, *, load: Load, lora: LoraConfig | None) -> PreTrainedModel:
+def load_trainable(
+    store: Store, version: PolicyVersion, *, load: Callable[[Path], PreTrainedModel], lora: LoraConfig | None
+) -> PreTrainedModel:
     """Load a version's weights for training, in float32; with `lora` its adapters too, or fresh ones."""
     model = load(fetch_bundle(store, version.weights))
     if lora is None:
@@ -52,7 +54,6 @@ def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
         lora_dropout=0.0,  # log-probs must be those of the policy that generated
         target_modules=list(layers),
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
-        modules_to_save=None if head is None else [head],
         task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
         base_model_name_or_path=f"../../{base.key}",  # from the adapter's bundle, wherever the store lies
         inference_mode=False,
@@ -85,6 +86,8 @@ def save_adapters(model: PreTrainedModel, directory: Path) -> None:
     save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
     settings = model.peft_config[_NAME].to_dict() | {"inference_mode": True}
     settings["target_modules"] = _shortest(model, settings["target_modules"])
+    if head := _head_name(model):
+        settings["modules_to_save"] = [head]  # peft loads it as a copy; under training it needs none
     # Written here, in order: peft writes a set, whose order differs from process to process.
     (directory / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True))
 

@@ -62,7 +62,7 @@ def copy_directory(source: Path, target: Path) -> None:
 
 def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch.dtype) -> None:
     """Write a policy as one directory: base and adapter summed in float32, then cast once."""
-    model = load_policy(base) if adapter is None else load_merged(load_policy, base, adapter)
+    model = load_policy(base) if adapter is None else load_merged(base, adapter)
     for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in float32
         parameter.data = parameter.data.to(dtype)
     model.save_pretrained(target)

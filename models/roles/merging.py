@@ -4,7 +4,7 @@ Shapes: R rank, I inputs and O outputs of a layer.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -18,15 +18,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from infra.errors import BadInput
+from models.roles.policy import load_policy
 
 SETTINGS: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
 """What peft writes before the names of the base model's parts."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-
-Load = Callable[..., PreTrainedModel]
-"""Loads a model: `load(directory, device=…, dtype=…)`."""
 
 
 class AdapterSettings(BaseModel):
@@ -151,15 +149,15 @@ def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
 
 
 def load_merged(
-    load: Load, base: Path, adapter: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32
+    base: Path, adapter: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Load a base and add its adapter: summed in float32 on the CPU, then cast, whatever is served in."""
-    wide = load(base, device="cpu", dtype=torch.float32)
+    """Load a policy's base and add its adapter: summed in float32 on the CPU, then cast, whatever is served in."""
+    wide = load_policy(base)
     changed = merge(wide, read_adapter(adapter))
     if dtype == torch.float32:
         return wide.to(device)
     # Loaded twice, so that all that has no delta is exactly what loading in this precision makes of it.
-    model = load(base, device=device, dtype=dtype)
+    model = load_policy(base, device=device, dtype=dtype)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, value in changed.items():
