@@ -16,11 +16,11 @@ import pytest
 from infra.errors import Damaged, Quarantined
 from infra.shards import ShardRef, read_shard, write_shard
 from infra.storage import Store, open_store
-from models.algorithms.config import AlgorithmConfig, DrGrpo, Grpo
+from models.algorithms.config import AlgorithmConfig, DrGrpo, Grpo, Ppo
 from models.config import DynamicSampling
 from models.objectives.aggregation import token_weights
 from models.objectives.config import ConstantMean, SequenceMean, TokenMean
-from models.records import ROLLOUT_SCHEMA, SAMPLE_SCHEMA, Outcome, score_schema
+from models.records import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_SCHEMA, Outcome, score_schema
 from models.rewards.config import NumericReward, RegexReward, ScoringConfig, TargetReward
 from models.samples import open_samples
 from models.score_columns import TermColumns
@@ -237,6 +237,18 @@ def test_only_the_rows_of_a_shard_that_count_are_looked_at(store: Store, make: M
     assert trained(store, outcome) == [(1, 0), (1, 1), (9, 0), (9, 1)]
     assert outcome.detail == {"surplus": [{"shard": 1, "rows": [3]}]}
     assert counts(outcome) == [5, 3, 2, 0, 1, 0]
+
+
+def test_estimates_of_the_rows_that_count_reach_the_samples(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)), Ppo(whiten=False))
+    work = scored(worker, write_rollouts(store, *group(5, "1", "3.0"), *group(1, "4", "0")))
+    rows = [{"prompt_row": 5, "sample": 0, "values": [0.5]}, {"prompt_row": 5, "sample": 1, "values": [1.0, 2.0, 4.0]}]
+    estimates = write_shard(store, pa.Table.from_pylist(rows, ESTIMATE_SCHEMA), kind="estimates", metadata={})
+    kept = replace(work.shards[0], rows=(5,))
+    table = read_shard(store, worker.credit(replace(work, shards=(kept,), estimates=(estimates,))).shards[0])
+    assert table["values"].to_pylist() == [[0.5], [1.0, 2.0, 4.0]]
+    # δ = 3 - 4 = -1 at the last token, 4 - 2 and 2 - 1 before it; λ = 0.95: 2 - 0.95, 1 + 0.95 · 1.05
+    assert table["returns"].to_pylist() == [[1.0], pytest.approx([2.9975, 3.05, 3.0])]
 
 
 def test_a_shortfall_shrinks_the_iteration(store: Store, make: Make):
