@@ -1,4 +1,7 @@
-"""Reading training samples: an index of lengths for the plan, and the rows that a rank was given."""
+"""Reading training samples: an index of lengths for the plan, and the rows that a rank was given.
+
+Shapes: T completion tokens of all samples.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +55,15 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> Samples:
         lengths=tuple(lengths.tolist()),
         completion_lengths=tuple(completions.tolist()),
     )
+
+
+def weighted_lengths(samples: Samples, max_staleness: int | None) -> tuple[int, ...]:
+    """Completion tokens of each sample that have a weight in the loss: those that are not too stale."""
+    if max_staleness is None:
+        return samples.completion_lengths
+    rows_T = np.repeat(np.arange(len(samples.lengths)), samples.completion_lengths)
+    recent_T = pc.list_flatten(samples.table["staleness"]).to_numpy() <= max_staleness
+    return tuple(np.bincount(rows_T[recent_T], minlength=len(samples.lengths)).tolist())
 
 
 def read_rows(samples: Samples, rows: Sequence[int]) -> dict[int, TokenSequence]:

@@ -9,7 +9,7 @@ from infra.errors import Damaged
 from infra.shards import ShardRef, read_shard, write_shard
 from infra.storage import Store, open_store
 from models.records import SAMPLE_SCHEMA
-from models.samples import open_samples, read_rows
+from models.samples import open_samples, read_rows, weighted_lengths
 from tests.training import write_samples
 
 
@@ -38,6 +38,14 @@ def test_rows_are_read_as_they_were_written_in_any_order(store, tmp_path):
 def test_without_a_critic_there_are_neither_values_nor_returns(store, tmp_path):
     samples = open_samples(store, [write_samples(str(tmp_path), prompts=1)])
     assert {(part.values, part.returns) for part in read_rows(samples, [0, 1]).values()} == {(None, None)}
+
+
+def test_tokens_that_are_too_stale_are_no_reason_for_a_step(store, tmp_path):
+    shard = write_samples(str(tmp_path), prompts=2, group=2, filling=1, stalest=3)
+    written = read_shard(store, shard).to_pylist()
+    samples = open_samples(store, [shard])
+    assert list(weighted_lengths(samples, 1)) == [sum(age <= 1 for age in row["staleness"]) for row in written]
+    assert weighted_lengths(samples, None) == samples.completion_lengths
 
 
 @pytest.mark.parametrize("column", ["logprobs", "advantages", "staleness", "values", "returns"])

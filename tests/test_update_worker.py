@@ -2,10 +2,12 @@
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
+import pyarrow as pa
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -14,12 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.bundles import fetch_bundle, publish_bundle
 from infra.errors import BadInput
+from infra.shards import read_shard, write_shard
 from infra.storage import open_store
 from models.algorithms.config import Grpo
 from models.config import WarmupConfig
 from models.data import load_problems
 from models.objectives.config import KlPenalty, SequenceMean, UpdateConfig
-from models.records import Outcome, PolicyVersion
+from models.records import SAMPLE_SCHEMA, Outcome, PolicyVersion
 from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
 from models.work import UpdateWork, WarmupWork
 from models.workers.update import UpdateWorker
@@ -119,6 +122,25 @@ def test_groups_without_a_token_in_the_loss_take_no_step_of_their_own(uri, polic
     assert alone.policy == PolicyVersion(version=1, weights=policy.weights, state=None)
     one = start(uri).update(work(uri, policy, prompts=1, filling=1))  # two minibatches, of which one has no token
     assert one.metrics["steps"] == 1
+
+
+def test_tokens_that_are_too_stale_take_no_step_and_change_no_count(uri, policy):
+    config = UNCLIPPED.model_copy(update={"max_staleness": 0})
+    old = work(uri, policy, prompts=2)
+    rows = read_shard(open_store(f"{uri}/run"), old.samples[0]).to_pylist()
+    for row in rows[1:]:
+        row["staleness"] = [1] * len(row["staleness"])
+    first = write_shard(
+        open_store(f"{uri}/run"), pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={}
+    )
+    mixed = start(uri, config).update(replace(old, samples=(first,)))
+    tokens = sum(len(row["logprobs"]) for row in rows)
+    assert mixed.metrics["tokens"] == tokens
+    assert mixed.metrics["too_stale_fraction"] == pytest.approx(1 - len(rows[0]["logprobs"]) / tokens)
+    rows[0]["staleness"] = [1] * len(rows[0]["staleness"])
+    none = write_shard(open_store(f"{uri}/run"), pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})
+    unmoved = start(uri, config).update(replace(old, samples=(none,)))
+    assert unmoved.policy == PolicyVersion(version=1, weights=policy.weights, state=None)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

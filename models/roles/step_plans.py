@@ -7,7 +7,7 @@ from models.batching import plan_steps
 from models.objectives.config import UpdateConfig
 from models.roles.ranks import Ranks
 from models.roles.update_steps import StepPasses, prepare
-from models.samples import Samples
+from models.samples import Samples, weighted_lengths
 from models.schedule import learning_rate
 from models.work import UpdateWork
 
@@ -22,8 +22,9 @@ def policy_steps(samples: Samples, work: UpdateWork, *, config: UpdateConfig, ra
         microbatch_tokens=config.microbatch_tokens,
         seed=work.seed,
     )
-    # Where groups without weight are all that a step has, only momentum would move the weights.
-    plans = [plan for plan in planned if any(samples.completion_lengths[row] for row in plan.rows)]
+    # Where tokens without weight are all that a step has, only momentum would move the weights.
+    weighted = weighted_lengths(samples, config.max_staleness)
+    plans = [plan for plan in planned if any(weighted[row] for row in plan.rows)]
     batches = prepare(samples, plans, config=config, rank=ranks.rank)
     rates = _rates(work, len(plans), config=config)
     return [StepPasses(batches=part, learning_rate=rate) for part, rate in zip(batches, rates, strict=True)]

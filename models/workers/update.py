@@ -84,9 +84,9 @@ class UpdateWorker:
         """
         models, laps = self._joined(), Laps()
         samples = open_samples(self._store, work.samples)
-        if not any(samples.completion_lengths):
-            return self._unchanged(work, quarantined=False)
         steps = policy_steps(samples, work, config=self._update, ranks=models.ranks)
+        if not steps:
+            return self._unchanged(work, quarantined=False)
         taken = self._learn_policy(work, steps, laps) if work.learns else None
         valued = None
         if work.critic is not None and (taken is None or taken.finite):
