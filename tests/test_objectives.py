@@ -39,6 +39,19 @@ def test_aggregations_weigh_tokens_of_long_and_short_sequences_differently():
     assert token_weights(ConstantMean(length=10), lengths) == [0.05, 0.05]
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (TokenMean(), 7 / 4),  # (4 + 1 + 1 + 1) / 4
+        (SequenceMean(), 5 / 2),  # (4 + (1 + 1 + 1) / 3) / 2
+        (ConstantMean(length=10), 7 / 20),  # (4 + 1 + 1 + 1) / (2 x 10)
+    ],
+)
+def test_losses_of_tokens_become_one_number(aggregation, expected):
+    short, long = token_weights(aggregation, [1, 3])
+    assert 4 * short + (1 + 1 + 1) * long == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("aggregation", [TokenMean(), SequenceMean(), ConstantMean(length=10)])
 def test_sequences_without_tokens_change_no_weight(aggregation):
     assert token_weights(aggregation, [1, 0, 3])[::2] == token_weights(aggregation, [1, 3])

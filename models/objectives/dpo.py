@@ -27,7 +27,7 @@ def dpo(
 ) -> DpoTerms:
     """Compare log-probs of whole completions with the reference's (DPO, arXiv 2305.18290, eq. 7).
 
-    Label smoothing takes that share of the pairs to be the wrong way round (conservative DPO, Mitchell, 2023, eq. 3).
+    Label smoothing takes that share of the pairs to be the wrong way round (conservative DPO, Mitchell, 2023).
     The implicit reward is beta · log(π / π_ref) (eq. 5, up to a constant of the prompt).
     """
     margins_P = beta * ((chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P))

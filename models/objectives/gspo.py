@@ -8,7 +8,7 @@ from models.objectives.pass_tokens import PassTokens, PolicyTerms
 
 
 def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: PassTokens, config: Gspo) -> PolicyTerms:
-    """Clip the sequence's ratio, in its token form (GSPO, arXiv 2507.18071, eq. 13 to 15).
+    """Clip the sequence's ratio, in its token form (GSPO, arXiv 2507.18071, eq. 13 and 14).
 
     Every token has its sequence's ratio as value and its own log-prob's gradient times that ratio. Where all tokens of
     a sequence have one advantage, their mean has the value and gradient of the form per sequence (eq. 5).
