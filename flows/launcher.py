@@ -83,7 +83,7 @@ def rescore_here(request: "Rescoring") -> None:
     if set(request.iterations) <= {*sealed_numbers(run, Derived("rescore", request.name))}:
         return
     run.check_free()
-    asyncio.run(preflight(config))
+    asyncio.run(preflight(config, part="scoring"))
     with prefect_api() as url:
         from flows.rescoring import rescore
 

@@ -80,6 +80,11 @@ def request_rescoring(
     slots, workers = sum(reward.slots for reward in terms.scoring.local.values()), config.pools.workers
     if slots > workers:
         raise BadInput(f"pools.workers {workers}: the reward models take at least {slots} slots")
+    for term, reward in terms.scoring.local.items():
+        if reward.kind == "model" and reward.model.kind == "trained" and config.preferences is None:
+            raise BadInput(
+                f"reward {term!r}: model.kind 'trained' learns from [preferences], which the run has none of"
+            )
     check_terms(run, Derived("rescore", chosen), terms)
     return Rescoring(config=config, name=chosen, iterations=numbers)
 

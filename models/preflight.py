@@ -1,4 +1,5 @@
-"""Check everything that can be wrong with a run's inputs, before anything is written: `python -m models.preflight`.
+"""Check everything that can be wrong with a run's inputs, before anything is written: `python -m models.preflight`,
+or `python -m models.preflight scoring` for the rewards alone.
 
 Reads a run's configuration as JSON on stdin; prints `{"ok": true, "error": "", "facts": {…}}`, or `ok` false with the
 error in one line and exit code 2. A process of its own, since flows may not load what reads tokenizers and models.
@@ -64,11 +65,7 @@ class Inputs(BaseModel):
 
 def check(inputs: Inputs) -> dict[str, float]:
     """Return counts, lengths and memory estimates (bytes per worker). Raises BadInput in one line."""
-    for rule in inputs.scoring.rules:
-        check_reward(rule)
-    for term, served in inputs.scoring.served.items():
-        if isinstance(served, JudgeReward):
-            check_judge(term, served, inputs.data)
+    _check_rewards(inputs)
     train = load_problems(inputs.data, "train", inputs.seed)
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
     _check_data(inputs, train, heldout)
@@ -78,6 +75,23 @@ def check(inputs: Inputs) -> dict[str, float]:
         **_check_policy(inputs, train, heldout),
         **_check_served(inputs, train),
     }
+
+
+def check_scoring(inputs: Inputs) -> dict[str, float]:
+    """Check the rewards alone, for rollouts that are stored: the policy's directory may be gone by now.
+
+    So may the data, unless the model behind a reward is still to be made.
+    """
+    _check_rewards(inputs)
+    return _check_served(inputs, load_problems(inputs.data, "train", inputs.seed)) if inputs.scoring.local else {}
+
+
+def _check_rewards(inputs: Inputs) -> None:
+    for rule in inputs.scoring.rules:
+        check_reward(rule)
+    for term, served in inputs.scoring.served.items():
+        if isinstance(served, JudgeReward):
+            check_judge(term, served, inputs.data)
 
 
 def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> None:
@@ -239,7 +253,7 @@ def main() -> int:
         inputs = Inputs.model_validate_json(sys.stdin.read())
         error, facts = "", dict[str, float]()
         try:
-            facts = check(inputs)
+            facts = check_scoring(inputs) if sys.argv[1:] == ["scoring"] else check(inputs)
         except BadInput as found:
             error = " ".join(str(found).split())
     with answer:

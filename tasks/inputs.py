@@ -7,18 +7,20 @@ does it need Prefect, which makes directories when it is imported.
 import asyncio
 import json
 import sys
+from typing import Literal
 
 from pydantic import BaseModel
 
 from infra.errors import BadInput, WorkerFailed
 
 
-async def preflight(config: BaseModel) -> dict[str, float]:
-    """Check data, policy directory, rewards and lengths."""
+async def preflight(config: BaseModel, *, part: Literal["run", "scoring"] = "run") -> dict[str, float]:
+    """Check data, policy directory, rewards and lengths; or the rewards alone, where rollouts are stored already."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "models.preflight",
+        part,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
