@@ -15,10 +15,11 @@ from pydantic import TypeAdapter
 from infra.bundles import fetch_bundle
 from infra.config import Settings
 from infra.errors import BadInput, WorkerFailed
+from infra.manifests import Manifest
 from infra.runs import Run
 from models.work import ExportWork
 from tasks.evidence import require
-from tasks.plan import policy_key
+from tasks.plan import DPO, SFT, policy_key
 from tasks.reports import sealed_iterations
 from tasks.versions import policy_of
 
@@ -51,7 +52,7 @@ def export_policy(
         raise BadInput(f"run {run.name!r}: no policy after iteration {number}, expected 0 to {sealed}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadInput(f"{target}: expected a directory that is not there yet or is empty, found one with files in it")
-    policy = policy_of(require(run, policy_key(number)))
+    policy = policy_of(_policy(run, number))
     base = fetch_bundle(run.store, policy.weights)
     adapter = None if policy.adapter is None else fetch_bundle(run.store, policy.adapter)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +64,13 @@ def export_policy(
     return PolicyExport(
         run=run.name, iteration=number, digest=policy.digest, merged=adapter is not None, path=str(target)
     )
+
+
+def _policy(run: Run, number: int) -> Manifest:
+    """The policy's manifest. A run that was told to end after SFT or DPO has no initial policy yet, but that one."""
+    keys = [policy_key(number)] if number else [policy_key(0), DPO, SFT]
+    found = [manifest for key in keys if (manifest := run.find(key)) is not None]
+    return found[0] if found else require(run, keys[0])
 
 
 def _ask(work: ExportWork) -> None:

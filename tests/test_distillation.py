@@ -13,7 +13,7 @@ from infra.shards import ShardRef, read_shard, write_shard
 from infra.storage import open_store
 from models.algorithms.config import Distillation, DistillationOnly, Grpo, TeacherDirectory
 from models.objectives.config import UpdateConfig
-from models.records import ROLLOUT_SCHEMA, FinishReason, PolicyVersion, score_schema
+from models.records import ROLLOUT_SCHEMA, FinishReason, Outcome, PolicyVersion, score_schema
 from models.rewards.config import NumericReward, ScoringConfig
 from models.work import CreditWork, EstimateWork, ScoredShard
 from models.workers.scoring import ScoringWorker
@@ -87,12 +87,14 @@ def estimate_work(uri: str, student: PolicyVersion, teacher: PolicyVersion | Non
     return EstimateWork(iteration=1, shards=shards, policy=student, teacher=teacher)
 
 
+def give_credit(uri: str, work: EstimateWork, estimates: tuple[ShardRef, ...], algorithm) -> Outcome:
+    asked = CreditWork(iteration=1, shards=work.shards, estimates=estimates, max_new_tokens=20)
+    return ScoringWorker(uri, "run", SCORING, algorithm).credit(asked)
+
+
 def credit(uri: str, work: EstimateWork, estimates: tuple[ShardRef, ...], algorithm) -> pa.Table:
     """The training samples that credit makes of estimates."""
-    outcome = ScoringWorker(uri, "run", SCORING, algorithm).credit(
-        CreditWork(iteration=1, shards=work.shards, estimates=estimates, max_new_tokens=20)
-    )
-    return read_shard(open_store(f"{uri}/run"), outcome.shards[0])
+    return read_shard(open_store(f"{uri}/run"), give_credit(uri, work, estimates, algorithm).shards[0])
 
 
 def columns(uri: str, shards: tuple[ShardRef, ...], *names: str) -> list[np.ndarray]:
@@ -149,6 +151,8 @@ def test_an_opinion_is_added_to_what_rewards_make_and_scaled_by_its_coefficient(
     both = advantages(credit(uri, work, estimates, Grpo(distillation=half)))
     rewards = advantages(credit(uri, work, (), Grpo()))
     np.testing.assert_allclose(both, rewards + 0.5 * (teacher - policy), atol=1e-5)
+    told = give_credit(uri, work, estimates, Grpo(distillation=half)).metrics["teacher_kl"]
+    assert told == pytest.approx(np.mean(policy - teacher), abs=1e-5)
     assert np.abs(rewards).min() > 0.1
 
 

@@ -18,7 +18,7 @@ from models.algorithms.config import (
     ReinforcePlusPlusBaseline,
     Rloo,
 )
-from models.algorithms.distillation import distillation
+from models.algorithms.distillation import distillation, distillation_metrics
 from models.algorithms.experience import Advantages, Experience, ScoredGroups
 from models.algorithms.groups import Mask, group_statistics
 from models.algorithms.needs import reward_kl
@@ -32,9 +32,10 @@ def token_advantages(experience: Experience, algorithm: AlgorithmConfig) -> Adva
     """Give each token of each completion that has a reward its advantage, the teacher's opinion included."""
     made = _of_rewards(experience, algorithm)
     advantages_T = made.advantages_T
+    metrics = {**made.metrics, **shaping_metrics(experience, algorithm, reward_kl(algorithm))}
     if algorithm.distillation is not None:
         advantages_T = advantages_T + distillation(experience, algorithm.distillation)
-    metrics = {**made.metrics, **shaping_metrics(experience, algorithm, reward_kl(algorithm))}
+        metrics |= distillation_metrics(experience)
     return Advantages(advantages_T, made.returns_T, metrics)
 
 

@@ -3,6 +3,8 @@
 Shapes: T completion tokens.
 """
 
+import numpy as np
+
 from models.algorithms.config import Distillation
 from models.algorithms.experience import Experience
 from models.algorithms.groups import Floats
@@ -10,8 +12,20 @@ from models.algorithms.groups import Floats
 
 def distillation(experience: Experience, settings: Distillation) -> Floats:
     """Return coefficient x (log π_teacher - log π_student) of each token: exactly 0 where the two agree."""
+    opinion_T: Floats = settings.coefficient * _preference(experience)
+    return opinion_T
+
+
+def distillation_metrics(experience: Experience) -> dict[str, float]:
+    """Estimate KL(student ‖ teacher) in nats per token, over the completions that have a reward."""
+    scored = experience.scored
+    divergence_T = -_preference(experience)[np.repeat(scored.is_scored, scored.lengths_N)]
+    return {"teacher_kl": float(divergence_T.mean())} if len(divergence_T) else {}
+
+
+def _preference(experience: Experience) -> Floats:
     teacher_T, policy_T = experience.estimates.teacher_T, experience.estimates.policy_T
     assert teacher_T is not None, "distillation needs the teacher's log-probs"
     assert policy_T is not None, "distillation needs the policy's log-probs by the trainer"
-    opinion_T: Floats = settings.coefficient * (teacher_T - policy_T)
-    return opinion_T
+    preference_T: Floats = teacher_T - policy_T
+    return preference_T
