@@ -5,7 +5,7 @@ Shapes: S steps, T tokens, P spans (runs of tokens that share a value).
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
@@ -138,21 +138,19 @@ def _end_of_fence(text: str, mark: str, begin: int) -> int:
 # ---- tokens
 
 
-def spans_of(starts_T: Sequence[int], found: StepValues, *, merge: Callable[[Sequence[float]], float] = min) -> Spans:
-    """Give steps their tokens: a token belongs to the step that holds its first character, those after the text to
-    the last.
+def spans_of(starts_T: Sequence[int], found: StepValues) -> Spans:
+    """Give steps their tokens: each belongs to the step that holds its first character, those after the text to the
+    last.
 
-    `starts_T` has the character at which each token begins, in order. A step that no token begins in is merged into
-    the one before it, which its text was written with: by default the lowest value counts, so that no flag is lost.
+    `starts_T` has the character at which each token begins, in order, from 0. A step that no token begins in is merged
+    into the one before it, whose last token wrote it too: the lower value counts, so that no flag is lost.
     """
     ends_S = np.array(list(accumulate(found.lengths)), dtype=np.int64)
     step_T: NDArray[np.int64] = np.searchsorted(ends_S, np.array(starts_T, dtype=np.int64), side="right")
     step_T = np.minimum(step_T, len(found.lengths) - 1)
     first_P = np.flatnonzero(np.diff(step_T, prepend=-1))  # steps of tokens never decrease
     steps = [*step_T[first_P].tolist(), len(found.lengths)]
-    if len(first_P):
-        steps[0] = 0  # what comes before the first token's step has no step before it
     return Spans(
         starts=tuple(first_P.tolist()),
-        values=tuple(float(merge(found.values[begin:end])) for begin, end in pairwise(steps)),
+        values=tuple(min(found.values[begin:end]) for begin, end in pairwise(steps)),
     )

@@ -94,7 +94,7 @@ def test_a_character_that_is_cut_short_is_the_sign_that_the_text_shows_for_it():
     assert starts(tokenizer, tokens) == ("a\N{REPLACEMENT CHARACTER}", [0, 1, 2])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(max_size=30) | st.sampled_from(CORPUS))
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
 def test_tokens_of_any_text_begin_where_decoding_those_before_them_ends(kind, text):
@@ -107,7 +107,7 @@ def test_tokens_of_any_text_begin_where_decoding_those_before_them_ends(kind, te
             assert start == len(before)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
 def test_whatever_tokens_a_policy_draws_their_starts_cover_the_text(kind, data):

@@ -117,6 +117,16 @@ def test_a_canary_passes_when_no_step_of_it_is_flagged(home, model, said, passed
     assert outcome.metrics["completions"] == 2
 
 
+def test_a_judge_that_only_babbles_is_unusable_and_flags_nothing(home, model):
+    babble = {"model": DirectoryJudge(path="judge"), "template": "{steps}"}
+    changes = babble | {"votes": 2, "sampling": SamplingConfig(temperature=0, max_new_tokens=8)}
+    outcome = judge(home, LOCAL.model_copy(update=changes), *COMPLETIONS, model=model)
+    assert outcome.metrics is not None
+    assert outcome.metrics["unusable"] == outcome.metrics["completions"] == 3
+    assert (outcome.metrics["steps"], outcome.metrics["flagged_steps"]) == (0, 0)
+    assert outcome.metrics["invalid"] == outcome.metrics["answers"] == 6
+
+
 def at_endpoint(url: str, **changes: object) -> JudgeReward:
     config = EndpointJudge(
         base_url=url, allowed_hosts=("127.0.0.1",), allow_private=True, model="judge", backoff_seconds=0.02, retries=1

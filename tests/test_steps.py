@@ -1,5 +1,7 @@
 """Steps of completions and the tokens that are theirs, worked by hand and for any text."""
 
+import time
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -85,9 +87,13 @@ def test_a_fence_ends_only_at_its_own_kind_and_length():
     assert segment(text, BLANK) == ["~~~\na\n\n```\n\nb\n~~~\n\n", "So 5."]
 
 
-def test_splitting_a_long_hostile_text_takes_no_time():
-    for hostile in ("\\[" * 50_000, "```\n" * 25_000, "$$\n\n" * 25_000, "\n \n" * 30_000, " " * 100_000 + "\n"):
-        assert "".join(segment(hostile, BLANK)) == hostile
+@pytest.mark.parametrize(
+    "hostile", ["\\[" * 400_000, "```\n" * 25_000, "$$\n\n" * 25_000, "\n \n" * 30_000, " " * 100_000]
+)
+def test_splitting_a_long_hostile_text_takes_no_time(hostile):
+    began = time.process_time()
+    assert "".join(segment(hostile, BLANK)) == hostile
+    assert time.process_time() - began < 5  # 0.5 on an idle machine
 
 
 def test_a_step_ends_where_a_pattern_ends():
@@ -97,7 +103,7 @@ def test_a_step_ends_where_a_pattern_ends():
     assert segment("a  b ", PatternSteps(pattern=" ")) == ["a  ", "b "]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(TEXTS, SEGMENTATIONS)
 @example("```\n\n", BLANK)
 def test_steps_put_together_are_the_completion_and_none_is_blank_beside_others(text, segmentation):
@@ -142,7 +148,7 @@ def test_values_of_steps_become_one():
     assert aggregate([], "min") == 0.0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), TEXTS, SEGMENTATIONS)
 def test_every_token_is_in_one_span_and_has_its_own_steps_value_unless_steps_were_merged(data, text, segmentation):
     steps = segment(text, segmentation)
@@ -155,4 +161,4 @@ def test_every_token_is_in_one_span_and_has_its_own_steps_value_unless_steps_wer
     step_of = [next((s for s, end in enumerate(ends) if start < end), len(steps) - 1) for start in starts]
     assert [step_of[token] for token in spans.starts] == sorted(set(step_of))
     first = [step_of[token] for token in spans.starts]
-    assert list(spans.values) == [0.0, *map(float, first[1:])]  # the first takes what comes before it too
+    assert list(spans.values) == list(map(float, first))  # of steps that are merged, the first has the lowest here

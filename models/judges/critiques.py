@@ -66,7 +66,7 @@ def _weight(count: int, k: int, verdict: StepsVerdict) -> float:
         case "intersection":
             return float(count == k)
         case "majority":
-            return float(2 * count >= k and count > 0 if verdict.ties == "flag" else 2 * count > k)
+            return float(2 * count >= k if verdict.ties == "flag" else 2 * count > k)
         case "union":
             return float(count > 0)
         case "average":
