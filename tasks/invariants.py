@@ -9,7 +9,7 @@ from tasks.derived_invariants import check_derived
 from tasks.evidence import Evidence, gather
 from tasks.plan import plan_key
 from tasks.reports import sealed_iterations
-from tasks.sample_invariants import check_rollouts, check_samples
+from tasks.sample_invariants import check_credit, check_rollouts, check_samples
 
 
 def check_invariants(run: Run) -> list[str]:
@@ -25,7 +25,7 @@ def check_invariants(run: Run) -> list[str]:
             problems.append(f"{seal.key}: its plan is missing")
             continue
         problems += [f"{seal.key}: no manifest has the parent digest {p}" for p in seal.parents if p not in digests]
-        for check in (_check_prompts, _check_handover, _check_sampling, check_rollouts, check_samples):
+        for check in (_check_prompts, _check_handover, _check_sampling, check_rollouts, check_samples, check_credit):
             problems += check(evidence)
     return [*problems, *check_derived(run)]
 

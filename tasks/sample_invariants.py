@@ -8,8 +8,9 @@ from infra.manifests import Manifest
 from infra.runs import Run
 from infra.shards import ShardRef, read_shard
 from models.records import FinishReason
+from tasks.derived import credited_pairs
 from tasks.evidence import Evidence, require
-from tasks.plan import BatchPlan
+from tasks.plan import BatchPlan, estimates_key
 from tasks.versions import policy_of
 
 Name = tuple[int, int]
@@ -44,6 +45,22 @@ def check_samples(evidence: Evidence) -> Iterator[str]:
     parent = require(run, evidence.waves[0].policy)
     if evidence.update.parents != (parent.digest, credit.digest):
         yield f"{evidence.update.key}: its parents are not the iteration's policy and credit"
+
+
+def check_credit(evidence: Evidence) -> Iterator[str]:
+    """Credit looked at the iteration's rollouts with their scores, and at estimates of the same completions."""
+    run, credit = evidence.run, evidence.credit
+    pairs = credited_pairs(run, evidence.number, None)
+    estimates = [found] if (found := run.find(estimates_key(evidence.number))) is not None else []
+    looked_at = [manifest for pair in pairs for manifest in pair]
+    if credit.parents != tuple(manifest.digest for manifest in (*looked_at, *estimates)):
+        yield f"{credit.key}: its parents are not the iteration's rollouts with their scores and estimates"
+    for manifest in estimates:
+        if len(manifest.shards) != len(pairs):
+            yield f"{manifest.key}: {len(manifest.shards)} shards, expected {len(pairs)}"
+        for (rollouts, _), ref in zip(pairs, manifest.shards, strict=False):
+            if not {*_names(run, ref)} <= {*_names(run, rollouts.shards[0])}:
+                yield f"{manifest.key}: estimates completions that are not in {rollouts.key}"
 
 
 def _check_shard(evidence: Evidence, wave: BatchPlan, shard: int) -> Iterator[str]:
