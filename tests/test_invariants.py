@@ -22,6 +22,7 @@ from models.waves import Sampling, another_wave, wave_size
 from models.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
 from models.workers.rollout import RolloutWorker
 from models.workers.scoring import ScoringWorker
+from tasks.derived import credited_pairs
 from tasks.handover import Handover, handover_after, handover_before
 from tasks.invariants import check_invariants
 from tasks.plan import BatchPlan, iteration_key, plan_key, policy_key, wave_key, waves_of
@@ -106,7 +107,8 @@ class Story:
             dynamic=DYNAMIC,
             policy_version=number - 1,
         )
-        credit = self._commit(f"{iteration_key(number)}/credit", self.scoring.credit(work))
+        looked_at = [manifest for rollouts, scores, _ in (*kept, *made) for manifest in (rollouts, scores)]
+        credit = self._commit(f"{iteration_key(number)}/credit", self.scoring.credit(work), *looked_at)
         policy = PolicyVersion(version=number, weights=self.weights)
         self._commit(policy_key(number), Outcome(policy=policy), self._find(policy_key(number - 1)), credit)
         after = handover_after(
@@ -239,6 +241,21 @@ def test_a_prompt_that_is_skipped_is_told(run):
     problems = "\n".join(spoil(run, "it-0002/seal", moved))
     assert "it-0002/seal: its cursor is not where the last batch left it" in problems
     assert "it-0003/plan: its prompts are not the" in problems
+
+
+def test_credit_of_other_scores_than_the_iterations_is_told(run):
+    fewer = spoil(run, "it-0002/credit", lambda m: m.model_copy(update={"parents": m.parents[:-1]}))
+    assert "it-0002/credit: its parents are not the iteration's rollouts with their scores and estimates" in fewer
+
+
+def test_estimates_of_other_completions_than_credit_looks_at_are_told(run):
+    pairs = credited_pairs(run, 2, None)
+    shards = tuple(rollouts.shards[0] for rollouts, _ in pairs)
+    with run.hold():
+        run.commit(Manifest(key="it-0002/estimates", shards=(shards[1], *shards[1:-1])))
+    problems = check_invariants(run)
+    assert f"it-0002/estimates: {len(pairs) - 1} shards, expected {len(pairs)}" in problems
+    assert f"it-0002/estimates: estimates completions that are not in {pairs[0][0].key}" in problems
 
 
 def test_cut_groups_that_do_not_go_on_are_told(run):
