@@ -26,15 +26,15 @@ from tasks.session import RunRef
 @flow(name="rescore", flow_run_name="{request.config.name} {request.name}")
 async def rescore(request: Rescoring) -> None:
     """Score the chosen iterations of a run again; started again, it does what is missing."""
-    name = request.name
+    name, derived = request.name, Derived("rescore", request.name)
     async with reopened(request.config) as run:
         await begin_rescoring(run, name)
-        left = await iterations_left(run, Derived("rescore", name), request.iterations)
+        left = await iterations_left(run, derived, request.iterations)
         if not left:
             return
         for term in await adopt_judges(run, name):
-            await make_judge(run, term, f"rescore/{name}/")
-            await train_judge(run, term, f"rescore/{name}/")
+            await make_judge(run, term, derived.prefix)
+            await train_judge(run, term, derived.prefix)
         await wake_judges(run, name)
         for number in left:
             began = time.monotonic()

@@ -17,14 +17,14 @@ from models.rewards.config import ScoringConfig
 from tasks.handover import handover_before
 from tasks.plan import BatchPlan, iteration_key, waves_of
 
-RESCORING, RECREDIT = "rescore", "recredit"
+Kind = Literal["rescore", "recredit"]
 
 
 @dataclass(frozen=True, slots=True)
 class Derived:
     """Names one re-scoring or re-credit of a run."""
 
-    kind: Literal["rescore", "recredit"]
+    kind: Kind
     name: str
 
     @property
@@ -48,7 +48,7 @@ class Derived:
     @property
     def label(self) -> str:
         """As a person says it."""
-        return f"{'re-scoring' if self.kind == RESCORING else 're-credit'} {self.name!r}"
+        return f"{'re-scoring' if self.kind == 'rescore' else 're-credit'} {self.name!r}"
 
 
 class RescoringTerms(Settings):
@@ -73,7 +73,7 @@ class RecreditTerms(Settings):
 class DerivedLine(Settings):
     """A re-scoring or re-credit in a run's description."""
 
-    kind: Literal["rescore", "recredit"]
+    kind: Kind
     """What was made."""
     name: str
     """Its name."""
@@ -83,7 +83,7 @@ class DerivedLine(Settings):
 
 def derived_of(run: Run) -> list[DerivedLine]:
     """Every re-scoring and re-credit of a run, with the iterations that it has."""
-    kinds: tuple[Literal["rescore", "recredit"], ...] = ("rescore", "recredit")
+    kinds: tuple[Kind, ...] = ("rescore", "recredit")
     return [
         DerivedLine(kind=kind, name=name, iterations=sealed_numbers(run, Derived(kind, name)))
         for kind in kinds
