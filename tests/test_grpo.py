@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.algorithms.dr_grpo import centred
@@ -10,6 +10,7 @@ from models.algorithms.groups import Floats, Integers, group_statistics
 from models.algorithms.grpo import EPSILON, standardised
 from models.algorithms.rloo import left_out
 
+busy = settings(deadline=None)  # a busy machine is not wrong
 NAN = float("nan")
 RELATIVE = {"grpo": standardised, "dr_grpo": centred, "rloo": left_out}
 every_algorithm = pytest.mark.parametrize("kind", RELATIVE)
@@ -79,6 +80,7 @@ def test_no_completions_give_no_advantages(kind: str):
 
 
 @every_algorithm
+@busy
 @given(batch=batches(), shift=st.integers(-50, 50))
 def test_a_constant_added_to_all_rewards_changes_nothing(kind: str, batch: tuple[Floats, Integers], shift: int):
     rewards_N, ids_N = batch
@@ -88,6 +90,7 @@ def test_a_constant_added_to_all_rewards_changes_nothing(kind: str, batch: tuple
 
 
 @every_algorithm
+@busy
 @given(batch=batches(), scale=st.integers(1, 64))
 def test_the_scale_of_rewards_matters_only_without_the_deviation(kind: str, batch: tuple[Floats, Integers], scale: int):
     rewards_N, ids_N = batch
@@ -97,6 +100,7 @@ def test_the_scale_of_rewards_matters_only_without_the_deviation(kind: str, batc
 
 
 @every_algorithm
+@busy
 @given(batch=batches())
 def test_advantages_sum_to_zero_in_every_group(kind: str, batch: tuple[Floats, Integers]):
     rewards_N, ids_N = batch
@@ -105,6 +109,7 @@ def test_advantages_sum_to_zero_in_every_group(kind: str, batch: tuple[Floats, I
 
 
 @every_algorithm
+@busy
 @given(batch=batches())
 def test_advantages_are_missing_exactly_where_rewards_are(kind: str, batch: tuple[Floats, Integers]):
     rewards_N, ids_N = batch
@@ -113,6 +118,7 @@ def test_advantages_are_missing_exactly_where_rewards_are(kind: str, batch: tupl
 
 
 @every_algorithm
+@busy
 @given(batch=batches(), data=st.data())
 def test_the_order_of_completions_does_not_matter(kind: str, batch: tuple[Floats, Integers], data: st.DataObject):
     rewards_N, ids_N = batch

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.algorithms.advantages import informative_groups, token_advantages, told_apart
@@ -16,6 +16,7 @@ from models.algorithms.groups import Floats
 from models.algorithms.tokens import discounted_sums, values_on_last_tokens, values_on_tokens
 from tests.experiences import NAN, Drawn, completions, experience
 
+busy = settings(deadline=None)  # a busy machine is not wrong
 REINFORCE = ReinforcePlusPlus(kl=None)
 K1 = RewardKl(kind="k1")
 discounts = st.sampled_from([0.0, 0.5, 0.9, 1.0])
@@ -71,6 +72,7 @@ def walked_capo(drawn: Drawn) -> list[list[float]]:
     return values
 
 
+@busy
 @given(completions())
 def test_capo_is_what_walking_over_tokens_gives(drawn: Drawn):
     found = token_advantages(experience(drawn), Capo())
@@ -78,6 +80,7 @@ def test_capo_is_what_walking_over_tokens_gives(drawn: Drawn):
         np.testing.assert_allclose(row, expected, atol=1e-9)
 
 
+@busy
 @given(completions(), st.integers(-20, 20), st.integers(1, 16))
 def test_capo_knows_neither_shift_nor_scale(drawn: Drawn, shift: int, scale: int):
     moved = Drawn(
@@ -103,6 +106,7 @@ def test_a_flag_on_a_completion_without_a_reward_tells_nothing_apart():
     assert not informative_groups(scored, Capo()).any()
 
 
+@busy
 @given(completions())
 def test_groups_that_are_uninformative_for_capo_have_no_advantage(drawn: Drawn):
     batch = experience(drawn)
@@ -121,6 +125,7 @@ def test_sums_to_the_end_are_discounted():
     np.testing.assert_array_equal(found, [1 + 1 + 1, 2 + 2, 4, 8])
 
 
+@busy
 @given(completions(missing=False), discounts)
 def test_sums_to_the_end_are_what_walking_back_gives(drawn: Drawn, factor: float):
     values_T = np.arange(sum(drawn.lengths), dtype=np.float64)
@@ -187,6 +192,7 @@ def walked_rewards(drawn: Drawn, batch: Experience) -> list[list[float]]:
     return walked
 
 
+@busy
 @given(completions(), st.integers(0, 99), discounts)
 def test_reinforce_pp_is_what_walking_over_tokens_gives(drawn: Drawn, seed: int, gamma: float):
     batch = with_models(drawn, seed)
@@ -210,6 +216,7 @@ def test_gae_gives_the_advantages_worked_by_hand():
     np.testing.assert_array_equal(found, [0.5, 2.0])
 
 
+@busy
 @given(completions(), st.integers(0, 99), discounts, discounts)
 def test_ppo_is_what_walking_over_tokens_gives(drawn: Drawn, seed: int, gamma: float, lam: float):
     batch = with_models(drawn, seed)
@@ -226,6 +233,7 @@ def test_ppo_is_what_walking_over_tokens_gives(drawn: Drawn, seed: int, gamma: f
     np.testing.assert_allclose(found.returns_T, returns, atol=1e-9)
 
 
+@busy
 @given(completions(missing=False, shortest=1), st.integers(0, 99))
 def test_with_lambda_1_returns_are_the_rewards_that_follow(drawn: Drawn, seed: int):
     batch = with_models(drawn, seed)
@@ -234,6 +242,7 @@ def test_with_lambda_1_returns_are_the_rewards_that_follow(drawn: Drawn, seed: i
     np.testing.assert_allclose(found.returns_T, expected, atol=1e-9)
 
 
+@busy
 @given(completions(), st.integers(0, 99))
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_what_is_trained(drawn: Drawn, seed: int):
     batch = with_models(drawn, seed)
@@ -244,6 +253,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_what_is_trained(dr
             assert found_T.std() == pytest.approx(1, abs=1e-9)
 
 
+@busy
 @given(completions(steps=False), st.integers(-20, 20), st.integers(1, 16))
 def test_a_normalised_batch_knows_neither_shift_nor_scale(drawn: Drawn, shift: int, scale: int):
     moved = Drawn([shift + scale * reward for reward in drawn.rewards], drawn.lengths, drawn.groups)
