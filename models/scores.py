@@ -11,11 +11,8 @@ from models.judges.verdicts import Judgement
 from models.records import score_schema
 from models.rewards.config import JudgeReward, RewardConfig, ScoringConfig, StepsVerdict, TargetReward, is_process
 from models.rewards.evaluate import Verdict
-from models.rewards.values import Value
+from models.rewards.values import UNSPELT, Value
 from models.steps import Aggregate, Spans, StepValues, aggregate, spans_of
-
-UNSPELT = "the completion's tokens do not spell its text"
-"""The reason that a completion has no values of steps or tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast
+from typing import Final, cast
 
+from models.protocols import Reward, StepReward, TokenReward
 from models.rewards.build import build_reward
-from models.rewards.config import RuleReward, TargetReward
+from models.rewards.config import RuleReward, Segmentation, TargetReward
 from models.steps import StepValues, segment
 
 Value = float | StepValues
+UNSPELT: Final = "the completion's tokens do not spell its text"
+"""The reason that a completion has no values of steps or tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,12 @@ class NoValue(Exception):
 
 def build_valuer(config: RuleReward) -> Callable[[Case], Value]:
     """Make what values a case; it raises whatever the reward raises, and NoValue."""
-    reward = cast(Callable[..., object], build_reward(config))
-    if isinstance(config, TargetReward) and config.per != "completion":
-        return _process(config, reward)
-    return lambda case: _number(reward(case.prompt, case.completion, case.answer))
+    reward: object = build_reward(config)
+    if isinstance(config, TargetReward) and config.per == "step":
+        return lambda case: _step_values(cast(StepReward, reward), case, config.steps)
+    if isinstance(config, TargetReward) and config.per == "token":
+        return lambda case: _token_values(cast(TokenReward, reward), case)
+    return lambda case: _number(cast(Reward, reward)(case.prompt, case.completion, case.answer))
 
 
 def value_of(valuer: Callable[[Case], Value], case: Case) -> tuple[Value | None, str | None]:
@@ -54,19 +59,18 @@ def one_line(message: str) -> str:
     return masked[:200].encode("utf-8", "replace").decode()
 
 
-def _process(config: TargetReward, reward: Callable[..., object]) -> Callable[[Case], Value]:
-    def value(case: Case) -> StepValues:
-        if config.per == "token":
-            if case.tokens is None:
-                raise NoValue("the completion's tokens do not spell its text")
-            parts, name = list(case.tokens), "tokens"
-        else:
-            parts, name = segment(case.completion, config.steps), "steps"
-        lengths = tuple(map(len, parts))  # what the function does to its list is its own affair
-        found = reward(case.prompt, case.completion, case.answer, **{name: parts})
-        return StepValues(lengths, _numbers(found, name, expected=len(lengths)))
+def _step_values(reward: StepReward, case: Case, segmentation: Segmentation) -> StepValues:
+    steps = segment(case.completion, segmentation)
+    lengths = tuple(map(len, steps))  # what the function does to its list is its own affair
+    found = reward(case.prompt, case.completion, case.answer, steps=steps)
+    return StepValues(lengths, _numbers(found, "steps", expected=len(lengths)))
 
-    return value
+
+def _token_values(reward: TokenReward, case: Case) -> StepValues:
+    if case.tokens is None:
+        raise NoValue(UNSPELT)
+    found = reward(case.prompt, case.completion, case.answer, tokens=list(case.tokens))
+    return StepValues(tuple(map(len, case.tokens)), _numbers(found, "tokens", expected=len(case.tokens)))
 
 
 def _numbers(found: object, name: str, *, expected: int) -> tuple[float, ...]:
