@@ -206,7 +206,7 @@ class Canaries(Settings):
     """Known-bad answers mixed in among the completions, to notice a judge that lets everything pass."""
 
     answers: Annotated[tuple[str, ...], Field(min_length=1)] = ("I do not know.", "The answer is correct.")
-    """The bad answers."""
+    """The bad answers; where steps are judged, each needs a step that is plainly wrong."""
     per_shard: Positive = 2
     """Canaries judged with each shard; they cost as much as completions."""
     passing: float = 0.5
