@@ -361,6 +361,10 @@ def take_turns(rank: int, ranks: int, port: int, uri: str, configs: list[UpdateC
             outcomes.append((estimated, updated))
             policy, critic = updated.policy, updated.critic
         found.append(outcomes)
+    # A rank without a token has nothing to say, and the others do not wait for it.
+    lonely = write_rollouts(uri, prompts=1, group=1)
+    one = replace(asked(uri, policy, critic), shards=(ScoredShard(rollouts=lonely, scores=lonely),))
+    assert worker.estimate(one).metrics["sequences"] == 1
     torch.save(found, Path(uri, f"{name}-{rank}.pt"))
 
 

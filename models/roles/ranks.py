@@ -69,13 +69,15 @@ def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     size = torch.tensor([len(data)], device=ranks.device)
     if ranks.rank:
         dist.send(size, 0)
-        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(ranks.device), 0)
+        if data:
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(ranks.device), 0)
         return []
     gathered = [data]
     for source in range(1, ranks.world_size):
         dist.recv(size, source)
         buffer = torch.empty(int(size), dtype=torch.uint8, device=ranks.device)
-        dist.recv(buffer, source)
+        if size:
+            dist.recv(buffer, source)
         gathered.append(buffer.cpu().numpy().tobytes())
     return gathered
 
