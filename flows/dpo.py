@@ -6,7 +6,7 @@ from flows.beginning import begin
 from flows.config import RunConfig
 from flows.measuring import measured
 from flows.running import hold
-from flows.scopes import measured_by_rules
+from flows.scopes import measured_by_rules, require_part
 from flows.sft import fine_tuning
 from tasks.offline import is_fine_tuned, prefer
 from tasks.offline_reports import TrainedPolicy, report_policy
@@ -23,6 +23,7 @@ async def preference_learning(run: RunRef) -> None:
 @flow(name="dpo", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def dpo(config: RunConfig) -> TrainedPolicy:
     """Go as far as the policy after preference optimisation, and measure it on held-out problems."""
+    require_part("dpo", config)
     async with hold(config, scope=measured_by_rules(config)) as run:
         await begin(run)
         if is_fine_tuned(run):

@@ -53,6 +53,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         **_adapter(config, facts),
         "longest": f"{facts['longest_prompt_tokens']:,.0f} prompt + {rollout.sampling.max_new_tokens} new tokens",
         "warm-up": "none" if config.warmup is None else f"{config.warmup.steps:,} steps",
+        **_preferences(config, facts),
         "optimizer steps": f"{update.minibatches} per iteration, {left * update.minibatches:,} to do",
         "evaluations": f"{_evaluations(config)}, {config.evaluation.problems:,} problems each",
         "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
@@ -78,6 +79,13 @@ def _adapter(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
     if lora is None:
         return {}
     return {"adapter": f"rank {lora.rank}, {facts['trained_parameters']:,.0f} trained parameters"}
+
+
+def _preferences(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
+    if config.preferences is None:
+        return {}
+    dpo = {} if config.dpo is None else {"DPO": f"{config.dpo.steps:,} steps of {config.dpo.batch_size} pairs"}
+    return {"preferences": f"{facts['train_pairs']:,.0f} pairs, {facts['heldout_pairs']:,.0f} held out", **dpo}
 
 
 def _evaluations(config: RunConfig) -> str:

@@ -6,6 +6,7 @@ from flows.beginning import begin
 from flows.config import RunConfig
 from flows.dpo import preference_learning
 from flows.running import hold
+from flows.scopes import require_part
 from flows.sft import fine_tuning
 from tasks.judges import local_terms, make_judge, train_judge
 from tasks.offline import begin_with, is_fine_tuned, is_preferring
@@ -24,6 +25,7 @@ async def reward_modelling(run: RunRef) -> None:
 @flow(name="reward-model", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def reward_model(config: RunConfig) -> TrainedRewards:
     """Go as far as the models behind rewards, and report how they judge held-out pairs."""
+    require_part("reward-model", config)
     async with hold(config) as run:
         await begin(run)
         if is_fine_tuned(run):

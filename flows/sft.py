@@ -6,7 +6,7 @@ from flows.beginning import begin
 from flows.config import RunConfig
 from flows.measuring import measured
 from flows.running import hold
-from flows.scopes import measured_by_rules
+from flows.scopes import measured_by_rules, require_part
 from tasks.offline import fine_tune
 from tasks.offline_reports import TrainedPolicy, report_policy
 from tasks.plan import BASE, SFT
@@ -22,6 +22,7 @@ async def fine_tuning(run: RunRef) -> None:
 @flow(name="sft", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def sft(config: RunConfig) -> TrainedPolicy:
     """Go as far as the policy after its supervised warm-up, and measure it on held-out problems."""
+    require_part("sft", config)
     async with hold(config, scope=measured_by_rules(config)) as run:
         await begin(run)
         before = await measured(run, BASE)

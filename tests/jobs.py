@@ -125,6 +125,12 @@ class Job:
         code = process.wait(PATIENCE)
         return Ended(code, (self.home / "output").read_text(errors="replace"))
 
+    def part(self, command: str, *overrides: str) -> Ended:
+        """Run the job a part of the way: `sft`, `dpo` or `reward-model`."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        (self.home / "tiny.toml").write_text(TINY)
+        return self._call(command, str(self.home / "tiny.toml"), *overrides)
+
     def refused(self, *overrides: str) -> Ended:
         """Give the job's command where it cannot be followed, beside a started job."""
         return self._call("train", str(self.home / "tiny.toml"), *overrides)

@@ -21,11 +21,13 @@ from models.algorithms.config import (
 )
 from models.config import (
     ArithmeticData,
+    ArithmeticPreferences,
     DataConfig,
     DirectoryPolicy,
     DpoConfig,
     EvaluationConfig,
     FileData,
+    FilePreferences,
     PolicyConfig,
     PreferencesConfig,
     RolloutConfig,
@@ -49,6 +51,7 @@ from models.rewards.config import (
     ServedReward,
     TargetReward,
     TrainedJudge,
+    TrainedRewardModel,
 )
 from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
 
@@ -310,6 +313,39 @@ def test_a_critic_that_is_no_classifier_is_one_line_before_the_run(tmp_path):
     with pytest.raises(BadInput, match=r"algorithm\.critic: .*expected a sequence classifier") as caught:
         check(inputs(algorithm=Ppo(critic=CriticConfig(path=policy))))
     assert "\n" not in str(caught.value)
+
+
+def trained_reward(template: str | None) -> ScoringConfig:
+    return ScoringConfig(rewards=(ModelReward(name="liked", model=TrainedRewardModel(), template=template),))
+
+
+def test_preferences_are_counted_and_a_trained_reward_model_is_as_large_as_the_policy():
+    pairs = ArithmeticPreferences(train_pairs=40, heldout_pairs=10)
+    facts = check(inputs(preferences=pairs, dpo=DpoConfig(), scoring=trained_reward("{prompt}{completion}")))
+    assert (facts["train_pairs"], facts["heldout_pairs"]) == (40, 10)
+    assert facts["liked_parameters"] == facts["parameters"]
+
+
+def test_a_template_under_which_all_pairs_are_alike_is_refused():
+    with pytest.raises(BadInput, match=r"has no \{completion\}: all would score alike"):
+        check(inputs(preferences=ArithmeticPreferences(train_pairs=40), scoring=trained_reward("{prompt}")))
+
+
+def test_pairs_that_do_not_fit_the_policy_are_refused_before_the_run(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    lines = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no" * (300 if n == 7 else 1)} for n in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(BadInput, match=r"pairs\.jsonl:8: prompt and rejected completion have \d+ tokens"):
+        check(inputs(preferences=FilePreferences(path=path, heldout_fraction=0.3), dpo=DpoConfig()))
+
+
+def test_pairs_about_held_out_problems_are_refused(tmp_path):
+    [problem, *_] = load_problems(ArithmeticData(train_problems=64, heldout_problems=8), "heldout", 0)
+    path, kept = tmp_path / "pairs.jsonl", tmp_path / "kept.jsonl"
+    path.write_text(json.dumps({"prompt": problem.prompt, "chosen": "yes", "rejected": "no"}) + "\n")
+    kept.write_text(json.dumps({"prompt": "other", "chosen": "yes", "rejected": "no"}) + "\n")
+    with pytest.raises(BadInput, match=r"pairs\.jsonl:1: this pair to learn from is about a held-out problem"):
+        check(inputs(preferences=FilePreferences(path=path, heldout_path=kept), dpo=DpoConfig()))
 
 
 def publish_teacher(path: Path, *, operations: int) -> Path:
