@@ -23,7 +23,7 @@ from models.config import (
     PreferencesConfig,
     RolloutConfig,
 )
-from models.objectives.config import KlPenalty, PolicyGradient, PpoClip, UpdateConfig
+from models.objectives.config import Gspo, KlPenalty, NoCorrection, PolicyGradient, PpoClip, UpdateConfig
 from models.rewards.config import ScoringConfig, is_process
 
 
@@ -89,6 +89,11 @@ def _against_losses(update: UpdateConfig) -> Iterator[str]:
         yield (
             f"update.minibatches {update.minibatches} with loss.kind 'policy_gradient': nothing corrects for steps "
             "taken before, use 1, or ppo_clip or cispo"
+        )
+    if isinstance(loss, Gspo) and isinstance(update.correction, NoCorrection):
+        yield (
+            "update.loss.kind 'gspo' with correction.kind 'none': the engine's arithmetic differs by more than its narrow "
+            "bounds; use 'truncated' or 'masked', which compare with the trainer's own log-probs"
         )
     if isinstance(loss, PpoClip) and loss.dual_clip is not None and loss.dual_clip <= 1 + loss.clip_high:
         yield (

@@ -63,6 +63,10 @@ def test_a_plain_policy_gradient_takes_one_step():
     assert accepted("update.loss.kind=policy_gradient", "update.minibatches=1").update.minibatches == 1
 
 
+def test_ratios_of_sequences_are_not_taken_against_another_arithmetic():
+    assert "compare with the trainer's own log-probs" in refusal("update.loss.kind=gspo", "update.correction.kind=none")
+
+
 def test_dual_clip_lies_beyond_the_upper_bound():
     told = refusal("update.loss.kind=ppo_clip", "update.loss.clip_high=0.5", "update.loss.dual_clip=1.4")
     assert "expected more than 1 + clip_high = 1.5" in told
