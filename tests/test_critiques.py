@@ -207,6 +207,13 @@ def test_every_vote_and_attempt_asks_with_a_seed_of_its_own():
     assert len(set(asked)) == 8
 
 
+def test_all_votes_ask_the_same_by_default_so_that_an_engine_reads_it_once():
+    judged = Judged(prompt_row=3, sample=0, prompt="p", completion="</solution>", answer="4", origin=3)
+    asked = {Ballot(judged, vote).question(JUDGE, seed_parts=("steps", 0), attempt=0).text for vote in range(4)}
+    assert len(asked) == 1
+    assert asked.pop().count("</solution>") == 1
+
+
 def test_a_template_of_ones_own_shows_the_steps():
     template = "{fence}{steps}{fence} {prompt}"
     reward = JUDGE.model_copy(update={"template": template})

@@ -38,11 +38,13 @@ Reference solution, which is right; there may be other right ways:
 {answer}
 
 """
+# No fence, whose seed differs from vote to vote: all votes on a completion ask the same and are read in one go. The
+# tags do as well, since escaped text has none.
 _SOLUTION: Final = """\
-Solution to examine, between the two lines {fence}:
-{fence}
+Solution to examine:
+<solution>
 {steps}
-{fence}
+</solution>
 
 """
 _FORM: Final = """\
