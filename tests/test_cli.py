@@ -46,11 +46,24 @@ def test_help_takes_less_than_a_second_and_names_every_command():
         shown = subprocess.run([RHEOSTAT, "--help"], capture_output=True, text=True, check=True).stdout
         seconds.append(time.monotonic() - started)
     assert min(seconds) < 1
-    for command in ("train", "runs", "show", "rollouts", "export", "verify", "evaluate", "server"):
+    for command in (
+        "train",
+        "runs",
+        "show",
+        "rollouts",
+        "export",
+        "verify",
+        "rescore",
+        "recredit",
+        "evaluate",
+        "server",
+    ):
         assert re.search(rf"^    {command} +\w", shown, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["train", "runs", "show", "rollouts", "export", "verify", "evaluate", "server"])
+@pytest.mark.parametrize(
+    "command", ["train", "runs", "show", "rollouts", "export", "verify", "rescore", "recredit", "evaluate", "server"]
+)
 def test_every_command_explains_itself_with_an_example(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -68,7 +81,7 @@ def test_the_version_is_the_packages(capsys):
     [
         ([], "expected a command, such as `rheostat train configs/demo.toml`"),
         (["trian", "x.toml"], "command 'trian': expected train, .*; did you mean 'train'?"),
-        (["--store", "x", "runs"], "command 'x': expected train, runs, "),
+        (["--store", "x", "runs"], "command 'x': expected train, "),
         (["train"], "the following arguments are required: CONFIG (see `rheostat train --help`)"),
         (["show"], "the following arguments are required: RUN"),
         (["show", "a", "b"], "unrecognized arguments: b"),
