@@ -90,10 +90,18 @@ def test_length_near_the_limit_lowers_the_reward_and_does_not_make_a_group_infor
 
 
 def test_a_penalty_keeps_its_size_where_terms_are_normalised_one_by_one():
-    # outcome normalised (1, -1); the penalty (2, 0) is centred to (1, -1) and not divided by its deviation
-    batch = experience(Drawn([8, 0], [10, 6]), max_new_tokens=10)
+    # outcome normalised (1, -1); the penalty (1, 0) is centred to (0.5, -0.5) and not divided by its deviation of 0.5
+    batch = experience(Drawn([8, 0], [8, 6]), max_new_tokens=10)
     found = token_advantages(batch, Grpo(combine=ONE_BY_ONE, overlong=OVERLONG)).advantages_T
-    np.testing.assert_allclose(found, np.repeat([1 - 1.0, -1 + 1.0], [10, 6]), atol=1e-6)
+    np.testing.assert_allclose(found, np.repeat([0.5, -0.5], [8, 6]), atol=1e-6)
+
+
+def test_length_counts_in_the_reward_that_a_normalised_batch_is_made_of():
+    # rewards (1, 1) less (1, 0), centred (-0.5 on 8 tokens, 0.5 on 6): mean -1/14, variance 1/4 - 1/196
+    batch = experience(Drawn([1, 1], [8, 6]), max_new_tokens=10)
+    found = token_advantages(batch, ReinforcePlusPlusBaseline(overlong=OVERLONG)).advantages_T
+    expected = (np.repeat([-0.5, 0.5], [8, 6]) + 1 / 14) / math.sqrt(1 / 4 - 1 / 196)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 # ---- divergence in the reward
