@@ -93,6 +93,9 @@ def test_a_function_that_does_not_take_its_parts_is_refused_before_anything_star
 def test_a_pattern_that_is_none_is_refused():
     with pytest.raises(ValueError, match="is not a regular expression"):
         PatternSteps(pattern="(")
+    for nothing in ("", r"\s*"):
+        with pytest.raises(ValueError, match="every character would be a step"):
+            PatternSteps(pattern=nothing)
 
 
 # ---- score shards

@@ -34,7 +34,7 @@ PIECES = st.sampled_from(
 )
 TEXTS = st.lists(PIECES, max_size=30).map("".join) | st.text(max_size=40)
 SEGMENTATIONS = st.sampled_from(
-    [BLANK, *(PatternSteps(pattern=p) for p in (" ", r"[。.]\s*", r"\n", "(?=S)", "", "x*"))]
+    [BLANK, *(PatternSteps(pattern=p) for p in (" ", r"[。.]\s*", r"\n", "(?=S)", "x*(?=a)"))]
 )
 
 

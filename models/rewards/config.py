@@ -48,9 +48,11 @@ class PatternSteps(Settings):
     @classmethod
     def _is_a_pattern(cls, pattern: str) -> str:
         try:
-            re.compile(pattern)
+            compiled = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        if compiled.fullmatch(""):
+            raise ValueError(f"{pattern!r} matches where there is nothing: every character would be a step")
         return pattern
 
 
