@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from random import Random
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from infra.errors import Quarantined
 from models.batching import Rows, plan_step
+from models.config import DpoConfig
+from models.objectives.bradley_terry import PairTerms
+from models.objectives.dpo import DpoTerms
+from models.rewards.config import TrainedRewardModel
 from models.roles.pairs import SequencePair, lay_out_pairs
 from models.roles.ranks import Ranks, sum_and_max
 from models.roles.supervised import LAST_STEPS, Learnt
@@ -28,46 +32,8 @@ class PairNumbers(NamedTuple):
     rejected_P: Tensor
 
 
-class PairTerms(Protocol):
-    """What a loss says of them."""
-
-    @property
-    def loss_P(self) -> Tensor:  # noqa: N802
-        """The loss of each pair."""
-        ...
-
-    @property
-    def margins_P(self) -> Tensor:  # noqa: N802
-        """How much more the chosen completion is worth, without gradient."""
-        ...
-
-    @property
-    def right_P(self) -> Tensor:  # noqa: N802
-        """True where that is more than nothing."""
-        ...
-
-
-PairLoss = Callable[[PairNumbers, PairNumbers], PairTerms]
+PairLoss = Callable[[PairNumbers, PairNumbers], PairTerms | DpoTerms]
 """Takes the numbers of the model, and those that it is compared with."""
-
-
-class Schedule(Protocol):
-    """How long and how fast a model learns."""
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps."""
-        ...
-
-    @property
-    def batch_size(self) -> int:
-        """Pairs per step."""
-        ...
-
-    @property
-    def learning_rate(self) -> float:
-        """Peak learning rate."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +42,8 @@ class PairLearning:
 
     train: Sequence[SequencePair]
     heldout: Sequence[SequencePair]
-    schedule: Schedule
+    schedule: DpoConfig | TrainedRewardModel
+    """Steps, pairs per step, and the peak learning rate."""
     loss: PairLoss
     against: Literal["start", "nothing"]
     """What the model's numbers are compared with: its own before the first step, or zeros."""
@@ -173,7 +140,7 @@ class _Pairs:
         return PairNumbers(sums[: len(pairs)], sums[len(pairs) :])
 
 
-def _tally(terms: PairTerms) -> Tensor:
+def _tally(terms: PairTerms | DpoTerms) -> Tensor:
     parts = (terms.loss_P.detach(), terms.right_P, terms.margins_P)
     return torch.stack([part.double().sum() for part in parts])
 

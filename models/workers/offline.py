@@ -11,16 +11,16 @@ from infra.storage import Store
 from models.config import DataConfig, PreferencesConfig, WarmupConfig
 from models.data import Example, Preference, load_preferences, warmup_examples
 from models.judges.training import judge_examples
-from models.objectives.bradley_terry import bradley_terry
+from models.objectives.bradley_terry import PairTerms, bradley_terry
 from models.objectives.config import UpdateConfig
-from models.objectives.dpo import dpo
+from models.objectives.dpo import DpoTerms, dpo
 from models.records import Outcome, PolicyVersion
 from models.roles.critic import TokenValues, critic_from_policy
 from models.roles.learner import Build, Learner
 from models.roles.logprobs import TokenLogprobs
 from models.roles.pairs import SequencePair, policy_pairs, reward_pairs
 from models.roles.policy import load_policy, policy_shape
-from models.roles.preferences import PairLearning, PairNumbers, PairTerms, learn_preferences
+from models.roles.preferences import PairLearning, PairNumbers, learn_preferences
 from models.roles.ranks import Ranks
 from models.roles.supervised import Learnt, imitate
 from models.roles.tokenizer import load_tokenizer
@@ -56,7 +56,7 @@ class OfflineTrainer:
         def read(preferences: Sequence[Preference]) -> list[SequencePair]:
             return policy_pairs(preferences, tokenizer, context=context)
 
-        def loss(found: PairNumbers, start: PairNumbers) -> PairTerms:
+        def loss(found: PairNumbers, start: PairNumbers) -> DpoTerms:
             return dpo(
                 *found,
                 reference_chosen_P=start.chosen_P,
