@@ -92,7 +92,7 @@ def _against_losses(update: UpdateConfig) -> Iterator[str]:
         )
     if isinstance(loss, Gspo) and isinstance(update.correction, NoCorrection):
         yield (
-            "update.loss.kind 'gspo' with correction.kind 'none': the engine's arithmetic differs by more than its narrow "
+            "update.loss.kind 'gspo' with correction.kind 'none': the engine's arithmetic differs by more than its "
             "bounds; use 'truncated' or 'masked', which compare with the trainer's own log-probs"
         )
     if isinstance(loss, PpoClip) and loss.dual_clip is not None and loss.dual_clip <= 1 + loss.clip_high:
