@@ -22,6 +22,7 @@ def published(job: Job, key: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # five commands
 def test_each_part_stops_where_it_says_and_the_run_goes_on_from_there(tmp_path):
     job = Job(tmp_path)
     sft = job.part("sft", *CHAIN)
