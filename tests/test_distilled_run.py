@@ -10,7 +10,9 @@ from infra.storage import open_store
 from models.config import ArithmeticData, ScratchPolicy
 from models.data import load_problems
 from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
+from tests.chat_server import Reply
 from tests.jobs import Fault, Job, manifests_of, shards_of
+from tests.teachers import teacher_server
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -84,3 +86,29 @@ def test_a_rank_killed_while_it_asks_changes_nothing(distilled, teacher, tmp_pat
     assert (killed.code, job.struck()) == (0, 1), killed.output
     assert manifests_of(job.run) == manifests_of(distilled.run)
     assert shards_of(job.run) == shards_of(distilled.run)
+
+
+@pytest.mark.slow
+def test_a_run_whose_teacher_is_down_ends_and_continues_when_it_is_back(teacher, tmp_path, prefect_api):
+    state = {"up": False}
+    job = Job(tmp_path, prefect_api)
+    with teacher_server(teacher, faults=lambda asked, before: None if state["up"] else Reply(status=503)) as server:
+        asking = (
+            "iterations=1",
+            "algorithm.kind=grpo",
+            "algorithm.distillation.teacher.kind=endpoint",
+            f"algorithm.distillation.teacher.base_url={server.url}",
+            'algorithm.distillation.teacher.allowed_hosts=["127.0.0.1"]',
+            "algorithm.distillation.teacher.allow_private=true",
+            "algorithm.distillation.teacher.model=teacher",
+            "algorithm.distillation.teacher.retries=1",
+        )
+        ended = job.train(*asking)
+        assert ended.code not in (0, 2), ended.output
+        assert "/v1/completions is down: it answers 503" in ended.output
+        before = manifests_of(job.run)
+        state["up"] = True
+        resumed = job.train(*asking)
+    assert resumed.code == 0, resumed.output
+    assert manifests_of(job.run).items() > before.items()
+    assert job.command("verify").code == 0
