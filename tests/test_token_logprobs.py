@@ -43,6 +43,26 @@ def test_chunks_of_tokens_change_neither_logprobs_nor_gradients():
     torch.testing.assert_close(part_gradients, whole_gradients, rtol=1e-5, atol=1e-6)
 
 
+def test_a_frozen_head_gets_no_gradient_and_changes_no_other():
+    model = build()
+    whole, _, _ = ask(model, chunk_elements=2 * 354)
+    kept = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    head = model.get_input_embeddings().weight  # tied with the head
+    assert head is model.get_output_embeddings().weight
+    head.requires_grad_(False)
+    frozen = TokenLogprobs(model, temperature=0.7, chunk_elements=2 * 354)
+    torch.manual_seed(0)
+    tokens_BT = torch.randint(2, 300, (3, 9))
+    found = frozen(tokens_BT, torch.tensor([2, 3, 4, 12, 13, 25]), torch.randint(2, 300, (6,)))
+    (found * torch.arange(6)).sum().backward()
+    torch.testing.assert_close(found, whole)
+    assert head.grad is None
+    for name, parameter in model.named_parameters():
+        if parameter is not head:
+            torch.testing.assert_close(parameter.grad, kept[name], rtol=1e-5, atol=1e-6)
+
+
 def test_a_model_that_changes_its_logits_after_the_head_is_refused():
     model = build()
     plain = model.forward

@@ -68,6 +68,7 @@ class _Saved(FunctionCtx):
     saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor]
     temperature: float
     rows: int
+    needs_input_grad: tuple[bool, ...]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -95,8 +96,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: _Saved, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         states_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
         grad_states_NH = torch.empty_like(states_NH)
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        # Beside adapters the head is frozen, and its gradient would be as large as the head.
+        grad_weight_VH, grad_bias_V = (
+            torch.zeros_like(parameter, dtype=torch.float32) if needed and parameter is not None else None
+            for parameter, needed in zip((weight_VH, bias_V), ctx.needs_input_grad[1:3], strict=True)
+        )
         for start in range(0, len(states_NH), ctx.rows):
             part = slice(start, start + ctx.rows)
             grad_logits = F.linear(states_NH[part], weight_VH, bias_V).float().div_(ctx.temperature).softmax(-1)
@@ -104,11 +108,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_logits.mul_(-gradients[0][part, None] / ctx.temperature)
             low = grad_logits.to(states_NH.dtype)
             grad_states_NH[part] = low @ weight_VH
-            grad_weight_VH += low.T @ states_NH[part]
+            if grad_weight_VH is not None:
+                grad_weight_VH += low.T @ states_NH[part]
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits.sum(0)
+        grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         grad_bias = None if bias_V is None or grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_states_NH, grad_weight_VH.to(weight_VH.dtype), grad_bias, None, None, None
+        return grad_states_NH, grad_weight, grad_bias, None, None, None
 
 
 def _linear_head(model: PreTrainedModel) -> nn.Linear:
