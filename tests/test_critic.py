@@ -317,6 +317,29 @@ def test_while_the_critic_warms_up_the_policy_keeps_its_bits(uri, policy, critic
     assert "loss" not in still.metrics
 
 
+def test_the_critics_loss_is_that_of_each_token_by_itself(uri, policy, critic):
+    config = CONFIG.model_copy(update={"minibatches": 1})
+    work = learn(uri, policy, critic, learns=False)
+    metrics = start(uri, config).update(work).metrics
+    store = open_store(f"{uri}/run")
+    valuer = AutoModelForSequenceClassification.from_pretrained(fetch_bundle(store, critic.weights))
+    losses, clipped = [], []
+    for row in read_shard(store, work.samples[0]).to_pylist():
+        states = valuer.base_model(torch.tensor([row["tokens"]])).last_hidden_state[
+            0, row["num_prompt_tokens"] - 1 : -1
+        ]
+        values, old, returns = (
+            valuer.score(states)[:, 0].detach().numpy(),
+            np.array(row["values"]),
+            np.array(row["returns"]),
+        )
+        kept = (np.clip(values, old - 0.2, old + 0.2) - returns) ** 2
+        losses += np.maximum((values - returns) ** 2, kept).tolist()
+        clipped += (kept > (values - returns) ** 2).tolist()
+    assert metrics["value_loss"] == pytest.approx(np.mean(losses) / 2, rel=1e-5)
+    assert metrics["value_clip_fraction"] == pytest.approx(np.mean(clipped))
+
+
 def test_the_critic_learns_the_returns(uri, policy, critic):
     config = CONFIG.model_copy(update={"microbatch_tokens": 9999})
     unclipped = Ppo(critic=CriticConfig(learning_rate=3e-3, clip=100.0))
