@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from infra.bundles import fetch_bundle, publish_bundle
 from infra.errors import BadInput, Quarantined
@@ -143,6 +143,33 @@ def test_preferences_raise_what_is_preferred_of_held_out_pairs(uri, policy):
     assert rewards.metrics["heldout_accuracy"] > 0.6
     assert rewards.metrics["heldout_margin"] > 0.2
     assert len(rewards.detail["losses"]) == 40
+
+
+def completion_logprob(model, tokenizer, prompt: str, completion: str) -> float:
+    """Of the completion and the EOS after it, by transformers alone."""
+    before = tokenizer(prompt)["input_ids"]
+    tokens = [*before, *tokenizer(completion)["input_ids"], tokenizer.eos_token_id]
+    with torch.no_grad():
+        logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    return sum(float(logprobs[place - 1, tokens[place]]) for place in range(len(before), len(tokens)))
+
+
+def test_the_margin_of_held_out_pairs_is_what_plain_transformers_says_of_both_policies(uri, policy):
+    outcome = learn(uri, policy, "dpo")
+    tokenizer = tokenizer_of(uri, policy)
+    paths = [fetch_bundle(open_store(f"{uri}/run"), policy.weights), directory(uri, outcome)]
+    start_model, end_model = (AutoModelForCausalLM.from_pretrained(path).eval() for path in paths)
+    margins = []
+    for pair in load_preferences(PREFERENCES, DATA, split="heldout", seed=3):
+        better, worse = (
+            completion_logprob(end_model, tokenizer, pair.prompt, text)
+            - completion_logprob(start_model, tokenizer, pair.prompt, text)
+            for text in (pair.chosen, pair.rejected)
+        )
+        margins.append(DPO.beta * (better - worse))
+    assert sum(margins) / len(margins) == pytest.approx(outcome.metrics["heldout_margin"], abs=1e-4)
+    right = sum(margin > 0 for margin in margins) / len(margins)
+    assert right == pytest.approx(outcome.metrics["heldout_accuracy"])
 
 
 def scores_of(uri: str, outcome: Outcome, template: str | None) -> tuple[list[float], list[float]]:
