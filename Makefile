@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo test test-slow check bench reality docs format
+.PHONY: demo test test-slow check bench reality curves docs format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/install.sh
@@ -46,3 +46,6 @@ bench: $(VENV)/.bench  ## compare with other trainers on this machine
 
 reality: $(VENV)/.bench  ## placement of real processes with paced engines, against the simulator (12 minutes)
 	@$(BIN)/python -m tests.bench --only reality $(ARGS)
+
+curves: $(VENV)/.bench  ## learning curves of the algorithms on three seeds (half an hour)
+	@$(BIN)/python -m tests.bench --only curves $(ARGS)

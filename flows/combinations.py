@@ -11,9 +11,9 @@ from models.algorithms.config import (
     Ppo,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
-    RewardKl,
     TeacherEndpoint,
 )
+from models.algorithms.needs import reward_kl
 from models.config import (
     ArithmeticData,
     ArithmeticPreferences,
@@ -142,13 +142,6 @@ def _against_teachers(algorithm: Algorithm, rollout: RolloutConfig) -> Iterator[
         yield "algorithm.distillation with rollout.engine.kind 'paced': its tokens mean nothing to a teacher"
     if isinstance(algorithm, DistillationOnly) and algorithm.overlong is not None:
         yield "algorithm.overlong with algorithm.kind 'distillation': rewards earn nothing there, so nothing is taken"
-
-
-def reward_kl(algorithm: Algorithm) -> RewardKl | None:
-    """The penalty in the reward, of algorithms that have one."""
-    if isinstance(algorithm, GroupRelative | ReinforcePlusPlus | Ppo):
-        return algorithm.kl
-    return None
 
 
 def reasons_against_preferences(

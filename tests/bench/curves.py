@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from tasks.plan import policy_key
 from tasks.reports import evaluations_of, reports_of
@@ -13,36 +13,58 @@ from tests.bench.jobs import DEMO, finished_job
 from tests.bench.tables import Table
 
 SEEDS = (0, 1, 2)
+MORE_SEEDS = (3, 4)
+"""For the algorithms that are compared in pairs."""
 PLOT = Path(__file__).parents[2] / "docs" / "algorithms.png"
-GRPO = "GRPO"
-CRITIC = ("algorithm.critic.learning_rate=2e-3", "algorithm.critic.warmup_iterations=1")
-RECIPES: Mapping[str, tuple[str, ...]] = {
-    GRPO: ("algorithm.kind=grpo",),
-    "Dr. GRPO": (
-        "algorithm.kind=dr_grpo",
-        "update.loss.kind=ppo_clip",
-        "update.loss.aggregation.kind=constant",
-        "update.loss.aggregation.length=32",
+CONFIGS = DEMO.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A configuration and what is changed in it; `{teacher}` stands for a policy that has seen worked answers only."""
+
+    overrides: tuple[str, ...]
+    config: Path = DEMO
+
+
+GRPO, CAPO = "GRPO", "CAPO with a step checker"
+RECIPES: Mapping[str, Recipe] = {
+    GRPO: Recipe(("algorithm.kind=grpo",)),
+    "Dr. GRPO": Recipe(
+        (
+            "algorithm.kind=dr_grpo",
+            "update.loss.kind=ppo_clip",
+            "update.loss.aggregation.kind=constant",
+            "update.loss.aggregation.length=32",
+        )
     ),
-    "RLOO": ("algorithm.kind=rloo",),
-    "REINFORCE++": ("algorithm.kind=reinforce_pp", "algorithm.kl.coefficient=1e-3"),
-    "REINFORCE++-baseline": ("algorithm.kind=reinforce_pp_baseline",),
-    "PPO with a critic": ("algorithm.kind=ppo", "algorithm.lam=1", *CRITIC),
-    "GRPO, GSPO's loss": (
-        "algorithm.kind=grpo",
-        "update.loss.kind=gspo",
-        "update.loss.clip_low=0.05",
-        "update.loss.clip_high=0.05",
+    "RLOO": Recipe(("algorithm.kind=rloo",)),
+    "REINFORCE++": Recipe(("algorithm.kind=reinforce_pp", "algorithm.kl.coefficient=1e-3")),
+    "REINFORCE++-baseline": Recipe(("algorithm.kind=reinforce_pp_baseline",)),
+    "PPO with a critic": Recipe(
+        (
+            "algorithm.kind=ppo",
+            "algorithm.lam=1",
+            "algorithm.critic.learning_rate=2e-3",
+            "algorithm.critic.warmup_iterations=1",
+        )
     ),
-    "GRPO, CISPO's loss": ("algorithm.kind=grpo", "update.loss.kind=cispo"),
-    "GRPO, adaptive KL": (
-        "algorithm.kind=grpo",
-        "update.kl.kind=k3",
-        "update.kl.coefficient=1e-2",
-        "update.kl.adaptive.target=0.3",
-        "update.kl.adaptive.horizon=5000",
+    CAPO: Recipe((), CONFIGS / "capo.toml"),
+    "GRPO, GSPO's loss": Recipe(("update.loss.kind=gspo", "update.loss.clip_low=0.05", "update.loss.clip_high=0.05")),
+    "GRPO, CISPO's loss": Recipe(("update.loss.kind=cispo",)),
+    "GRPO, adaptive KL": Recipe(
+        (
+            "update.kl.kind=k3",
+            "update.kl.coefficient=1e-2",
+            "update.kl.adaptive.target=0.3",
+            "update.kl.adaptive.horizon=5000",
+        )
     ),
-    "GRPO, LoRA of rank 8": ("algorithm.kind=grpo", "update.lora.rank=8", "update.learning_rate=3e-3"),
+    "GRPO, LoRA of rank 8": Recipe(("update.lora.rank=8", "update.lora.alpha=16", "update.learning_rate=5e-3")),
+    "distillation": Recipe(
+        ("algorithm.distillation.teacher.path={teacher}", "rollout.prompts=512", "rollout.shard_prompts=256"),
+        CONFIGS / "distill.toml",
+    ),
 }
 
 
@@ -58,15 +80,17 @@ class Curve:
 
 
 def measure() -> Iterator[Table]:
-    """Every recipe on every seed, and the plot in docs/."""
+    """Every recipe on every seed, and the plot in docs/; then two of them on more seeds, in pairs."""
     curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
-    for seed in SEEDS:
-        with warmed_up(seed) as start:
-            for name, overrides in RECIPES.items():
-                curves[name].append(curve(start, seed, overrides))
+    for seed in (*SEEDS, *MORE_SEEDS):
+        with warmed_up(seed) as start, warmed_up(seed, "warmup.worked_fraction=1") as teacher:
+            for name in RECIPES if seed in SEEDS else (GRPO, CAPO):
+                curves[name].append(curve(start, seed, RECIPES[name], teacher=teacher))
                 sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
-    draw(curves, PLOT)
-    yield table(f"Learning on configs/demo.toml, {len(SEEDS)} seeds", curves)
+    shown = {name: runs[: len(SEEDS)] for name, runs in curves.items()}
+    draw(shown, PLOT)
+    yield table(f"Learning on the demo's problems, {len(SEEDS)} seeds", shown)
+    yield pairs(curves[GRPO], curves[CAPO])
 
 
 @contextmanager
@@ -78,10 +102,11 @@ def warmed_up(seed: int, *overrides: str):
         yield Path(job.run.store.local(f"{made.bundles['weights'].key}/config.json")).parent
 
 
-def curve(start: Path, seed: int, overrides: Sequence[str]) -> Curve:
+def curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Curve:
     """Train from a warmed-up policy."""
     begun = ("warmup=", "policy.kind=directory", f"policy.path={start}", f"seed={seed}")
-    with finished_job(DEMO, (*begun, *overrides)) as job:
+    overrides = tuple(override.replace("{teacher}", str(teacher)) for override in recipe.overrides)
+    with finished_job(recipe.config, (*begun, *overrides)) as job:
         evaluations = evaluations_of(job.run)
         reports = reports_of(job.run, term="numeric")
     return Curve(
@@ -116,6 +141,22 @@ def table(title: str, curves: Mapping[str, Sequence[Curve]]) -> Table:
         notes=(
             "before and after: held-out problems, greedy; half-way, last, mean: rollouts of those iterations, sampled",
         ),
+    )
+
+
+def pairs(grpo: Sequence[Curve], capo: Sequence[Curve]) -> Table:
+    """One row per seed: both from the same policy, with the same prompts and budget."""
+    rows = [
+        (f"seed {seed}", fmean(a.rollouts), fmean(b.rollouts), a.after, b.after)
+        for seed, a, b in zip((*SEEDS, *MORE_SEEDS), grpo, capo, strict=True)
+    ]
+    gains = [row[2] - row[1] for row in rows]
+    error = stdev(gains) / len(gains) ** 0.5
+    return Table(
+        title="CAPO beside GRPO",
+        columns=("", "GRPO, mean", "CAPO, mean", "GRPO, after", "CAPO, after"),
+        rows=(*rows, ("mean", *(fmean(row[i] for row in rows) for i in range(1, 5)))),
+        notes=(f"CAPO's mean over training minus GRPO's: {fmean(gains):+.4f}, standard error {error:.4f} over seeds",),
     )
 
 
