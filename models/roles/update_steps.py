@@ -6,6 +6,7 @@ Shapes: N completion tokens of one pass.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Self
 
 import numpy as np
 import torch
@@ -53,8 +54,16 @@ class StepsTaken:
 
     @property
     def finite(self) -> bool:
-        """Whether every loss, log-prob, advantage and gradient was finite."""
+        """Whether every loss, gradient, and all that they were made from was finite."""
         return not self.sums["not_finite"] and all(map(isfinite, (*self.grad_norms, *self.sums.values())))
+
+    @classmethod
+    def over_ranks(cls, tally: Tally, grad_norms: Sequence[float], ranks: Ranks) -> Self:
+        """Add up what the ranks counted; all of them must have counted the same names."""
+        sums, maxima = tally.packed()
+        sum_and_max(sums, maxima)
+        named_sums, named_maxima = tally.unpacked(sums, maxima)
+        return cls(sums=named_sums, maxima=named_maxima, grad_norms=tuple(grad_norms))
 
 
 def prepare(
@@ -119,10 +128,7 @@ def take_steps(
         norms.append(trainer.step(step.learning_rate))
         if not isfinite(norms[-1]):
             break
-    sums, maxima = tally.packed()
-    sum_and_max(sums, maxima)
-    named_sums, named_maxima = tally.unpacked(sums, maxima)
-    return StepsTaken(sums=named_sums, maxima=named_maxima, grad_norms=tuple(norms))
+    return StepsTaken.over_ranks(tally, norms, ranks)
 
 
 def _lay_out_step(

@@ -13,7 +13,7 @@ from models.algorithms.config import AlgorithmConfig, Ppo, TeacherConfig, Teache
 from models.laps import Laps
 from models.objectives.config import KlPenalty, UpdateConfig
 from models.records import Outcome, PolicyVersion
-from models.roles.critic_steps import ValueStepsTaken, take_value_steps
+from models.roles.critic_steps import take_value_steps, value_metrics
 from models.roles.estimates import Ask, ask_model, write_estimates
 from models.roles.loaded import LoadedModels
 from models.roles.ranks import join_ranks
@@ -100,7 +100,7 @@ class UpdateWorker:
             metrics={
                 **self._kl_coefficient(work),
                 **({} if taken is None else _metrics(taken, samples, steps)),
-                **({} if valued is None else valued.metrics),
+                **({} if valued is None else value_metrics(valued)),
                 "steps": float(len(steps)),
                 "tokens": float(sum(samples.completion_lengths)),
                 "samples": float(len(samples.groups)),
@@ -176,9 +176,7 @@ class UpdateWorker:
         laps.end("steps")
         return taken
 
-    def _learn_values(
-        self, work: UpdateWork, critic: PolicyVersion, steps: list[StepPasses], laps: Laps
-    ) -> ValueStepsTaken:
+    def _learn_values(self, work: UpdateWork, critic: PolicyVersion, steps: list[StepPasses], laps: Laps) -> StepsTaken:
         assert isinstance(self._algorithm, Ppo), "only PPO has a critic"
         models, config = self._joined(), self._algorithm.critic
         trainer = models.critic.stand_at(critic)
