@@ -34,7 +34,8 @@ def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
     scale = 1 + Z95**2 / trials
     centre = (share + Z95**2 / (2 * trials)) / scale
     half = Z95 * sqrt(share * (1 - share) / trials + Z95**2 / (4 * trials**2)) / scale
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Rounding may leave the share just outside where all or none succeed.
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
 def order_statistics(values: Sequence[int], most: int = 64) -> list[int]:

@@ -32,3 +32,8 @@ def test_a_reward_on_any_scale_has_the_normal_interval_of_its_mean():
     low, high = mean_interval(30, 5**2 + 10**2 + 15**2, 3)  # standard deviation 5, 1.96 * 5 / sqrt(3) = 5.658
     assert (round(low, 3), round(high, 3)) == (4.342, 15.658)
     assert mean_interval(8, 8, 10) == wilson_interval(8, 10)
+
+
+def test_the_interval_of_a_perfect_score_holds_it():
+    assert {wilson_interval(trials, trials)[1] for trials in range(1, 2000)} == {1.0}
+    assert {wilson_interval(0, trials)[0] for trials in range(1, 2000)} == {0.0}

@@ -22,7 +22,7 @@ def complaint(text: str, *overrides: str) -> str:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_shipped_configuration_parses(path):
-    assert load_config(path).iterations > 0
+    assert load_config(path).evaluation.problems > 0
 
 
 def test_the_defaults_are_a_configuration():

@@ -261,6 +261,7 @@ def test_an_estimate_leaves_a_hot_worker_where_it_is(uri, policy, critic, caplog
     worker = start(uri)
     outcome = worker.update(learn(uri, policy, critic))
     with caplog.at_level("INFO", logger="models.roles.learner"):
+        caplog.clear()
         worker.estimate(replace(asked(uri, outcome.policy, outcome.critic), reference=None))
         again = worker.update(learn(uri, outcome.policy, outcome.critic))
     assert not caplog.records
