@@ -17,6 +17,8 @@ MORE_SEEDS = (3, 4)
 """For the algorithms that are compared in pairs."""
 PLOT = Path(__file__).parents[2] / "docs" / "algorithms.png"
 CONFIGS = DEMO.parent
+COLORS = 10
+"""Of matplotlib's cycle; further lines are dashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +168,12 @@ def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    for name, runs in curves.items():
+    for place, (name, runs) in enumerate(curves.items()):
         columns = list(zip(*(run.rollouts for run in runs), strict=True))
         numbers = range(1, len(columns) + 1)
-        (line,) = axes.plot(numbers, [fmean(column) for column in columns], label=name)
-        axes.fill_between(
-            numbers, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.08
-        )
+        color, style = f"C{place % COLORS}", "-" if place < COLORS else "--"
+        axes.plot(numbers, [fmean(column) for column in columns], color=color, linestyle=style, label=name)
+        axes.fill_between(numbers, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.05)
     axes.set(xlabel="iteration", ylabel="share of rollouts that are right", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
