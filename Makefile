@@ -47,5 +47,5 @@ bench: $(VENV)/.bench  ## compare with other trainers on this machine
 reality: $(VENV)/.bench  ## placement of real processes with paced engines, against the simulator (12 minutes)
 	@$(BIN)/python -m tests.bench --only reality $(ARGS)
 
-curves: $(VENV)/.bench  ## learning curves of the algorithms on three seeds (half an hour)
+curves: $(VENV)/.bench  ## learning curves of the algorithms on three seeds (forty runs of the demo)
 	@$(BIN)/python -m tests.bench --only curves $(ARGS)

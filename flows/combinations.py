@@ -64,7 +64,8 @@ def _against_groups(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Itera
             f"rollout.dynamic with algorithm.kind {algorithm.kind!r}: groups of equal rewards teach it too, so leaving "
             "them out would bias it"
         )
-    if getattr(algorithm, "keep_uninformative", False) and rollout.dynamic is not None:
+    keeps = isinstance(algorithm, GroupRelative | ReinforcePlusPlusBaseline) and algorithm.keep_uninformative
+    if keeps and rollout.dynamic is not None:
         yield (
             "algorithm.keep_uninformative with rollout.dynamic: dynamic sampling leaves uninformative groups out; "
             "to fill up with them, set rollout.dynamic.on_shortfall='fill'"

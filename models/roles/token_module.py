@@ -3,16 +3,16 @@
 Shapes: B rows, T padded width, N named tokens.
 """
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 
 class TokenModule(nn.Module):
-    """A model that says one float32 number of each of the named tokens; rows are padded on the right."""
+    """A model that says one float32 number of each of the named tokens; rows are padded on the right.
+
+    Its `forward(tokens_BT, positions_N, targets_N)` returns a number for each state named by its index into the
+    flattened B·T, and the token that follows it.
+    """
 
     model: PreTrainedModel
     """What is saved."""
-
-    def forward(self, tokens_BT: Tensor, positions_N: Tensor, targets_N: Tensor) -> Tensor:
-        """Return a number for each state named by its index into the flattened B·T, and the token that follows it."""
-        raise NotImplementedError
