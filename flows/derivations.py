@@ -9,9 +9,6 @@ from flows.reading import open_known_run
 from flows.requests import request_recredit, request_rescoring
 from flows.terminal import table, write
 from infra.config import Settings
-from infra.errors import Damaged
-from infra.manifests import Manifest
-from infra.runs import Run
 from tasks.derived import Derived
 from tasks.reports import shown
 
@@ -80,7 +77,7 @@ class RescoredIteration(Settings):
 def rescored_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RescoredIteration]:
     """How the new rewards of some iterations compare."""
     run, derived = open_known_run(store, run_name), Derived("rescore", name)
-    return [_rescored(number, _seal(run, derived, number).metrics) for number in numbers]
+    return [_rescored(number, run.require(derived.seal_key(number)).metrics) for number in numbers]
 
 
 def _rescored(number: int, metrics: dict[str, float]) -> RescoredIteration:
@@ -131,7 +128,7 @@ class RecreditedIteration(Settings):
 def recredited_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RecreditedIteration]:
     """How the new advantages of some iterations compare."""
     run, derived = open_known_run(store, run_name), Derived("recredit", name)
-    return [_recredited(number, _seal(run, derived, number).metrics) for number in numbers]
+    return [_recredited(number, run.require(derived.seal_key(number)).metrics) for number in numbers]
 
 
 def _recredited(number: int, metrics: dict[str, float]) -> RecreditedIteration:
@@ -158,10 +155,3 @@ def recredited_rows(lines: Sequence[RecreditedIteration]) -> list[dict[str, str]
         }
         for line in lines
     ]
-
-
-def _seal(run: Run, derived: Derived, number: int) -> Manifest:
-    sealed = run.find(derived.seal_key(number))
-    if sealed is None:
-        raise Damaged(f"run {run.name!r}: manifest {derived.seal_key(number)!r} is missing")
-    return sealed

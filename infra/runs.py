@@ -89,6 +89,13 @@ class Run:
         path = f"{_MANIFESTS}{key}.json"
         return self._load(key) if self.store.exists(path) else None
 
+    def require(self, key: str) -> Manifest:
+        """The manifest under `key`, which must be there. Raises Damaged if it is gone."""
+        manifest = self.find(key)
+        if manifest is None:
+            raise Damaged(f"run {self.name!r}: manifest {key!r} is missing")
+        return manifest
+
     def manifests(self, prefix: str = "") -> list[Manifest]:
         """Return the committed manifests whose key starts with the prefix, sorted by key."""
         entries = self.store.entries(_MANIFESTS + prefix)

@@ -3,6 +3,8 @@
 Shapes: K rows, T values of all rows one after the other.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -11,6 +13,11 @@ from numpy.typing import NDArray
 from models.algorithms.groups import Floats, Integers, Mask
 
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int16] | NDArray[np.int32]
+
+
+def counted(table: pa.Table, rows: Sequence[int] | None) -> pa.Table:
+    """Keep the completions of the prompt rows that count; none are all."""
+    return table if rows is None else table.filter(pc.is_in(table["prompt_row"], pa.array(rows, pa.int32())))
 
 
 def floats(column: pa.ChunkedArray) -> Floats:

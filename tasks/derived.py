@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infra.config import Settings
-from infra.errors import Damaged, RunChanged
+from infra.errors import RunChanged
 from infra.manifests import Manifest
 from infra.runs import Run, difference
 from infra.shards import ShardRef, read_shard
@@ -152,7 +152,7 @@ def rescored_pairs(run: Run, name: str, number: int) -> Iterator[tuple[Manifest,
         for shard in range(wave.num_shards):
             scored = wave.shard_key("scoring", shard)
             keys = (wave.rollout_key(shard), scored.removeprefix(wave.rescoring), scored)
-            rollouts, stored, new = (_required(run, key) for key in keys)
+            rollouts, stored, new = (run.require(key) for key in keys)
             yield rollouts, stored, new
 
 
@@ -162,17 +162,10 @@ def credited_pairs(run: Run, number: int, scores: str | None) -> list[tuple[Mani
     keys = [(groups.rollouts, groups.scores) for groups in handover_before(run, number).kept]
     for wave in waves_of(run, number):
         keys += [(wave.rollout_key(shard), wave.shard_key("scoring", shard)) for shard in range(wave.num_shards)]
-    return [(_required(run, rollouts), _required(run, f"{prefix}{scored}")) for rollouts, scored in keys]
+    return [(run.require(rollouts), run.require(f"{prefix}{scored}")) for rollouts, scored in keys]
 
 
 def rewards_of(run: Run, scores: Sequence[ShardRef]) -> NDArray[np.float64]:
     """Total rewards of some score shards, one after the other; NaN where one is missing."""
     columns = [read_shard(run.store, ref, ("reward",))["reward"].to_numpy() for ref in scores]
     return np.concatenate([np.empty(0), *(np.asarray(column, np.float64) for column in columns)])
-
-
-def _required(run: Run, key: str) -> Manifest:
-    manifest = run.find(key)
-    if manifest is None:
-        raise Damaged(f"run {run.name!r}: manifest {key!r} is missing")
-    return manifest

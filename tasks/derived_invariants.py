@@ -16,7 +16,6 @@ from tasks.derived import (
     rescoring_terms,
     rewards_of,
 )
-from tasks.evidence import require
 from tasks.placing import judge_role
 from tasks.plan import credit_key, estimates_key
 
@@ -57,9 +56,9 @@ def _check_rescored(run: Run, derived: Derived, number: int) -> Iterator[str]:
             yield f"{scores.key}: expected the terms {', '.join(scoring.terms)}, found {', '.join(table.column_names)}"
     for wave in rescored_waves(run, derived.name, number):
         for shard in range(wave.num_shards):
-            rollouts = require(run, wave.rollout_key(shard))
+            rollouts = run.require(wave.rollout_key(shard))
             for term in scoring.served:
-                verdicts = require(run, wave.shard_key(judge_role(term), shard))
+                verdicts = run.require(wave.shard_key(judge_role(term), shard))
                 if rollouts.digest not in verdicts.parents:
                     yield f"{verdicts.key}: {rollouts.key} is none of its parents"
     expected = compare_rewards(
@@ -75,24 +74,24 @@ def _check_recredited(run: Run, derived: Derived, number: int) -> Iterator[str]:
     if terms is None:
         yield f"{derived.terms_key}: the manifest is missing"
         return
-    credit = require(run, f"{derived.iteration_key(number)}/credit")
+    credit = run.require(f"{derived.iteration_key(number)}/credit")
     pairs = credited_pairs(run, number, terms.scores)
     parents = [manifest.digest for pair in pairs for manifest in pair]
     if list(credit.parents[: len(parents)]) != parents:
         yield f"{credit.key}: its parents are not the iteration's rollouts and their scores"
-    if len(credit.parents) > len(parents) and credit.parents[-1] != require(run, estimates_key(number)).digest:
+    if len(credit.parents) > len(parents) and credit.parents[-1] != run.require(estimates_key(number)).digest:
         yield f"{credit.key}: its last parent is not {estimates_key(number)}"
     finished = {name for rollouts, _ in pairs for name in _names(run, rollouts.shards[0])}
     names = _names(run, credit.shards[0])
     if len({*names}) < len(names) or not finished.issuperset(names):
         yield f"{credit.key}: a completion is repeated or is none of the iteration's"
-    yield from _check_seal(run, derived, number, [require(run, credit_key(number)), credit], None)
+    yield from _check_seal(run, derived, number, [run.require(credit_key(number)), credit], None)
 
 
 def _check_seal(
     run: Run, derived: Derived, number: int, parts: list[Manifest], expected: dict[str, float] | None
 ) -> Iterator[str]:
-    sealed = require(run, derived.seal_key(number))
+    sealed = run.require(derived.seal_key(number))
     if sealed.parents != tuple(part.digest for part in parts):
         yield f"{sealed.key}: its parents are not all that it was made from"
     if expected is not None and sealed.metrics != expected:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from infra.errors import Damaged
 from infra.manifests import Manifest
 from infra.runs import Run
 from models.config import RolloutConfig
@@ -42,21 +41,21 @@ class Evidence:
     @property
     def num_prompts(self) -> int:
         """Prompts that there are to learn from."""
-        return require(self.run, PROMPTS["train"]).shards[0].rows
+        return self.run.require(PROMPTS["train"]).shards[0].rows
 
     @cached_property
     def credit(self) -> Manifest:
         """What committed the training samples."""
-        return require(self.run, credit_key(self.number))
+        return self.run.require(credit_key(self.number))
 
     @cached_property
     def update(self) -> Manifest:
         """What committed the policy that was learnt."""
-        return require(self.run, policy_key(self.number))
+        return self.run.require(policy_key(self.number))
 
     def stage(self, stage: str) -> list[Manifest]:
         """Manifests of one stage, over all batches, in order."""
-        return [require(self.run, wave.shard_key(stage, shard)) for wave, shard in self.shards()]
+        return [self.run.require(wave.shard_key(stage, shard)) for wave, shard in self.shards()]
 
     def shards(self) -> Iterator[tuple[BatchPlan, int]]:
         """Every shard of every batch, in order."""
@@ -79,11 +78,3 @@ def gather(run: Run, number: int) -> Evidence:
         before=handover_before(run, number),
         after=handover_before(run, number + 1),
     )
-
-
-def require(run: Run, key: str) -> Manifest:
-    """Find a manifest that must be there."""
-    manifest = run.find(key)
-    if manifest is None:
-        raise Damaged(f"run {run.name!r}: manifest {key!r} is missing")
-    return manifest

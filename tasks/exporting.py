@@ -18,7 +18,6 @@ from infra.errors import BadInput, WorkerFailed
 from infra.manifests import Manifest
 from infra.runs import Run
 from models.work import ExportWork
-from tasks.evidence import require
 from tasks.plan import DPO, SFT, policy_key
 from tasks.reports import sealed_iterations
 from tasks.versions import policy_of
@@ -70,7 +69,7 @@ def _policy(run: Run, number: int) -> Manifest:
     """The policy's manifest. A run that was told to end after SFT or DPO has no initial policy yet, but that one."""
     keys = [policy_key(number)] if number else [policy_key(0), DPO, SFT]
     found = [manifest for key in keys if (manifest := run.find(key)) is not None]
-    return found[0] if found else require(run, keys[0])
+    return found[0] if found else run.require(keys[0])
 
 
 def _ask(work: ExportWork) -> None:

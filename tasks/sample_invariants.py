@@ -9,7 +9,7 @@ from infra.runs import Run
 from infra.shards import ShardRef, read_shard
 from models.records import FinishReason
 from tasks.derived import credited_pairs
-from tasks.evidence import Evidence, require
+from tasks.evidence import Evidence
 from tasks.plan import BatchPlan, estimates_key
 from tasks.versions import policy_of
 
@@ -29,7 +29,7 @@ def check_samples(evidence: Evidence) -> Iterator[str]:
     own = [version for manifest in evidence.stage("rollout") for version in _versions(run, manifest).items()]
     oldest, bound = dict(own), _staleness_bounds(evidence)
     for groups in evidence.before.kept:
-        begun = _versions(run, require(run, groups.rollouts))
+        begun = _versions(run, run.require(groups.rollouts))
         oldest |= {name: version for name, version in begun.items() if name[0] in groups.rows}
     waiting = {row for surplus in evidence.surplus for row in surplus.rows}
     seen: set[Name] = set()
@@ -42,7 +42,7 @@ def check_samples(evidence: Evidence) -> Iterator[str]:
         if prompt in waiting:
             yield f"{credit.key}: sample {sample} of prompt {prompt} is trained and left to the next iteration"
         seen.add(name)
-    parent = require(run, evidence.waves[0].policy)
+    parent = run.require(evidence.waves[0].policy)
     if evidence.update.parents != (parent.digest, credit.digest):
         yield f"{evidence.update.key}: its parents are not the iteration's policy and credit"
 
@@ -65,14 +65,14 @@ def check_credit(evidence: Evidence) -> Iterator[str]:
 
 def _check_shard(evidence: Evidence, wave: BatchPlan, shard: int) -> Iterator[str]:
     run = evidence.run
-    manifest = require(run, wave.shard_key("rollout", shard))
-    before = require(run, wave.carried[shard]).shards[1] if shard < len(wave.carried) else None
+    manifest = run.require(wave.shard_key("rollout", shard))
+    before = run.require(wave.carried[shard]).shards[1] if shard < len(wave.carried) else None
     expected = [(row, sample) for row in wave.shard_rows(shard) for sample in range(wave.group_size)]
     expected += _names(run, before) if before else []
     found = [_names(run, ref) for ref in manifest.shards]
     if sorted(chain.from_iterable(found)) != sorted(expected):
         yield f"{manifest.key}: its rows are not {wave.group_size} samples of each of its prompts"
-    policy = policy_of(require(run, wave.policy)).digest
+    policy = policy_of(run.require(wave.policy)).digest
     for ref in manifest.shards:
         table = read_shard(run.store, ref, columns=["prompt_row"])
         behaviour = table.schema.metadata[b"policy_digest"].decode()

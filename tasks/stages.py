@@ -11,7 +11,7 @@ from prefect.tasks import Task
 from pydantic import JsonValue
 
 from infra.bundles import BundleRef
-from infra.errors import Damaged, WorkerLost, WorkerStalled
+from infra.errors import WorkerLost, WorkerStalled
 from infra.manifests import Manifest, provenance_here
 from models.records import Outcome
 from tasks.session import RunRef, session_of
@@ -94,10 +94,7 @@ async def committed(ref: RunRef, key: str, *, silence_seconds: float) -> Manifes
 
 def required(ref: RunRef, key: str) -> Manifest:
     """The manifest under `key`, which an earlier stage committed. Raises Damaged if it is gone."""
-    manifest = session_of(ref).run.find(key)
-    if manifest is None:
-        raise Damaged(f"run {ref.name!r}: manifest {key!r} is missing")
-    return manifest
+    return session_of(ref).run.require(key)
 
 
 def _bundles(outcome: Outcome) -> dict[str, BundleRef]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
@@ -17,9 +16,10 @@ from torch import Tensor
 from infra.shards import ShardRef, read_shard, write_shard
 from infra.storage import Store
 from models.batching import MicroBatch, StepPlan, TokenSequence, lay_out, plan_step
+from models.columns import counted, lengths_of
 from models.records import ESTIMATE_SCHEMA
 from models.roles.ranks import Ranks, broadcast_bytes, gather_bytes
-from models.work import EstimateWork, ScoredShard
+from models.work import EstimateWork
 
 Floats = NDArray[np.float32]
 
@@ -59,9 +59,9 @@ def write_estimates(
     store: Store, work: EstimateWork, asks: Mapping[str, Ask], *, microbatch_tokens: int, ranks: Ranks
 ) -> Asked:
     """Ask about every token, by column of the estimates, and have rank 0 write one shard per rollout shard."""
-    tables = [_counted(read_shard(store, shard.rollouts, _COLUMNS), shard) for shard in work.shards]
+    tables = [counted(read_shard(store, shard.rollouts, _COLUMNS), shard.rows) for shard in work.shards]
     table = pa.concat_tables([part.replace_schema_metadata(None) for part in tables]).combine_chunks()
-    prompts, completions = _lengths(table["prompt_tokens"]), _lengths(table["completion_tokens"])
+    prompts, completions = lengths_of(table["prompt_tokens"]), lengths_of(table["completion_tokens"])
     rows = tuple(range(table.num_rows))
     lengths = (prompts + completions).tolist()
     plan = plan_step(rows, lengths, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
@@ -123,14 +123,3 @@ def _write(
         refs.append(write_shard(store, whole, kind="estimates", metadata=metadata))
         begin += table.num_rows
     return tuple(refs)
-
-
-def _counted(table: pa.Table, shard: ScoredShard) -> pa.Table:
-    """Keep the completions of the prompt rows that count."""
-    if shard.rows is None:
-        return table
-    return table.filter(pc.is_in(table["prompt_row"], pa.array(shard.rows, pa.int32())))
-
-
-def _lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    return np.asarray(pc.list_value_length(column).to_numpy(), dtype=np.int64)

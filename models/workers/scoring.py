@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import JsonValue
 from tokenizers import Tokenizer
 
@@ -14,7 +13,7 @@ from infra.errors import BadInput, Quarantined
 from infra.shards import read_shard, write_shard
 from infra.storage import open_store
 from models.algorithms.config import AlgorithmConfig
-from models.columns import lengths_of
+from models.columns import counted, lengths_of
 from models.credit import ROLLOUT_COLUMNS, Credit, CreditRule, assign_credit
 from models.judges.tally import tally, tally_steps
 from models.judges.verdicts import Judgement
@@ -28,7 +27,7 @@ from models.score_columns import term_columns
 from models.scores import joined, score_metrics, score_table
 from models.selection import Wanted, informative_prompts
 from models.steps import StepValues
-from models.work import CreditWork, ExcerptWork, ScoredShard, ScoringWork
+from models.work import CreditWork, ExcerptWork, ScoringWork
 
 PLACES = ("prompt_row", "sample")
 TEXTS = ("prompt", "completion", "answer")
@@ -70,10 +69,10 @@ class ScoringWorker:
         rule = credit_rule(work, self._scoring, self._algorithm)
         estimates = zip(work.estimates, work.shards, strict=True) if work.estimates else ()
         credit = assign_credit(
-            [counted(read_shard(self._store, shard.rollouts, ROLLOUT_COLUMNS), shard) for shard in work.shards],
-            [counted(read_shard(self._store, shard.scores), shard) for shard in work.shards],
+            [counted(read_shard(self._store, shard.rollouts, ROLLOUT_COLUMNS), shard.rows) for shard in work.shards],
+            [counted(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards],
             rule,
-            estimates=[counted(read_shard(self._store, estimate), shard) for estimate, shard in estimates],
+            estimates=[counted(read_shard(self._store, estimate), shard.rows) for estimate, shard in estimates],
         )
         check_missing(credit, max_missing=self._scoring.max_missing, iteration=work.iteration)
         check_shortfall(credit, work)
@@ -151,13 +150,6 @@ def _tallied(
 def vote_of(reward: ServedReward) -> Literal["mean", "median", "majority"]:
     """How a served reward's answers are counted; a reward model gives but one."""
     return reward.vote if isinstance(reward, JudgeReward) else "mean"
-
-
-def counted(table: pa.Table, shard: ScoredShard) -> pa.Table:
-    """Keep the completions of the prompt rows that count."""
-    if shard.rows is None:
-        return table
-    return table.filter(pc.is_in(table["prompt_row"], pa.array(shard.rows, pa.int32())))
 
 
 def credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:
