@@ -210,7 +210,58 @@ class PacedEngine(Settings):
     """A completion that stops ends with one of these texts, by its seed: a judge's verdicts, such as `score: 7`."""
 
 
-EngineConfig = Annotated[TransformersEngine | PacedEngine, Field(discriminator="kind")]
+class DrawnLengths(Settings):
+    """Lengths drawn from a log-normal distribution in place of the policy's own, for benchmarks with random weights."""
+
+    median_tokens: Annotated[float, Field(gt=0)]
+    """Median, in tokens; the mean is this times exp(sigma² / 2)."""
+    sigma: Annotated[float, Field(ge=0)] = 0.8
+    """Standard deviation in log space."""
+
+
+class VllmEngine(Settings):
+    """A vLLM server in an environment of its own that the worker starts, watches and ends; or servers that run already.
+
+    Weights reach it as verified local files, in place, and it proves by their digest what it serves. Its batches follow
+    from timing, so the same work gives the same completions only up to float rounding.
+    """
+
+    kind: Literal["vllm"] = "vllm"
+    python: Path | None = None
+    """Python of the environment with vLLM; none takes the one that `rheostat engine install vllm` made."""
+    base_urls: tuple[str, ...] = ()
+    """Servers that `rheostat engine serve vllm` started, such as `http://127.0.0.1:8000`; none starts one per worker.
+    They must see the run's files under the same paths."""
+    api_key_variable: str | None = None
+    """Environment variable with the key of those servers; a worker's own server gets a random one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights and activations."""
+    logprobs: Literal["processed", "raw"] = "processed"
+    """Behaviour log-probs are those after temperature, top_p and top_k, or the untempered ones; without truncation the
+    first, at temperature 1 the second, are those that the trainer computes."""
+    max_batch_rows: Positive = 256
+    """Completions decoded together."""
+    max_model_len: Positive | None = None
+    """Longest sequence in tokens; none takes the policy's context."""
+    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Share of each GPU's memory that weights and cache may take while the server is awake."""
+    cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory of the KV cache; none takes what the GPU memory share leaves, and 1 GiB on a CPU."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs that one server spreads a policy over."""
+    prefix_caching: bool = True
+    """Compute what prompts share once, such as the prompt of a group."""
+    eager: bool = False
+    """Run the policy without compilation and CUDA graphs: a faster start, slower steps. On a CPU always."""
+    start_seconds: Annotated[float, Field(gt=0)] = 600
+    """Longest time a server may take to start, in seconds."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often a server that died is started again within one piece of work."""
+    lengths: DrawnLengths | None = None
+    """For benchmarks alone: completions end at drawn lengths, whatever the policy writes."""
+
+
+EngineConfig = Annotated[TransformersEngine | PacedEngine | VllmEngine, Field(discriminator="kind")]
 
 
 class DynamicSampling(Settings):

@@ -111,7 +111,7 @@ def test_metrics_count_what_the_shard_holds(store, work, tmp_path):
     lengths = sorted(len(row["completion_tokens"]) for row in rows)
     assert outcome.detail == {"lengths": lengths}
     assert outcome.timings.keys() == {
-        "load", "generate", "write",
+        "load", "generate", "write", "load_bytes",
         "steps", "step_sequences", "step_sequences_squared", "step_seconds", "step_sequence_seconds",
     }  # fmt: skip
     # Every token but each sequence's first takes a sequence one step forward.

@@ -73,16 +73,28 @@ class Engine(Protocol):
     """Generates with the weights it loaded last.
 
     `progress` moves while work advances. The same weights, requests and sampling give the same completions, whatever
-    the engine did before.
+    the engine did before: bit for bit, or up to float rounding where its batches follow from timing.
     """
 
     progress: int
 
-    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> None:
-        """Take the policy in `directory`, and its adapter, whose files were verified to be those of its digest."""
+    def producer(self) -> str:
+        """Name the engine and what else its numbers depend on; shards keep it."""
+
+    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> int:
+        """Take the policy in `directory`, and its adapter, whose files were verified to be those of its digest.
+
+        Returns the bytes that were moved.
+        """
+
+    def serves(self) -> str:
+        """Return the digest of the policy that would generate now, empty where none would or it cannot be proven."""
 
     def sleep(self) -> None:
         """Give the memory of weights and cache back; who wants to use the engine again loads it again."""
+
+    def close(self) -> None:
+        """End whatever runs for the engine, for good."""
 
     def steps(self) -> StepSums:
         """Sums over all decoding steps so far, from which their time is regressed on the batch."""

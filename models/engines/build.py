@@ -2,12 +2,12 @@
 
 from typing import assert_never
 
-from models.config import EngineConfig, PacedEngine, TransformersEngine
+from models.config import EngineConfig, PacedEngine, TransformersEngine, VllmEngine
 from models.engines import Engine
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Make an engine without weights."""
+def build_engine(config: EngineConfig, *, adapter_rank: int = 0) -> Engine:
+    """Make an engine without weights; `adapter_rank` is the largest of the adapters that it will load."""
     match config:
         case TransformersEngine():
             from models.engines.transformers import HuggingFaceEngine  # torch: only workers that run models pay for it
@@ -17,5 +17,9 @@ def build_engine(config: EngineConfig) -> Engine:
             from models.engines.paced import PacedEngine as Paced
 
             return Paced(config)
+        case VllmEngine():
+            from models.engines.vllm.engine import ServedEngine
+
+            return ServedEngine(config, adapter_rank=adapter_rank)
         case _:
             assert_never(config)

@@ -30,6 +30,8 @@ class _Vocabulary:
     endings: tuple[tuple[int, ...], ...]
     """The last tokens of a completion that stops, EOS included."""
     median_tokens: float
+    digest: str
+    """Of the policy whose tokenizer it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,10 @@ class PacedEngine:
         self._steps = StepSums()
         self._due = 0.0  # when the work so far should have ended: what a sleep takes too long, the next makes up for
 
-    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> None:
+    def producer(self) -> str:
+        return self._config.kind
+
+    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> int:
         """Take the tokenizer and the version of a policy; its weights are not read, but waited for."""
         self._due = time.perf_counter()
         self._pause(self._config.load_seconds)
@@ -70,10 +75,18 @@ class PacedEngine:
             ),
             endings=tuple((*tokens, tokenizer.eos_token_id) for tokens in endings),
             median_tokens=self._config.median_tokens * self._config.drift**policy.version,
+            digest=policy.digest,
         )
+        return 0
+
+    def serves(self) -> str:
+        return "" if self._vocabulary is None else self._vocabulary.digest
 
     def sleep(self) -> None:
         self._vocabulary = None
+
+    def close(self) -> None:
+        self.sleep()
 
     def steps(self) -> StepSums:
         return self._steps

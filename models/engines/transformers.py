@@ -36,7 +36,10 @@ class HuggingFaceEngine:
         self._steps = StepSums()
         self._stepped = 0.0  # when the last forward pass ended
 
-    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> None:
+    def producer(self) -> str:
+        return self._config.kind
+
+    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> int:
         self.sleep()  # the old weights go before the new ones come: two policies may not fit
         dtype = getattr(torch, self._config.dtype)
         if adapter is None:
@@ -55,6 +58,10 @@ class HuggingFaceEngine:
             context=context,
         )
         self.progress += 1
+        return policy.weights.bytes + (policy.adapter.bytes if policy.adapter is not None else 0)
+
+    def serves(self) -> str:
+        return "" if self._policy is None else self._policy.digest
 
     def sleep(self) -> None:
         left = None if self._policy is None else weakref.ref(self._policy.model)
@@ -63,6 +70,9 @@ class HuggingFaceEngine:
             gc.collect()
         if self._device == "cuda":
             torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self.sleep()
 
     def steps(self) -> StepSums:
         return self._steps

@@ -1,4 +1,4 @@
-"""A judge whose model runs in this process."""
+"""A judge whose model is the run's own: an engine serves it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,9 +52,21 @@ class LocalJudge:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         self._context = getattr(config.get_text_config(), "max_position_embeddings", None)
 
+    def serves(self) -> str:
+        """Return the digest of the model that would answer now."""
+        return self._engine.serves()
+
+    def producer(self) -> str:
+        """Name the engine."""
+        return self._engine.producer()
+
     def sleep(self) -> None:
         """Give the memory of weights and cache back."""
         self._engine.sleep()
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
 
     def steps(self) -> StepSums:
         """Sums over all decoding steps so far."""

@@ -21,7 +21,6 @@ from models.records import VERDICT_SCHEMA, Outcome, PolicyVersion
 from models.rewards.config import (
     DirectoryJudge,
     EndpointJudge,
-    JudgeModel,
     JudgeReward,
     StepsVerdict,
     TrainedJudge,
@@ -74,33 +73,29 @@ class JudgeWorker:
             self._judge = _endpoint_judge(reward.model, reward)
         else:
             self._judge = self._local = _local_judge(reward.model, reward, threads)
-        self._loaded = ""
 
     def progress(self) -> int:
         """Return a count that moves with every forward pass or request, and every load."""
         return self._judge.progress
 
     def take(self, policy: PolicyVersion) -> str:
-        """Load the named model unless it is loaded, and return the digest that is now served."""
+        """Load the named model unless the engine proves that it serves it, and return the digest that is now served."""
         if self._local is None:
             raise BadInput(f"judge {self._term}: its model is behind an endpoint, found one to load")
-        weights = policy.weights
-        if self._loaded != weights.digest:
-            self._loaded = ""
-            self._local.load(fetch_bundle(self._store, weights), policy)
-            self._loaded = weights.digest
-            logger.info("judge %s: loaded %s", self._term, weights.digest)
-        return self._loaded
+        if self._local.serves() != policy.digest:
+            self._local.load(fetch_bundle(self._store, policy.weights), policy)
+            logger.info("judge %s: loaded %s", self._term, policy.digest)
+        return policy.digest
 
     def sleep(self) -> None:
         """Give the model's memory back; the next work loads it again."""
-        self._loaded = ""
         if self._local is not None:
             self._local.sleep()
 
     def close(self) -> None:
         """End the worker's use of its judge."""
-        self.sleep()
+        if self._local is not None:
+            self._local.close()
 
     def judge(self, work: JudgeWork) -> Outcome:
         """Write the verdicts on every completion of a rollout shard, the canaries' first."""
@@ -120,7 +115,7 @@ class JudgeWorker:
             "iteration": str(work.iteration),
             "rollouts": work.rollouts.digest,
             "term": self._term,
-            "producer": _producer(self._reward.model),
+            "producer": "endpoint" if self._local is None else self._local.producer(),
         }
         ref = write_shard(self._store, table, kind="verdicts", metadata=metadata)
         answers = [cast.answer for casts in votes.cast.values() for cast in casts]
@@ -169,10 +164,6 @@ def _local_judge(model: DirectoryJudge | TrainedJudge, reward: JudgeReward, thre
         chat=isinstance(model, DirectoryJudge),  # a trained judge learnt from the bare question
         threads=threads,
     )
-
-
-def _producer(model: JudgeModel) -> str:
-    return "endpoint" if isinstance(model, EndpointJudge) else model.engine.kind
 
 
 def _endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:

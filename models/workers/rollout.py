@@ -28,32 +28,37 @@ class RolloutWorker:
     machine, whatever the worker did before.
     """
 
-    def __init__(self, store_uri: str, run: str, engine: EngineConfig, threads: int) -> None:
+    def __init__(self, store_uri: str, run: str, engine: EngineConfig, threads: int, adapter_rank: int = 0) -> None:
         torch.set_num_threads(threads)
         self._store = open_store(f"{store_uri}/{run}")
         self._run = run
-        self._kind = engine.kind
-        self._engine = build_engine(engine)
-        self._loaded: PolicyVersion | None = None
+        self._engine = build_engine(engine, adapter_rank=adapter_rank)
 
     def progress(self) -> int:
         """Return a count that moves with every decoding step and every load."""
         return self._engine.progress
 
     def take(self, policy: PolicyVersion) -> str:
-        """Load a policy unless it is loaded, and return the digest of what is now served."""
-        if self._loaded != policy:
-            self._loaded = None
-            adapter = None if policy.adapter is None else fetch_bundle(self._store, policy.adapter)
-            self._engine.load(fetch_bundle(self._store, policy.weights), policy, adapter=adapter)
-            self._loaded = policy
-            logger.info("loaded policy %s", policy.digest)
+        """Load a policy unless the engine proves that it serves it, and return the digest of what is now served."""
+        self._load(policy)
         return policy.digest
 
     def sleep(self) -> None:
         """Give the weights' memory back; the next work loads them again."""
-        self._loaded = None
         self._engine.sleep()
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
+
+    def _load(self, policy: PolicyVersion) -> int:
+        """Return the bytes that were moved to the engine."""
+        if self._engine.serves() == policy.digest:
+            return 0
+        adapter = None if policy.adapter is None else fetch_bundle(self._store, policy.adapter)
+        moved = self._engine.load(fetch_bundle(self._store, policy.weights), policy, adapter=adapter)
+        logger.info("loaded policy %s", policy.digest)
+        return moved
 
     def generate(self, work: RolloutWork) -> Outcome:
         """Write the completions of the work's prompts, finished groups as the first shard.
@@ -62,7 +67,7 @@ class RolloutWorker:
         """
         clock = time.perf_counter
         started = clock()
-        self.take(work.policy)
+        moved = self._load(work.policy)
         loaded, before = clock(), self._engine.steps()
         begun = self._groups(work)
         requests = [group.request(work.policy.version, work.partial) for group in begun]
@@ -81,6 +86,7 @@ class RolloutWorker:
             metrics=_metrics(groups, lengths) | {"prompt_tokens": sum(len(request.tokens) for request in requests)},
             detail=detail,
             timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated}
+            | {"load_bytes": moved}
             | self._engine.steps().since(before),
         )
 
@@ -93,7 +99,7 @@ class RolloutWorker:
         return continued + fresh
 
     def _write(self, table: pa.Table, work: RolloutWork, *, kind: str) -> ShardRef:
-        metadata = _metadata(work, run=self._run) | {"producer": self._kind}
+        metadata = _metadata(work, run=self._run) | {"producer": self._engine.producer()}
         return write_shard(self._store, table, kind=kind, metadata=metadata)
 
 

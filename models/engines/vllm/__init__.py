@@ -1,0 +1,1 @@
+"""Generation by a vLLM server. `inside/` runs in the server, in vLLM's own environment; the rest asks it over HTTP."""
