@@ -3,13 +3,29 @@
 N completions in the order of their shards, where NaN is missing; K samples of both sides, T their completion tokens.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from infra.shards import ShardRef, read_shard
+from infra.storage import Store
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+
+
+def rewards_of(store: Store, scores: Sequence[ShardRef]) -> Floats:
+    """Total rewards of some score shards, one after the other; NaN where one is missing."""
+    columns = [read_shard(store, ref, ("reward",))["reward"].to_numpy() for ref in scores]
+    return np.concatenate([np.empty(0), *(np.asarray(column, np.float64) for column in columns)])
+
+
+def read_samples(store: Store, samples: Sequence[ShardRef]) -> pa.Table:
+    """What is compared of some sample shards."""
+    return pa.concat_tables(read_shard(store, ref, ("prompt_row", "sample", "advantages")) for ref in samples)
 
 
 def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:

@@ -157,6 +157,14 @@ class CreditWork:
 
 
 @dataclass(frozen=True, slots=True)
+class ComparisonWork:
+    """Compare new scores or samples of an iteration with the stored ones; no shard is written."""
+
+    stored: tuple[ShardRef, ...]
+    new: tuple[ShardRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateWork:
     """Take the optimizer steps of one iteration; every rank gets the same record and reads its own rows."""
 

@@ -4,14 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from infra.config import Settings
 from infra.errors import RunChanged
 from infra.manifests import Manifest
 from infra.runs import Run, difference
-from infra.shards import ShardRef, read_shard
 from models.algorithms.config import AlgorithmConfig, TeacherConfig
 from models.rewards.config import ScoringConfig
 from tasks.handover import handover_before
@@ -163,9 +159,3 @@ def credited_pairs(run: Run, number: int, scores: str | None) -> list[tuple[Mani
     for wave in waves_of(run, number):
         keys += [(wave.rollout_key(shard), wave.shard_key("scoring", shard)) for shard in range(wave.num_shards)]
     return [(run.require(rollouts), run.require(f"{prefix}{scored}")) for rollouts, scored in keys]
-
-
-def rewards_of(run: Run, scores: Sequence[ShardRef]) -> NDArray[np.float64]:
-    """Total rewards of some score shards, one after the other; NaN where one is missing."""
-    columns = [read_shard(run.store, ref, ("reward",))["reward"].to_numpy() for ref in scores]
-    return np.concatenate([np.empty(0), *(np.asarray(column, np.float64) for column in columns)])

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from infra.manifests import Manifest
 from infra.runs import Run
 from infra.shards import ShardRef, read_shard
-from models.comparison import compare_rewards
+from models.comparison import compare_rewards, rewards_of
 from tasks.derived import (
     Derived,
     credited_pairs,
@@ -14,7 +14,6 @@ from tasks.derived import (
     rescored_pairs,
     rescored_waves,
     rescoring_terms,
-    rewards_of,
 )
 from tasks.placing import judge_role
 from tasks.plan import credit_key, estimates_key
@@ -62,8 +61,8 @@ def _check_rescored(run: Run, derived: Derived, number: int) -> Iterator[str]:
                 if rollouts.digest not in verdicts.parents:
                     yield f"{verdicts.key}: {rollouts.key} is none of its parents"
     expected = compare_rewards(
-        rewards_of(run, [stored.shards[0] for _, stored, _ in pairs]),
-        rewards_of(run, [scores.shards[0] for _, _, scores in pairs]),
+        rewards_of(run.store, [stored.shards[0] for _, stored, _ in pairs]),
+        rewards_of(run.store, [scores.shards[0] for _, _, scores in pairs]),
     )
     yield from _check_seal(run, derived, number, [part for pair in pairs for part in pair], expected)
 

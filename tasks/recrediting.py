@@ -7,10 +7,8 @@ from dataclasses import replace
 from prefect import task
 
 from infra.manifests import Manifest
-from infra.shards import read_shard
 from models.algorithms.needs import needs_of, reward_kl
-from models.comparison import compare_advantages
-from models.work import CreditWork
+from models.work import ComparisonWork, CreditWork
 from tasks.derived import Derived, RecreditTerms, check_terms, own_terms
 from tasks.kl import reward_coefficient
 from tasks.plan import credit_key, estimates_key
@@ -20,8 +18,6 @@ from tasks.session import RunRef, session_of
 from tasks.stages import is_transient, once, record, required
 
 logger = logging.getLogger(__name__)
-
-COMPARED = ("prompt_row", "sample", "advantages")
 
 
 @task(task_run_name="begin {name}")
@@ -71,11 +67,12 @@ async def seal_recredit(run: RunRef, name: str, number: int, began: float) -> Ma
     """Commit that an iteration has its other advantages, and how they compare with those that were learnt from."""
     session, derived = session_of(run), Derived("recredit", name)
     stored, new = required(run, credit_key(number)), required(run, f"{derived.iteration_key(number)}/credit")
-    tables = [read_shard(session.run.store, manifest.shards[0], COMPARED) for manifest in (stored, new)]
+    work = ComparisonWork(stored=stored.shards, new=new.shards)
+    compared = await session.perform("scoring", "compare_advantages", work)
     metrics = {
         "samples": new.metrics["samples"],
         "informative_groups": new.metrics["informative_groups"],
-        **compare_advantages(*tables),
+        **(compared.result.metrics or {}),
     }
     elapsed = time.monotonic() - began
     sealed = record(run, derived.seal_key(number), parents=[stored, new], metrics=metrics, seconds={"total": elapsed})

@@ -6,9 +6,9 @@ import time
 from prefect import task
 
 from infra.manifests import Manifest
-from models.comparison import compare_rewards
 from models.judges.alarms import check_judges
 from models.rewards.config import ScoringConfig
+from models.work import ComparisonWork
 from placement.records import Plan
 from tasks.derived import (
     Derived,
@@ -16,7 +16,6 @@ from tasks.derived import (
     check_terms,
     rescored_pairs,
     rescored_waves,
-    rewards_of,
     sealed_numbers,
 )
 from tasks.judges import local_terms, model_key
@@ -93,10 +92,10 @@ async def seal_rescoring(run: RunRef, name: str, number: int, began: float) -> M
     }
     shown_by = {term: [manifest.metrics for manifest in manifests] for term, manifests in verdicts.items()}
     check_judges(session.settings.scoring, shown_by, iteration=number)
-    metrics = compare_rewards(
-        rewards_of(session.run, [stored.shards[0] for _, stored, _ in pairs]),
-        rewards_of(session.run, [new.shards[0] for _, _, new in pairs]),
+    work = ComparisonWork(
+        stored=tuple(stored.shards[0] for _, stored, _ in pairs), new=tuple(new.shards[0] for _, _, new in pairs)
     )
+    metrics = (await session.perform("scoring", "compare_rewards", work)).result.metrics or {}
     sealed = record(
         run,
         derived.seal_key(number),

@@ -14,6 +14,7 @@ from infra.shards import read_shard, write_shard
 from infra.storage import open_store
 from models.algorithms.config import AlgorithmConfig
 from models.columns import counted, lengths_of
+from models.comparison import compare_advantages, compare_rewards, read_samples, rewards_of
 from models.credit import ROLLOUT_COLUMNS, Credit, CreditRule, assign_credit
 from models.judges.tally import tally, tally_steps
 from models.judges.verdicts import Judgement
@@ -27,7 +28,7 @@ from models.score_columns import term_columns
 from models.scores import joined, score_metrics, score_table
 from models.selection import Wanted, informative_prompts
 from models.steps import StepValues
-from models.work import CreditWork, ExcerptWork, ScoringWork
+from models.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 
 PLACES = ("prompt_row", "sample")
 TEXTS = ("prompt", "completion", "answer")
@@ -88,6 +89,15 @@ class ScoringWorker:
             detail={"surplus": surplus} if rule.wanted else None,
             timings={"credit_seconds": time.perf_counter() - began},
         )
+
+    def compare_rewards(self, work: ComparisonWork) -> Outcome:
+        """Describe new scores of completions beside the stored ones."""
+        return Outcome(metrics=compare_rewards(rewards_of(self._store, work.stored), rewards_of(self._store, work.new)))
+
+    def compare_advantages(self, work: ComparisonWork) -> Outcome:
+        """Describe new samples beside those that were learnt from."""
+        stored, new = (read_samples(self._store, refs) for refs in (work.stored, work.new))
+        return Outcome(metrics=compare_advantages(stored, new))
 
     def excerpts(self, work: ExcerptWork) -> Excerpts:
         """Shorten a few completions for a report; controllers hold no payload, and this is all that they show of it."""
