@@ -17,6 +17,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 from infra.errors import Quarantined
 from models.config import SamplingConfig
 from models.engines import Completion
+from models.engines.rows import Row, stop_window, texts_of, unstopped
 from models.engines.sampling import draw, uniforms
 from models.records import FinishReason
 
@@ -34,26 +35,6 @@ class LoadedPolicy:
     """Every token that ends a completion."""
     context: int | None
     """Longest sequence in tokens; none where the architecture sets no limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One completion to be made: the prompt (`request`-th of the work) and the seed of its draws."""
-
-    request: int
-    sample: int
-    prompt_row: int
-    prompt: tuple[int, ...]
-    seed: int
-    prefix: tuple[int, ...]
-    """Tokens that the completion already has."""
-    limit: int
-    """Tokens, those of the prefix included, at which it ends for now."""
-
-    @property
-    def given(self) -> tuple[int, ...]:
-        """What is prefilled."""
-        return self.prompt + self.prefix
 
 
 @dataclass(slots=True)
@@ -214,14 +195,13 @@ def _end_rows(live: _Live, written: _Written, at_B: Tensor, policy: LoadedPolicy
 def _says_stop(
     live: _Live, written: _Written, at_B: Tensor, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
 ) -> Tensor:
-    """Look for a stop text in the last tokens: each spells at least a byte, so as many as its bytes hold all of it."""
-    # 4 more: the first tokens may be the rest of a character, which decodes as another one.
-    window = max(len(text.encode()) for text in stop) + 4
+    """Look for a stop text in the last tokens."""
+    window = stop_window(stop)
     back_W = torch.arange(window - 1, -1, -1, device=at_B.device)
     recent_BW = written.tokens_RT[live.rows_B[:, None], (at_B[:, None] - back_W).clamp(min=0)]
     counts = (at_B + 1).clamp(max=window).tolist()
     recent = [tokens[window - count :] for tokens, count in zip(recent_BW.tolist(), counts, strict=True)]
-    texts = _texts(tokenizer, recent)
+    texts = texts_of(tokenizer, recent)
     return torch.tensor([any(end in text for end in stop) for text in texts], device=at_B.device)
 
 
@@ -229,19 +209,13 @@ def _completions(written: _Written, policy: LoadedPolicy, longest: int) -> list[
     begun, lengths = written.begun_R.tolist(), written.lengths_R.tolist()
     tokens = [row[:length] for row, length in zip(written.tokens_RT.tolist(), lengths, strict=True)]
     logprobs = [row[:length] for row, length in zip(written.logprobs_RT.tolist(), lengths, strict=True)]
-    texts, stopped = _texts(policy.tokenizer, tokens), written.stopped_R.tolist()
-    unstopped = [FinishReason.LENGTH if length == longest else FinishReason.CUT for length in lengths]
+    texts, stopped = texts_of(policy.tokenizer, tokens), written.stopped_R.tolist()
     return [
         Completion(
             tokens=tuple(tokens[row][begun[row] :]),
             logprobs=tuple(logprobs[row][begun[row] :]),
             text=texts[row],
-            finish_reason=FinishReason.STOP if stopped[row] else unstopped[row],
+            finish_reason=FinishReason.STOP if stopped[row] else unstopped(lengths[row], longest),
         )
         for row in range(len(tokens))
     ]
-
-
-def _texts(tokenizer: PreTrainedTokenizerFast, tokens: list[list[int]]) -> list[str]:
-    texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return texts

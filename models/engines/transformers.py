@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from infra.errors import BadInput
 from models.config import SamplingConfig, TransformersEngine
 from models.engines import Completion, Request, StepSums
-from models.engines.decoding import LoadedPolicy, Row, decode
+from models.engines.decoding import LoadedPolicy, decode
 from models.engines.likelihoods import continuation_logprobs
+from models.engines.rows import end_tokens, require_context, require_room, rows_of
 from models.records import PolicyVersion
 from models.roles.merging import load_merged
 from models.roles.policy import load_policy
@@ -47,14 +47,12 @@ class HuggingFaceEngine:
         else:
             model = load_merged(directory, adapter, device=self._device, dtype=dtype).eval()
         tokenizer = load_tokenizer(directory)
-        stated = model.generation_config.eos_token_id
-        ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])} - {None}
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._policy = LoadedPolicy(
             model=model,
             tokenizer=tokenizer,
             digest=policy.digest,
-            eos_E=torch.tensor(sorted(ends), device=self._device),
+            eos_E=torch.tensor(end_tokens(tokenizer, model.generation_config), device=self._device),
             context=context,
         )
         self.progress += 1
@@ -82,7 +80,7 @@ class HuggingFaceEngine:
     ) -> list[tuple[float, ...]]:
         assert self._policy is not None, "likelihoods before load"
         longest = max(map(len, continuations))
-        _require_context(prompts, longest, context=self._policy.context)
+        require_context(prompts, longest, context=self._policy.context)
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # stable, as in `generate`
         size = max(1, self._config.max_batch_rows // (len(continuations) if longest > 1 else 1))
         found: dict[int, tuple[float, ...]] = {}
@@ -95,8 +93,8 @@ class HuggingFaceEngine:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         assert self._policy is not None, "generate before load"
-        _require_room(requests, sampling, context=self._policy.context)
-        rows = [row for index, request in enumerate(requests) for row in _rows(index, request, sampling.max_new_tokens)]
+        require_room(requests, sampling, context=self._policy.context)
+        rows = rows_of(requests, longest=sampling.max_new_tokens)
         rows.sort(key=lambda row: len(row.given))  # stable: requests of equal length stay in their order
         groups: list[dict[int, Completion]] = [{} for _ in requests]
         size = self._config.max_batch_rows
@@ -113,48 +111,3 @@ class HuggingFaceEngine:
         seconds, self._stepped = now - self._stepped, now
         if sequences:
             self._steps = self._steps.plus(sequences, seconds)
-
-
-def _rows(index: int, request: Request, longest: int) -> list[Row]:
-    """Say of each wanted completion what it has and where it ends."""
-    prefixes = request.prefixes or ((),) * len(request.seeds)
-    budget = longest if request.budget is None else request.budget
-    return [
-        Row(
-            request=index,
-            sample=sample,
-            prompt_row=request.row,
-            prompt=request.tokens,
-            seed=seed,
-            prefix=prefix,
-            limit=min(longest, len(prefix) + budget),
-        )
-        for sample, (seed, prefix) in enumerate(zip(request.seeds, prefixes, strict=True))
-    ]
-
-
-def _require_room(requests: Sequence[Request], sampling: SamplingConfig, *, context: int | None) -> None:
-    for request in requests:
-        length = len(request.tokens)
-        if length == 0:
-            raise BadInput(f"prompt row {request.row}: expected at least one token, found none")
-        longest = max(map(len, request.prefixes), default=0)
-        if longest >= sampling.max_new_tokens:
-            raise BadInput(
-                f"prompt row {request.row}: a completion of {longest} tokens cannot go on, max_new_tokens is "
-                f"{sampling.max_new_tokens}"
-            )
-        if context is not None and length + sampling.max_new_tokens > context:
-            raise BadInput(
-                f"prompt row {request.row}: {length} prompt tokens and max_new_tokens {sampling.max_new_tokens} make "
-                f"{length + sampling.max_new_tokens}, more than the policy's context of {context}"
-            )
-
-
-def _require_context(prompts: Sequence[Sequence[int]], longest: int, *, context: int | None) -> None:
-    for row, tokens in enumerate(prompts):
-        if not tokens or (context is not None and len(tokens) + longest > context):
-            raise BadInput(
-                f"prompt {row}: {len(tokens)} tokens and a continuation of {longest}, expected at least one token "
-                f"and no more than the policy's context of {context}"
-            )
