@@ -14,6 +14,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 
 from flows.combinations import reasons_against, reasons_against_preferences
 from flows.complaints import explain, nearest
+from flows.engine_combinations import reasons_against_engines
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
 from models.algorithms.config import AlgorithmConfig, Grpo
@@ -132,6 +133,13 @@ class RunConfig(Settings):
             scoring=self.scoring,
             iterations=self.iterations,
         )
+        for reason in reasons:
+            raise ValueError(reason)
+        return self
+
+    @model_validator(mode="after")
+    def _engines_can_serve(self) -> "RunConfig":
+        reasons = reasons_against_engines(self.rollout, update=self.update, scoring=self.scoring, pools=self.pools)
         for reason in reasons:
             raise ValueError(reason)
         return self

@@ -1,0 +1,88 @@
+"""Combinations that a vLLM engine cannot serve, each refused with its reason and the way out."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from infra.config import PoolsConfig
+from models.config import EngineConfig, RolloutConfig, SamplingConfig, VllmEngine
+from models.objectives.config import UpdateConfig
+from models.rewards.config import EndpointJudge, JudgeReward, ScoringConfig
+
+LARGEST_ADAPTER_RANK: Final = 512
+"""vllm.config.lora.MaxLoRARanks of vLLM 0.32."""
+
+
+def reasons_against_engines(
+    rollout: RolloutConfig, *, update: UpdateConfig, scoring: ScoringConfig, pools: PoolsConfig
+) -> Iterator[str]:
+    """Yield one line per combination that cannot work; the first is what the user is told."""
+    if isinstance(rollout.engine, VllmEngine):
+        yield from _against_logprobs(rollout.engine, rollout.sampling)
+        yield from _against_adapters(rollout.engine, update, pools)
+    for name, engine, slots in _engines(rollout, scoring):
+        if isinstance(engine, VllmEngine):
+            yield from _against_place(name, engine, gpus=slots * pools.gpus_per_worker, pools=pools)
+
+
+def _engines(rollout: RolloutConfig, scoring: ScoringConfig) -> Iterator[tuple[str, EngineConfig, int]]:
+    """Name every engine of the worker slots, and the slots that one of it takes."""
+    yield "rollout.engine", rollout.engine, 1
+    for term, reward in scoring.local.items():
+        if isinstance(reward, JudgeReward) and not isinstance(reward.model, EndpointJudge):
+            yield f"reward {term!r}: model.engine", reward.model.engine, reward.slots
+
+
+def _against_logprobs(engine: VllmEngine, sampling: SamplingConfig) -> Iterator[str]:
+    """The trainer computes log-probs at the sampling temperature over the whole vocabulary."""
+    if engine.logprobs == "processed" and (sampling.top_p < 1 or sampling.top_k > 0):
+        cut = f"top_p {sampling.top_p:g}" if sampling.top_p < 1 else f"top_k {sampling.top_k}"
+        out = "set rollout.engine.logprobs='raw'" if sampling.temperature == 1 else _tempered()
+        yield (
+            f"rollout.sampling.{cut} with rollout.engine.logprobs 'processed': those are of the truncated softmax, the "
+            f"trainer's of the whole; {out}, or sample without truncation"
+        )
+    if engine.logprobs == "raw" and sampling.temperature != 1:
+        truncated = sampling.top_p < 1 or sampling.top_k > 0
+        out = "sample at temperature 1" if truncated else "use 'processed'"
+        yield (
+            f"rollout.engine.logprobs 'raw' with rollout.sampling.temperature {sampling.temperature:g}: the trainer's "
+            f"are tempered; {out}"
+        )
+
+
+def _tempered() -> str:
+    return "set rollout.engine.logprobs='raw' and rollout.sampling.temperature=1"
+
+
+def _against_adapters(engine: VllmEngine, update: UpdateConfig, pools: PoolsConfig) -> Iterator[str]:
+    """Adapters are served as they are, never merged: no full weights move."""
+    if update.lora is None:
+        return
+    if update.lora.rank > LARGEST_ADAPTER_RANK:
+        yield (
+            f"update.lora.rank {update.lora.rank} with rollout.engine.kind 'vllm': it serves adapters of a rank up to "
+            f"{LARGEST_ADAPTER_RANK}, use that or rollout.engine.kind='transformers'"
+        )
+    if engine.dtype == "float32" and pools.gpus_per_worker:
+        yield (
+            "update.lora with rollout.engine.dtype 'float32' on GPUs: vLLM's kernels for adapters take 16 bits, set "
+            "rollout.engine.dtype='bfloat16'"
+        )
+
+
+def _against_place(name: str, engine: VllmEngine, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
+    if engine.base_urls:
+        return
+    if engine.api_key_variable is not None:
+        yield f"{name}.api_key_variable: a server that a worker starts gets a key of its own, set {name}.base_urls"
+    if engine.tensor_parallel > 1 and gpus < engine.tensor_parallel:
+        yield (
+            f"{name}.tensor_parallel {engine.tensor_parallel}: its worker has {gpus:g} GPUs, expected as many; set "
+            f"pools.gpus_per_worker={engine.tensor_parallel}, or {name}.base_urls"
+        )
+    sharing = min(pools.workers, int(1 / gpus)) if 0 < gpus < 1 else 1
+    if sharing * engine.gpu_memory_share > 1:
+        yield (
+            f"{name}.gpu_memory_share {engine.gpu_memory_share:g}: {sharing} workers share a GPU at "
+            f"pools.gpus_per_worker {pools.gpus_per_worker:g}, so expected at most {1 / sharing:.2g}"
+        )
