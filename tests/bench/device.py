@@ -1,4 +1,4 @@
-"""What this machine's accelerator does at best: `python -m tests.bench.device DTYPE THREADS` measures it and prints JSON.
+"""What this machine's accelerator does at best, measured by `python -m tests.bench.device DTYPE THREADS`, as JSON.
 
 A process of its own, so that none of the device's memory stays taken while a job runs on it.
 """

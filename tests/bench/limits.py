@@ -1,8 +1,8 @@
 """What the hardware allows at best: seconds of one strictly on-policy iteration, and the arithmetic of its update.
 
 The model is a roofline. Every decoding step reads all weights and the keys and values of every live sequence, and
-multiplies; whichever takes longer decides. All other stages are bound by multiplication, the optimizer by memory. Nothing
-is lost to launches, padding, scheduling or moving weights, so what is measured can only be slower.
+multiplies; whichever takes longer decides. All other stages are bound by multiplication, the optimizer by memory.
+Nothing is lost to launches, padding, scheduling or moving weights, so what is measured can only be slower.
 """
 
 from collections.abc import Sequence
