@@ -53,8 +53,10 @@ def _rows(index: int, request: Request, longest: int) -> list[Row]:
     ]
 
 
-def require_room(requests: Sequence[Request], sampling: SamplingConfig, *, context: int | None) -> None:
-    """Refuse an empty prompt, and one that leaves no room for its completions."""
+def require_room(
+    requests: Sequence[Request], sampling: SamplingConfig, *, context: int | None, whose: str = "the policy"
+) -> None:
+    """Refuse an empty prompt, and one that leaves no room for its completions in the context of policy or server."""
     for request in requests:
         length = len(request.tokens)
         if length == 0:
@@ -68,17 +70,19 @@ def require_room(requests: Sequence[Request], sampling: SamplingConfig, *, conte
         if context is not None and length + sampling.max_new_tokens > context:
             raise BadInput(
                 f"prompt row {request.row}: {length} prompt tokens and max_new_tokens {sampling.max_new_tokens} make "
-                f"{length + sampling.max_new_tokens}, more than the policy's context of {context}"
+                f"{length + sampling.max_new_tokens}, more than {whose}'s context of {context}"
             )
 
 
-def require_context(prompts: Sequence[Sequence[int]], longest: int, *, context: int | None) -> None:
+def require_context(
+    prompts: Sequence[Sequence[int]], longest: int, *, context: int | None, whose: str = "the policy"
+) -> None:
     """Refuse an empty prompt, and one after which a continuation of `longest` tokens does not fit."""
     for row, tokens in enumerate(prompts):
         if not tokens or (context is not None and len(tokens) + longest > context):
             raise BadInput(
                 f"prompt {row}: {len(tokens)} tokens and a continuation of {longest}, expected at least one token "
-                f"and no more than the policy's context of {context}"
+                f"and no more than {whose}'s context of {context}"
             )
 
 

@@ -1,0 +1,306 @@
+"""Asking one vLLM server over HTTP, by the routes that `inside/` adds to it.
+
+Everything that a server may do wrong has one of four names: EndpointDown (no answer, or no whole one; asking again may
+help), Stale (it serves other weights than the work wants), WorkerFailed (it refuses the work), BadInput (the key).
+"""
+
+import contextlib
+import http.client
+import json
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Annotated, Final, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+
+from infra.errors import BadInput, EndpointDown, RheostatError, WorkerFailed
+from models.config import SamplingConfig
+
+CONNECT_SECONDS: Final = 10.0
+BLOCK: Final = 1 << 16
+"""Bytes read at once, at most."""
+EXCERPT: Final = 300
+"""Characters of a refusal that its message repeats."""
+
+
+class Stale(RheostatError):
+    """A server serves other weights than the work wants, or cannot prove what it serves."""
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class About(_Answer):
+    """What a server is; none of it changes while it runs."""
+
+    vllm: str
+    torch: str
+    transformers: str
+    python: str
+    platform: Literal["cpu", "cuda"]
+    device: str
+    dtype: str
+    logprobs: Literal["processed", "raw"]
+    max_model_len: int
+    tensor_parallel: int
+    lora_rank: int
+    sleeps: bool
+
+
+class Loaded(_Answer):
+    """What a load came to."""
+
+    digest: str
+    bytes: int
+    seconds: float
+
+
+class Chunk(_Answer):
+    """The next tokens of a completion, and after the last why it ended."""
+
+    id: int
+    tokens: Base64Bytes
+    logprobs: Base64Bytes
+    finish: Literal["stop", "length", "abort"] | None
+
+
+class Refused(_Answer):
+    """A completion that the server does not vouch for."""
+
+    id: int
+    error: str
+    digest: str = ""
+
+
+class Done(_Answer):
+    """The end of an answer: sums over the decoding steps of the server since it started."""
+
+    done: Literal[True]
+    steps: int
+    sequences: float
+    sequences_squared: float
+    seconds: float
+    sequence_seconds: float
+
+
+class _Proof(_Answer):
+    digest: str
+
+
+class _Slept(_Answer):
+    slept: bool
+
+
+class _Likelihoods(_Answer):
+    logprobs: Base64Bytes
+
+
+class _Error(_Answer):
+    error: str = ""
+    digest: str = ""
+
+
+_LINES: Final = TypeAdapter(Annotated[Chunk | Done | Refused, Field(union_mode="left_to_right")])
+A = TypeVar("A", bound=_Answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One completion that is wanted of a server."""
+
+    id: int
+    tokens: tuple[int, ...]
+    seed: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends a completion beside its length."""
+
+    texts: tuple[str, ...]
+    tokens: tuple[int, ...]
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Asks one server. Every call has a connection of its own; closing it ends what the server does for the call.
+
+    Nothing but connecting has a time limit: whoever watches the worker's progress decides how long is too long.
+    """
+
+    url: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"vLLM server {self.url}"
+
+    def healthy(self) -> bool:
+        """Whether the server answers, and says that its engine lives."""
+        try:
+            with self._ask("GET", "/health") as response:
+                return response.status == HTTPStatus.OK
+        except EndpointDown:
+            return False
+
+    def about(self) -> About:
+        return self._read("GET", "/rheostat/about", About)
+
+    def load(self, directory: Path, adapter: Path | None) -> Loaded:
+        """Let it take the bundle in `directory`; at once where it already serves it."""
+        paths: dict[str, JsonValue] = {"directory": str(directory.absolute()), "adapter": None}
+        if adapter is not None:
+            paths["adapter"] = str(adapter.absolute())
+        return self._read("POST", "/rheostat/load", Loaded, body=paths)
+
+    def proof(self) -> str:
+        """Return the digest of what it serves, empty where it cannot prove it."""
+        return self._read("GET", "/rheostat/proof", _Proof).digest
+
+    def sleep(self) -> bool:
+        """Let it give its memory back, where it can."""
+        return self._read("POST", "/rheostat/sleep", _Slept, body={}).slept
+
+    def likelihoods(
+        self, digest: str, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+    ) -> NDArray[np.float64]:
+        """Return summed log-probs, prompts x continuations."""
+        body: dict[str, JsonValue] = {
+            "digest": digest,
+            "prompts": [list(tokens) for tokens in prompts],
+            "continuations": [list(tokens) for tokens in continuations],
+        }
+        found = np.frombuffer(self._read("POST", "/rheostat/likelihoods", _Likelihoods, body=body).logprobs, "<f8")
+        if found.size != len(prompts) * len(continuations):
+            raise WorkerFailed(
+                f"{self}: expected {len(prompts)} x {len(continuations)} log-probabilities, found {found.size}"
+            )
+        return found.reshape(len(prompts), len(continuations))
+
+    def generate(
+        self, digest: str, asks: Sequence[Ask], sampling: SamplingConfig, *, stops: Stops
+    ) -> Generator[Chunk | Done, None, None]:
+        """Yield the answer piece by piece as it comes; it is whole when `Done` came."""
+        body: dict[str, JsonValue] = {
+            "digest": digest,
+            "sampling": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "stop": list(stops.texts),
+                "stop_token_ids": list(stops.tokens),
+                "ignore_eos": stops.ignore_eos,
+            },
+            "requests": [
+                {"id": ask.id, "tokens": list(ask.tokens), "seed": ask.seed, "max_tokens": ask.max_tokens}
+                for ask in asks
+            ],
+        }
+        with self._ask("POST", "/rheostat/generate", body) as response:
+            self._check(response)
+            for line in self._lines(response):
+                answer = self._parsed(line)
+                if isinstance(answer, Refused):
+                    raise Stale(f"{self}: {answer.error} (it serves {answer.digest!r}, the work wants {digest!r})")
+                yield answer
+                if isinstance(answer, Done):
+                    return
+        raise EndpointDown(f"{self}: its answer ended before it was done")
+
+    def _parsed(self, line: bytes) -> Chunk | Done | Refused:
+        try:
+            return _LINES.validate_json(line)
+        except ValidationError:
+            raise EndpointDown(f"{self}: a line of its answer is torn: {_excerpt(line)!r}") from None
+
+    def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        rest = b""
+        while block := self._block(response):
+            *lines, rest = (rest + block).split(b"\n")
+            yield from lines
+        if rest:
+            yield rest
+
+    def _block(self, response: http.client.HTTPResponse) -> bytes:
+        try:
+            return response.read1(BLOCK)
+        except (OSError, http.client.HTTPException) as error:
+            raise EndpointDown(f"{self}: its answer broke off: {_spell(error)}") from error
+
+    def _read(self, method: str, path: str, answer: type[A], *, body: dict[str, JsonValue] | None = None) -> A:
+        with self._ask(method, path, body) as response:
+            self._check(response)
+            data = self._whole(response)
+        try:
+            return answer.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise WorkerFailed(f"{self}{path}: {where}: {first['msg']}, found {_excerpt(data)!r}") from error
+
+    def _check(self, response: http.client.HTTPResponse) -> None:
+        """Raise what a refusal means."""
+        status = response.status
+        if status == HTTPStatus.OK:
+            return
+        if status == HTTPStatus.UNAUTHORIZED:
+            raise BadInput(f"{self} refuses the key: expected the one it was started with, in engine.api_key_variable")
+        data = self._whole(response)
+        try:
+            told = _Error.model_validate_json(data)
+        except ValidationError:
+            told = _Error(error=_excerpt(data))
+        if status == HTTPStatus.CONFLICT:
+            raise Stale(f"{self}: {told.error} (it serves {told.digest!r})")
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR and not self.healthy():
+            raise EndpointDown(f"{self} answers {status}, and its engine is not healthy: {told.error}")
+        raise WorkerFailed(f"{self} answers {status}: {told.error}")
+
+    def _whole(self, response: http.client.HTTPResponse) -> bytes:
+        try:
+            return response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise EndpointDown(f"{self}: its answer broke off: {_spell(error)}") from error
+
+    @contextlib.contextmanager
+    def _ask(
+        self, method: str, path: str, body: dict[str, JsonValue] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Send a request and hand out the response before its body was read."""
+        connection = self._connection()
+        try:
+            try:
+                connection.connect()
+                assert connection.sock is not None
+                connection.sock.settimeout(None)
+                data = None if body is None else json.dumps(body, separators=(",", ":"))
+                connection.request(method, f"{urlsplit(self.url).path.rstrip('/')}{path}", data, self._headers())
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise EndpointDown(f"{self} does not answer: {_spell(error)}") from error
+            yield response
+        finally:
+            connection.close()
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
+
+    def _connection(self) -> http.client.HTTPConnection:
+        place = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+        return kind(place.hostname or "", place.port, timeout=CONNECT_SECONDS)
+
+
+def _spell(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _excerpt(data: bytes) -> str:
+    return " ".join(data[:EXCERPT].decode(errors="replace").split())

@@ -1,0 +1,300 @@
+"""Generation by vLLM servers."""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+
+from infra.errors import EndpointDown, WorkerFailed, WorkerLost
+from models.config import SamplingConfig, VllmEngine
+from models.engines import Completion, Request, StepSums
+from models.engines.rows import end_tokens, require_context, require_room, rows_of
+from models.engines.vllm.client import About, Ask, Client, Done, Stale, Stops
+from models.engines.vllm.drafts import Draft, completions_of, drafts_of
+from models.engines.vllm.serving import find_servers, require_fit
+from models.records import PolicyVersion
+from models.roles.tokenizer import load_tokenizer
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+MAX_LOADS: Final = 3
+"""How often weights that a server no longer serves are loaded again within one piece of work."""
+BATCHES: Final = 4
+"""Full batches of prompts whose likelihoods are asked for at once; progress moves after each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """What is to be served."""
+
+    directory: Path
+    adapter: Path | None
+    digest: str
+    tokenizer: PreTrainedTokenizerFast
+    ends: tuple[int, ...]
+    context: int | None
+
+
+class ServedEngine:
+    """Ask servers to generate, load them, and take nothing that does not come from the weights that were loaded.
+
+    Requests that a dying server left open are asked again with the same seeds; what was finished is kept. Draws follow
+    from the seeds alone; log-probs, and a draw at the very edge between two tokens, from the batches too.
+    """
+
+    def __init__(self, config: VllmEngine, *, adapter_rank: int = 0) -> None:
+        self.progress = 0
+        self._config, self._adapter_rank = config, adapter_rank
+        self._servers = find_servers(config, adapter_rank=adapter_rank, beat=self._beat)
+        self._policy: _Policy | None = None
+        self._abouts: dict[str, About] = {}  # by address: known of every server that was loaded
+        self._ready: set[str] = set()  # addresses that are taken to serve the policy
+        self._moved = 0
+        self._counts: dict[str, Done] = {}  # what each server counted when it last answered
+        self._steps = StepSums()
+
+    def producer(self) -> str:
+        """Name versions, platform and precision of the servers."""
+        told = {
+            f"{self._config.kind} {about.vllm}, torch {about.torch}, {about.platform}, {about.dtype}, "
+            f"{about.logprobs} log-probs, tensor parallel {about.tensor_parallel}"
+            for about in self._abouts.values()
+        }
+        return "; ".join(sorted(told)) or self._config.kind
+
+    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> int:
+        tokenizer = load_tokenizer(directory)
+        settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        self._policy = _Policy(
+            directory=directory,
+            adapter=adapter,
+            digest=policy.digest,
+            tokenizer=tokenizer,
+            ends=end_tokens(tokenizer, _generation_settings(directory)),
+            context=getattr(settings.get_text_config(), "max_position_embeddings", None),
+        )
+        self._ready.clear()
+        before = self._moved
+        try:
+            self._persist(lambda clients: None)
+        except BaseException:
+            self._policy = None
+            raise
+        return self._moved - before
+
+    def serves(self) -> str:
+        clients = self._servers.running()
+        if self._policy is None or not clients:
+            return ""
+        try:
+            proven = {client.proof() for client in clients}
+        except EndpointDown as error:
+            logger.warning("nothing is served: %s", error)
+            return ""
+        return self._policy.digest if proven == {self._policy.digest} else ""
+
+    def sleep(self) -> None:
+        self._policy = None
+        self._servers.sleep()
+
+    def close(self) -> None:
+        self._policy = None
+        self._servers.close()
+
+    def steps(self) -> StepSums:
+        return self._steps
+
+    def likelihoods(
+        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, ...]]:
+        assert self._policy is not None, "likelihoods before load"
+        require_context(prompts, max(map(len, continuations)), context=self._context(), whose=self._whose())
+        size = BATCHES * self._config.max_batch_rows
+        parts = [range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)]
+        found: dict[int, tuple[float, ...]] = {}
+
+        def ask(clients: Sequence[Client]) -> None:
+            open_parts = [part for part in parts if part[0] not in found]
+            _together(compare, clients, open_parts)
+
+        def compare(client: Client, mine: Sequence[range]) -> None:
+            for part in mine:
+                asked = [prompts[row] for row in part]
+                logprobs_PC = client.likelihoods(self._digest(), asked, continuations)
+                found.update(zip(part, map(tuple, logprobs_PC.tolist()), strict=True))
+                self._beat()
+
+        self._persist(ask)
+        return [found[row] for row in range(len(prompts))]
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+        policy = self._policy
+        assert policy is not None, "generate before load"
+        require_room(requests, sampling, context=self._context(), whose=self._whose())
+        drafts = drafts_of(rows_of(requests, longest=sampling.max_new_tokens), sampling, lengths=self._config.lengths)
+        self._persist(lambda clients: self._write(drafts, sampling, clients))
+        completions = iter(completions_of(drafts, policy.tokenizer, self._stops(sampling).texts, digest=policy.digest))
+        return [[next(completions) for _ in request.seeds] for request in requests]
+
+    def _write(self, drafts: list[Draft], sampling: SamplingConfig, clients: Sequence[Client]) -> None:
+        """Bring every draft to its end, then have the servers prove that it was this policy who wrote."""
+        while unfinished := [draft for draft in drafts if draft.finish is None]:
+            groups: dict[int, list[Draft]] = {}
+            for draft in unfinished:  # a group stays together: its prompt is computed once
+                groups.setdefault(draft.row.request, []).append(draft)
+            _together(
+                lambda client, mine: self._ask([draft for group in mine for draft in group], sampling, client=client),
+                clients,
+                list(groups.values()),
+            )
+        proven = {client.proof() for client in clients}
+        if proven != {self._digest()}:
+            for draft in drafts:
+                draft.forget()
+            raise Stale(f"expected proof of {self._digest()} after the work, found {', '.join(sorted(proven))}")
+
+    def _ask(self, drafts: Sequence[Draft], sampling: SamplingConfig, *, client: Client) -> None:
+        for draft in drafts:
+            draft.forget_fresh()
+        asks = [draft.ask(number) for number, draft in enumerate(drafts)]
+        under_way = dict(enumerate(drafts))
+        with closing(client.generate(self._digest(), asks, sampling, stops=self._stops(sampling))) as answers:
+            for answer in answers:
+                self._beat()
+                if isinstance(answer, Done):
+                    self._count(client, answer)
+                    break
+                if answer.id not in under_way:
+                    raise WorkerFailed(f"{client}: tokens of completion {answer.id}, which is not under way")
+                under_way[answer.id].add(answer)
+                if answer.finish is not None:
+                    del under_way[answer.id]
+        if under_way:
+            raise WorkerFailed(f"{client}: its answer is done, but {len(under_way)} completions have no end")
+
+    def _persist(self, work: Callable[[tuple[Client, ...]], None]) -> None:
+        """Do work on servers that run and serve the policy; where one fails in it, mend that and go on."""
+        restarts, loads = 0, 0
+        while True:
+            try:
+                return work(self._loaded())
+            except Stale as error:
+                loads += 1
+                if loads > MAX_LOADS:
+                    raise WorkerLost(f"{error}; the weights were loaded {MAX_LOADS} times in vain") from error
+                logger.warning("the policy is loaded again: %s", error)
+            except EndpointDown as error:
+                restarts += 1
+                cause = self._servers.cause()
+                self._servers.mend(error)
+                if restarts > self._config.max_restarts:
+                    told = f"; its log says: {cause}" if cause else ""
+                    raise WorkerLost(f"{error}, after {restarts - 1} restarts{told}") from error
+            self._ready.clear()
+
+    def _loaded(self) -> tuple[Client, ...]:
+        """Return the servers, each with the policy loaded."""
+        policy = self._policy
+        assert policy is not None, "asked before load"
+        clients = self._servers.clients(policy.directory)
+        _together(lambda client, _: self._load(client, policy), clients, clients)
+        return clients
+
+    def _load(self, client: Client, policy: _Policy) -> None:
+        if client.url in self._ready:
+            return
+        about = self._abouts.get(client.url) or client.about()
+        require_fit(client, about, self._config, adapter_rank=self._adapter_rank)
+        loaded = client.load(policy.directory, policy.adapter)
+        self._beat()
+        if loaded.digest != policy.digest:
+            raise Stale(f"{client}: expected it to serve {policy.digest} once loaded, it says {loaded.digest!r}")
+        logger.info("%s loaded %s: %d bytes in %.3f s", client, loaded.digest, loaded.bytes, loaded.seconds)
+        self._moved += loaded.bytes
+        if client.url not in self._counts:
+            self._try(client)
+        self._abouts[client.url] = about
+        self._ready.add(client.url)
+
+    def _try(self, client: Client) -> None:
+        """Generate one token: shapes that vLLM cannot run show now, and the steps so far are not this engine's."""
+        first = [Ask(id=0, tokens=(0,), seed=0, max_tokens=1)]
+        try:
+            for answer in client.generate(self._digest(), first, SamplingConfig(), stops=Stops((), ())):
+                if isinstance(answer, Done):
+                    self._counts[client.url] = answer
+        except EndpointDown as error:
+            if cause := self._servers.cause():
+                raise WorkerFailed(f"vLLM cannot run the policy: {cause}") from error
+            raise
+
+    def _count(self, client: Client, done: Done) -> None:
+        """Add the steps since the server was last heard of; one that counts from the start again was restarted."""
+        last = self._counts.get(client.url)
+        if last is None or done.steps < last.steps:
+            last = Done(done=True, steps=0, sequences=0, sequences_squared=0, seconds=0, sequence_seconds=0)
+        self._counts[client.url] = done
+        so_far = self._steps
+        self._steps = StepSums(
+            steps=so_far.steps + done.steps - last.steps,
+            sequences=so_far.sequences + done.sequences - last.sequences,
+            sequences_squared=so_far.sequences_squared + done.sequences_squared - last.sequences_squared,
+            seconds=so_far.seconds + done.seconds - last.seconds,
+            sequence_seconds=so_far.sequence_seconds + done.sequence_seconds - last.sequence_seconds,
+        )
+
+    def _stops(self, sampling: SamplingConfig) -> Stops:
+        assert self._policy is not None, "asked before load"
+        if self._config.lengths is not None:
+            return Stops((), (), ignore_eos=True)
+        return Stops(sampling.stop, self._policy.ends)
+
+    def _context(self) -> int | None:
+        """Return the longest sequence that policy and servers take."""
+        assert self._policy is not None, "asked before load"
+        limits = [about.max_model_len for about in self._abouts.values()]
+        return min([*limits, *([] if self._policy.context is None else [self._policy.context])], default=None)
+
+    def _whose(self) -> str:
+        assert self._policy is not None, "asked before load"
+        return "the policy" if self._context() == self._policy.context else "the server"
+
+    def _digest(self) -> str:
+        assert self._policy is not None, "asked before load"
+        return self._policy.digest
+
+    def _beat(self) -> None:
+        self.progress += 1
+
+
+def _together(ask: Callable[[Client, Sequence[T]], object], clients: Sequence[Client], items: Sequence[T]) -> None:
+    """Deal items out to the servers and ask all at once; what one answers is kept though another fails."""
+    shares = [(client, items[index :: len(clients)]) for index, client in enumerate(clients)]
+    shares = [(client, share) for client, share in shares if share]
+    if len(shares) <= 1:
+        for client, share in shares:
+            ask(client, share)
+        return
+    with ThreadPoolExecutor(len(shares)) as pool:
+        asked = [pool.submit(ask, client, share) for client, share in shares]
+    errors = [error for future in asked if (error := future.exception()) is not None]
+    # What asking again cannot mend comes first.
+    errors.sort(key=lambda error: isinstance(error, EndpointDown | Stale))
+    if errors:
+        raise errors[0]
+
+
+def _generation_settings(directory: Path) -> GenerationConfig:
+    """Read what a model says about its end, as transformers does when it loads one."""
+    if (directory / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(str(directory), local_files_only=True)
+    settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    return GenerationConfig.from_model_config(settings)
