@@ -9,8 +9,6 @@ import contextlib
 import logging
 import os
 import re
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -118,10 +116,9 @@ class Cluster:
 def _embedded(namespace: str, *, log_to_driver: bool) -> Iterator[str]:
     """Start Ray on this machine; its processes and files are gone at the end, however that comes."""
     directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))  # sockets below it: paths of 103 bytes at most
-    command = [sys.executable, "-P", reaper.__file__, str(directory)]
-    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    guard = reaper.start_guard(directory)
     try:
-        with _environment({**EMBEDDED_ENVIRONMENT, reaper.MARK: str(directory)}):
+        with _environment({**EMBEDDED_ENVIRONMENT, reaper.CLUSTER: str(directory)}):
             import ray
 
             ray.init(

