@@ -19,7 +19,16 @@ from models.rewards.config import ScoringConfig
 from tasks.derived import Derived, DerivedLine, derived_of, sealed_numbers
 from tasks.invariants import check_invariants
 from tasks.plan import iteration_key, policy_key, rollouts_of
-from tasks.reports import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations, shown
+from tasks.reports import (
+    Accuracy,
+    IterationReport,
+    evaluations_of,
+    report_of,
+    reports_of,
+    sealed_iterations,
+    shown,
+    small,
+)
 from tasks.samples import sample_rollouts
 from tasks.versions import directory_of, policy_of
 
@@ -129,6 +138,7 @@ def iteration_rows(description: RunDescription) -> list[dict[str, str]]:
             "reward": shown(report.reward),
             "length": shown(report.length, digits=1),
             "kl": f"{report.kl:.4f}",
+            "mismatch": small(report.mismatch),
             "missing": str(report.missing),
             **{f"{name} s": f"{report.seconds[name]:.2f}" for name in STAGES},
             "policy": f"{report.policy[:16]}{' (quarantined)' if report.quarantined else ''}",

@@ -15,7 +15,7 @@ from models.readable import Excerpts, Sample
 from models.work import ExcerptWork, ScoredShard
 from tasks.plan import policy_key, rollouts_of
 from tasks.plotting import learning_curve
-from tasks.reports import Accuracy, IterationReport, evaluations_of, reports_of, shown
+from tasks.reports import Accuracy, IterationReport, evaluations_of, reports_of, shown, small
 from tasks.session import RunRef, session_of
 from tasks.stages import required
 from tasks.versions import directory_of, policy_of
@@ -142,6 +142,7 @@ def _table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
             "reward": shown(report.reward),
             "length": shown(report.length, digits=1),
             "kl": round(report.kl, 4),
+            "mismatch": small(report.mismatch),
             "missing": report.missing,
             **{f"{name} seconds": round(value, 2) for name, value in report.seconds.items()},
             "quarantined": report.quarantined,

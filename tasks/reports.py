@@ -1,5 +1,6 @@
 """A run in numbers, read from its manifests."""
 
+from collections.abc import Mapping
 from datetime import timedelta
 
 from infra.config import Settings
@@ -40,6 +41,15 @@ class IterationReport(Settings):
     """Mean completion length in tokens."""
     kl: float
     """Mean divergence of the updated policy from the one that generated, per token (k3)."""
+    mismatch: float | None
+    """Mean |log π_train − log π_behaviour| of tokens that the updated policy's parent wrote: the same weights in the
+    trainer's and in the engine's arithmetic. None where nothing was compared."""
+    mismatch_max: float | None
+    """The largest of these differences."""
+    importance_weight: float | None
+    """Mean weight by which the correction of the mismatch multiplied the loss; 1 corrects nothing."""
+    importance_cut: float | None
+    """Share of tokens whose weight the correction's cap or band cut."""
     missing: int
     """Completions without a score."""
     quarantined: bool
@@ -48,6 +58,10 @@ class IterationReport(Settings):
     """Digest of the weights after the update."""
     seconds: dict[str, float]
     """Seconds per stage, and in total."""
+    weights_bytes: int
+    """Weights that were moved to rollout engines, over all workers."""
+    weights_seconds: float
+    """Seconds that this took, summed over workers."""
 
     def line(self, total: int, remaining_seconds: float) -> str:
         """The report as one line of a terminal."""
@@ -65,20 +79,39 @@ def shown(value: float | None, *, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def small(value: float | None) -> str:
+    """A number whose magnitude is what counts, or a dash where there is none."""
+    return "-" if value is None else f"{value:.1e}"
+
+
 def report_of(sealed: Manifest, *, term: str) -> IterationReport:
     """Read an iteration's seal."""
-    metrics = sealed.metrics
+    metrics, seconds = sealed.metrics, dict(sealed.provenance.seconds)
+    compared = metrics.get("update/mismatch_tokens", 0) > 0
     return IterationReport(
         iteration=int(sealed.key.split("/")[0].removeprefix("it-")),
         accuracy=metrics.get(f"credit/term_{term}_mean"),
         reward=metrics.get("credit/reward_mean"),
         length=metrics.get("credit/length_mean"),
         kl=metrics.get("update/kl_old", 0.0),
+        mismatch=metrics["update/mismatch_difference_mean"] if compared else None,
+        mismatch_max=metrics["update/mismatch_difference_max"] if compared else None,
+        importance_weight=metrics.get("update/importance_weight_mean"),
+        importance_cut=_cut(metrics),
         missing=int(metrics["credit/missing"]),
         quarantined=bool(metrics["update/quarantined"]),
         policy=str(sealed.detail["policy"]),
-        seconds=sealed.provenance.seconds,
+        weights_bytes=int(seconds.pop("weights_bytes")),
+        weights_seconds=seconds.pop("weights_seconds"),
+        seconds=seconds,
     )
+
+
+def _cut(metrics: Mapping[str, float]) -> float | None:
+    """None where no token was weighed, as in an iteration that learnt nothing."""
+    if "update/importance_truncated" not in metrics:
+        return None
+    return metrics["update/importance_truncated"] + metrics["update/importance_masked"]
 
 
 def evaluations_of(run: Run) -> list[Accuracy]:

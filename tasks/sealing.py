@@ -42,6 +42,10 @@ async def seal_iteration(run: RunRef, number: int) -> Manifest:
         "credit": credit.provenance.seconds["stage"],
         "update": update.provenance.seconds["stage"],
         "total": elapsed.total_seconds(),
+        **{
+            name: sum(m.provenance.seconds[name] for m in rollouts)  # over workers, which load side by side
+            for name in ("weights_seconds", "weights_bytes")
+        },
     }
     return record(
         run,

@@ -111,7 +111,7 @@ def test_metrics_count_what_the_shard_holds(store, work, tmp_path):
     lengths = sorted(len(row["completion_tokens"]) for row in rows)
     assert outcome.detail == {"lengths": lengths}
     assert outcome.timings.keys() == {
-        "load", "generate", "write", "load_bytes",
+        "load", "generate", "write", "weights_bytes", "weights_seconds",
         "steps", "step_sequences", "step_sequences_squared", "step_seconds", "step_sequence_seconds",
     }  # fmt: skip
     # Every token but each sequence's first takes a sequence one step forward.
@@ -135,6 +135,18 @@ def test_each_policy_generates_with_its_own_weights_whichever_was_loaded_before(
     turns = [digest(busy.generate(asked)) for asked in (work, other, work)]
     assert turns[0] == turns[2] == digest(worker(tmp_path).generate(work))
     assert turns[1] == digest(worker(tmp_path).generate(other)) != turns[0]
+
+
+def test_the_bytes_of_every_load_are_told_once_whenever_it_happened(store, work, tmp_path):
+    other = replace(work, policy=publish(store, tmp_path / "other", seed=1))
+    awake = worker(tmp_path)
+    awake.take(work.policy)
+    first, second, third, fourth = (awake.generate(asked).timings for asked in (work, work, other, work))
+    size = work.policy.weights.bytes
+    assert size == other.policy.weights.bytes > 0
+    assert [told["weights_bytes"] for told in (first, second, third, fourth)] == [size, 0, size, size]
+    assert first["weights_seconds"] > first["load"]
+    assert second["weights_seconds"] == 0
 
 
 def test_a_policy_is_taken_before_there_is_work_and_loaded_again_after_sleep(store, work, tmp_path):

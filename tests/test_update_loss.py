@@ -22,7 +22,7 @@ from models.objectives.config import (
 from models.objectives.importance import correct, needs_old
 from models.objectives.pass_tokens import PassTokens
 from models.objectives.tally import Tally
-from models.objectives.update_loss import update_loss
+from models.objectives.update_loss import tally_mismatch, update_loss
 from tests.losses import LOSSES, NAMES, doubles, moved, pass_tokens, random_tokens
 
 TRUNCATED, MASKED, NONE = TruncatedImportance(cap=1.5), MaskedImportance(low=0.5, high=2.0), NoCorrection()
@@ -100,6 +100,24 @@ def test_uncorrected_tokens_are_compared_with_what_generated_them_and_corrected_
 )
 def test_old_log_probs_are_needed_where_any_correction_in_use_needs_them(correction, stale, needed):
     assert needs_old(UpdateConfig(correction=correction, stale_correction=stale)) is needed
+
+
+def test_the_mismatch_is_counted_over_what_this_very_policy_wrote():
+    # The trainer finds the tokens 3, 1/2 and 9 times as likely; an earlier version wrote the last.
+    tokens = pass_tokens([3], behaviour=[math.log(0.1)] * 3, advantages=[0.0] * 3, staleness=[0, 0, 1])
+    tally = Tally()
+    tally_mismatch(doubles([0.3, 0.05, 0.9]).log(), tokens, tally=tally)
+    sums, maxima = tally.unpacked(*tally.packed())
+    assert sums == {
+        "mismatch_difference_mean": pytest.approx(math.log(3) + math.log(2)),
+        "mismatch_ratio_mean": pytest.approx(3.5),
+        "mismatch_kl": pytest.approx(2 - math.log(3) - 0.5 + math.log(2)),
+        "mismatch_tokens": 2,
+    }
+    assert maxima == {
+        "mismatch_difference_max": pytest.approx(math.log(3)),
+        "mismatch_ratio_max": pytest.approx(3),
+    }
 
 
 # ---- the whole loss

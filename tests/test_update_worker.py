@@ -143,6 +143,16 @@ def test_tokens_that_are_too_stale_take_no_step_and_change_no_count(uri, policy)
     assert unmoved.policy == PolicyVersion(version=1, weights=policy.weights, state=None)
 
 
+def test_every_fresh_token_is_compared_with_what_generated_it_before_anything_is_learnt(uri, policy):
+    asked = work(uri, policy, stalest=1)
+    rows = read_shard(open_store(f"{uri}/run"), asked.samples[0]).to_pylist()
+    fresh = sum(age == 0 for row in rows for age in row["staleness"])
+    many, once = (start(uri, config).update(asked).metrics for config in (CONFIG, UNCLIPPED))
+    assert many["mismatch_tokens"] == once["mismatch_tokens"] == fresh
+    assert many["mismatch_difference_mean"] == pytest.approx(once["mismatch_difference_mean"], rel=1e-5)
+    assert 0 < many["mismatch_difference_mean"] < many["mismatch_difference_max"]
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_poisoned_advantage_changes_neither_weights_nor_what_comes_after(uri, policy, poison):
     worker = start(uri)

@@ -119,7 +119,7 @@ Kl = Annotated[NoKl | KlPenalty, Field(discriminator="kind")]
 
 
 class NoCorrection(Settings):
-    """Behaviour log-probs are taken as the old policy's; the mismatch is measured all the same."""
+    """Behaviour log-probs are taken as the old policy's; the mismatch is measured all the same, in the first step."""
 
     kind: Literal["none"] = "none"
 

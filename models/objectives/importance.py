@@ -23,11 +23,7 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(train_N: Tensor, behaviour_N: Tensor) -> Mismatch:
-    """Compare the log-probs of the same tokens.
-
-    Where an earlier policy wrote a token (partial rollout, groups kept for an iteration), the difference holds what was
-    learnt since, beside the mismatch of engine and trainer.
-    """
+    """Compare the log-probs of the same tokens under the same weights: what differs is arithmetic alone."""
     log_ratio_N = train_N - behaviour_N
     return Mismatch(
         difference_N=log_ratio_N.abs(),

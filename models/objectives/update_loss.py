@@ -35,18 +35,22 @@ def update_loss(
     return shares_N.sum()
 
 
-def tally_mismatch(train_N: Tensor, behaviour_N: Tensor, *, tally: Tally) -> None:
-    """Count the mismatch between what generated and the trainer before its first step."""
-    found = mismatch(train_N, behaviour_N)
+def tally_mismatch(train_N: Tensor, tokens: PassTokens, *, tally: Tally) -> None:
+    """Count the mismatch between what generated and the trainer before its first step.
+
+    Tokens that an earlier version wrote are left out: there the difference would hold what was learnt since.
+    """
+    found, fresh_N = mismatch(train_N, tokens.behaviour_N), tokens.staleness_N == 0
+    difference_N, weight_N, kl_N = (torch.where(fresh_N, values_N, 0.0) for values_N in found)
     tally.add(
         {
-            "mismatch_mean": found.difference_N,
-            "mismatch_weight_mean": found.weight_N,
-            "mismatch_kl": found.kl_N,
-            "mismatch_tokens": torch.ones_like(train_N),
+            "mismatch_difference_mean": difference_N,
+            "mismatch_ratio_mean": weight_N,
+            "mismatch_kl": kl_N,
+            "mismatch_tokens": fresh_N,
         }
     )
-    tally.raise_to({"mismatch_max": found.difference_N, "mismatch_weight_max": found.weight_N})
+    tally.raise_to({"mismatch_difference_max": difference_N, "mismatch_ratio_max": weight_N})
 
 
 def _tally_terms(terms: PolicyTerms, log_ratio_N: Tensor, tally: Tally) -> None:

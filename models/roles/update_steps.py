@@ -120,8 +120,9 @@ def take_steps(
                 batch, old=extras.old[index][number], reference=extras.reference[index][number], device=ranks.device
             )
             logprobs_N = trainer.forward(batch)
-            if index == 0:
-                tally_mismatch(logprobs_N.detach(), tokens.behaviour_N, tally=tally)
+            before_N = tokens.old_N if index else logprobs_N.detach()
+            if before_N is not None:
+                tally_mismatch(before_N, tokens, tally=tally)
             loss = update_loss(logprobs_N, tokens, config=config, kl_coefficient=kl_coefficient, tally=tally)
             trainer.backward(loss, last=number + 1 == len(step.batches))
             beat()

@@ -33,6 +33,7 @@ class RolloutWorker:
         self._store = open_store(f"{store_uri}/{run}")
         self._run = run
         self._engine = build_engine(engine, adapter_rank=adapter_rank)
+        self._moved_bytes, self._moving_seconds = 0, 0.0
 
     def progress(self) -> int:
         """Return a count that moves with every decoding step and every load."""
@@ -51,14 +52,20 @@ class RolloutWorker:
         """End the engine."""
         self._engine.close()
 
-    def _load(self, policy: PolicyVersion) -> int:
-        """Return the bytes that were moved to the engine."""
+    def _load(self, policy: PolicyVersion) -> None:
         if self._engine.serves() == policy.digest:
-            return 0
+            return
+        started = time.perf_counter()
         adapter = None if policy.adapter is None else fetch_bundle(self._store, policy.adapter)
-        moved = self._engine.load(fetch_bundle(self._store, policy.weights), policy, adapter=adapter)
+        self._moved_bytes += self._engine.load(fetch_bundle(self._store, policy.weights), policy, adapter=adapter)
+        self._moving_seconds += time.perf_counter() - started
         logger.info("loaded policy %s", policy.digest)
-        return moved
+
+    def _moved(self) -> dict[str, float]:
+        """Tell what loading took since this was asked last: weights also come where a worker wakes, before its work."""
+        told = {"weights_bytes": float(self._moved_bytes), "weights_seconds": self._moving_seconds}
+        self._moved_bytes, self._moving_seconds = 0, 0.0
+        return told
 
     def generate(self, work: RolloutWork) -> Outcome:
         """Write the completions of the work's prompts, finished groups as the first shard.
@@ -67,7 +74,7 @@ class RolloutWorker:
         """
         clock = time.perf_counter
         started = clock()
-        moved = self._load(work.policy)
+        self._load(work.policy)
         loaded, before = clock(), self._engine.steps()
         begun = self._groups(work)
         requests = [group.request(work.policy.version, work.partial) for group in begun]
@@ -86,7 +93,7 @@ class RolloutWorker:
             metrics=_metrics(groups, lengths) | {"prompt_tokens": sum(len(request.tokens) for request in requests)},
             detail=detail,
             timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated}
-            | {"load_bytes": moved}
+            | self._moved()
             | self._engine.steps().since(before),
         )
 

@@ -227,10 +227,10 @@ def _next(parent: PolicyVersion) -> PolicyVersion:
 def _metrics(taken: StepsTaken, samples: Samples, steps: list[StepPasses]) -> dict[str, float]:
     sums, maxima = dict(taken.sums), dict(taken.maxima)
     del sums["not_finite"]
-    num_tokens, num_first = sum(samples.completion_lengths), sums.pop("mismatch_tokens")
-    metrics = {"loss": sums.pop("loss") / len(steps)}
+    num_tokens, num_compared = sum(samples.completion_lengths), sums.pop("mismatch_tokens")
+    metrics = {"loss": sums.pop("loss") / len(steps), "mismatch_tokens": num_compared}
     for name, total in sums.items():
-        metrics[name] = total / (num_first if name.startswith("mismatch") else num_tokens)
+        metrics[name] = total / (max(1.0, num_compared) if name.startswith("mismatch") else num_tokens)
     return (
         metrics
         | maxima
