@@ -6,22 +6,20 @@ workers and its update ranks of one thread each. Both generate with the policy t
 log-probs and take four optimizer steps. The first iterations of each block are not counted.
 """
 
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from infra.runs import Run
 from tasks.plan import iteration_key
 from tests.bench.cycles import cycles_of
-from tests.bench.inputs import GROUP, MINIBATCHES, PROMPTS, Inputs, write_inputs
+from tests.bench.inputs import GROUP, LEARNING_RATE, MINIBATCHES, PROMPTS, REWARD_PATTERN, write_inputs
 from tests.bench.jobs import finished_job
 from tests.bench.tables import Table
+from tests.bench.trl_workload import TrlIteration, Workload, running_trl
 
 SETTLED = 2
 
@@ -85,44 +83,33 @@ def _compare(size: Size) -> tuple[Measured, Measured]:
         inputs = write_inputs(
             directory, shape=size.shape, max_new_tokens=size.max_new_tokens, update_ranks=size.update_ranks
         )
-        block = size.iterations + SETTLED
-        with _trl(inputs, directory / "prompts.json", block=block) as take_block:
+        workload = Workload(
+            policy=inputs.policy,
+            prompts=inputs.prompts,
+            group=GROUP,
+            minibatches=MINIBATCHES,
+            learning_rate=LEARNING_RATE,
+            reward_pattern=REWARD_PATTERN,
+            max_new_tokens=inputs.max_new_tokens,
+            block=size.iterations + SETTLED,
+            blocks=2,
+            microbatch=len(inputs.prompts) * GROUP // MINIBATCHES,
+        )
+        with running_trl(Path(sys.executable), workload, directory / "workload.json") as take_block:
             before = take_block()
             with finished_job(inputs.config, [f"iterations={2 * size.iterations + SETTLED}"]) as job:
                 ours = _ours(job.run)
             after = take_block()
-    return ours, _medians([*before[SETTLED:], *after[SETTLED:]])
+    return ours, _medians(map(_measured, [*before[SETTLED:], *after[SETTLED:]]))
 
 
-@contextmanager
-def _trl(inputs: Inputs, prompts: Path, *, block: int):
-    """Start TRL; yields a function that has it take one block of iterations."""
-    prompts.write_text(json.dumps(inputs.prompts))
-    command = [sys.executable, "-m", "tests.bench.trl_trainer", str(inputs.policy), str(prompts)]
-    options = [f"--max-new-tokens={inputs.max_new_tokens}", f"--block={block}"]
-    child = subprocess.Popen([*command, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def take_block() -> list[Measured]:
-        child.stdin.write("go\n")
-        child.stdin.flush()
-        answer = child.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"TRL ended with code {child.wait()}; its last words are above")
-        return [
-            Measured(
-                seconds=taken["seconds"],
-                generation=taken["generation"],
-                update=taken["seconds"] - taken["generation"],
-                tokens=taken["tokens"],
-            )
-            for taken in json.loads(answer)
-        ]
-
-    try:
-        yield take_block
-    finally:
-        child.kill()
-        child.communicate()
+def _measured(taken: TrlIteration) -> Measured:
+    return Measured(
+        seconds=taken.seconds,
+        generation=taken.generation,
+        update=taken.seconds - taken.generation,
+        tokens=taken.tokens,
+    )
 
 
 def _ours(run: Run) -> Measured:
