@@ -1,0 +1,193 @@
+"""Token ids in, token ids and log-probs out: many completions at once, so that vLLM's batch stays full."""
+
+import asyncio
+import base64
+import json
+from array import array
+from collections.abc import AsyncGenerator, Iterable
+from itertools import count
+
+from rheostat_requests import Questions, Refused, Sampling, Wanted, Work
+from rheostat_serving import Serving
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+CHUNK_TOKENS = 32
+MAX_SCORED = 128
+"""Token ids that vLLM scores in one request."""
+
+_names = count()
+
+
+async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
+    """Yield lines of chunks as completions grow, several at a time, and one line with the step sums at the end."""
+    serving.require(work.digest)
+    yield_lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+    collectors = await _admit(serving, [(one.tokens, _parameters(one, work.sampling)) for one in work.wanted])
+    serving.steps.begin(len(collectors))
+    tasks = [
+        asyncio.create_task(_follow(one.name, collector, work.digest, lines=yield_lines))
+        for one, collector in zip(work.wanted, collectors, strict=True)
+    ]
+    try:
+        ended = asyncio.ensure_future(_end(tasks, yield_lines))
+        while (line := await yield_lines.get()) is not None:
+            parts = [line]
+            while not yield_lines.empty() and (line := yield_lines.get_nowait()) is not None:
+                parts.append(line)
+            yield b"".join(parts)
+            if line is None:
+                break
+        await ended
+        yield _line({"done": True, **serving.steps.sums()})
+    finally:
+        for task in tasks:
+            task.cancel()
+        serving.steps.end(len(collectors))
+        await _abandon(serving, [c for c, task in zip(collectors, tasks, strict=True) if not _finished(task)])
+
+
+async def _end(tasks: list[asyncio.Task[None]], lines: asyncio.Queue[bytes | None]) -> None:
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        lines.put_nowait(None)
+
+
+def _finished(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+async def likelihoods(serving: Serving, questions: Questions) -> str:
+    """Return the summed log-probs of each continuation after each prompt, at temperature 1, in base64.
+
+    Continuations that differ in their last token alone share a request.
+    """
+    serving.require(questions.digest)
+    endings: dict[tuple[int, ...], list[int]] = {}
+    for continuation in questions.continuations:
+        endings.setdefault(tuple(continuation[:-1]), []).append(continuation[-1])
+    asked = [
+        (row, stem, last[start : start + MAX_SCORED])
+        for row in range(len(questions.prompts))
+        for stem, ends in endings.items()
+        for last in [sorted(set(ends))]
+        for start in range(0, len(last), MAX_SCORED)
+    ]
+    collectors = await _admit(
+        serving, [(questions.prompts[row] + list(stem), _scoring(stem, last)) for row, stem, last in asked]
+    )
+    serving.steps.begin(len(collectors))
+    found: dict[tuple[int, tuple[int, ...]], float] = {}
+    try:
+        for (row, stem, last), collector in zip(asked, collectors, strict=True):
+            output = await collector.get()
+            completion = output.outputs[0]
+            _require_version(completion, questions.digest)
+            scored = completion.logprobs
+            by_token = dict(zip(scored.token_ids[1:], scored.logprobs[1:], strict=True))
+            given = 0.0
+            if stem:
+                given = sum(output.prompt_logprobs.logprobs[-len(stem) :])
+            found |= {(row, (*stem, token)): given + by_token[token] for token in last}
+    finally:
+        serving.steps.end(len(collectors))
+        await _abandon(serving, collectors)
+    rows = range(len(questions.prompts))
+    return _base64(array("d", (found[row, tuple(c)] for row in rows for c in questions.continuations)))
+
+
+def _parameters(one: Wanted, sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        seed=one.seed,
+        max_tokens=one.max_tokens,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=CHUNK_TOKENS,
+        skip_clone=True,
+    )
+
+
+def _scoring(stem: tuple[int, ...], last: list[int]) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=1,
+        logprob_token_ids=last,
+        prompt_logprobs=0 if stem else None,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+async def _admit(serving: Serving, wanted: list[tuple[list[int], SamplingParams]]) -> list[RequestOutputCollector]:
+    """Hand all requests to the engine, or none: one that vLLM refuses is the caller's mistake."""
+    collectors: list[RequestOutputCollector] = []
+    try:
+        for tokens, parameters in wanted:
+            name = f"rheostat-{next(_names)}"
+            collectors.append(
+                await serving.engine.add_request(name, tokens_input(tokens), parameters, lora_request=serving.adapter)
+            )
+    except (VLLMClientError, ValueError, TypeError) as error:
+        await _abandon(serving, collectors)
+        raise Refused(" ".join(str(error).split())) from error
+    return collectors
+
+
+async def _abandon(serving: Serving, collectors: list[RequestOutputCollector]) -> None:
+    if collectors:
+        await serving.engine.abort([collector.request_id for collector in collectors], internal=True)
+
+
+async def _follow(
+    name: int, collector: RequestOutputCollector, digest: str, *, lines: asyncio.Queue[bytes | None]
+) -> None:
+    finish: str | None = None
+    while finish is None:
+        output = await collector.get()
+        completion = output.outputs[0]
+        finish = completion.finish_reason
+        if finish is not None:
+            try:
+                _require_version(completion, digest)
+            except Refused as refused:
+                lines.put_nowait(_line({"id": name, **refused.answer}))
+                return
+        lines.put_nowait(
+            _line(
+                {
+                    "id": name,
+                    "tokens": _base64(array("i", completion.token_ids)),
+                    "logprobs": _base64(array("f", completion.logprobs.logprobs)),
+                    "finish": finish,
+                }
+            )
+        )
+
+
+def _require_version(completion: CompletionOutput, digest: str) -> None:
+    other = {span.version for span in completion.weight_versions or ()} - {digest}
+    if other:
+        raise Refused(f"expected tokens of {digest}, found some of {other}", status=409, digest=min(other))
+
+
+def _base64(values: Iterable[int] | Iterable[float]) -> str:
+    return base64.b64encode(values.tobytes()).decode()  # type: ignore[union-attr]
+
+
+def _line(fields: dict[str, object]) -> bytes:
+    return json.dumps(fields).encode() + b"\n"

@@ -1,0 +1,175 @@
+"""What the server serves: one policy, loaded in place from verified files and named by its digest, or nothing."""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+from rheostat_requests import Refused
+from rheostat_steps import Steps
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+CONTENTS = "bundle.json"
+CONFIG = "config.json"
+INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""What config.json may say differently of weights for the same server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A directory of immutable files and the table of contents that names it."""
+
+    directory: Path
+    digest: str
+    files: dict[str, dict[str, object]]
+
+
+class Serving:
+    """The state of one server. All that changes weights happens under a lock, and meanwhile `digest` is empty."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self.engine = engine
+        self.digest = ""
+        self.adapter: LoRARequest | None = None
+        self.steps = Steps(engine)
+        self._config = engine.vllm_config
+        self._shape = _read_shape(Path(self._config.model_config.model))
+        self._lock = asyncio.Lock()
+        self._base = ""  # digest of the weights that lie in the workers
+        self._loaded = ""  # what `digest` was when it was last proven
+        self._fingerprints: list[str] = []
+        self._adapters = 0
+        self._asleep = False
+
+    def about(self) -> dict[str, object]:
+        """Say how the server was started, as far as its answers depend on it."""
+        model, lora = self._config.model_config, self._config.lora_config
+        return {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "logprobs": str(model.logprobs_mode).removesuffix("_logprobs"),
+            "max_model_len": model.max_model_len,
+            "tensor_parallel": self._config.parallel_config.tensor_parallel_size,
+            "lora_rank": 0 if lora is None else lora.max_lora_rank,
+            "sleeps": model.enable_sleep_mode,
+        }
+
+    def require(self, digest: str) -> None:
+        """Raise Refused unless this policy is the one that is served."""
+        if digest != self.digest or not digest:
+            raise Refused(
+                f"expected the policy {digest}, serving {self.digest or 'none'}", status=409, digest=self.digest
+            )
+
+    async def prove(self) -> str:
+        """Return the digest that is served if the parameters still are what was loaded."""
+        if self.digest and await self._fingerprint() != self._fingerprints:
+            self.digest = self._loaded = self._base = ""
+        return self.digest
+
+    async def sleep(self) -> bool:
+        """Give memory back where the platform can; in any case nothing is served until the next load."""
+        async with self._lock:
+            self.digest = ""
+            if not self._config.model_config.enable_sleep_mode:
+                return False
+            self._loaded = self._base = ""  # level 2 forgets the weights
+            await self.engine.sleep(level=2, mode="abort")
+            self._asleep = True
+            return True
+
+    async def load(self, directory: Path, *, adapter: Path | None) -> dict[str, object]:
+        """Serve this policy, whose files are verified first; what fails on the way leaves nothing served."""
+        async with self._lock:
+            start = time.perf_counter()
+            self.digest = ""
+            moved = await self._take(_open(directory), None if adapter is None else _open(adapter))
+            self.digest = self._loaded
+            return {"digest": self.digest, "bytes": moved, "seconds": time.perf_counter() - start}
+
+    async def _take(self, weights: Bundle, adapter: Bundle | None) -> int:
+        digest = weights.digest
+        if adapter is not None:
+            digest = blake3(f"{weights.digest}+{adapter.digest}".encode()).hexdigest()
+        if digest == self._loaded and await self._fingerprint() == self._fingerprints:
+            return 0
+        keeps_base = weights.digest == self._base and await self._fingerprint() == self._fingerprints
+        self._loaded = self._base = ""
+        await self.engine.pause_generation(mode="abort")
+        try:
+            await self._wake("weights")
+            moved = 0 if keeps_base else await self._load_weights(weights)
+            moved += await self._load_adapter(adapter)
+            await self._wake("kv_cache")
+            await self.engine.reset_prefix_cache()
+            self._fingerprints = await self._fingerprint()
+            await self.engine.update_weight_version(digest)
+        finally:
+            await self.engine.resume_generation()
+        self._base, self._loaded = weights.digest, digest
+        return moved
+
+    async def _load_weights(self, weights: Bundle) -> int:
+        moved = await asyncio.to_thread(_verify, weights)
+        if (shape := _read_shape(weights.directory)) != self._shape:
+            names = sorted(
+                name for name in shape.keys() | self._shape.keys() if shape.get(name) != self._shape.get(name)
+            )
+            raise Refused(f"{weights.directory / CONFIG}: another model than the server's: {', '.join(names)} differ")
+        files = [str(weights.directory / name) for name in sorted(weights.files) if name.endswith(".safetensors")]
+        if not files:
+            raise Refused(f"{weights.directory}: expected safetensors, found {', '.join(sorted(weights.files))}")
+        await self.engine.collective_rpc("rheostat_load", args=(files,))
+        return moved
+
+    async def _load_adapter(self, adapter: Bundle | None) -> int:
+        if self.adapter is not None:
+            await self.engine.remove_lora(self.adapter.lora_int_id)
+            self.adapter = None
+        if adapter is None:
+            return 0
+        moved = await asyncio.to_thread(_verify, adapter)
+        self._adapters += 1
+        request = LoRARequest(adapter.digest, self._adapters, str(adapter.directory))
+        await self.engine.add_lora(request)
+        self.adapter = request
+        return moved
+
+    async def _wake(self, tag: str) -> None:
+        if self._asleep:
+            self._asleep = not await self.engine.wake_up([tag])
+
+    async def _fingerprint(self) -> list[str]:
+        found: list[str] = await self.engine.collective_rpc("rheostat_fingerprint")
+        return found
+
+
+def _open(directory: Path) -> Bundle:
+    path = directory / CONTENTS
+    try:
+        data = path.read_bytes()
+        files: dict[str, dict[str, object]] = json.loads(data)["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refused(f"{path}: expected a bundle's table of contents: {error}") from error
+    return Bundle(directory=directory, digest=blake3(data).hexdigest(), files=files)
+
+
+def _verify(bundle: Bundle) -> int:
+    """Hash every file; return the bytes of all."""
+    for name, file in bundle.files.items():
+        path = bundle.directory / name
+        try:
+            found = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+        except OSError as error:
+            raise Refused(f"{path}: expected a file that can be read: {error}") from error
+        if found != file["digest"]:
+            raise Refused(f"{path}: expected digest {file['digest']}, found {found}")
+    return sum(int(str(file["bytes"])) for file in bundle.files.values())
+
+
+def _read_shape(directory: Path) -> dict[str, object]:
+    """Read what config.json says of the model itself: weights of another one would be computed wrongly, not refused."""
+    config: dict[str, object] = json.loads((directory / CONFIG).read_bytes())
+    return {name: value for name, value in config.items() if name not in INCIDENTAL}

@@ -1,0 +1,106 @@
+"""What vLLM's processes import of ours: `Gateway`, an ASGI middleware, and `Weights`, mixed into its workers.
+
+Nothing of this runs beside the pipeline: the folder is on the PYTHONPATH of the server alone.
+"""
+
+import hmac
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import torch
+import transformers
+import vllm
+from rheostat_completions import generate, likelihoods
+from rheostat_http import Message, Receive, Send, answer_errors, read_body, refuse_stranger, reply, stream
+from rheostat_requests import read_load, read_questions, read_work
+from rheostat_serving import Serving
+from rheostat_weights import Weights
+from vllm.platforms import current_platform
+
+__all__ = ["Gateway", "Weights"]
+
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+Routes = dict[tuple[str, str], Callable[[Receive, Send], Awaitable[None]]]
+
+KEY_VARIABLE = "VLLM_API_KEY"
+
+
+class Gateway:
+    """Ask every caller for the key, answer `/rheostat/…`, and keep vLLM's own routes shut while nothing is served.
+
+    vLLM's own key guards some of its paths alone, hence this one around all but `GET /health`.
+    """
+
+    def __init__(self, app: App) -> None:
+        key = os.environ.get(KEY_VARIABLE, "")
+        if not key:
+            raise ValueError(f"{KEY_VARIABLE} is empty: a server without a key would serve everybody")
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+        self._serving: Serving | None = None
+        self._routes: Routes = {
+            ("GET", "/rheostat/about"): self._about,
+            ("GET", "/rheostat/proof"): self._proof,
+            ("POST", "/rheostat/load"): self._load,
+            ("POST", "/rheostat/sleep"): self._sleep,
+            ("POST", "/rheostat/generate"): self._generate,
+            ("POST", "/rheostat/likelihoods"): self._likelihoods,
+        }
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        method, path = scope.get("method"), scope.get("path")
+        if scope["type"] == "lifespan" or (method, path) == ("GET", "/health"):
+            await self._app(scope, receive, send)
+        elif not self._knows_key(scope):
+            await refuse_stranger(scope["type"], send)
+        elif route := self._routes.get((str(method), str(path))):
+            self._serving = self._serving or Serving(scope["app"].state.engine_client)  # type: ignore[attr-defined]
+            await answer_errors(partial(route, receive), send)
+        elif method in ("GET", "HEAD") or (self._serving is not None and self._serving.digest):
+            await self._app(scope, receive, send)
+        else:
+            await reply(send, 409, {"error": "no weights are loaded", "digest": ""})
+
+    def _knows_key(self, scope: Message) -> bool:
+        headers: list[tuple[bytes, bytes]] = scope.get("headers", [])  # type: ignore[assignment]
+        given = next((value for name, value in headers if name == b"authorization"), b"")
+        return hmac.compare_digest(given, self._expected)
+
+    @property
+    def _served(self) -> Serving:
+        assert self._serving is not None, "made before every route"
+        return self._serving
+
+    async def _about(self, _receive: Receive, send: Send) -> None:
+        await reply(send, 200, _versions() | self._served.about())
+
+    async def _proof(self, _receive: Receive, send: Send) -> None:
+        await reply(send, 200, {"digest": await self._served.prove()})
+
+    async def _load(self, receive: Receive, send: Send) -> None:
+        directory, adapter = read_load(await read_body(receive))
+        await reply(send, 200, await self._served.load(directory, adapter=adapter))
+
+    async def _sleep(self, _receive: Receive, send: Send) -> None:
+        await reply(send, 200, {"slept": await self._served.sleep()})
+
+    async def _generate(self, receive: Receive, send: Send) -> None:
+        work = read_work(await read_body(receive))
+        await stream(generate(self._served, work), receive, send=send)
+
+    async def _likelihoods(self, receive: Receive, send: Send) -> None:
+        questions = read_questions(await read_body(receive))
+        await reply(send, 200, {"logprobs": await likelihoods(self._served, questions)})
+
+
+def _versions() -> dict[str, object]:
+    return {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": sys.version.split()[0],
+        "platform": current_platform.device_type,
+        "device": current_platform.get_device_name(),
+    }

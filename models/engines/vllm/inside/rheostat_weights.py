@@ -1,0 +1,70 @@
+"""Weights inside vLLM's workers: loaded in place, with a fingerprint that shows whether they are still those."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from safetensors import safe_open
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+SAMPLED = 64
+"""Values of each parameter that the fingerprint looks at, about."""
+
+
+class Weights:
+    """Methods of every rank that the gateway calls; vLLM mixes the class into its own worker."""
+
+    def rheostat_load(self, files: list[str]) -> None:
+        """Replace all parameters by the tensors of safetensors files, which keep vLLM's own layout and storage."""
+        model = self.get_model()  # type: ignore[attr-defined]
+        runner = self.model_runner  # type: ignore[attr-defined]
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(_tensors(files))
+            finalize_layerwise_reload(model, self.model_config)  # type: ignore[attr-defined]
+        if missing := {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()} - loaded:
+            raise ValueError(f"{files[0]}: expected tensors for {', '.join(sorted(missing))}, found none")
+        for module in model.modules():
+            if _keeps_packed_copy(module):  # layer-wise loading leaves the copy of the old weights in use
+                module.quant_method.process_weights_after_loading(module)
+        runner.reset_lora_state()
+        runner.reset_encoder_cache()
+        runner.reset_mm_cache()
+
+    @torch.inference_mode()
+    def rheostat_fingerprint(self) -> str:
+        """Hash a strided sample of every parameter and adapter; what a matrix packed for a CPU does, not its values."""
+        samples = [_sample(tensor) for tensor in _served_tensors(self.get_model())]  # type: ignore[attr-defined]
+        return blake3(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
+
+
+def _tensors(files: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with safe_open(Path(file), framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # it is no mapping
+                yield name, tensors.get_tensor(name)
+
+
+def _keeps_packed_copy(module: nn.Module) -> bool:
+    """Whether a layer on the CPU has weights and a packed copy: embeddings, and heads that share theirs."""
+    return hasattr(module, "cpu_linear") and len(module.weight) > 0  # type: ignore[arg-type]
+
+
+def _served_tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    for module in model.modules():
+        for stack in ("lora_a_stacked", "lora_b_stacked"):
+            yield from getattr(module, stack, ())
+        if isinstance(module, LinearBase) and hasattr(module, "cpu_linear") and not _keeps_packed_copy(module):
+            inputs = getattr(module, "input_size_per_partition", module.input_size)
+            probe = torch.linspace(-1, 1, inputs, dtype=module.params_dtype)
+            yield module.cpu_linear(probe[None], module.weight, None)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, len(flat) // SAMPLED)].float()
