@@ -8,7 +8,7 @@ from infra.config import Settings
 from infra.runs import Run, list_runs, open_run
 from infra.storage import open_store
 from models.algorithms.config import Distillation, TeacherEndpoint
-from models.config import PacedEngine
+from models.config import PacedEngine, VllmEngine
 from models.rewards.config import EndpointJudge, JudgeReward
 from tasks.inputs import preflight
 from tasks.placing import judge_role
@@ -59,6 +59,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
         "worker slots": f"{pools.workers}{_sharing(config)}",
         "rollout": f"{_count(pools.workers, 'worker')} at most, of {_megabytes(facts, 'rollout')}",
+        "engine": _engine(config),
         **{f"judge {term}": _judge(config, term, facts) for term in config.scoring.served},
         "scoring": _count(pools.scoring_workers, "worker"),
         **(
@@ -100,6 +101,20 @@ def _paced(config: RunConfig) -> list[str]:
         if isinstance(reward, JudgeReward) and not isinstance(reward.model, EndpointJudge):
             engines[judge_role(term)] = reward.model.engine
     return [role for role, engine in engines.items() if isinstance(engine, PacedEngine)]
+
+
+def _engine(config: RunConfig) -> str:
+    engine = config.rollout.engine
+    if isinstance(engine, PacedEngine):
+        return engine.kind
+    if not isinstance(engine, VllmEngine):
+        return f"{engine.kind}, {engine.dtype}"
+    where = f"at {', '.join(engine.base_urls)}" if engine.base_urls else "a server for each worker"
+    spread = f" over {engine.tensor_parallel} GPUs" if engine.tensor_parallel > 1 else ""
+    cache = ""
+    if engine.cache_gib is None and config.pools.gpus_per_worker and not engine.base_urls:
+        cache = f", cache up to {engine.gpu_memory_share:.0%} of the memory of each GPU"
+    return f"{engine.kind}, {engine.dtype}, {where}{spread}, {engine.logprobs} log-probs{cache}"
 
 
 def _waves(config: RunConfig) -> str:

@@ -20,15 +20,14 @@ from models.config import (
     DataConfig,
     DirectoryPolicy,
     DpoConfig,
-    EngineConfig,
     EvaluationConfig,
-    PacedEngine,
     PolicyConfig,
     PreferencesConfig,
     RolloutConfig,
     WarmupConfig,
 )
 from models.data import Problem, identity, load_preferences, load_problems, warmup_examples
+from models.engines.sizes import BYTES, check_engine
 from models.judges.inputs import check_judge
 from models.objectives.config import UpdateConfig
 from models.rewards.build import build_reward, check_reward
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
     from models.roles.policy import PolicyShape
 
-BYTES = {"float32": 4, "bfloat16": 2}
 ADAM_BYTES = 8  # two float32 moments per parameter
 MASTER_BYTES = 4  # DeepSpeed's float32 copy beside bfloat16 weights
 
@@ -148,7 +146,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         "parameters": shape.parameters,
         "context": shape.context,
         "longest_prompt_tokens": longest,
-        **_engine_memory(inputs.rollout.engine, shape, longest + new_tokens),
+        **check_engine(inputs.rollout.engine, shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker),
         **_update_memory(inputs, model, parameters=shape.parameters),
         **_check_critic(inputs, model, tokenizer, longest_tokens=longest + new_tokens),
         **_check_teacher(inputs, tokenizer, longest_tokens=longest + new_tokens),
@@ -224,16 +222,6 @@ def _check_preferences(
         reward_pairs([*train, *kept], tokenizer, template=reward.template, context=shape.context)
     sizes = {f"{term}_parameters": shape.parameters for term in trained}
     return {"train_pairs": len(train), "heldout_pairs": len(kept), **sizes}
-
-
-def _engine_memory(engine: EngineConfig, shape: "PolicyShape", longest: int) -> dict[str, float]:
-    if isinstance(engine, PacedEngine):  # it holds no model
-        return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
-    per_token = 2 * shape.layers * shape.kv_heads * shape.head_size * BYTES[engine.dtype]  # keys and values
-    return {
-        "rollout_weights_bytes": shape.parameters * BYTES[engine.dtype],
-        "rollout_cache_bytes": per_token * engine.max_batch_rows * longest,
-    }
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:

@@ -182,8 +182,12 @@ async def _start(session: Session, role: str) -> Pool | RankGroup:
 
 async def _open_fleet(session: Session) -> Fleet:
     """Name the workers that share the slots; none is started before the placement asks for it."""
-    pools = session.settings.pools
-    options: dict[str, object] = {"threads": pools.threads, "engine": session.settings.rollout.engine}
+    pools, lora = session.settings.pools, session.settings.update.lora
+    options: dict[str, object] = {
+        "threads": pools.threads,
+        "engine": session.settings.rollout.engine,
+        "adapter_rank": 0 if lora is None else lora.rank,
+    }
     specs = [_spec(session, "rollout", "models.workers.rollout:RolloutWorker", pools.workers, options=options)]
     for term, reward in session.settings.scoring.local.items():
         specs.append(_judge_spec(session, term, reward, size=pools.workers // reward.slots))

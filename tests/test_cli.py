@@ -134,7 +134,11 @@ def test_show_tells_metrics_digests_and_seconds_of_every_iteration(ask):
     assert [accuracy.number for accuracy in described.evaluations] == [0, 3]
     for report in described.iterations:
         assert re.fullmatch(r"[0-9a-f]{64}", report.policy)
-        assert set(report.seconds) >= {"rollout", "scoring", "credit", "update", "total"}
+        assert set(report.seconds) == {"rollout", "scoring", "estimates", "credit", "update", "total"}
+        assert report.mismatch is not None and 0 < report.mismatch < 1e-5, "two ways to compute the same weights"
+        assert report.importance_weight == pytest.approx(1, abs=1e-4)
+        assert report.importance_cut == 0
+        assert report.weights_bytes > 0 < report.weights_seconds
     code, out, _ = ask("show", "tiny")
     lines = out.splitlines()
     assert len({len(line) for line in lines[-5:-1]}) == 1, "a table's lines are equally long"
@@ -260,6 +264,16 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing_at_all(tmp_path, reference)
     assert f"tiny in {tmp_path / 'runs'}" in text
     assert "6 prompts x 4 = 24 completions in 3 shards" in text
     assert re.search(r"rollout +2 workers at most, of [\d.]+ MiB \(weights [\d.]+ \+ cache [\d.]+;", text)
+    assert re.search(r"engine +transformers, float32", text)
+    vllm = plan(
+        "rollout.engine.kind=vllm",
+        "rollout.engine.cache_gib=0.1",
+        "policy.hidden_size=32",
+        "policy.heads=1",
+        "policy.kv_heads=1",
+    )
+    assert re.search(r"engine +vllm, float32, a server for each worker, processed log-probs\n", vllm)
+    assert re.search(r"rollout +2 workers at most, of [\d.]+ MiB \(weights [\d.]+ \+ cache 102\.4;", vllm)
     facts = json.loads(plan("--json", "iterations=5", "--store", str(reference.store)))
     assert facts["lines"]["state"] == "continues after iteration 3"
     assert facts["lines"]["iterations"] == "5, 2 to do"

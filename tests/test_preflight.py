@@ -33,6 +33,7 @@ from models.config import (
     RolloutConfig,
     SamplingConfig,
     ScratchPolicy,
+    VllmEngine,
     WarmupConfig,
 )
 from models.data import load_problems
@@ -70,6 +71,7 @@ def inputs(
     algorithm: AlgorithmConfig | None = None,
     update: UpdateConfig | None = None,
     ranks: int = 1,
+    gpus: float = 0,
 ) -> Inputs:
     return Inputs(
         seed=0,
@@ -82,7 +84,7 @@ def inputs(
         scoring=scoring or ScoringConfig(),
         algorithm=algorithm or Grpo(),
         update=update or UpdateConfig(),
-        pools=PoolsConfig(update_ranks=ranks),
+        pools=PoolsConfig(update_ranks=ranks, gpus_per_worker=gpus),
         evaluation=EvaluationConfig(problems=1),
     )
 
@@ -130,6 +132,43 @@ def test_memory_estimates_follow_from_the_shape():
     assert facts["update_optimizer_bytes"] == 8 * facts["parameters"]
     # Keys and values of 8 numbers in each of 2 layers.
     assert facts["rollout_cache_bytes"] == 2 * 2 * 8 * 4 * 512 * (facts["longest_prompt_tokens"] + 30)
+
+
+WIDE = ScratchPolicy(heads=1, kv_heads=1, context=128)
+
+
+def served_by(engine: VllmEngine, policy: ScratchPolicy = WIDE, *, gpus: float = 0) -> dict[str, float]:
+    return check(inputs(policy=policy, rollout=RolloutConfig(engine=engine), gpus=gpus))
+
+
+def test_a_vllm_servers_cache_is_as_large_as_it_is_told_to_be():
+    facts = served_by(VllmEngine(cache_gib=0.25, dtype="bfloat16"))
+    assert facts["rollout_weights_bytes"] == 2 * facts["parameters"]
+    assert facts["rollout_cache_bytes"] == 2**28
+    assert served_by(VllmEngine())["rollout_cache_bytes"] == 2**30
+    assert "rollout_cache_bytes" not in served_by(VllmEngine(), gpus=1), "it takes what the GPU has left"
+    elsewhere = served_by(VllmEngine(base_urls=("http://127.0.0.1:8000",)))
+    assert elsewhere["rollout_weights_bytes"] == elsewhere["rollout_cache_bytes"] == 0
+
+
+def test_heads_that_vllm_cannot_serve_on_a_cpu_are_refused():
+    odd = WIDE.model_copy(update={"heads": 4, "kv_heads": 4})
+    with pytest.raises(BadInput, match=r"on a CPU: the policy's heads have 8 numbers, expected one of 32, 64, 80"):
+        served_by(VllmEngine(), odd)
+    assert served_by(VllmEngine(), odd, gpus=1)
+    assert served_by(VllmEngine(base_urls=("http://127.0.0.1:8000",)), odd)
+
+
+def test_a_server_holds_the_longest_sequence():
+    with pytest.raises(BadInput, match=r"max_model_len 64: the longest prompt and completion have \d+ tokens together"):
+        served_by(VllmEngine(max_model_len=64))
+    with pytest.raises(BadInput, match=r"max_model_len 256: the policy's context is 128 tokens"):
+        served_by(VllmEngine(max_model_len=256))
+    # Keys and values of 32 numbers in each of 2 layers, 4 bytes each, for 128 tokens.
+    assert 2 * 2 * 32 * 4 * 128 == 2**16
+    assert served_by(VllmEngine(cache_gib=2**16 / 2**30))["rollout_cache_bytes"] == 2**16
+    with pytest.raises(BadInput, match=r"cache_gib .*: one sequence of 128 tokens takes 6.1e-05 GiB; raise it"):
+        served_by(VllmEngine(cache_gib=2**15 / 2**30))
 
 
 def test_zero_stages_divide_what_they_shard_among_the_ranks():
