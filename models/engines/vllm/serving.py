@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
@@ -14,12 +13,10 @@ from blake3 import blake3
 from infra.errors import BadInput, EndpointDown
 from models.config import VllmEngine
 from models.engines.vllm.client import About, Client
-from models.engines.vllm.server import Server, start_server
+from models.engines.vllm.server import ERROR, Server, start_server
 
 logger = logging.getLogger(__name__)
 
-_LOG_LINES: Final = 400
-_CAUSE: Final = re.compile(r"\b(?!EngineDeadError|EngineGenerateError|CancelledError)\w+(Error|Exception): .+")
 _PASSING: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Of a model's configuration, what may change while a server runs."""
 
@@ -73,10 +70,8 @@ class OwnServer:
         self.close()
 
     def cause(self) -> str:
-        if self._server is None:
-            return ""
-        told = [found.group() for line in self._server.log_tail(_LOG_LINES) if (found := _CAUSE.search(line))]
-        return told[0] if told else ""
+        told = "" if self._server is None else self._server.cause()
+        return told if ERROR.match(told) else ""
 
     def sleep(self) -> None:
         for client in self.running():
