@@ -295,7 +295,6 @@ def test_adapters_of_every_stage_and_precision_continue_bit_identically_in_new_p
     same_after_restart(uri, policy, [config.model_copy(update={"lora": LORA}) for config in configs], ranks=2)
     last = [outcomes[-1].policy for outcomes in read(uri, "hot")]
     assert {version.weights for version in last} == {policy.weights}
-    assert len({version.adapter.digest for version in last[4:]}) == 1
 
 
 # ---- critics

@@ -218,7 +218,7 @@ def test_rewards_of_the_name_that_a_damaged_record_has_are_no_input(copied):
         "rescore/x/judge-judge/base",
         "rescore/x/it-0001/judge-judge/000",
         "rescore/x/it-0002/scoring/0001",
-        "x/it-0001/seal",
+        "rescore/x/it-0001/seal",
     ],
 )
 @pytest.mark.parametrize("moment", ["before", "after"])
