@@ -78,7 +78,7 @@ class OwnedProcess:
         size = os.fstat(self._log.fileno()).st_size
         begin = max(0, size - TAIL_BYTES)
         text = os.pread(self._log.fileno(), size - begin, begin).decode(errors="replace")
-        return tuple(line for line in text.splitlines() if line.strip())[-lines:]
+        return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-lines:]
 
     def stirred(self) -> bool:
         """Say whether it wrote to its log, or kept a core busy, since this was asked before."""
