@@ -53,7 +53,7 @@ def write_policy(
     """
     tokenizer = small_tokenizer()
     config, usual = ARCHITECTURES[architecture]
-    shape = {**usual, **changes}
+    shape = {**usual, "tie_word_embeddings": False, **changes}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
@@ -63,7 +63,6 @@ def write_policy(
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
                 bos_token_id=None,
-                tie_word_embeddings=False,
             )
         )
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""How likely given continuations are, and how an engine times its steps."""
+"""Likelihoods by the transformers engine, in batches and of any architecture, and how it times its steps."""
 
 from pathlib import Path
 
@@ -8,16 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from infra.bundles import BundleRef
-from infra.errors import BadInput
 from models.config import SamplingConfig, TransformersEngine
 from models.engines import Request
 from models.engines.build import build_engine
 from models.records import PolicyVersion
-from tests.policies import ARCHITECTURES, CONTEXT, write_policy
+from tests.engines import CONTINUATIONS, PROMPTS
+from tests.policies import ARCHITECTURES, write_policy
 
 POLICY = PolicyVersion(version=0, weights=BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0))
-PROMPTS = [np.random.default_rng(row).integers(2, 354, length).tolist() for row, length in enumerate([9, 3, 17, 1, 9])]
-CONTINUATIONS = [[7], [8, 30, 31, 9], [12, 5]]
 
 
 def naive(directory: Path, prompt: list[int], continuation: list[int]) -> float:
@@ -37,26 +35,6 @@ def test_likelihoods_are_those_of_each_sequence_by_itself(architecture, continua
     found = engine.likelihoods(PROMPTS, continuations)
     expected = [[naive(tmp_path, prompt, continuation) for continuation in continuations] for prompt in PROMPTS]
     np.testing.assert_allclose(found, expected, atol=1e-4)
-
-
-def test_an_engine_that_slept_answers_as_before_once_it_is_loaded(tmp_path):
-    write_policy(tmp_path)
-    engine = build_engine(TransformersEngine())
-    engine.load(tmp_path, POLICY)
-    before = engine.likelihoods(PROMPTS, CONTINUATIONS)
-    engine.sleep()
-    with pytest.raises(AssertionError, match="before load"):
-        engine.likelihoods(PROMPTS, CONTINUATIONS)
-    engine.load(tmp_path, POLICY)
-    assert engine.likelihoods(PROMPTS, CONTINUATIONS) == before
-
-
-def test_a_continuation_that_does_not_fit_the_context_is_bad_input(tmp_path):
-    write_policy(tmp_path)
-    engine = build_engine(TransformersEngine())
-    engine.load(tmp_path, POLICY)
-    with pytest.raises(BadInput, match=f"prompt 1: {CONTEXT} tokens and a continuation of 1"):
-        engine.likelihoods([[5], [5] * CONTEXT], [[7]])
 
 
 def test_steps_count_every_sequence_that_a_decoding_step_brought_forward(tmp_path):
