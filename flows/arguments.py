@@ -157,7 +157,30 @@ def _parser(*, simulating: bool) -> argparse.ArgumentParser:
 
     server = add("server", "serve Prefect's API and UI on this machine", example="--port 4300")
     server.add_argument("--port", type=int, default=4200, help="port on loopback (default: %(default)s)")
+
+    engine = add("engine", "install, check and serve an engine in an environment of its own", example="install vllm")
+    _add_engine_actions(engine)
     return parser
+
+
+def _add_engine_actions(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.")
+        added.add_argument("engine", metavar="ENGINE", choices=["vllm"], help="vllm")
+        return added
+
+    install = add("install", "make the engine's environment, or find the one that was made")
+    install.add_argument("--python", metavar="PATH", type=Path, help="interpreter to make it with (default: this one)")
+    install.add_argument("--into", metavar="DIR", type=Path, help="default: where configurations look for it")
+    install.add_argument(
+        "--platform", choices=["cpu", "cuda"], help="build (default: cuda where there is an NVIDIA driver, else cpu)"
+    )
+    check = add("check", "import the engine in its environment, and print the versions")
+    check.add_argument("--python", metavar="PATH", type=Path, help="Python to ask (default: the installed one's)")
+    for added in (install, check):
+        added.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_derivation(parser: argparse.ArgumentParser, made_from: str) -> None:

@@ -275,6 +275,13 @@ def _server(options: argparse.Namespace) -> int:
     return 0
 
 
+def _engine(options: argparse.Namespace) -> int:
+    from flows.engines import ACTIONS
+
+    _log_progress(to=sys.stderr)
+    return ACTIONS[options.action](options)
+
+
 def _log_progress(*, to: TextIO) -> None:
     """Show the reports of tasks, and warnings of every room, as plain lines."""
     handler = logging.StreamHandler(to)
@@ -305,6 +312,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "plan": _plan,
     "simulate": _simulate,
     "server": _server,
+    "engine": _engine,
 }
 
 

@@ -10,6 +10,7 @@ RheostatError
 ├── Conflict            two different results were committed under one name
 ├── ClusterFailed       the cluster that hosts the workers did not start or cannot be reached
 ├── ApiFailed           the Prefect API did not start or cannot be reached
+├── InstallFailed       an engine's environment could not be made; the same command makes it again
 ├── EndpointDown        a service that a worker asks does not answer; the same work can be done later
 ├── WorkerFailed        a worker raised; the work itself is at fault
 ├── WorkerLost          a worker died; the work can be done again elsewhere
@@ -57,6 +58,10 @@ class ClusterFailed(RheostatError):
 
 class ApiFailed(RheostatError):
     """The Prefect API did not start, or cannot be reached."""
+
+
+class InstallFailed(RheostatError):
+    """An engine's environment could not be made; what is half made is made anew by the same command."""
 
 
 class EndpointDown(RheostatError, ConnectionError):

@@ -1,0 +1,25 @@
+"""Engines with an environment of their own: install one, see that it imports."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from flows.terminal import write
+from infra.environments import check_environment, find_python
+from infra.installation import install
+
+
+def _install(options: argparse.Namespace) -> int:
+    made = install(options.engine, interpreter=options.python, into=options.into, platform=options.platform)
+    place = f"\nset rollout.engine.python={str(made.python)!r}" if options.into else ""
+    write(made.model_dump_json(indent=2) if options.json else f"{made.text()}{place}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    found = check_environment(options.engine, find_python(options.engine, options.python))
+    write(found.model_dump_json(indent=2) if options.json else found.text())
+    return 0
+
+
+ACTIONS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {"install": _install, "check": _check}

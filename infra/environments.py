@@ -1,0 +1,163 @@
+"""Environments of engines that cannot share ours: where they lie, which one serves, and what importing it tells."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+from blake3 import blake3
+from pydantic import ValidationError
+
+from infra.config import Settings
+from infra.errors import BadInput
+
+Platform = Literal["cpu", "cuda"]
+PLATFORMS: Final[tuple[Platform, ...]] = get_args(Platform)
+
+STAMP: Final = "rheostat.json"
+"""File of an environment that was made here; without versions in it, the environment is half made."""
+IMPORT_SECONDS: Final = 300.0
+"""Longest time an import may take: on a cold disk many times the usual 5 to 15 s."""
+DRIVER: Final = Path("/proc/driver/nvidia/version")
+
+IMPORT: Final = """
+import importlib, json, platform, sys
+versions = {name: importlib.import_module(name).__version__ for name in sys.argv[1:]}
+print(json.dumps(versions | {"python": platform.python_version()}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """An engine that is installed by itself."""
+
+    version: str
+    modules: tuple[str, ...]
+    """What must import there, the engine itself first."""
+
+
+DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
+    "vllm": Distribution(version="0.32.0", modules=("vllm", "torch", "transformers"))
+}
+
+
+class Stamp(Settings):
+    """What an environment was made of, and what it said of itself when it was done."""
+
+    pins: str
+    """Digest of the pinned packages."""
+    versions: dict[str, str] | None = None
+    """Versions that importing told; none while it is being made."""
+
+
+class Environment(Settings):
+    """An environment that imports."""
+
+    engine: str
+    """Name of the engine."""
+    python: Path
+    """Its Python, as `engine.python` takes it."""
+    versions: dict[str, str]
+    """Versions of the engine, of what its numbers depend on, and of Python."""
+
+    def text(self) -> str:
+        """Tell it in one line."""
+        told = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{told}, at {self.python}"
+
+
+def platform_here() -> Platform:
+    """Choose by the driver, as infra/install.sh does: nothing made for CUDA is of use without one."""
+    return "cuda" if DRIVER.exists() or _lists_gpus() else "cpu"
+
+
+def _lists_gpus() -> bool:
+    """Where the driver shows no file, as under WSL, its own command tells."""
+    command = shutil.which("nvidia-smi")
+    return command is not None and subprocess.run([command, "-L"], capture_output=True, check=False).returncode == 0
+
+
+def pins_path(engine: str, platform: Platform) -> Path:
+    """Return the file that pins every package of the environment."""
+    return Path(__file__).parent / f"{engine}-{platform}.txt"
+
+
+def pins_digest(engine: str, platform: Platform) -> str:
+    """Name the pins, and with them an environment made of them."""
+    return blake3(pins_path(engine, platform).read_bytes()).hexdigest()
+
+
+def default_directory(engine: str, platform: Platform) -> Path:
+    """Return where an environment lies that nobody gave a place."""
+    chosen = os.environ.get("RHEOSTAT_ENGINES")
+    home = Path(chosen).absolute() if chosen else Path.home() / ".cache" / "rheostat" / "engines"
+    return home / f"{engine}-{DISTRIBUTIONS[engine].version}-{platform}"
+
+
+def python_in(directory: Path) -> Path:
+    """Return the Python of an environment."""
+    return directory / "bin" / "python"
+
+
+def read_stamp(directory: Path) -> Stamp | None:
+    """Return the stamp of an environment that was made here, or begun; none of anything else."""
+    try:
+        return Stamp.model_validate_json((directory / STAMP).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        return None
+
+
+def find_python(engine: str, given: Path | None) -> Path:
+    """Return the Python that was given, or that of the environment that was installed. Raises BadInput for neither."""
+    if given is not None:
+        if not (given.is_file() and os.access(given, os.X_OK)):
+            raise BadInput(f"engine.python {str(given)!r}: expected the Python of an environment with {engine}")
+        return given
+    directory = default_directory(engine, platform_here())
+    stamp = read_stamp(directory)
+    if stamp is not None and stamp.versions is not None and stamp.pins == pins_digest(engine, platform_here()):
+        return python_in(directory)
+    found = "one that is half made" if stamp else "none"
+    if stamp is not None and stamp.versions is not None:
+        found = "one of other versions"
+    raise BadInput(
+        f"expected an environment with {engine} in {directory}, found {found}: `rheostat engine install {engine}` "
+        "makes it, or set engine.python to another's Python, or engine.base_urls to servers that run"
+    )
+
+
+def known_environment(engine: str, given: Path | None) -> Environment:
+    """Return the environment that would serve, by its stamp where it has one, by importing where it has not."""
+    python = find_python(engine, given)
+    stamp = read_stamp(python.parent.parent)
+    if stamp is not None and stamp.versions is not None:
+        return Environment(engine=engine, python=python, versions=stamp.versions)
+    return check_environment(engine, python)
+
+
+def check_environment(engine: str, python: Path) -> Environment:
+    """Import the engine there, and return its versions. Raises BadInput with the last line of what went wrong."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    expected = f"{python}: expected a Python that imports {engine}"
+    try:
+        done = subprocess.run(
+            [python, "-c", IMPORT, *DISTRIBUTIONS[engine].modules],
+            env=variables | {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_SECONDS,
+        )
+    except OSError as error:
+        raise BadInput(f"{expected}: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise BadInput(f"{expected} within {IMPORT_SECONDS:g} s") from error
+    if done.returncode != 0:
+        told = [line for line in done.stderr.splitlines() if line.strip()]
+        raise BadInput(f"{expected}: {told[-1] if told else f'it ended with exit code {done.returncode}'}")
+    versions = json.loads(done.stdout.splitlines()[-1])  # libraries may print before
+    return Environment(engine=engine, python=python, versions=versions)

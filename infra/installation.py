@@ -1,0 +1,197 @@
+"""Make an engine's environment: a half-made one anew, a complete one is found at once, two at a time do not collide."""
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.environments import (
+    STAMP,
+    Environment,
+    Platform,
+    Stamp,
+    check_environment,
+    default_directory,
+    pins_digest,
+    pins_path,
+    platform_here,
+    python_in,
+    read_stamp,
+)
+from infra.errors import BadInput, InstallFailed
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+TELL_SECONDS = 5.0
+PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """An environment that is being made."""
+
+    directory: Path
+    engine: str
+    platform: Platform
+    lock: int
+    """Descriptor of the lock; every command inherits it, so that one which outlives us still holds it."""
+
+    @property
+    def python(self) -> Path:
+        return python_in(self.directory)
+
+
+def install(
+    engine: str, *, interpreter: Path | None = None, into: Path | None = None, platform: Platform | None = None
+) -> Environment:
+    """Return an environment with the engine, made here unless a complete one is there.
+
+    Raises BadInput for an interpreter, a place or a platform that cannot be, InstallFailed with pip's last line.
+    """
+    chosen = platform or platform_here()
+    if chosen == "cuda" and platform_here() != "cuda":
+        raise BadInput("--platform cuda: expected an NVIDIA driver, found none; a CPU takes --platform cpu")
+    directory = (into or default_directory(engine, chosen)).absolute()
+    _check_place(directory)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(directory) as lock:
+            stamp = read_stamp(directory)
+            if stamp is not None and stamp.versions is not None and stamp.pins == pins_digest(engine, chosen):
+                return Environment(engine=engine, python=python_in(directory), versions=stamp.versions)
+            return _make(_Site(directory, engine, chosen, lock), Path(interpreter or sys.executable))
+    except OSError as error:
+        raise InstallFailed(f"{directory}: {error.strerror or error}") from error
+
+
+def _check_place(directory: Path) -> None:
+    """Nothing is removed that this command did not make."""
+    if not directory.exists() or read_stamp(directory) is not None:
+        return
+    if not directory.is_dir() or any(directory.iterdir()):
+        raise BadInput(f"{directory}: expected an empty directory or one that this command made, found something else")
+
+
+@contextmanager
+def _lock(directory: Path) -> Iterator[int]:
+    """Hold the place; wait while another installs there."""
+    descriptor = os.open(directory.with_name(f".{directory.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another install into %s", directory)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _make(site: _Site, interpreter: Path) -> Environment:
+    logger.info("making an environment for %s (%s) in %s", site.engine, site.platform, site.directory)
+    shutil.rmtree(site.directory, ignore_errors=True)
+    site.directory.mkdir()
+    stamp = Stamp(pins=pins_digest(site.engine, site.platform))
+    _write(site, stamp)
+    _run(site, [str(interpreter), "-m", "venv", str(site.directory)], what="venv")
+    _install_packages(site)
+    logger.info("importing %s", site.engine)
+    try:
+        made = check_environment(site.engine, site.python)
+    except BadInput as error:
+        raise InstallFailed(f"the environment is complete, but of no use: {error}") from error
+    _write(site, stamp.model_copy(update={"versions": made.versions}))
+    return made
+
+
+def _write(site: _Site, stamp: Stamp) -> None:
+    fresh = site.directory / f"{STAMP}.new"
+    fresh.write_text(stamp.model_dump_json(indent=2))
+    fresh.replace(site.directory / STAMP)
+
+
+def _install_packages(site: _Site) -> None:
+    """Install exactly the pins; what they ask for beyond is left out on purpose."""
+    pins = pins_path(site.engine, site.platform)
+    if site.platform == "cpu":
+        _install_cpu_torch(site, _torch_pin(pins))
+    _run(site, [str(site.python), *PIP, "install", "--no-deps", "-r", str(pins)], what="pip", total=_count(pins))
+
+
+def _install_cpu_torch(site: _Site, pin: str) -> None:
+    """A package index of the machine may carry the CPU build; uv knows where PyTorch publishes it."""
+    try:
+        _run(site, [str(site.python), *PIP, "install", "--no-deps", "--only-binary=:all:", pin], what="pip", total=1)
+    except InstallFailed as error:
+        logger.info("%s; asking PyTorch's own index", error)
+        _run(site, [str(site.python), *PIP, "install", "uv"], what="pip", total=1)
+        uv = [str(site.directory / "bin" / "uv"), "pip", "install", "--python", str(site.python)]
+        _run(site, [*uv, "--no-deps", "--torch-backend=cpu", pin.partition("+")[0]], what="uv", total=1)
+
+
+def _torch_pin(pins: Path) -> str:
+    return next(line for line in pins.read_text().splitlines() if line.startswith("torch=="))
+
+
+def _count(pins: Path) -> int:
+    return sum(not line.startswith("#") for line in pins.read_text().splitlines())
+
+
+def _run(site: _Site, command: Sequence[str], *, what: str, total: int = 0) -> None:
+    """Run one step to its end, and tell how far it is. Raises InstallFailed with its last line."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            process = subprocess.Popen(
+                command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[site.lock]
+            )
+        except OSError as error:
+            raise BadInput(f"{command[0]}: expected a Python to run, found: {error.strerror}") from error
+        try:
+            _watch(process, log.fileno(), total)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+        if process.returncode != 0:
+            raise InstallFailed(f"{what}: {_complaint(_text(log.fileno()), process.returncode)}")
+
+
+def _watch(process: "subprocess.Popen[bytes]", log: int, total: int) -> None:
+    told, last = time.monotonic(), ""
+    while process.poll() is None:
+        time.sleep(POLL_SECONDS)
+        if total and time.monotonic() - told > TELL_SECONDS:
+            progress = _progress(_text(log), total)
+            if progress != last:
+                logger.info("%s", progress)
+            told, last = time.monotonic(), progress
+
+
+def _progress(log: str, total: int) -> str:
+    """Say in one line where pip is."""
+    if "\nInstalling collected packages" in log:
+        return "unpacking packages"
+    named = re.findall(r"^(?:Collecting|Requirement already satisfied:) ([\w.-]+)", log, re.MULTILINE)
+    return f"fetching packages: {len(named)} of {total}, {named[-1]}" if named else "reading the package index"
+
+
+def _text(log: int) -> str:
+    return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
+
+
+def _complaint(log: str, code: int) -> str:
+    """The last line that is an error, or the last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(?i)(error|.*: error|.*no space left)", line)]
+    return (errors or lines or [f"it ended with exit code {code} without a word"])[-1]
