@@ -120,6 +120,11 @@ def _process(pid: int) -> psutil.Process | None:
     return None
 
 
+def last_lines(process: OwnedProcess) -> str:
+    """Return the last lines of its log as one."""
+    return " | ".join(process.tail(TOLD_LINES))
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How a server is started, and how one sees that it serves."""
@@ -132,8 +137,8 @@ class Launch:
     ready: Callable[[int], bool]
     """Whether the server at this port answers, and is this one; takes a second or two at most."""
     start_seconds: float
-    explain: Callable[[OwnedProcess], str] = lambda process: " | ".join(process.tail(TOLD_LINES))
-    """What an error tells of its log."""
+    explain: Callable[[OwnedProcess], str] = last_lines
+    """What an error tells of the log of one that ended."""
 
 
 def free_ports() -> Iterator[int]:
@@ -177,7 +182,7 @@ def _await_ready(process: OwnedProcess, launch: Launch, port: int, beat: Callabl
             raise WorkerFailed(f"{launch.what} ended{_how(process)} before it was ready: {launch.explain(process)}")
         if time.monotonic() > deadline:
             late = f"was not ready within {launch.start_seconds:g} s"
-            raise WorkerFailed(f"{launch.what} {late}; its log ends: {launch.explain(process)}")
+            raise WorkerFailed(f"{launch.what} {late}; its log ends: {last_lines(process)}")
         if process.stirred():
             beat()
         time.sleep(POLL_SECONDS)

@@ -164,6 +164,45 @@ def test_nothing_of_a_server_survives_the_sigkill_of_its_owner(forks):
             process.kill()
 
 
+class Serving:
+    """A worker that owns a server."""
+
+    def progress(self):
+        return 0
+
+    def serve(self, work):
+        self._process, _ = serve(FAMILY + SERVE)
+        return self._process.pid, os.getpid()
+
+
+WITH_WORKER = """
+import asyncio
+from infra.cluster import Cluster
+from infra.workers import PoolSpec
+async def main():
+    async with Cluster.open("servers") as cluster:
+        pool = await cluster.pool(PoolSpec("serving", "tests.test_servers:Serving"))
+        print(*(await pool.run("serve", None, returns=tuple)).result, flush=True)
+        await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("killed", ["the worker", "the driver"])
+def test_a_workers_server_ends_with_the_worker_and_with_the_cluster(killed):
+    driver = subprocess.Popen([sys.executable, "-c", WITH_WORKER], stdout=subprocess.PIPE, text=True)
+    try:
+        server, worker = map(int, driver.stdout.readline().split())
+        members, directory = family(server), Path(psutil.Process(server).cwd())
+        assert directory.is_relative_to(psutil.Process(server).environ()["RHEOSTAT_CLUSTER"])
+        os.kill(worker if killed == "the worker" else driver.pid, signal.SIGKILL)
+        assert not gone(members)
+        assert not directory.exists()
+    finally:
+        driver.kill()
+        driver.wait()
+
+
 def test_what_a_killed_server_leaves_behind_is_killed_at_once():
     process, _ = serve(FAMILY + SERVE)
     guard, root, *others = family(process.pid)

@@ -10,17 +10,15 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import httpx
 
+from infra.environments import Platform, find_python
 from infra.errors import BadInput
-from infra.servers import LOOPBACK, Launch, OwnedProcess, free_ports, start
+from infra.servers import LOOPBACK, Launch, OwnedProcess, free_ports, last_lines, start
 from models.config import VllmEngine
 
 logger = logging.getLogger(__name__)
-
-Platform = Literal["cpu", "cuda"]
 
 INSIDE = Path(__file__).parent / "inside"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -29,8 +27,8 @@ CPU_CACHE_GIB = 1.0
 ABOUT_SECONDS = 2.0
 ASK_SECONDS = 120.0
 """How long a Python may take to say what is installed: on a cold disk many times the usual 50 ms."""
-TOLD_LINES = 6
-"""Last lines of the log in an error that also names the cause."""
+TAIL_LINES = 2000
+"""Last lines of the log in which the cause of an end is looked for."""
 
 DISTRIBUTIONS = """
 import importlib.metadata as metadata
@@ -61,8 +59,8 @@ class Server:
         return self.process.tail(lines)
 
     def cause(self) -> str:
-        """Return the first error in its log, in one line, or its last lines where there is none."""
-        return _explain(self.process)
+        """Return the first error in its log, in one line; empty where there is none."""
+        return cause_in(_plain(self.process))
 
     def stop(self) -> None:
         """End it and all its processes, and wait for that."""
@@ -83,7 +81,7 @@ def start_server(
     `beat` is called while it stirs. Raises BadInput where the configured Python has no vLLM or the port is taken, and
     WorkerFailed with the cause in its log where it ends or is late.
     """
-    python = find_python(config.python)
+    python = find_python("vllm", config.python)
     platform = platform_of(python)
     key = secrets.token_urlsafe(32) if key is None else key
     rank = lora_rank(adapter_rank)
@@ -98,13 +96,6 @@ def start_server(
     process, taken = start(launch, beat=beat, ports=free_ports() if port is None else _given(port))
     logger.info("vLLM serves at port %d, pid %d, on %s", taken, process.pid, platform)
     return Server(f"http://{LOOPBACK}:{taken}", key, process)
-
-
-def find_python(given: Path | None) -> Path:
-    """Return the Python of vLLM's environment."""
-    if given is None:
-        raise BadInput("engine.python: expected the path of a Python with vllm")
-    return given
 
 
 def platform_of(python: Path) -> Platform:
@@ -233,8 +224,11 @@ def _answers(url: str, key: str) -> bool:
 
 
 def _explain(process: OwnedProcess) -> str:
-    lines = [PREFIX.sub("", line).strip() for line in process.tail(2**16)]
-    return cause_in(lines) or " | ".join(lines[-TOLD_LINES:])
+    return cause_in(_plain(process)) or last_lines(process)
+
+
+def _plain(process: OwnedProcess) -> list[str]:
+    return [PREFIX.sub("", line).strip() for line in process.tail(TAIL_LINES)]
 
 
 def cause_in(lines: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from blake3 import blake3
 from infra.errors import BadInput, EndpointDown
 from models.config import VllmEngine
 from models.engines.vllm.client import About, Client
-from models.engines.vllm.server import ERROR, Server, start_server
+from models.engines.vllm.server import Server, start_server
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +70,7 @@ class OwnServer:
         self.close()
 
     def cause(self) -> str:
-        told = "" if self._server is None else self._server.cause()
-        return told if ERROR.match(told) else ""
+        return "" if self._server is None else self._server.cause()
 
     def sleep(self) -> None:
         for client in self.running():
