@@ -181,6 +181,18 @@ def _add_engine_actions(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--python", metavar="PATH", type=Path, help="Python to ask (default: the installed one's)")
     for added in (install, check):
         added.add_argument("--json", action="store_true", help="print JSON")
+    serve = add("serve", "serve a policy's shape here until Ctrl-C, for workers that own no server")
+    serve.add_argument("directory", metavar="DIRECTORY", type=Path, help="model directory in Hugging Face format")
+    text = "keys of the engine's configuration, such as dtype=bfloat16 or tensor_parallel=2"
+    serve.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+    serve.add_argument("--port", type=int, help="port on loopback (default: a free one)")
+    serve.add_argument("--adapter-rank", type=int, default=0, metavar="N", help="largest rank of adapters (default: 0)")
+    serve.add_argument(
+        "--key-variable",
+        metavar="NAME",
+        default="RHEOSTAT_ENGINE_KEY",
+        help="environment variable with the key; a key is made where it is not set (default: %(default)s)",
+    )
 
 
 def _add_derivation(parser: argparse.ArgumentParser, made_from: str) -> None:

@@ -211,7 +211,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def override_config(document: Mapping[str, object], overrides: Sequence[str], *, source: str) -> RunConfig:
-    """Apply overrides to a document and validate it.
+    """Apply overrides to a document and validate it."""
+    return parse_config(overridden(document, overrides), source=source)
+
+
+def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
+    """Apply overrides to a document.
 
     `dotted.key=value` sets, with the value in TOML or as bare text; `dotted.key=` goes back to the default. Another
     `kind` begins its table anew, wherever it stands among the overrides: the keys of one variant do not fit another.
@@ -220,7 +225,7 @@ def override_config(document: Mapping[str, object], overrides: Sequence[str], *,
     parsed = [_parse_override(override) for override in overrides]
     for override in sorted(parsed, key=lambda override: override.keys[-1] != "kind"):
         _apply(changed, override)
-    return parse_config(changed, source=source)
+    return changed
 
 
 def parse_config(document: Mapping[str, object], *, source: str) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Engines with an environment of their own: install one, see that it imports."""
+"""Engines with an environment of their own: install one, see that it imports, serve it."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -22,4 +22,14 @@ def _check(options: argparse.Namespace) -> int:
     return 0
 
 
-ACTIONS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {"install": _install, "check": _check}
+def _serve(options: argparse.Namespace) -> int:
+    from flows.serving import serve_engine
+
+    return serve_engine(options)
+
+
+ACTIONS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
+    "install": _install,
+    "check": _check,
+    "serve": _serve,
+}

@@ -43,9 +43,9 @@ class OwnedProcess:
         cluster = os.environ.get(reaper.CLUSTER)
         home = cluster if cluster is not None and Path(cluster).is_dir() else "/tmp"
         self.directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir=home))  # short, as sockets lie below it
-        log_path = self.directory / reaper.LOG
-        log_path.touch()
-        self._log = log_path.open("rb")
+        self.log_path = self.directory / reaper.LOG
+        self.log_path.touch()
+        self._log = self.log_path.open("rb")
         self._size, self._cpu_seconds, self._seen = 0, 0.0, time.monotonic()
         variables = {**environment, "TMPDIR": str(self.directory)}
         self._guard = reaper.start_guard(self.directory, command, environment=variables)

@@ -109,7 +109,8 @@ def platform_of(python: Path) -> Platform:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BadInput(f"{expected}; {error}") from error
     if asked.returncode:
-        raise BadInput(f"{expected}; it ended with exit code {asked.returncode}: {asked.stderr.strip()[-200:]}")
+        told = "".join(asked.stderr.splitlines()[-1:])
+        raise BadInput(f"{expected}; it ended with exit code {asked.returncode}: {told}")
     found = asked.stdout.split()
     if not found:
         raise BadInput(f"{expected}; it has neither (`rheostat engine install vllm` makes one)")
@@ -193,7 +194,10 @@ def lora_rank(adapter_rank: int) -> int:
 
 def context_of(directory: Path) -> int | None:
     """Return the longest sequence that the policy's config.json names."""
-    config = json.loads((directory / "config.json").read_text())
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"policy {directory}: expected a model directory with config.json: {error}") from error
     text = config.get("text_config", config)
     context = text.get("max_position_embeddings", text.get("n_positions"))
     return None if context is None else int(context)
