@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 from blake3 import blake3
 from pydantic import ValidationError
@@ -16,7 +16,6 @@ from infra.config import Settings
 from infra.errors import BadInput
 
 Platform = Literal["cpu", "cuda"]
-PLATFORMS: Final[tuple[Platform, ...]] = get_args(Platform)
 
 STAMP: Final = "rheostat.json"
 """File of an environment that was made here; without versions in it, the environment is half made."""
@@ -27,7 +26,9 @@ DRIVER: Final = Path("/proc/driver/nvidia/version")
 IMPORT: Final = """
 import importlib, json, platform, sys
 versions = {name: importlib.import_module(name).__version__ for name in sys.argv[1:]}
-print(json.dumps(versions | {"python": platform.python_version()}))
+torch = sys.modules.get("torch")
+told = "cuda" if torch is not None and torch.version.cuda else "cpu"
+print(json.dumps({"platform": told, "versions": versions | {"python": platform.python_version()}}))
 """
 
 
@@ -38,20 +39,13 @@ class Distribution:
     version: str
     modules: tuple[str, ...]
     """What must import there, the engine itself first."""
+    pins: Path = Path(__file__).parent
+    """Folder of the files that pin every package, `<engine>-<platform>.txt`."""
 
 
 DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
     "vllm": Distribution(version="0.32.0", modules=("vllm", "torch", "transformers"))
 }
-
-
-class Stamp(Settings):
-    """What an environment was made of, and what it said of itself when it was done."""
-
-    pins: str
-    """Digest of the pinned packages."""
-    versions: dict[str, str] | None = None
-    """Versions that importing told; none while it is being made."""
 
 
 class Environment(Settings):
@@ -61,13 +55,24 @@ class Environment(Settings):
     """Name of the engine."""
     python: Path
     """Its Python, as `engine.python` takes it."""
+    platform: Platform
+    """What it was built for."""
     versions: dict[str, str]
     """Versions of the engine, of what its numbers depend on, and of Python."""
 
     def text(self) -> str:
         """Tell it in one line."""
         told = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"{told}, at {self.python}"
+        return f"{told}, for {self.platform}, at {self.python}"
+
+
+class Stamp(Settings):
+    """What an environment was made of, and how it told of itself when it was done."""
+
+    pins: str
+    """Digest of the pinned packages."""
+    made: Environment | None = None
+    """What importing told; none while it is being made."""
 
 
 def platform_here() -> Platform:
@@ -83,7 +88,7 @@ def _lists_gpus() -> bool:
 
 def pins_path(engine: str, platform: Platform) -> Path:
     """Return the file that pins every package of the environment."""
-    return Path(__file__).parent / f"{engine}-{platform}.txt"
+    return DISTRIBUTIONS[engine].pins / f"{engine}-{platform}.txt"
 
 
 def pins_digest(engine: str, platform: Platform) -> str:
@@ -111,36 +116,33 @@ def read_stamp(directory: Path) -> Stamp | None:
         return None
 
 
+def complete(directory: Path, engine: str, *, platform: Platform) -> Environment | None:
+    """Return the environment that lies there, if it was made of these pins to the end and its Python is still there."""
+    stamp = read_stamp(directory)
+    if stamp is None or stamp.made is None or stamp.pins != pins_digest(engine, platform):
+        return None
+    python = python_in(directory)
+    return stamp.made.model_copy(update={"python": python}) if _runs(python) else None
+
+
 def find_python(engine: str, given: Path | None) -> Path:
     """Return the Python that was given, or that of the environment that was installed. Raises BadInput for neither."""
-    if given is not None:
-        if not (given.is_file() and os.access(given, os.X_OK)):
-            raise BadInput(f"engine.python {str(given)!r}: expected the Python of an environment with {engine}")
-        return given
-    directory = default_directory(engine, platform_here())
-    stamp = read_stamp(directory)
-    if stamp is not None and stamp.versions is not None and stamp.pins == pins_digest(engine, platform_here()):
-        return python_in(directory)
-    found = "one that is half made" if stamp else "none"
-    if stamp is not None and stamp.versions is not None:
-        found = "one of other versions"
-    raise BadInput(
-        f"expected an environment with {engine} in {directory}, found {found}: `rheostat engine install {engine}` "
-        "makes it, or set engine.python to another's Python, or engine.base_urls to servers that run"
-    )
+    return _given(engine, given) if given is not None else _installed(engine).python
 
 
-def known_environment(engine: str, given: Path | None) -> Environment:
-    """Return the environment that would serve, by its stamp where it has one, by importing where it has not."""
-    python = find_python(engine, given)
+def find_environment(engine: str, given: Path | None) -> Environment:
+    """Return the environment that would serve: by its stamp where it was made here, else by importing there."""
+    if given is None:
+        return _installed(engine)
+    python = _given(engine, given)
     stamp = read_stamp(python.parent.parent)
-    if stamp is not None and stamp.versions is not None:
-        return Environment(engine=engine, python=python, versions=stamp.versions)
+    if stamp is not None and stamp.made is not None:
+        return stamp.made.model_copy(update={"python": python})
     return check_environment(engine, python)
 
 
 def check_environment(engine: str, python: Path) -> Environment:
-    """Import the engine there, and return its versions. Raises BadInput with the last line of what went wrong."""
+    """Import the engine there, and return what it is. Raises BadInput with the last line of what went wrong."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     expected = f"{python}: expected a Python that imports {engine}"
     try:
@@ -159,5 +161,36 @@ def check_environment(engine: str, python: Path) -> Environment:
     if done.returncode != 0:
         told = [line for line in done.stderr.splitlines() if line.strip()]
         raise BadInput(f"{expected}: {told[-1] if told else f'it ended with exit code {done.returncode}'}")
-    versions = json.loads(done.stdout.splitlines()[-1])  # libraries may print before
-    return Environment(engine=engine, python=python, versions=versions)
+    told_last = json.loads(done.stdout.splitlines()[-1])  # libraries may print before
+    return Environment(engine=engine, python=python, **told_last)
+
+
+def _given(engine: str, python: Path) -> Path:
+    if not _runs(python):
+        raise BadInput(f"engine.python {str(python)!r}: expected the Python of an environment with {engine}")
+    return python.absolute()
+
+
+def _installed(engine: str) -> Environment:
+    """The one for this machine; on a machine with GPUs that has none, the one for CPUs."""
+    platforms: list[Platform] = ["cuda", "cpu"] if platform_here() == "cuda" else ["cpu"]
+    for platform in platforms:
+        found = complete(default_directory(engine, platform), engine, platform=platform)
+        if found is not None:
+            return found
+    directory = default_directory(engine, platforms[0])
+    raise BadInput(
+        f"expected an environment with {engine} in {directory}, found {_lacking(read_stamp(directory))}: "
+        f"`rheostat engine install {engine}` makes it; or set engine.python to the Python of another, or "
+        "engine.base_urls to servers that run"
+    )
+
+
+def _lacking(stamp: Stamp | None) -> str:
+    if stamp is None:
+        return "none"
+    return "one that is half made" if stamp.made is None else "one of other versions, or without its Python"
+
+
+def _runs(python: Path) -> bool:
+    return python.is_file() and os.access(python, os.X_OK)

@@ -20,6 +20,7 @@ from infra.environments import (
     Platform,
     Stamp,
     check_environment,
+    complete,
     default_directory,
     pins_digest,
     pins_path,
@@ -62,23 +63,34 @@ def install(
     if chosen == "cuda" and platform_here() != "cuda":
         raise BadInput("--platform cuda: expected an NVIDIA driver, found none; a CPU takes --platform cpu")
     directory = (into or default_directory(engine, chosen)).absolute()
+    maker = interpreter or Path(sys.executable)
+    _check_interpreter(maker)
     _check_place(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _lock(directory) as lock:
-            stamp = read_stamp(directory)
-            if stamp is not None and stamp.versions is not None and stamp.pins == pins_digest(engine, chosen):
-                return Environment(engine=engine, python=python_in(directory), versions=stamp.versions)
-            return _make(_Site(directory, engine, chosen, lock), Path(interpreter or sys.executable))
+            found = complete(directory, engine, platform=chosen)
+            return found or _make(_Site(directory, engine, chosen, lock), maker)
     except OSError as error:
         raise InstallFailed(f"{directory}: {error.strerror or error}") from error
+
+
+def _check_interpreter(python: Path) -> None:
+    try:
+        able = (
+            subprocess.run([python, "-c", "import ensurepip, venv"], capture_output=True, check=False).returncode == 0
+        )
+    except OSError:
+        able = False
+    if not able:
+        raise BadInput(f"{python}: expected a Python that can make environments (the modules venv and ensurepip)")
 
 
 def _check_place(directory: Path) -> None:
     """Nothing is removed that this command did not make."""
     if not directory.exists() or read_stamp(directory) is not None:
         return
-    if not directory.is_dir() or any(directory.iterdir()):
+    if not directory.is_dir() or any(path.name != f"{STAMP}.new" for path in directory.iterdir()):
         raise BadInput(f"{directory}: expected an empty directory or one that this command made, found something else")
 
 
@@ -99,10 +111,10 @@ def _lock(directory: Path) -> Iterator[int]:
 
 def _make(site: _Site, interpreter: Path) -> Environment:
     logger.info("making an environment for %s (%s) in %s", site.engine, site.platform, site.directory)
-    shutil.rmtree(site.directory, ignore_errors=True)
-    site.directory.mkdir()
+    site.directory.mkdir(exist_ok=True)
     stamp = Stamp(pins=pins_digest(site.engine, site.platform))
-    _write(site, stamp)
+    _write(site, stamp)  # first: whatever is removed or made from here on is known to be ours
+    _clear(site.directory)
     _run(site, [str(interpreter), "-m", "venv", str(site.directory)], what="venv")
     _install_packages(site)
     logger.info("importing %s", site.engine)
@@ -110,8 +122,16 @@ def _make(site: _Site, interpreter: Path) -> Environment:
         made = check_environment(site.engine, site.python)
     except BadInput as error:
         raise InstallFailed(f"the environment is complete, but of no use: {error}") from error
-    _write(site, stamp.model_copy(update={"versions": made.versions}))
+    _write(site, stamp.model_copy(update={"made": made}))
     return made
+
+
+def _clear(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != STAMP:
+            path.unlink()
 
 
 def _write(site: _Site, stamp: Stamp) -> None:
@@ -123,8 +143,9 @@ def _write(site: _Site, stamp: Stamp) -> None:
 def _install_packages(site: _Site) -> None:
     """Install exactly the pins; what they ask for beyond is left out on purpose."""
     pins = pins_path(site.engine, site.platform)
-    if site.platform == "cpu":
-        _install_cpu_torch(site, _torch_pin(pins))
+    for pin in pins.read_text().splitlines():
+        if re.fullmatch(r"torch==[\d.]+\+cpu", pin):
+            _install_cpu_torch(site, pin)
     _run(site, [str(site.python), *PIP, "install", "--no-deps", "-r", str(pins)], what="pip", total=_count(pins))
 
 
@@ -139,10 +160,6 @@ def _install_cpu_torch(site: _Site, pin: str) -> None:
         _run(site, [*uv, "--no-deps", "--torch-backend=cpu", pin.partition("+")[0]], what="uv", total=1)
 
 
-def _torch_pin(pins: Path) -> str:
-    return next(line for line in pins.read_text().splitlines() if line.startswith("torch=="))
-
-
 def _count(pins: Path) -> int:
     return sum(not line.startswith("#") for line in pins.read_text().splitlines())
 
@@ -150,15 +167,19 @@ def _count(pins: Path) -> int:
 def _run(site: _Site, command: Sequence[str], *, what: str, total: int = 0) -> None:
     """Run one step to its end, and tell how far it is. Raises InstallFailed with its last line."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[site.lock]
+        )
         try:
-            process = subprocess.Popen(
-                command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[site.lock]
-            )
-        except OSError as error:
-            raise BadInput(f"{command[0]}: expected a Python to run, found: {error.strerror}") from error
-        try:
-            _watch(process, log.fileno(), total)
+            told, last = time.monotonic(), ""
+            while process.poll() is None:
+                time.sleep(POLL_SECONDS)
+                if total and time.monotonic() - told > TELL_SECONDS:
+                    told, progress = time.monotonic(), _progress(site, _text(log.fileno()), total)
+                    if progress != last:
+                        logger.info("%s", progress)
+                    last = progress
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -167,21 +188,11 @@ def _run(site: _Site, command: Sequence[str], *, what: str, total: int = 0) -> N
             raise InstallFailed(f"{what}: {_complaint(_text(log.fileno()), process.returncode)}")
 
 
-def _watch(process: "subprocess.Popen[bytes]", log: int, total: int) -> None:
-    told, last = time.monotonic(), ""
-    while process.poll() is None:
-        time.sleep(POLL_SECONDS)
-        if total and time.monotonic() - told > TELL_SECONDS:
-            progress = _progress(_text(log), total)
-            if progress != last:
-                logger.info("%s", progress)
-            told, last = time.monotonic(), progress
-
-
-def _progress(log: str, total: int) -> str:
+def _progress(site: _Site, log: str, total: int) -> str:
     """Say in one line where pip is."""
-    if "\nInstalling collected packages" in log:
-        return "unpacking packages"
+    if "Installing collected packages" in log:
+        unpacked = sum(1 for _ in site.directory.glob("lib/python*/site-packages/*.dist-info"))
+        return f"unpacking packages: {unpacked} of {total}"
     named = re.findall(r"^(?:Collecting|Requirement already satisfied:) ([\w.-]+)", log, re.MULTILINE)
     return f"fetching packages: {len(named)} of {total}, {named[-1]}" if named else "reading the package index"
 
