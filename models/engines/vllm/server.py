@@ -139,6 +139,8 @@ def command(
         "enable-prefix-caching" if config.prefix_caching else "no-enable-prefix-caching": True,
         "disable-uvicorn-access-log": True,
         "enforce-eager": config.eager or platform == "cpu",
+        # After a part of a prompt a seeded generator is wound back, which a CPU's cannot: the engine would die of it.
+        "no-enable-chunked-prefill": platform == "cpu",
         "enable-sleep-mode": platform == "cuda",
         "enable-lora": lora_rank > 0,
     }
