@@ -164,7 +164,8 @@ class SamplingConfig(Settings):
     """How completions are drawn."""
 
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
-    """Softmax temperature; 0 is greedy. Behaviour log-probs are those of the tempered, untruncated softmax."""
+    """Softmax temperature; 0 is greedy. Behaviour log-probs are those of the tempered, untruncated softmax; with vLLM,
+    those that its `logprobs` names."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus mass."""
     top_k: Annotated[int, Field(ge=0)] = 0

@@ -21,7 +21,7 @@ from pathlib import Path
 import infra.storage
 from infra.disk import open_temporary, publish_file
 from infra.workers import PoolSpec
-from tests.jobs import RAISE, Fault
+from tests.jobs import KILL_SERVER, RAISE, Fault, servers_of
 
 POLL_SECONDS = 0.0005
 WORKS = (
@@ -67,6 +67,10 @@ class Planted:
                     first()
                     if fault.signal == RAISE:
                         raise RuntimeError(f"planted fault at {what.partition('(')[0]}")
+                    if fault.signal == KILL_SERVER:
+                        for process in servers_of(self._home):
+                            process.kill()
+                        return
                     os.kill(os.getpid(), fault.signal)
                     time.sleep(0.05)  # a stop takes hold of a thread that is running a little later
 

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,6 +53,7 @@ problems = 8
 
 
 RAISE = 0
+KILL_SERVER = -1
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Fault:
     count: int = 1
     """The how-manieth such moment in the process."""
     signal: int = signal.SIGKILL
-    """What the process sends itself; `RAISE` has the worker's method raise instead."""
+    """What the process sends itself; `RAISE` has the worker's method raise, and `KILL_SERVER` kills its vLLM."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,20 @@ def family_of(pid: int) -> list[psutil.Process]:
     """A process and everything below it."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
+
+
+def servers_of(home: Path) -> list[psutil.Process]:
+    """vLLM's processes that workers of a job started, all of them."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if "vllm.entrypoints" in " ".join(process.cmdline()) and _is_of(process, home):
+                found += [process, *process.children(recursive=True)]
+    return found
+
+
+def _is_of(process: psutil.Process, home: Path) -> bool:
+    return process.environ().get("RHEOSTAT_FAULTS") == str(home)
 
 
 def alive(family: Sequence[psutil.Process]) -> list[str]:

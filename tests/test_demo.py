@@ -12,10 +12,10 @@ ROOT = Path(__file__).parent.parent
 RHEOSTAT = str(Path(sys.executable).with_name("rheostat"))
 
 
-def demo(home: Path, *overrides: str) -> dict[str, object]:
-    """Run configs/demo.toml with overrides and return its summary."""
+def demo(home: Path, *overrides: str, config: str = "configs/demo.toml") -> dict[str, object]:
+    """Run a configuration with overrides and return its summary."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    command = [RHEOSTAT, "train", "configs/demo.toml", *overrides, "--store", str(home / "runs"), "--json"]
+    command = [RHEOSTAT, "train", config, *overrides, "--store", str(home / "runs"), "--json"]
     environment = kept | {"PREFECT_HOME": str(home / "prefect")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

@@ -61,7 +61,8 @@ class _Votes:
 class JudgeWorker:
     """Ask one judge; where the run holds its model, with no weights but those it has verified.
 
-    The same work gives a shard of the same digest in any process with as many threads, if the judge runs here.
+    The same work gives a shard of the same digest in any process with as many threads, if the judge runs here; on vLLM
+    up to a draw between two answers that are equally likely but for rounding.
     """
 
     def __init__(self, store_uri: str, run: str, term: str, reward: JudgeReward, threads: int) -> None:

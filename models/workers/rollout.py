@@ -25,7 +25,7 @@ class RolloutWorker:
     """Generate with the policy each piece of work names, and with no weights but those it has verified.
 
     The same work gives shards of the same digests in any worker process with as many threads on the same kind of
-    machine, whatever the worker did before.
+    machine, whatever the worker did before, if its engine repeats itself; vLLM does up to float rounding.
     """
 
     def __init__(self, store_uri: str, run: str, engine: EngineConfig, threads: int, adapter_rank: int = 0) -> None:

@@ -1,0 +1,138 @@
+"""Whole runs that vLLM generates or judges: faults cost a shard at most, and no process of it stays."""
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tests.jobs import KILL_SERVER, Fault, Job, servers_of, wait_for
+from tests.test_demo import demo
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+SHAPE = ("policy.hidden_size=32", "policy.heads=1", "policy.kv_heads=1", "policy.context=96")
+GIVEN = os.environ.get("VLLM_PYTHON")
+PLACE = f", python = '{GIVEN}'" if GIVEN else ""
+ENGINE = f"{{kind = 'vllm', cache_gib = 0.05{PLACE}}}"
+ONE = (*SHAPE, f"rollout.engine={ENGINE}", "pools.workers=1", "evaluation.problems=4")
+SIDE_BY_SIDE = ("placement.kind=fixed", "placement.rollout=0.5")  # one judge
+TOLERANCE = 1e-4
+"""Of log-probs between vLLM and the trainer, both in float32."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a run tells of its iterations."""
+
+    iterations: list[dict[str, object]]
+    policy: Path
+
+    def all(self, name: str) -> list[float]:
+        return [float(str(iteration[name])) for iteration in self.iterations]
+
+
+def shown(job: Job) -> Shown:
+    told = json.loads(job.command("show", "--json").output)
+    return Shown(told["iterations"], Path(told["policy"]))
+
+
+def whole(job: Job, *, iterations: int) -> Shown:
+    """Check that a run came to its end, keeps every promise, and left no server."""
+    verified = job.command("verify")
+    assert verified.code == 0, verified.output
+    left = servers_of(job.home)
+    assert wait_for(lambda: not any(process.is_running() for process in left), seconds=30)
+    assert servers_of(job.home) == []
+    found = shown(job)
+    assert len(found.iterations) == iterations
+    assert max(found.all("mismatch_max")) < TOLERANCE
+    return found
+
+
+def finished(job: Job) -> dict[str, bytes]:
+    """Manifests of the rollout shards that are committed, and the shards."""
+    committed = {path: path.read_bytes() for path in job.run.glob("manifests/it-*/rollout/*.json")}
+    keys = {shard["key"] for data in committed.values() for shard in json.loads(data)["shards"]}
+    return {str(path): data for path, data in committed.items()} | {
+        key: (job.run / key).read_bytes() for key in sorted(keys)
+    }
+
+
+def begun_twice(job: Job) -> list[str]:
+    """Pieces of rollout work that workers began more than once, over all starts."""
+    return [work for work, count in job.works().items() if work.startswith("generate") and count > 1]
+
+
+def table(job: Job, key: str) -> pa.Table:
+    """The rows of a manifest's only shard."""
+    manifest = json.loads((job.run / f"manifests/{key}.json").read_text())
+    [shard] = manifest["shards"]
+    return pa.ipc.open_file(pa.memory_map(str(job.run / shard["key"]))).read_all()
+
+
+def test_no_kill_costs_more_than_the_shard_that_was_under_way(tmp_path, prefect_api):
+    job = Job(tmp_path, prefect_api, counts_works=True)
+    faults = [
+        Fault("rollout", "progress", "generate", count=8, signal=KILL_SERVER),
+        Fault("driver", "after", "manifests/it-0001/rollout/0001"),
+    ]
+    killed = job.train(*ONE, "iterations=2", faults=faults)
+    assert (killed.code, job.struck()) == (-signal.SIGKILL, 2), killed.output
+    assert wait_for(lambda: not servers_of(job.home), seconds=30), "servers end with the driver, whose workers own them"
+    before = finished(job)
+    assert before
+    assert begun_twice(job) == [], "a server that dies is started again inside the piece of work"
+    resumed = job.train(*ONE, "iterations=2", faults=[Fault("rollout", "progress", "generate", count=4)])
+    assert resumed.code == 0, resumed.output
+    found = whole(job, iterations=2)
+    assert finished(job).items() >= before.items()
+    assert len(begun_twice(job)) <= 2
+    size = sum(path.stat().st_size for path in found.policy.iterdir())
+    assert all(moved >= size for moved in found.all("weights_bytes")), "every iteration has weights of its own"
+
+
+def test_adapters_are_served_beside_their_base_which_moves_once(tmp_path, prefect_api):
+    job = Job(tmp_path, prefect_api)
+    ended = job.train(*ONE, "iterations=2", "update.lora.rank=4", "update.learning_rate=1e-2")
+    assert ended.code == 0, ended.output
+    found = whole(job, iterations=2)
+    adapter = sum(path.stat().st_size for path in found.policy.iterdir())
+    first, second = found.all("weights_bytes")
+    assert 0 < second <= adapter < first
+
+
+def judged(engine: str) -> str:
+    shape = "{kind = 'scratch', hidden_size = 32, intermediate_size = 32, heads = 1, kv_heads = 1, context = 192}"
+    model = f"{{kind = 'trained', warmup = {{steps = 30}}, engine = {engine}, shape = {shape}}}"
+    even = "{kind = 'target', target = 'tests.rewards_for_tests:even', weight = 0.5}"
+    return f"scoring.rewards=[{even}, {{kind = 'judge', model = {model}}}]"
+
+
+def test_a_judge_on_vllm_gives_the_verdicts_that_it_gives_on_transformers(tmp_path, prefect_api):
+    engines = {"vllm": ENGINE, "transformers": "{kind = 'transformers'}"}
+    jobs = {name: Job(tmp_path / name, prefect_api) for name in engines}
+    for name, engine in engines.items():
+        ended = jobs[name].train(judged(engine), *SHAPE, *SIDE_BY_SIDE, "iterations=1", "evaluation.problems=4")
+        assert ended.code == 0, ended.output
+    whole(jobs["vllm"], iterations=1)
+    shards = sorted(path.stem for path in (jobs["vllm"].run / "manifests/it-0001/judge-judge").glob("*.json"))
+    assert len(shards) == 3
+    for shard in shards:
+        told, expected = (table(jobs[name], f"it-0001/judge-judge/{shard}") for name in engines)
+        assert told.equals(expected)
+        assert told["value"].null_count < told.num_rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_demo_learns_with_vllm_as_with_transformers(tmp_path, seed):
+    own = () if GIVEN is None else (f"rollout.engine.python={GIVEN}",)
+    served = demo(tmp_path / "vllm", f"seed={seed}", *own, config="configs/vllm.toml")
+    inside = demo(tmp_path / "inside", f"seed={seed}", "rollout.engine.kind=transformers", config="configs/vllm.toml")
+    assert served["after"]["low"] > served["before"]["high"]
+    assert served["after"]["high"] >= inside["after"]["low"]
+    assert inside["after"]["high"] >= served["after"]["low"]
