@@ -1,0 +1,201 @@
+"""vLLM's real server process: it starts, says who it is, and nothing of it outlives its owner."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from infra.environments import find_python
+from infra.errors import WorkerFailed
+from models.config import VllmEngine
+from models.engines.vllm.server import command, start_server
+from tests.policies import CONTEXT, write_policy
+
+pytestmark = pytest.mark.vllm
+
+ENGINE = VllmEngine(cache_gib=0.1, max_batch_rows=8, start_seconds=240)
+MOST_QUIET_SECONDS = 20.0
+"""Longest time in which a start may give no sign; workers are given up after 300."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy") / "model"
+    write_policy(path, changes={"head_dim": 32})
+    return path
+
+
+@pytest.fixture(scope="module")
+def started(directory):
+    """A server with room for adapters, and when its start gave a sign."""
+    beats = [time.monotonic()]
+    server = start_server(ENGINE, directory, adapter_rank=3, beat=lambda: beats.append(time.monotonic()))
+    yield server, beats
+    server.stop()
+
+
+def tree(pid):
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
+
+
+def left(processes, *, seconds):
+    deadline = time.monotonic() + seconds
+    while found := [process for process in processes if process.is_running() and not _is_zombie(process)]:
+        if time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+    return []
+
+
+def _is_zombie(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def about(server, *, key=None):
+    headers = {"Authorization": f"Bearer {server.key if key is None else key}"}
+    return httpx.get(f"{server.url}/rheostat/about", headers=headers, timeout=10)
+
+
+def test_a_server_says_who_it_is_to_those_with_the_key(started):
+    server, _ = started
+    assert server.alive()
+    told = about(server).json()
+    assert told["platform"] == "cpu"
+    assert told["dtype"] == "float32"
+    assert told["logprobs"] == "processed"
+    assert told["max_model_len"] == CONTEXT
+    assert told["lora_rank"] == 8
+    assert about(server, key="another").status_code == 401
+
+
+def test_a_start_gives_signs_of_progress_throughout(started):
+    _, beats = started
+    assert max(later - earlier for earlier, later in pairwise(beats)) < MOST_QUIET_SECONDS
+
+
+def test_a_server_that_waits_makes_no_progress(started):
+    server, _ = started
+    quiet = []
+    for _ in range(8):
+        time.sleep(0.5)
+        quiet.append(not server.process.stirred())
+    assert sum(quiet) >= 6
+
+
+def test_its_processes_listen_on_loopback_alone(started):
+    server, _ = started
+    places = {
+        connection.laddr.ip
+        for process in tree(server.process.pid)
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert places <= {"127.0.0.1", "::1"}
+
+
+def test_its_key_is_on_no_command_line_and_in_no_log(started):
+    server, _ = started
+    words = [word for process in tree(server.process.pid) for word in process.cmdline()]
+    assert not [word for word in words if server.key in word]
+    assert server.key not in server.process.log_path.read_text()
+
+
+def test_a_server_that_is_killed_is_noticed_and_leaves_nothing(started):
+    """The last one with the shared server."""
+    server, _ = started
+    root, *others = tree(server.process.pid)
+    assert any("EngineCore" in " ".join(process.cmdline()) for process in others)
+    root.kill()
+    assert not left([root, *others], seconds=10)
+    assert not server.alive()
+    assert server.process.exit_code() == -signal.SIGKILL
+    assert server.log_tail(1)
+    with pytest.raises(httpx.HTTPError):
+        about(server)
+
+
+def test_a_model_that_vllm_does_not_know_is_told_in_one_line(directory, tmp_path):
+    for path in directory.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["StrangeForCausalLM"], "model_type": "strange"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WorkerFailed) as caught:
+        start_server(ENGINE, tmp_path, adapter_rank=0, beat=lambda: None)
+    text = str(caught.value)
+    assert text.startswith(f"vLLM for {tmp_path} ended with exit code 1 before it was ready: ")
+    assert "`strange` but Transformers does not recognize this architecture" in text
+    assert "\n" not in text
+
+
+def test_a_server_that_cannot_be_ready_in_time_is_ended(directory):
+    with pytest.raises(WorkerFailed, match=r"was not ready within 2 s; its log ends: ") as caught:
+        start_server(ENGINE.model_copy(update={"start_seconds": 2}), directory, adapter_rank=0, beat=lambda: None)
+    assert not [process for process in psutil.process_iter() if str(directory) in " ".join(_words(process))]
+    assert "\n" not in str(caught.value)
+
+
+def _words(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_nothing_of_a_server_in_the_foreground_survives_its_sigkill(directory):
+    words = ["engine", "serve", "vllm", str(directory), "cache_gib=0.1", "max_batch_rows=8"]
+    program = f"import sys; from flows.cli import main; sys.exit(main({words!r}))"
+    serving = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        lines = [serving.stdout.readline() for _ in range(3)]
+        assert lines[0].startswith("vLLM serves at http://127.0.0.1:")
+        log = Path(lines[0].split("its log is ")[1].strip())
+        assert lines[1].startswith("export RHEOSTAT_ENGINE_KEY=")
+        assert "base_urls" in lines[2]
+        [root] = [process for process in psutil.process_iter() if _serves(process, log.parent)]
+        members = tree(root.pid)
+        assert len(members) >= 3
+        serving.kill()
+        assert not left(members, seconds=15)
+        deadline = time.monotonic() + 5
+        while log.parent.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not log.parent.exists()
+    finally:
+        serving.kill()
+        serving.wait()
+
+
+def _serves(process, directory):
+    try:
+        return process.cwd() == str(directory) and "vllm.entrypoints.openai.api_server" in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def test_vllm_knows_every_option_that_a_gpu_would_get(directory):
+    """No GPU is needed to read a command line."""
+    engine = VllmEngine(cache_gib=2, tensor_parallel=2, max_model_len=128)
+    python = find_python("vllm", None)
+    words = command(engine, directory, python=python, platform="cuda", port=8000, lora_rank=16)
+    program = """
+import sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+found = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])
+print(found.enable_sleep_mode, found.gpu_memory_utilization, found.tensor_parallel_size, found.max_lora_rank)
+"""
+    done = subprocess.run([python, "-c", program, *words[3:]], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "True 0.85 2 16"
