@@ -45,6 +45,11 @@ def test_a_cpu_server_runs_eagerly_in_a_gibibyte_and_never_sleeps():
     assert "gpu-memory-utilization" not in found
 
 
+def test_only_a_cpu_server_computes_prompts_whole():
+    assert options("cpu")["no-enable-chunked-prefill"] is True
+    assert "no-enable-chunked-prefill" not in options("cuda")
+
+
 def test_a_cuda_server_sleeps_takes_its_share_and_compiles_unless_told_otherwise():
     found = options("cuda", gpu_memory_share=0.4, tensor_parallel=2)
     assert found["enable-sleep-mode"] is True
