@@ -48,6 +48,7 @@ class BatchServer:
     """Bodies of generate, the engine's first try left out."""
     steps: int = 1000
     """Of others before."""
+    healthy: bool = True
 
     def answer(self, path: str, body: dict) -> tuple[int, list[Line]]:
         match path:
@@ -116,7 +117,7 @@ def batch_server(server: BatchServer) -> Iterator[BatchServer]:
             self.respond(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def respond(self, body):
-            status, lines = 200, []
+            status, lines = 200 if server.healthy else 503, []
             if self.path != "/health":
                 status, lines = 401, [{"error": "no"}]
                 if self.headers["Authorization"] == f"Bearer {KEY}":

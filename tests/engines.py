@@ -375,7 +375,7 @@ def test_weights_that_are_not_numbers_are_refused_by_name(loaded: Loaded, tmp_pa
         loaded(broken).generate(MIXED, SAMPLING)
 
 
-ARCHITECTURES = {"llama": {}, "qwen3": {}, "qwen3 tied": {"tie_word_embeddings": True}}
+ARCHITECTURES = {"qwen3 tied": {"tie_word_embeddings": True}, "qwen3": {}, "llama": {}}
 
 
 @pytest.mark.parametrize("shape", ARCHITECTURES)

@@ -156,6 +156,19 @@ def test_half_an_answer_is_none_and_a_server_of_others_is_not_asked_again(serve,
     assert written_by(engine.generate(WORK, SAMPLING)) == FOR_THEIR_SEEDS
 
 
+def failed(lines: list[Line]) -> list[Line]:
+    return [*lines[:9], {"error": "RuntimeError: out of memory"}]
+
+
+def test_a_failure_is_the_works_where_the_server_is_well_and_the_servers_where_it_is_not(serve):
+    engine, [server] = serve(spoil=lambda number, lines: failed(lines))
+    with pytest.raises(WorkerFailed, match="failed in the middle of its answer: RuntimeError: out of memory"):
+        engine.generate(WORK, SAMPLING)
+    server.healthy = False
+    with pytest.raises(EndpointDown, match="out of memory; its engine is dead"):
+        engine.generate(WORK, SAMPLING)
+
+
 def test_a_server_that_is_gone_is_down(serve):
     _, [server] = serve()
     with batch_server(BatchServer(lambda directory: "")) as other:

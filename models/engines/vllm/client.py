@@ -71,11 +71,10 @@ class Chunk(_Answer):
 
 
 class Refused(_Answer):
-    """A completion that the server does not vouch for."""
+    """What went wrong in the middle: with a digest, the server does not vouch for a completion."""
 
-    id: int
     error: str
-    digest: str = ""
+    digest: str | None = None
 
 
 class Done(_Answer):
@@ -208,11 +207,20 @@ class Client:
             for line in self._lines(response):
                 answer = self._parsed(line)
                 if isinstance(answer, Refused):
-                    raise Stale(f"{self}: {answer.error} (it serves {answer.digest!r}, the work wants {digest!r})")
+                    raise self._refusal(answer, digest)
                 yield answer
                 if isinstance(answer, Done):
                     return
         raise EndpointDown(f"{self}: its answer ended before it was done")
+
+    def _refusal(self, refused: Refused, wanted: str) -> RheostatError:
+        if refused.digest is not None:
+            return Stale(f"{self}: {refused.error} (it serves {refused.digest!r}, the work wants {wanted!r})")
+        return self._failure(f"{self} failed in the middle of its answer: {refused.error}")
+
+    def _failure(self, told: str) -> RheostatError:
+        """Judge a failure by the server's health: another may do the work, or the work is at fault."""
+        return WorkerFailed(told) if self.healthy() else EndpointDown(f"{told}; its engine is dead")
 
     def _parsed(self, line: bytes) -> Chunk | Done | Refused:
         try:
@@ -259,9 +267,8 @@ class Client:
             told = _Error(error=_excerpt(data))
         if status == HTTPStatus.CONFLICT:
             raise Stale(f"{self}: {told.error} (it serves {told.digest!r})")
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR and not self.healthy():
-            raise EndpointDown(f"{self} answers {status}, and its engine is not healthy: {told.error}")
-        raise WorkerFailed(f"{self} answers {status}: {told.error}")
+        refusal = f"{self} answers {status}: {told.error}"
+        raise self._failure(refusal) if status >= HTTPStatus.INTERNAL_SERVER_ERROR else WorkerFailed(refusal)
 
     def _whole(self, response: http.client.HTTPResponse) -> bytes:
         try:

@@ -1,0 +1,135 @@
+"""The vLLM engine with a real server: what every engine keeps, and what a server of one's own must survive."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from infra.errors import WorkerLost
+from models.config import DrawnLengths, SamplingConfig, VllmEngine
+from models.engines.vllm.drafts import drawn_length
+from models.engines.vllm.engine import ServedEngine
+from models.records import FinishReason
+from tests.engines import *  # noqa: F403  # every claim there is one here
+from tests.engines import RANK, SAMPLING, Loaded, Published, publish, request, require_plain_logprobs, written_by
+
+pytestmark = pytest.mark.vllm
+
+CONFIG = VllmEngine.model_validate({"cache_gib": 0.1, "python": os.environ.get("VLLM_PYTHON")})
+LONG = [request(row, 10, group=8) for row in range(8)]
+LONG_SAMPLING = SamplingConfig(max_new_tokens=200)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ServedEngine]:
+    engine = ServedEngine(CONFIG, adapter_rank=RANK)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def loaded(engine) -> Loaded:
+    def load(policy: Published) -> ServedEngine:
+        if engine.serves() != policy.version.digest:
+            engine.load(policy.directory, policy.version, adapter=policy.adapter)
+        return engine
+
+    return load
+
+
+def server_of(engine: ServedEngine) -> psutil.Process:
+    """Find the process that listens where the engine asks."""
+    [client] = engine._servers.running()
+    port = urlsplit(client.url).port
+    [pid] = {
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+    }
+    return psutil.Process(pid)
+
+
+@contextmanager
+def killed_in_the_middle(engine: ServedEngine, *, choose: Callable[[psutil.Process], psutil.Process]) -> Iterator[None]:
+    """Kill a process of the server when some of the answer has come."""
+    before = engine.progress
+
+    def kill() -> None:
+        while engine.progress < before + 70:
+            time.sleep(0.001)
+        choose(server_of(engine)).kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    yield
+    killer.join()
+
+
+def test_the_producer_names_versions_and_precision(loaded, policy):
+    assert loaded(policy).producer().startswith("vllm 0.32.0, torch 2.13.0")
+    assert "float32, processed log-probs" in loaded(policy).producer()
+
+
+def test_loading_tells_the_bytes_that_were_moved(loaded, policy, tmp_path):
+    other = publish(tmp_path, seed=3)
+    engine = loaded(policy)
+    assert engine.load(policy.directory, policy.version) == 0
+    moved = engine.load(other.directory, other.version)
+    assert moved == pytest.approx(other.version.weights.bytes, rel=0.2)
+
+
+def test_a_server_killed_in_the_middle_of_the_work_costs_nothing_but_time(loaded, policy):
+    engine = loaded(policy)
+    undisturbed = engine.generate(LONG, LONG_SAMPLING)
+    first = server_of(engine)
+    with killed_in_the_middle(engine, choose=lambda server: server):
+        again = engine.generate(LONG, LONG_SAMPLING)
+    assert not first.is_running()
+    assert server_of(engine) != first
+    assert written_by(again) == written_by(undisturbed)
+    require_plain_logprobs(policy, LONG, again, 1.0)
+
+
+def test_a_server_whose_core_is_killed_is_started_again(loaded, policy):
+    engine = loaded(policy)
+    undisturbed = engine.generate(LONG, LONG_SAMPLING)
+    with killed_in_the_middle(engine, choose=lambda server: server.children(recursive=True)[-1]):
+        again = engine.generate(LONG, LONG_SAMPLING)
+    assert written_by(again) == written_by(undisturbed)
+
+
+def test_a_server_that_died_while_idle_serves_nothing(loaded, policy):
+    engine = loaded(policy)
+    server = server_of(engine)
+    server.kill()
+    server.wait(10)
+    assert engine.serves() == ""
+
+
+def test_completions_end_at_drawn_lengths_and_a_server_that_may_not_be_restarted_loses_its_worker(policy):
+    lengths = DrawnLengths(median_tokens=8, sigma=0.8)
+    engine = ServedEngine(CONFIG.model_copy(update={"lengths": lengths, "max_restarts": 0}))
+    try:
+        engine.load(policy.directory, policy.version)
+        asked = request(1, 9, group=64)
+        [group] = engine.generate([asked], SAMPLING)
+        drawn = [drawn_length(lengths, seed) for seed in asked.seeds]
+        assert [len(completion.tokens) for completion in group] == [min(length, 24) for length in drawn]
+        ends = [FinishReason.STOP if length <= 24 else FinishReason.LENGTH for length in drawn]
+        assert [completion.finish_reason for completion in group] == ends
+        server = server_of(engine)
+        family = [server, *server.children(recursive=True)]
+        with (
+            killed_in_the_middle(engine, choose=lambda server: server),
+            pytest.raises(WorkerLost, match="after 0 restarts"),
+        ):
+            engine.generate(LONG * 8, LONG_SAMPLING)
+        assert len(family) > 1
+        assert not any(process.is_running() for process in family)
+    finally:
+        engine.close()
