@@ -139,7 +139,7 @@ def batch_server(server: BatchServer) -> Iterator[BatchServer]:
     listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     listener.handle_error = lambda *asked: None  # an asker that leaves in the middle, as some tests let it
     server.url = f"http://127.0.0.1:{listener.server_port}"
-    thread = threading.Thread(target=listener.serve_forever)
+    thread = threading.Thread(target=listener.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield server
