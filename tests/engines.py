@@ -77,10 +77,10 @@ def publish_directory(path: Path) -> Published:
     return Published(fetch_bundle(store, ref), PolicyVersion(version=0, weights=ref))
 
 
-def publish_adapter(path: Path, base: Published) -> Published:
+def publish_adapter(path: Path, base: Published, *, rank: int = RANK) -> Published:
     """Publish an adapter whose deltas are about as large as the weights."""
     model = load_policy(base.directory)
-    put_adapters(model, LoraConfig(rank=RANK, alpha=4), base=base.version.weights)
+    put_adapters(model, LoraConfig(rank=rank, alpha=4), base=base.version.weights)
     with torch.no_grad():
         for index, (name, parameter) in enumerate(model.named_parameters()):
             if ".lora_B." in name:

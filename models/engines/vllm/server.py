@@ -138,6 +138,7 @@ def command(
         "tensor-parallel-size": config.tensor_parallel,
         "enable-prefix-caching" if config.prefix_caching else "no-enable-prefix-caching": True,
         "disable-uvicorn-access-log": True,
+        "disable-log-stats": True,  # they cost more than all else beside the model; the gateway counts steps itself
         "enforce-eager": config.eager or platform == "cpu",
         # After a part of a prompt a seeded generator is wound back, which a CPU's cannot: the engine would die of it.
         "no-enable-chunked-prefill": platform == "cpu",

@@ -12,13 +12,10 @@ from rheostat_serving import Serving
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 CHUNK_TOKENS = 32
-MAX_SCORED = 128
-"""Token ids that vLLM scores in one request."""
-
 _names = count()
 
 
@@ -71,11 +68,11 @@ async def likelihoods(serving: Serving, questions: Questions) -> str:
     for continuation in questions.continuations:
         endings.setdefault(tuple(continuation[:-1]), []).append(continuation[-1])
     asked = [
-        (row, stem, last[start : start + MAX_SCORED])
+        (row, stem, last[start : start + MAX_LOGPROB_TOKEN_IDS])
         for row in range(len(questions.prompts))
         for stem, ends in endings.items()
         for last in [sorted(set(ends))]
-        for start in range(0, len(last), MAX_SCORED)
+        for start in range(0, len(last), MAX_LOGPROB_TOKEN_IDS)
     ]
     collectors = await _admit(
         serving, [(questions.prompts[row] + list(stem), _scoring(stem, last)) for row, stem, last in asked]
