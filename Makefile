@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo test test-slow check bench reality curves docs format
+.PHONY: demo test test-slow test-vllm vllm check bench bench-vllm bench-gpu reality curves docs format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/install.sh
@@ -28,6 +28,13 @@ test: $(VENV)/.dev  ## the default suite
 test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seeds, GSM8K
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
+vllm: $(VENV)/.base  ## the environment with vLLM, a separate one; found at once when it is there
+	@$(BIN)/rheostat engine install vllm $(ARGS)
+
+test-vllm: $(VENV)/.dev  ## the tests that need vLLM, and what they need
+	@$(BIN)/rheostat engine install vllm
+	@$(BIN)/python -m pytest -m vllm $(ARGS)
+
 check: $(VENV)/.dev  ## format, lint, types, imports
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -49,3 +56,10 @@ reality: $(VENV)/.bench  ## placement of real processes with paced engines, agai
 
 curves: $(VENV)/.bench  ## learning curves of the algorithms on three seeds (forty runs of the demo)
 	@$(BIN)/python -m tests.bench --only curves $(ARGS)
+
+bench-vllm: $(VENV)/.bench  ## tokens per second through the whole path, against vLLM alone
+	@$(BIN)/rheostat engine install vllm
+	@$(BIN)/python -m tests.bench --only vllm $(ARGS)
+
+bench-gpu: $(VENV)/.bench  ## whole iterations on one GPU, next to TRL with colocated vLLM; no network
+	@$(BIN)/python -m tests.bench --only gpu $(ARGS)

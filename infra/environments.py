@@ -112,8 +112,10 @@ def read_stamp(directory: Path) -> Stamp | None:
     """Return the stamp of an environment that was made here, or begun; none of anything else."""
     try:
         return Stamp.model_validate_json((directory / STAMP).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValidationError):
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except ValidationError:  # torn, or of another version of this file: ours, and to be made anew
+        return Stamp(pins="")
 
 
 def complete(directory: Path, engine: str, *, platform: Platform) -> Environment | None:

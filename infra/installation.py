@@ -172,11 +172,11 @@ def _run(site: _Site, command: Sequence[str], *, what: str, total: int = 0) -> N
             command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[site.lock]
         )
         try:
-            told, last = time.monotonic(), ""
+            told, last, before = time.monotonic(), "", _unpacked(site)
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)
                 if total and time.monotonic() - told > TELL_SECONDS:
-                    told, progress = time.monotonic(), _progress(site, _text(log.fileno()), total)
+                    told, progress = time.monotonic(), _progress(_text(log.fileno()), _unpacked(site) - before, total)
                     if progress != last:
                         logger.info("%s", progress)
                     last = progress
@@ -188,13 +188,16 @@ def _run(site: _Site, command: Sequence[str], *, what: str, total: int = 0) -> N
             raise InstallFailed(f"{what}: {_complaint(_text(log.fileno()), process.returncode)}")
 
 
-def _progress(site: _Site, log: str, total: int) -> str:
+def _progress(log: str, unpacked: int, total: int) -> str:
     """Say in one line where pip is."""
     if "Installing collected packages" in log:
-        unpacked = sum(1 for _ in site.directory.glob("lib/python*/site-packages/*.dist-info"))
-        return f"unpacking packages: {unpacked} of {total}"
+        return f"unpacking packages: {min(unpacked, total)} of {total}"
     named = re.findall(r"^(?:Collecting|Requirement already satisfied:) ([\w.-]+)", log, re.MULTILINE)
     return f"fetching packages: {len(named)} of {total}, {named[-1]}" if named else "reading the package index"
+
+
+def _unpacked(site: _Site) -> int:
+    return sum(1 for _ in site.directory.glob("lib/python*/site-packages/*.dist-info"))
 
 
 def _text(log: int) -> str:

@@ -27,6 +27,7 @@ from models.config import (
     WarmupConfig,
 )
 from models.data import Problem, identity, load_preferences, load_problems, warmup_examples
+from models.engines.needs import check_environments
 from models.engines.sizes import BYTES, check_engine
 from models.judges.inputs import check_judge
 from models.objectives.config import UpdateConfig
@@ -64,6 +65,7 @@ class Inputs(BaseModel):
 def check(inputs: Inputs) -> dict[str, float]:
     """Return counts, lengths and memory estimates (bytes per worker). Raises BadInput in one line."""
     _check_rewards(inputs)
+    check_environments(inputs.rollout, scoring=inputs.scoring, pools=inputs.pools)
     train = load_problems(inputs.data, "train", inputs.seed)
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
     _check_data(inputs, train, heldout)
@@ -81,6 +83,7 @@ def check_scoring(inputs: Inputs) -> dict[str, float]:
     So may the data, unless the model behind a reward is still to be made.
     """
     _check_rewards(inputs)
+    check_environments(None, scoring=inputs.scoring, pools=inputs.pools)
     return _check_served(inputs, load_problems(inputs.data, "train", inputs.seed)) if inputs.scoring.local else {}
 
 
@@ -228,7 +231,9 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
     from models.roles.served import check_served_model
 
     return {
-        f"{term}_parameters": check_served_model(term, reward, problems=train, seed=inputs.seed)
+        f"{term}_parameters": check_served_model(
+            term, reward, problems=train, seed=inputs.seed, gpus=reward.slots * inputs.pools.gpus_per_worker
+        )
         for term, reward in inputs.scoring.local.items()
         if term not in inputs.scoring.trained_reward_models
     }

@@ -18,6 +18,7 @@ from flows.launcher import run_flow
 from flows.reading import RunDescription
 from infra.errors import ApiFailed, Damaged
 from infra.runs import create_run
+from tests.environments import leave_vllm
 from tests.jobs import RHEOSTAT, ROOT, files_of
 
 
@@ -249,7 +250,9 @@ def test_a_reader_that_stops_reading_is_no_error(reference):
     assert done.stderr == ""
 
 
-def test_a_dry_run_tells_the_plan_and_writes_nothing_at_all(tmp_path, reference):
+def test_a_dry_run_tells_the_plan_and_writes_nothing_at_all(tmp_path, reference, monkeypatch):
+    monkeypatch.setenv("RHEOSTAT_ENGINES", str(tmp_path / "engines"))
+    leave_vllm()
     config = shutil.copy(reference.home / "tiny.toml", tmp_path)
     home = tmp_path / "home"
     home.mkdir()

@@ -43,7 +43,7 @@ def write_wheel(folder: Path, name: str, source: str) -> Path:
     files = {
         f"{name}.py": source,
         f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{name}-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{name}-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = [f"{path},sha256={_sha256(text)},{len(text)}" for path, text in files.items()]
     files[f"{name}-1.0.dist-info/RECORD"] = "\n".join([*record, f"{name}-1.0.dist-info/RECORD,,", ""])
@@ -129,7 +129,9 @@ def test_an_install_that_failed_says_pips_last_line_and_the_next_one_begins_anew
 @pytest.mark.slow
 def test_an_engine_that_does_not_import_leaves_no_environment_that_looks_complete(engines, wheels):
     write_wheel(wheels, "tiny", 'raise RuntimeError("operator nms does not exist")\n')
-    with pytest.raises(InstallFailed, match="of no use: .*expected a Python that imports tiny: RuntimeError: operator"):
+    with pytest.raises(
+        InstallFailed, match=r"of no use: .*expected a Python that imports tiny: RuntimeError: operator"
+    ):
         install("tiny", platform="cpu")
     with pytest.raises(BadInput, match="half made"):
         find_python("tiny", None)

@@ -55,6 +55,7 @@ from models.rewards.config import (
     TrainedRewardModel,
 )
 from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
+from tests.environments import leave_vllm
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 
@@ -134,6 +135,19 @@ def test_memory_estimates_follow_from_the_shape():
     assert facts["rollout_cache_bytes"] == 2 * 2 * 8 * 4 * 512 * (facts["longest_prompt_tokens"] + 30)
 
 
+@pytest.fixture
+def engines(tmp_path, monkeypatch):
+    """Where environments of engines lie; there is none."""
+    monkeypatch.setenv("RHEOSTAT_ENGINES", str(tmp_path / "engines"))
+    return tmp_path / "engines"
+
+
+@pytest.fixture
+def vllm(engines):
+    """The Python of an environment that an install left."""
+    return leave_vllm()
+
+
 WIDE = ScratchPolicy(heads=1, kv_heads=1, context=128)
 
 
@@ -141,34 +155,77 @@ def served_by(engine: VllmEngine, policy: ScratchPolicy = WIDE, *, gpus: float =
     return check(inputs(policy=policy, rollout=RolloutConfig(engine=engine), gpus=gpus))
 
 
-def test_a_vllm_servers_cache_is_as_large_as_it_is_told_to_be():
+def test_a_vllm_servers_cache_is_as_large_as_it_is_told_to_be(vllm):
     facts = served_by(VllmEngine(cache_gib=0.25, dtype="bfloat16"))
     assert facts["rollout_weights_bytes"] == 2 * facts["parameters"]
     assert facts["rollout_cache_bytes"] == 2**28
     assert served_by(VllmEngine())["rollout_cache_bytes"] == 2**30
-    assert "rollout_cache_bytes" not in served_by(VllmEngine(), gpus=1), "it takes what the GPU has left"
+    on_gpus = VllmEngine(python=leave_vllm("cuda"))
+    assert "rollout_cache_bytes" not in served_by(on_gpus, gpus=1), "it takes what the GPU has left"
     elsewhere = served_by(VllmEngine(base_urls=("http://127.0.0.1:8000",)))
     assert elsewhere["rollout_weights_bytes"] == elsewhere["rollout_cache_bytes"] == 0
 
 
-def test_heads_that_vllm_cannot_serve_on_a_cpu_are_refused():
+def test_heads_that_vllm_cannot_serve_on_a_cpu_are_refused(vllm):
     odd = WIDE.model_copy(update={"heads": 4, "kv_heads": 4})
-    with pytest.raises(BadInput, match=r"on a CPU: the policy's heads have 8 numbers, expected one of 32, 64, 80"):
+    with pytest.raises(BadInput, match=r"on a CPU: the model's heads have 8 numbers, expected one of 32, 64, 80"):
         served_by(VllmEngine(), odd)
-    assert served_by(VllmEngine(), odd, gpus=1)
+    assert served_by(VllmEngine(python=leave_vllm("cuda")), odd, gpus=1)
     assert served_by(VllmEngine(base_urls=("http://127.0.0.1:8000",)), odd)
 
 
-def test_a_server_holds_the_longest_sequence():
+def test_a_server_holds_the_longest_sequence(vllm):
     with pytest.raises(BadInput, match=r"max_model_len 64: the longest prompt and completion have \d+ tokens together"):
         served_by(VllmEngine(max_model_len=64))
-    with pytest.raises(BadInput, match=r"max_model_len 256: the policy's context is 128 tokens"):
+    with pytest.raises(BadInput, match=r"max_model_len 256: the model's context is 128 tokens"):
         served_by(VllmEngine(max_model_len=256))
     # Keys and values of 32 numbers in each of 2 layers, 4 bytes each, for 128 tokens.
     assert 2 * 2 * 32 * 4 * 128 == 2**16
     assert served_by(VllmEngine(cache_gib=2**16 / 2**30))["rollout_cache_bytes"] == 2**16
     with pytest.raises(BadInput, match=r"cache_gib .*: one sequence of 128 tokens takes 6.1e-05 GiB; raise it"):
         served_by(VllmEngine(cache_gib=2**15 / 2**30))
+
+
+def judged_by(engine: VllmEngine, shape: ScratchPolicy) -> dict[str, float]:
+    judge = JUDGE.model_copy(update={"model": TrainedJudge(shape=shape, engine=engine)})
+    return check(inputs(scoring=ScoringConfig(rewards=(judge,))))
+
+
+def test_a_judge_on_vllm_fits_it_as_a_policy_does(vllm):
+    wide = ScratchPolicy(heads=1, kv_heads=1)
+    assert judged_by(VllmEngine(), wide)["honest_parameters"] > 0
+    with pytest.raises(BadInput, match=r"reward honest: model.engine.kind 'vllm' on a CPU: the model's heads have 8"):
+        judged_by(VllmEngine(), ScratchPolicy())
+    with pytest.raises(BadInput, match=r"reward honest: model.engine.max_model_len 8: the longest prompt and"):
+        judged_by(VllmEngine(max_model_len=8), wide)
+
+
+def test_a_run_on_vllm_is_refused_where_its_environment_is_not(engines):
+    with pytest.raises(BadInput, match=r"rollout.engine.kind 'vllm': .* found none: `rheostat engine install vllm`"):
+        served_by(VllmEngine())
+    assert served_by(VllmEngine(base_urls=("http://127.0.0.1:8000",)))
+    with pytest.raises(BadInput, match=r"reward honest: model.engine.kind 'vllm': expected an environment with vllm"):
+        judged_by(VllmEngine(), WIDE)
+    elsewhere = inputs(policy=WIDE, rollout=RolloutConfig(engine=VllmEngine())).model_copy(
+        update={"pools": PoolsConfig(ray_address="10.0.0.1:6379")}
+    )
+    assert check(elsewhere), "the workers of a cluster look for it where they are"
+
+
+def test_an_environment_that_does_not_import_vllm_is_refused(tmp_path):
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    with pytest.raises(BadInput, match=r"bare/bin/python: expected a Python that imports vllm: ModuleNotFoundError"):
+        served_by(VllmEngine(python=bare / "bin" / "python"))
+    with pytest.raises(BadInput, match=r"engine.python .*/nowhere': expected the Python of an environment with vllm"):
+        served_by(VllmEngine(python=tmp_path / "nowhere"))
+
+
+def test_workers_with_gpus_and_an_environment_without_do_not_go_together(vllm):
+    with pytest.raises(BadInput, match=r"is for cpu, workers with GPUs need one for cuda; set pools.gpus_per_worker=0"):
+        served_by(VllmEngine(), gpus=1)
+    with pytest.raises(BadInput, match=r"is for cuda, workers without GPUs need one for cpu; `rheostat engine install"):
+        served_by(VllmEngine(python=leave_vllm("cuda")))
 
 
 def test_zero_stages_divide_what_they_shard_among_the_ranks():

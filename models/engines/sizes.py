@@ -15,8 +15,10 @@ CPU_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vllm.v1.attention.backends.cpu_attn of vLLM 0.32; with another its engine dies at the first request."""
 
 
-def check_engine(engine: EngineConfig, shape: "PolicyShape", *, longest: int, gpus: float) -> dict[str, float]:
-    """Estimate the bytes of weights and cache per worker. Raises BadInput where the engine cannot serve the policy.
+def check_engine(
+    engine: EngineConfig, shape: "PolicyShape", *, longest: int, gpus: float, name: str = "rollout.engine"
+) -> dict[str, float]:
+    """Estimate the bytes of weights and cache per worker. Raises BadInput where the engine cannot serve the model.
 
     A cache that grows with its rows is counted full. Of a server elsewhere nothing is counted, and no cache where that
     takes what a GPU has left.
@@ -28,24 +30,23 @@ def check_engine(engine: EngineConfig, shape: "PolicyShape", *, longest: int, gp
             cache = _token_bytes(engine, shape) * engine.max_batch_rows * longest
             return {"rollout_weights_bytes": _weights_bytes(engine, shape), "rollout_cache_bytes": cache}
         case VllmEngine():
-            return _check_vllm(engine, shape, longest=longest, gpus=gpus)
+            return _check_vllm(engine, shape, longest=longest, gpus=gpus, name=name)
 
 
-def _check_vllm(engine: VllmEngine, shape: "PolicyShape", *, longest: int, gpus: float) -> dict[str, float]:
+def _check_vllm(engine: VllmEngine, shape: "PolicyShape", *, longest: int, gpus: float, name: str) -> dict[str, float]:
     length = engine.max_model_len or shape.context
     if length < longest:
         raise BadInput(
-            f"rollout.engine.max_model_len {length}: the longest prompt and completion have {longest} tokens together"
+            f"{name}.max_model_len {length}: the longest prompt and completion have {longest} tokens together"
         )
     if length > shape.context:
-        raise BadInput(f"rollout.engine.max_model_len {length}: the policy's context is {shape.context} tokens")
+        raise BadInput(f"{name}.max_model_len {length}: the model's context is {shape.context} tokens")
     if engine.base_urls:
         return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
     if not gpus and shape.head_size not in CPU_HEAD_SIZES:
         raise BadInput(
-            f"rollout.engine.kind 'vllm' on a CPU: the policy's heads have {shape.head_size} numbers, expected one of "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}; change policy.heads or policy.hidden_size, or use "
-            "rollout.engine.kind='transformers'"
+            f"{name}.kind 'vllm' on a CPU: the model's heads have {shape.head_size} numbers, expected one of "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}; change its heads or hidden_size, or use {name}.kind='transformers'"
         )
     gib = engine.cache_gib or (None if gpus else CPU_CACHE_GIB)
     weights: dict[str, float] = {"rollout_weights_bytes": _weights_bytes(engine, shape)}
@@ -54,8 +55,8 @@ def _check_vllm(engine: VllmEngine, shape: "PolicyShape", *, longest: int, gpus:
     needed = _token_bytes(engine, shape) * length
     if gib * GIB < needed:
         raise BadInput(
-            f"rollout.engine.cache_gib {gib:g}: one sequence of {length} tokens takes {needed / GIB:.3g} GiB; raise "
-            "it, or lower rollout.engine.max_model_len"
+            f"{name}.cache_gib {gib:g}: one sequence of {length} tokens takes {needed / GIB:.3g} GiB; raise it, or "
+            f"lower {name}.max_model_len"
         )
     return weights | {"rollout_cache_bytes": int(gib * GIB)}
 

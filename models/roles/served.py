@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.data import Problem
+from models.engines.sizes import check_engine
 from models.judges.training import question_about
 from models.rewards.config import (
     ChoiceVerdict,
@@ -24,23 +25,27 @@ from models.roles.reward_model import check_reward_model
 from models.seeds import derive_seed
 
 
-def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Problem], seed: int) -> int:
-    """Refuse a model that cannot serve the reward; return its number of parameters. Weights are not read."""
+def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Problem], seed: int, gpus: float) -> int:
+    """Refuse a model that cannot serve the reward, on workers with so many GPUs; return its number of parameters.
+
+    Weights are not read.
+    """
     try:
         match reward:
             case ModelReward(model=DirectoryRewardModel(path=path)):
                 return check_reward_model(path, reward.template)
-            case JudgeReward(model=DirectoryJudge(path=path)):
+            case JudgeReward(model=DirectoryJudge(path=path, engine=engine)):
                 config, tokenizer, parameters = check_directory(path)
                 shape = policy_shape(config, parameters=parameters, source=str(path))
-            case JudgeReward(model=TrainedJudge(shape=judge)):
+            case JudgeReward(model=TrainedJudge(shape=judge, engine=engine)):
                 tokenizer = judge_tokenizer(judge, reward, problems, seed=seed)
                 shape = scratch_shape(judge, tokenizer)
             case _:
                 raise BadInput(
                     "a model behind an endpoint, or one that begins as the policy, is not made for the reward"
                 )
-        _check_room(reward, problems, tokenizer=tokenizer, context=shape.context)
+        longest = _check_room(reward, problems, tokenizer=tokenizer, context=shape.context)
+        check_engine(engine, shape, longest=longest, gpus=gpus, name="model.engine")
     except BadInput as error:
         raise BadInput(f"reward {term}: {error}") from error
     return shape.parameters
@@ -68,8 +73,8 @@ def write_served_model(reward: ServedReward, directory: Path, *, problems: Seque
 
 def _check_room(
     reward: JudgeReward, problems: Sequence[Problem], *, tokenizer: PreTrainedTokenizerFast, context: int
-) -> None:
-    """Refuse a judge that could not even read a question about a right answer."""
+) -> int:
+    """Refuse a judge that could not even read a question about a right answer; return the tokens of the longest."""
     verdict = reward.verdict
     chooses = isinstance(verdict, LogprobVerdict) or (isinstance(verdict, ChoiceVerdict) and verdict.constrained)
     room = 1 if chooses else reward.sampling.max_new_tokens
@@ -80,3 +85,4 @@ def _check_room(
             f"questions about right answers have up to {longest} tokens and a verdict up to {room}, expected at most "
             f"{context} together: the judge's context"
         )
+    return longest + room
