@@ -126,15 +126,15 @@ class Faulty:
             what = f"{name} {work}"
             self._planted.log(what)
             self._planted.reach("begin", what)
-            with self._watched(name):
+            with self._watched(what):
                 return method(work)
 
         return perform
 
     @contextmanager
-    def _watched(self, method: str) -> Iterator[None]:
+    def _watched(self, what: str) -> Iterator[None]:
         """Reach `progress` for every step that the worker's counter takes meanwhile."""
-        if not self._planted.plans("progress", method):
+        if not self._planted.plans("progress", what):
             yield
             return
         ended = threading.Event()
@@ -143,7 +143,7 @@ class Faulty:
             before = self.progress()
             while not ended.wait(POLL_SECONDS):
                 for _ in range(before, before := self.progress()):
-                    self._planted.reach("progress", method)
+                    self._planted.reach("progress", what)
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()

@@ -65,7 +65,7 @@ class Fault:
     moment: str
     """`before`, `during` or `after` the write of a file, or of a worker's method `begin`, or `progress` at a step."""
     at: str
-    """Regular expression for the file's path, the method with its work, or the method's name."""
+    """Regular expression for the file's path, or for the method with its work."""
     count: int = 1
     """The how-manieth such moment in the process."""
     signal: int = signal.SIGKILL
