@@ -150,18 +150,21 @@ class ServedEngine:
             groups: dict[int, list[Draft]] = {}
             for draft in unfinished:  # a group stays together: its prompt is computed once
                 groups.setdefault(draft.row.request, []).append(draft)
-            _together(
+            answered = _together(
                 lambda client, mine: self._ask([draft for group in mine for draft in group], sampling, client=client),
                 clients,
                 list(groups.values()),
             )
+            for client, done in answered:
+                self._count(client, done)
         proven = {client.proof() for client in clients}
         if proven != {self._digest()}:
             for draft in drafts:
                 draft.forget()
             raise Stale(f"expected proof of {self._digest()} after the work, found {', '.join(sorted(proven))}")
 
-    def _ask(self, drafts: Sequence[Draft], sampling: SamplingConfig, *, client: Client) -> None:
+    def _ask(self, drafts: Sequence[Draft], sampling: SamplingConfig, *, client: Client) -> tuple[Client, Done]:
+        """Ask a server for what drafts lack; return its counts."""
         for draft in drafts:
             draft.forget_fresh()
         asks = [draft.ask(number) for number, draft in enumerate(drafts)]
@@ -170,15 +173,17 @@ class ServedEngine:
             for answer in answers:
                 self._beat()
                 if isinstance(answer, Done):
-                    self._count(client, answer)
-                    break
+                    if under_way:
+                        raise WorkerFailed(
+                            f"{client}: its answer is done, but {len(under_way)} completions have no end"
+                        )
+                    return client, answer
                 if answer.id not in under_way:
                     raise WorkerFailed(f"{client}: tokens of completion {answer.id}, which is not under way")
                 under_way[answer.id].add(answer)
                 if answer.finish is not None:
                     del under_way[answer.id]
-        if under_way:
-            raise WorkerFailed(f"{client}: its answer is done, but {len(under_way)} completions have no end")
+        raise AssertionError("an answer that does not end with its counts raises")
 
     def _persist(self, work: Callable[[tuple[Client, ...]], None]) -> None:
         """Do work on servers that run and serve the policy; where one fails in it, mend that and go on."""
@@ -205,12 +210,14 @@ class ServedEngine:
         policy = self._policy
         assert policy is not None, "asked before load"
         clients = self._servers.clients(policy.directory)
-        _together(lambda client, _: self._load(client, policy), clients, clients)
+        missing = [client for client in clients if client.url not in self._ready]
+        self._moved += sum(_together(lambda client, _: self._load(client, policy), missing, missing))
+        urls = {client.url for client in clients}
+        self._abouts = {url: about for url, about in self._abouts.items() if url in urls}
         return clients
 
-    def _load(self, client: Client, policy: _Policy) -> None:
-        if client.url in self._ready:
-            return
+    def _load(self, client: Client, policy: _Policy) -> int:
+        """Return the bytes that were moved."""
         about = self._abouts.get(client.url) or client.about()
         require_fit(client, about, self._config, adapter_rank=self._adapter_rank)
         loaded = client.load(policy.directory, policy.adapter)
@@ -218,11 +225,11 @@ class ServedEngine:
         if loaded.digest != policy.digest:
             raise Stale(f"{client}: expected it to serve {policy.digest} once loaded, it says {loaded.digest!r}")
         logger.info("%s loaded %s: %d bytes in %.3f s", client, loaded.digest, loaded.bytes, loaded.seconds)
-        self._moved += loaded.bytes
         if client.url not in self._counts:
             self._try(client)
         self._abouts[client.url] = about
         self._ready.add(client.url)
+        return loaded.bytes
 
     def _try(self, client: Client) -> None:
         """Generate one token: shapes that vLLM cannot run show now, and the steps so far are not this engine's."""
@@ -275,14 +282,12 @@ class ServedEngine:
         self.progress += 1
 
 
-def _together(ask: Callable[[Client, Sequence[T]], object], clients: Sequence[Client], items: Sequence[T]) -> None:
+def _together(ask: Callable[[Client, Sequence[T]], R], clients: Sequence[Client], items: Sequence[T]) -> list[R]:
     """Deal items out to the servers and ask all at once; what one answers is kept though another fails."""
     shares = [(client, items[index :: len(clients)]) for index, client in enumerate(clients)]
     shares = [(client, share) for client, share in shares if share]
     if len(shares) <= 1:
-        for client, share in shares:
-            ask(client, share)
-        return
+        return [ask(client, share) for client, share in shares]
     with ThreadPoolExecutor(len(shares)) as pool:
         asked = [pool.submit(ask, client, share) for client, share in shares]
     errors = [error for future in asked if (error := future.exception()) is not None]
@@ -290,6 +295,7 @@ def _together(ask: Callable[[Client, Sequence[T]], object], clients: Sequence[Cl
     errors.sort(key=lambda error: isinstance(error, EndpointDown | Stale))
     if errors:
         raise errors[0]
+    return [future.result() for future in asked]
 
 
 def _generation_settings(directory: Path) -> GenerationConfig:

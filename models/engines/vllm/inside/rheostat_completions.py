@@ -61,40 +61,45 @@ def _finished(task: asyncio.Task[None]) -> bool:
 async def likelihoods(serving: Serving, questions: Questions) -> str:
     """Return the summed log-probs of each continuation after each prompt, at temperature 1, in base64.
 
-    Continuations that differ in their last token alone share a request.
+    A request scores the tokens that may come next after what continuations share so far. Log-probs of given prompts
+    would need fewer, but compute logits for all of the prompt, and on a CPU kill an engine that takes adapters.
     """
     serving.require(questions.digest)
-    endings: dict[tuple[int, ...], list[int]] = {}
+    followers: dict[tuple[int, ...], set[int]] = {}
     for continuation in questions.continuations:
-        endings.setdefault(tuple(continuation[:-1]), []).append(continuation[-1])
+        for end, token in enumerate(continuation):
+            followers.setdefault(tuple(continuation[:end]), set()).add(token)
     asked = [
-        (row, stem, last[start : start + MAX_LOGPROB_TOKEN_IDS])
+        (row, stem, tokens[start : start + MAX_LOGPROB_TOKEN_IDS])
         for row in range(len(questions.prompts))
-        for stem, ends in endings.items()
-        for last in [sorted(set(ends))]
-        for start in range(0, len(last), MAX_LOGPROB_TOKEN_IDS)
+        for stem, tokens in ((stem, sorted(following)) for stem, following in followers.items())
+        for start in range(0, len(tokens), MAX_LOGPROB_TOKEN_IDS)
     ]
     collectors = await _admit(
-        serving, [(questions.prompts[row] + list(stem), _scoring(stem, last)) for row, stem, last in asked]
+        serving, [(questions.prompts[row] + list(stem), _scoring(tokens)) for row, stem, tokens in asked]
     )
     serving.steps.begin(len(collectors))
-    found: dict[tuple[int, tuple[int, ...]], float] = {}
+    found: dict[tuple[int, tuple[int, ...], int], float] = {}
     try:
-        for (row, stem, last), collector in zip(asked, collectors, strict=True):
-            output = await collector.get()
-            completion = output.outputs[0]
+        for (row, stem, tokens), collector in zip(asked, collectors, strict=True):
+            completion = (await collector.get()).outputs[0]
             _require_version(completion, questions.digest)
             scored = completion.logprobs
             by_token = dict(zip(scored.token_ids[1:], scored.logprobs[1:], strict=True))
-            given = 0.0
-            if stem:
-                given = sum(output.prompt_logprobs.logprobs[-len(stem) :])
-            found |= {(row, (*stem, token)): given + by_token[token] for token in last}
+            found |= {(row, stem, token): by_token[token] for token in tokens}
     finally:
         serving.steps.end(len(collectors))
         await _abandon(serving, collectors)
-    rows = range(len(questions.prompts))
-    return _base64(array("d", (found[row, tuple(c)] for row in rows for c in questions.continuations)))
+    return _base64(
+        array(
+            "d",
+            (
+                sum(found[row, tuple(tokens[:end]), token] for end, token in enumerate(tokens))
+                for row in range(len(questions.prompts))
+                for tokens in questions.continuations
+            ),
+        )
+    )
 
 
 def _parameters(one: Wanted, sampling: Sampling) -> SamplingParams:
@@ -117,12 +122,11 @@ def _parameters(one: Wanted, sampling: Sampling) -> SamplingParams:
     )
 
 
-def _scoring(stem: tuple[int, ...], last: list[int]) -> SamplingParams:
+def _scoring(tokens: list[int]) -> SamplingParams:
     return SamplingParams(
         temperature=1.0,
         max_tokens=1,
-        logprob_token_ids=last,
-        prompt_logprobs=0 if stem else None,
+        logprob_token_ids=tokens,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
