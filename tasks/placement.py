@@ -15,7 +15,7 @@ from placement.records import Decision, DrainInputs, Plan, PlanInputs
 from tasks.judges import model_key
 from tasks.observing import observed, recalled
 from tasks.placing import Placing, judge_role, rollout_demand, scoring_demand, workers_of
-from tasks.plan import BatchPlan, waves_of
+from tasks.plan import BatchPlan, iteration_key, waves_of
 from tasks.reporting import artifact_key
 from tasks.session import RunRef, Session, session_of
 from tasks.stages import required
@@ -61,9 +61,14 @@ async def place_turn(run: RunRef, plan: BatchPlan, role: Role) -> None:
 
 
 async def place_update(run: RunRef, number: int) -> None:
-    """Put all workers of the slots to sleep: the update takes the machines."""
-    fleet = await session_of(run).fleet()
-    await fleet.arrange({})
+    """Put all workers of the slots to sleep, and note what that took: the update takes the machines."""
+    session = session_of(run)
+    fleet = await session.fleet()
+    started = time.monotonic()
+    moves = await fleet.arrange({})
+    if moves:
+        key = f"placement/{iteration_key(number)}/sleep-{session.run.epoch:04d}"
+        session.run.note(key, {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started})
 
 
 def learn(run: RunRef, plan: BatchPlan) -> None:
