@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from infra.errors import BadInput
 from tests.bench.tables import Table
 
 PARTS = (
@@ -28,8 +29,8 @@ PARTS = (
     "losses",
     "engine",
 )
-ALONE = ("reality", "curves")
-"""Parts that take long, and run when they are named."""
+ALONE = ("reality", "curves", "vllm", "gpu")
+"""Parts that take long or need another environment, and run when they are named."""
 
 QUIET = 0.5
 """Load average below which the machine is ours; what has just started or ended counts a little."""
@@ -45,10 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         started, load = time.monotonic(), os.getloadavg()[0]
         sys.stderr.write(f"--- {name} (load {load:.1f})\n")
         tables: list[Table] = []
-        for table in importlib.import_module(f"tests.bench.{name}").measure():
-            tables.append(table)
-            sys.stdout.write(f"\n{table.text()}\n")
-            sys.stdout.flush()
+        try:
+            for table in importlib.import_module(f"tests.bench.{name}").measure():
+                tables.append(table)
+                sys.stdout.write(f"\n{table.text()}\n")
+                sys.stdout.flush()
+        except BadInput as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
         seconds = time.monotonic() - started
         if load > QUIET:
             sys.stdout.write(f"  {name}: load was {load:.1f} when it began, so other processes shared the cores\n")

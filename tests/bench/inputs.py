@@ -70,6 +70,7 @@ max_new_tokens = {max_new_tokens}
 [scoring]
 rewards = [{{ kind = "regex", pattern = "{REWARD_PATTERN}" }}]
 [algorithm]
+kind = "grpo"
 keep_uninformative = true
 [update]
 learning_rate = {LEARNING_RATE}

@@ -33,6 +33,8 @@ from tests.bench.decoders import MIDDLE, TINY, Decoder, write_decoder
 from tests.bench.tables import Table
 from tests.bench.vllm_raw import Ask, RawWorkload, running_raw
 
+VLLM_VARIABLE = "VLLM_PYTHON"
+"""Python of vLLM's environment; unset is the installed one."""
 PROMPTS, GROUP = 32, 8
 THREADS = 1  # the other core is for the processes around the engine, as on a machine whose engine is a GPU
 DTYPE = "float32"
@@ -71,7 +73,8 @@ class Round:
 
 def measure() -> Iterator[Table]:
     """Compare at every size."""
-    python = find_python("vllm", None)
+    given = os.environ.get(VLLM_VARIABLE)
+    python = find_python("vllm", Path(given) if given else None)
     for size in SIZES:
         yield asyncio.run(_compare(size, python))
 
