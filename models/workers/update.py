@@ -109,6 +109,7 @@ class UpdateWorker:
             timings=laps.seconds,
         )
         laps.end("save")
+        torch.cuda.empty_cache()  # a server may share the GPU, and torch keeps what it once had; without one, nothing
         return outcome
 
     def warmup(self, work: WarmupWork) -> Outcome:
