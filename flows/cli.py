@@ -143,6 +143,8 @@ def _show(options: argparse.Namespace) -> int:
         write(description.model_dump_json(indent=2))
         return 0
     write(f"run {description.name}, made {description.created}, fingerprint {description.fingerprint}")
+    for role, engines in description.engines.items():
+        write(f"{role} by {'; '.join(engines)}")
     for accuracy in description.evaluations:
         write(
             f"held-out accuracy after iteration {accuracy.number}: {accuracy.mean:.3f} "

@@ -19,6 +19,7 @@ from models.rewards.config import ScoringConfig
 from tasks.derived import Derived, DerivedLine, derived_of, sealed_numbers
 from tasks.invariants import check_invariants
 from tasks.plan import iteration_key, policy_key, rollouts_of
+from tasks.producers import producers_of
 from tasks.reports import (
     Accuracy,
     IterationReport,
@@ -44,6 +45,8 @@ class RunDescription(Settings):
     """When it was made, UTC."""
     fingerprint: str
     """Digest of the configuration that results depend on."""
+    engines: dict[str, list[str]]
+    """What wrote the rollouts, and each judge's verdicts, of the newest iteration; by role, with versions."""
     evaluations: list[Accuracy]
     """Held-out evaluations, in order."""
     iterations: list[IterationReport]
@@ -83,6 +86,7 @@ def describe_run(store: str, name: str) -> RunDescription:
         name=name,
         created=run.record.created,
         fingerprint=run.record.fingerprint,
+        engines=producers_of(run),
         evaluations=evaluations_of(run),
         iterations=reports_of(run, term=_terms(run)[0]),
         policy=policy,

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 TELL_SECONDS = 5.0
+NO_BUILD = "No matching distribution"
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
@@ -154,7 +155,9 @@ def _install_cpu_torch(site: _Site, pin: str) -> None:
     try:
         _run(site, [str(site.python), *PIP, "install", "--no-deps", "--only-binary=:all:", pin], what="pip", total=1)
     except InstallFailed as error:
-        logger.info("%s; asking PyTorch's own index", error)
+        if NO_BUILD not in str(error):
+            raise
+        logger.info("no package index has %s, asking PyTorch's own", pin)
         _run(site, [str(site.python), *PIP, "install", "uv"], what="pip", total=1)
         uv = [str(site.directory / "bin" / "uv"), "pip", "install", "--python", str(site.python)]
         _run(site, [*uv, "--no-deps", "--torch-backend=cpu", pin.partition("+")[0]], what="uv", total=1)
@@ -205,7 +208,10 @@ def _text(log: int) -> str:
 
 
 def _complaint(log: str, code: int) -> str:
-    """The last line that is an error, or the last line."""
+    """Return the last line that is an error with the cause that uv names after it, or the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(?i)(error|.*: error|.*no space left)", line)]
-    return (errors or lines or [f"it ended with exit code {code} without a word"])[-1]
+    errors = [number for number, line in enumerate(lines) if re.match(r"error\b", line, re.IGNORECASE)]
+    if not errors:
+        return (lines or [f"it ended with exit code {code} without a word"])[-1]
+    causes = [line for line in lines[errors[-1] + 1 :] if re.match(r"(cause|caused by)\b", line, re.IGNORECASE)]
+    return " ".join([lines[errors[-1]], *causes])

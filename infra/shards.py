@@ -56,6 +56,11 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
     return table if columns is None else table.select(list(columns))
 
 
+def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
+    """Return what a shard says of itself; for that its digest is not verified, nor its rows read."""
+    return {key.decode(): value.decode() for key, value in (_decode(store, ref).schema.metadata or {}).items()}
+
+
 def verify_shard(store: Store, ref: ShardRef) -> None:
     """Raise Damaged unless the stored bytes are the ones that the reference names."""
     where = f"shard {ref.key!r} in {store.uri}"

@@ -133,6 +133,7 @@ def test_show_tells_metrics_digests_and_seconds_of_every_iteration(ask):
     described = RunDescription.model_validate_json(out)
     assert [report.iteration for report in described.iterations] == [1, 2, 3]
     assert [accuracy.number for accuracy in described.evaluations] == [0, 3]
+    assert described.engines == {"rollout": ["transformers"]}, "as every shard's metadata says"
     for report in described.iterations:
         assert re.fullmatch(r"[0-9a-f]{64}", report.policy)
         assert set(report.seconds) == {"rollout", "scoring", "estimates", "credit", "update", "total"}
@@ -142,6 +143,7 @@ def test_show_tells_metrics_digests_and_seconds_of_every_iteration(ask):
         assert report.weights_bytes > 0 < report.weights_seconds
     code, out, _ = ask("show", "tiny")
     lines = out.splitlines()
+    assert lines[1] == "rollout by transformers"
     assert len({len(line) for line in lines[-5:-1]}) == 1, "a table's lines are equally long"
     assert lines[-2].endswith(described.iterations[-1].policy[:16])
     assert lines[-1] == f"policy {described.policy}"

@@ -89,6 +89,8 @@ def test_every_placement_decision_of_a_run_is_made_again_from_its_inputs(side_by
 def test_a_judged_run_keeps_every_promise(side_by_side):
     verified = side_by_side.job.command("verify")
     assert verified.code == 0, verified.output
+    shown = json.loads(side_by_side.job.command("show", "--json").output)
+    assert shown["engines"] == {"rollout": ["transformers"], "judge-judge": ["transformers"]}
 
 
 @pytest.mark.slow
