@@ -61,5 +61,12 @@ bench-vllm: $(VENV)/.bench  ## tokens per second through the whole path, against
 	@$(BIN)/rheostat engine install vllm
 	@$(BIN)/python -m tests.bench --only vllm $(ARGS)
 
-bench-gpu: $(VENV)/.bench  ## whole iterations on one GPU, next to TRL with colocated vLLM; no network
+$(VENV)-trl/.done: tests/bench/trl-vllm.txt
+	@echo "installing TRL and its vLLM into $(VENV)-trl (some minutes)"
+	@$(BIN)/python -m venv --clear $(VENV)-trl
+	@$(VENV)-trl/bin/python -m pip --disable-pip-version-check install -q -r $<
+	@touch $@
+
+bench-gpu: $(VENV)/.bench  ## whole iterations on one GPU, next to TRL with colocated vLLM; without network once installed
+	@if nvidia-smi -L >/dev/null 2>&1; then $(BIN)/rheostat engine install vllm && $(MAKE) -s $(VENV)-trl/.done; fi
 	@$(BIN)/python -m tests.bench --only gpu $(ARGS)
