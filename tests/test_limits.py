@@ -1,9 +1,13 @@
 """The physical limit and the arithmetic of an update, against numbers worked by hand."""
 
+import math
+
 import pytest
 
+from infra.errors import BadInput
 from tests.bench.decoders import QWEN3_0_6B, QWEN3_1_7B, TINY, Decoder
 from tests.bench.device import peak_flops
+from tests.bench.gpu import SCALES, server_share
 from tests.bench.limits import (
     ADAM_BYTES,
     Device,
@@ -109,6 +113,21 @@ def test_utilisation_is_a_share_of_the_peak():
 )
 def test_a_devices_peak_is_known_by_its_name(name, peak):
     assert peak_flops(name) == peak
+
+
+def test_a_server_gets_what_a_trainer_that_stays_leaves_of_the_gpu():
+    # 22 bytes for each of 1,720,574,976 weights and 6 GiB of slack, of 80 GiB.
+    left = 80 * 2**30 - 22 * 1_720_574_976 - 6 * 2**30
+    assert server_share(80 * 2**30, QWEN3_1_7B) == round(left / (80 * 2**30), 2) == 0.48
+    assert server_share(80 * 2**30, TINY) == 0.85
+    with pytest.raises(BadInput, match=r"Qwen3-1.7B-shaped: expected a GPU with more than 40 GiB of memory"):
+        server_share(40 * 2**30, QWEN3_1_7B)
+
+
+def test_drawn_lengths_have_the_mean_that_is_stated():
+    for scale in SCALES:
+        assert scale.lengths.median_tokens * math.exp(0.8**2 / 2) == pytest.approx(512)
+        assert (scale.prompts, scale.group, scale.max_new_tokens) == (256, 8, 2048)
 
 
 def test_shapes_for_a_cpu_have_a_head_size_that_vllm_has_kernels_for():
