@@ -16,7 +16,7 @@ from models.engines.vllm.drafts import drawn_length
 from models.engines.vllm.engine import ServedEngine
 from models.records import FinishReason
 from tests.engines import *  # noqa: F403  # every claim there is one here
-from tests.engines import RANK, SAMPLING, Loaded, Published, publish, request, require_plain_logprobs, written_by
+from tests.engines import MIXED, RANK, SAMPLING, Loaded, Published, publish, request, require_plain_logprobs, written_by
 
 pytestmark = pytest.mark.vllm
 
@@ -55,19 +55,19 @@ def server_of(engine: ServedEngine) -> psutil.Process:
 
 
 @contextmanager
-def killed_in_the_middle(engine: ServedEngine, *, choose: Callable[[psutil.Process], psutil.Process]) -> Iterator[None]:
-    """Kill a process of the server when some of the answer has come."""
+def in_the_middle(engine: ServedEngine, act: Callable[[], object]) -> Iterator[None]:
+    """Act when some of the answer has come."""
     before = engine.progress
 
-    def kill() -> None:
+    def wait() -> None:
         while engine.progress < before + 70:
             time.sleep(0.001)
-        choose(server_of(engine)).kill()
+        act()
 
-    killer = threading.Thread(target=kill)
-    killer.start()
+    actor = threading.Thread(target=wait)
+    actor.start()
     yield
-    killer.join()
+    actor.join()
 
 
 def test_the_producer_names_versions_and_precision(loaded, policy):
@@ -83,11 +83,44 @@ def test_loading_tells_the_bytes_that_were_moved(loaded, policy, tmp_path):
     assert moved == pytest.approx(other.version.weights.bytes, rel=0.2)
 
 
+@pytest.fixture
+def guest(loaded, policy, monkeypatch) -> ServedEngine:
+    """Another engine, which asks the same server by its address."""
+    [client] = loaded(policy)._servers.running()
+    monkeypatch.setenv("SERVERS_KEY", client.key)
+    given = {"base_urls": (client.url,), "api_key_variable": "SERVERS_KEY"}
+    return ServedEngine(VllmEngine.model_validate(given))
+
+
+def test_servers_that_run_already_are_asked_by_their_addresses(loaded, policy, guest):
+    assert guest.load(policy.directory, policy.version) == 0
+    assert written_by(guest.generate(MIXED, SAMPLING)) == written_by(loaded(policy).generate(MIXED, SAMPLING))
+
+
+def test_a_policy_that_another_replaced_is_loaded_again_before_the_work(loaded, policy, guest, tmp_path):
+    engine, other = loaded(policy), publish(tmp_path, seed=4)
+    guest.load(other.directory, other.version)
+    require_plain_logprobs(policy, MIXED, engine.generate(MIXED, SAMPLING), 1.0)
+
+
+def test_no_token_is_of_a_policy_that_another_loaded_in_the_middle_of_the_work(loaded, policy, guest, tmp_path):
+    engine, other = loaded(policy), publish(tmp_path, seed=5)
+    undisturbed = engine.generate(LONG, LONG_SAMPLING)
+    with in_the_middle(engine, lambda: guest.load(other.directory, other.version)):
+        groups = engine.generate(LONG, LONG_SAMPLING)
+    require_plain_logprobs(policy, LONG, groups, 1.0)
+    found_before = zip(written_by(groups), written_by(undisturbed), strict=True)
+    pairs = [pair for found, before in found_before for pair in zip(found, before, strict=True)]
+    assert any(found == before for found, before in pairs)  # what had ended was kept
+    assert any(found != before for found, before in pairs)  # what was interrupted went on with other draws
+    assert all(found[:16] == before[:16] for found, before in pairs)
+
+
 def test_a_server_killed_in_the_middle_of_the_work_costs_nothing_but_time(loaded, policy):
     engine = loaded(policy)
     undisturbed = engine.generate(LONG, LONG_SAMPLING)
     first = server_of(engine)
-    with killed_in_the_middle(engine, choose=lambda server: server):
+    with in_the_middle(engine, server_of(engine).kill):
         again = engine.generate(LONG, LONG_SAMPLING)
     assert not first.is_running()
     assert server_of(engine) != first
@@ -98,7 +131,7 @@ def test_a_server_killed_in_the_middle_of_the_work_costs_nothing_but_time(loaded
 def test_a_server_whose_core_is_killed_is_started_again(loaded, policy):
     engine = loaded(policy)
     undisturbed = engine.generate(LONG, LONG_SAMPLING)
-    with killed_in_the_middle(engine, choose=lambda server: server.children(recursive=True)[-1]):
+    with in_the_middle(engine, server_of(engine).children(recursive=True)[-1].kill):
         again = engine.generate(LONG, LONG_SAMPLING)
     assert written_by(again) == written_by(undisturbed)
 
@@ -125,7 +158,7 @@ def test_completions_end_at_drawn_lengths_and_a_server_that_may_not_be_restarted
         server = server_of(engine)
         family = [server, *server.children(recursive=True)]
         with (
-            killed_in_the_middle(engine, choose=lambda server: server),
+            in_the_middle(engine, server.kill),
             pytest.raises(WorkerLost, match="after 0 restarts"),
         ):
             engine.generate(LONG * 8, LONG_SAMPLING)

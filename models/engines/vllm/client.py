@@ -11,15 +11,30 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue, ValidationError
 
 from infra.errors import BadInput, EndpointDown, RheostatError, WorkerFailed
 from models.config import SamplingConfig
+from models.engines.vllm.wire import (
+    LINES,
+    About,
+    Answer,
+    Ask,
+    Chunk,
+    Done,
+    Error,
+    Likelihoods,
+    Loaded,
+    Proof,
+    Refused,
+    Slept,
+    Stops,
+)
 
 CONNECT_SECONDS: Final = 10.0
 BLOCK: Final = 1 << 16
@@ -32,100 +47,7 @@ class Stale(RheostatError):
     """A server serves other weights than the work wants, or cannot prove what it serves."""
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class About(_Answer):
-    """What a server is; none of it changes while it runs."""
-
-    vllm: str
-    torch: str
-    transformers: str
-    python: str
-    platform: Literal["cpu", "cuda"]
-    device: str
-    dtype: str
-    logprobs: Literal["processed", "raw"]
-    max_model_len: int
-    tensor_parallel: int
-    lora_rank: int
-    sleeps: bool
-
-
-class Loaded(_Answer):
-    """What a load came to."""
-
-    digest: str
-    bytes: int
-    seconds: float
-
-
-class Chunk(_Answer):
-    """The next tokens of a completion, and after the last why it ended."""
-
-    id: int
-    tokens: Base64Bytes
-    logprobs: Base64Bytes
-    finish: Literal["stop", "length", "abort"] | None
-
-
-class Refused(_Answer):
-    """What went wrong in the middle: with a digest, the server does not vouch for a completion."""
-
-    error: str
-    digest: str | None = None
-
-
-class Done(_Answer):
-    """The end of an answer: sums over the decoding steps of the server since it started."""
-
-    done: Literal[True]
-    steps: int
-    sequences: float
-    sequences_squared: float
-    seconds: float
-    sequence_seconds: float
-
-
-class _Proof(_Answer):
-    digest: str
-
-
-class _Slept(_Answer):
-    slept: bool
-
-
-class _Likelihoods(_Answer):
-    logprobs: Base64Bytes
-
-
-class _Error(_Answer):
-    error: str = ""
-    digest: str = ""
-
-
-_LINES: Final = TypeAdapter(Annotated[Chunk | Done | Refused, Field(union_mode="left_to_right")])
-A = TypeVar("A", bound=_Answer)
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One completion that is wanted of a server."""
-
-    id: int
-    tokens: tuple[int, ...]
-    seed: int
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stops:
-    """What ends a completion beside its length."""
-
-    texts: tuple[str, ...]
-    tokens: tuple[int, ...]
-    ignore_eos: bool = False
+A = TypeVar("A", bound=Answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +83,11 @@ class Client:
 
     def proof(self) -> str:
         """Return the digest of what it serves, empty where it cannot prove it."""
-        return self._read("GET", "/rheostat/proof", _Proof).digest
+        return self._read("GET", "/rheostat/proof", Proof).digest
 
     def sleep(self) -> bool:
         """Let it give its memory back, where it can."""
-        return self._read("POST", "/rheostat/sleep", _Slept, body={}).slept
+        return self._read("POST", "/rheostat/sleep", Slept, body={}).slept
 
     def likelihoods(
         self, digest: str, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
@@ -176,7 +98,7 @@ class Client:
             "prompts": [list(tokens) for tokens in prompts],
             "continuations": [list(tokens) for tokens in continuations],
         }
-        found = np.frombuffer(self._read("POST", "/rheostat/likelihoods", _Likelihoods, body=body).logprobs, "<f8")
+        found = np.frombuffer(self._read("POST", "/rheostat/likelihoods", Likelihoods, body=body).logprobs, "<f8")
         if found.size != len(prompts) * len(continuations):
             raise WorkerFailed(
                 f"{self}: expected {len(prompts)} x {len(continuations)} log-probabilities, found {found.size}"
@@ -224,7 +146,7 @@ class Client:
 
     def _parsed(self, line: bytes) -> Chunk | Done | Refused:
         try:
-            return _LINES.validate_json(line)
+            return LINES.validate_json(line)
         except ValidationError:
             raise EndpointDown(f"{self}: a line of its answer is torn: {_excerpt(line)!r}") from None
 
@@ -262,9 +184,9 @@ class Client:
             raise BadInput(f"{self} refuses the key: expected the one it was started with, in engine.api_key_variable")
         data = self._whole(response)
         try:
-            told = _Error.model_validate_json(data)
+            told = Error.model_validate_json(data)
         except ValidationError:
-            told = _Error(error=_excerpt(data))
+            told = Error(error=_excerpt(data))
         if status == HTTPStatus.CONFLICT:
             raise Stale(f"{self}: {told.error} (it serves {told.digest!r})")
         refusal = f"{self} answers {status}: {told.error}"

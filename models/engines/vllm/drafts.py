@@ -14,7 +14,7 @@ from models.config import DrawnLengths, SamplingConfig
 from models.engines import Completion
 from models.engines.rows import Row, stop_window, texts_of, unstopped
 from models.engines.sampling import uniforms
-from models.engines.vllm.client import Ask, Chunk
+from models.engines.vllm.wire import Ask, Chunk
 from models.records import FinishReason
 from models.seeds import derive_seed
 

@@ -12,8 +12,9 @@ from blake3 import blake3
 
 from infra.errors import BadInput, EndpointDown
 from models.config import VllmEngine
-from models.engines.vllm.client import About, Client
+from models.engines.vllm.client import Client
 from models.engines.vllm.server import Server, start_server
+from models.engines.vllm.wire import About
 
 logger = logging.getLogger(__name__)
 
