@@ -39,7 +39,7 @@ PROMPTS, GROUP = 32, 8
 THREADS = 1  # the other core is for the processes around the engine, as on a machine whose engine is a GPU
 DTYPE = "float32"
 CACHE_GIB = 0.5
-LENGTHS, LONGEST = DrawnLengths(median_tokens=24, sigma=0.5), 96
+LENGTHS, LONGEST = DrawnLengths(median_tokens=16, sigma=0.5), 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Size:
     rounds: int
 
 
-SIZES = (Size(decoder=MIDDLE, max_batch_rows=64, rounds=3), Size(decoder=TINY, max_batch_rows=256, rounds=9))
+SIZES = (Size(decoder=MIDDLE, max_batch_rows=32, rounds=3), Size(decoder=TINY, max_batch_rows=256, rounds=9))
 
 
 @dataclass(frozen=True, slots=True)
