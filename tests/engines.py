@@ -350,7 +350,7 @@ def test_steps_count_what_was_decoded(loaded: Loaded, policy):
     groups = engine.generate(MIXED, SAMPLING)
     lengths = [len(completion.tokens) for group in groups for completion in group]
     sums = engine.steps().since(before)
-    # A prefill writes each sequence's first token; which steps are prefills where both are mixed is the engine's affair.
+    # A prefill writes each sequence's first token; which steps are prefills where both mix is the engine's affair.
     assert 0.75 * (sum(lengths) - len(lengths)) <= sums["step_sequences"] <= sum(lengths)
     assert 0.75 * (max(lengths) - 1) <= sums["steps"] <= 2 * max(lengths)
     assert sums["step_sequences"] <= sums["step_sequences_squared"] <= len(lengths) * sums["step_sequences"]
