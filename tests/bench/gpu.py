@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infra.environments import find_python
@@ -37,10 +37,8 @@ VLLM_VARIABLE = "VLLM_PYTHON"
 SETTLED = 1
 """The first iteration starts processes."""
 ITERATIONS = SETTLED + 2
-MINIBATCHES, LEARNING_RATE = 4, 1e-7
+MINIBATCHES, LEARNING_RATE = 4, 1e-6
 HELDOUT = 4
-REWARD_PATTERN = "[02468]{2}"
-"""Random bytes have two even digits side by side now and then: about every other completion of 512 tokens."""
 STATE_BYTES = 22
 """Held per weight between updates: bfloat16 weights, float32 gradients, master weights and moments, and slack."""
 MARGIN_BYTES = 6 << 30
@@ -62,6 +60,8 @@ class Scale:
     """Of our passes, in tokens."""
     trl_sequences: int
     """Of TRL's passes, in sequences."""
+    reward_pattern: str
+    """Found in some of the random completions of most groups, so that there is something to learn."""
 
     @property
     def lengths(self) -> DrawnLengths:
@@ -69,18 +69,19 @@ class Scale:
         return DrawnLengths(median_tokens=self.mean_tokens * math.exp(-(sigma**2) / 2), sigma=sigma)
 
 
-LARGE = {
-    "dtype": "bfloat16",
-    "prompts": 256,
-    "group": 8,
-    "mean_tokens": 512,
-    "max_new_tokens": 2048,
-    "max_batch_rows": 1024,
-}
-SCALES = (
-    Scale(decoder=QWEN3_0_6B, microbatch_tokens=16384, trl_sequences=8, **LARGE),
-    Scale(decoder=QWEN3_1_7B, microbatch_tokens=8192, trl_sequences=4, **LARGE),
+SMALLER = Scale(
+    decoder=QWEN3_0_6B,
+    dtype="bfloat16",
+    prompts=256,
+    group=8,
+    mean_tokens=512,
+    max_new_tokens=2048,
+    max_batch_rows=1024,
+    microbatch_tokens=16384,
+    trl_sequences=8,
+    reward_pattern="[02468]{2}",
 )
+SCALES = (SMALLER, replace(SMALLER, decoder=QWEN3_1_7B, microbatch_tokens=8192, trl_sequences=4))
 DRY = Scale(
     decoder=TINY,
     dtype="float32",
@@ -91,6 +92,7 @@ DRY = Scale(
     max_batch_rows=64,
     microbatch_tokens=4096,
     trl_sequences=8,
+    reward_pattern="[02468]",
 )
 
 
@@ -188,7 +190,7 @@ max_batch_rows = {scale.max_batch_rows}
 median_tokens = {scale.lengths.median_tokens}
 sigma = {scale.lengths.sigma}
 [scoring]
-rewards = [{{ kind = "regex", pattern = "{REWARD_PATTERN}" }}]
+rewards = [{{ kind = "regex", pattern = "{scale.reward_pattern}" }}]
 [algorithm]
 kind = "grpo"
 keep_uninformative = true
@@ -225,7 +227,7 @@ def _trl(
         group=scale.group,
         minibatches=MINIBATCHES,
         learning_rate=LEARNING_RATE,
-        reward_pattern=REWARD_PATTERN,
+        reward_pattern=scale.reward_pattern,
         max_new_tokens=scale.max_new_tokens,
         block=ITERATIONS,
         blocks=1,
