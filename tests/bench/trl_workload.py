@@ -9,6 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
+CPU_VLLM = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+"""What vLLM's CPU build needs beside a trainer: it would bind the threads of both, and take half of the memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class ColocatedVllm:
     """How TRL's own vLLM generates in the trainer's process."""
@@ -84,8 +88,8 @@ def running_trl(python: Path, workload: Workload, path: Path) -> Iterator[Callab
     """Start TRL; yields a function that has it take one block of iterations."""
     workload.write(path)
     command = [str(python), "-m", "tests.bench.trl_trainer", str(path)]
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=offline)
+    environment = {**CPU_VLLM, **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert child.stdin is not None and child.stdout is not None
 
     def take_block() -> list[TrlIteration]:
