@@ -23,7 +23,7 @@ async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
     """Yield lines of chunks as completions grow, several at a time, and one line with the step sums at the end."""
     serving.require(work.digest)
     yield_lines: asyncio.Queue[bytes | None] = asyncio.Queue()
-    collectors = await _admit(serving, [(one.tokens, _parameters(one, work.sampling)) for one in work.wanted])
+    collectors = await _admit(serving, ((one.tokens, _parameters(one, work.sampling)) for one in work.wanted))
     serving.steps.begin(len(collectors))
     tasks = [
         asyncio.create_task(_follow(one.name, collector, work.digest, lines=yield_lines))
@@ -76,7 +76,7 @@ async def likelihoods(serving: Serving, questions: Questions) -> str:
         for start in range(0, len(tokens), MAX_LOGPROB_TOKEN_IDS)
     ]
     collectors = await _admit(
-        serving, [(questions.prompts[row] + list(stem), _scoring(tokens)) for row, stem, tokens in asked]
+        serving, ((questions.prompts[row] + list(stem), _scoring(tokens)) for row, stem, tokens in asked)
     )
     serving.steps.begin(len(collectors))
     found: dict[tuple[int, tuple[int, ...], int], float] = {}
@@ -134,11 +134,16 @@ def _scoring(tokens: list[int]) -> SamplingParams:
     )
 
 
-async def _admit(serving: Serving, wanted: list[tuple[list[int], SamplingParams]]) -> list[RequestOutputCollector]:
+async def _admit(serving: Serving, wanted: Iterable[tuple[list[int], SamplingParams]]) -> list[RequestOutputCollector]:
     """Hand all requests to the engine, or none: one that vLLM refuses is the caller's mistake."""
+    longest = serving.engine.model_config.max_model_len
     collectors: list[RequestOutputCollector] = []
     try:
         for tokens, parameters in wanted:
+            if len(tokens) + (parameters.max_tokens or 0) > longest:  # vLLM would cut the completion shorter
+                raise ValueError(
+                    f"{len(tokens)} tokens and max_tokens {parameters.max_tokens}: more than max_model_len {longest}"
+                )
             name = f"rheostat-{next(_names)}"
             collectors.append(
                 await serving.engine.add_request(name, tokens_input(tokens), parameters, lora_request=serving.adapter)

@@ -113,11 +113,11 @@ class Serving:
 
     async def _load_weights(self, weights: Bundle) -> int:
         moved = await asyncio.to_thread(_verify, weights)
-        if (shape := _read_shape(weights.directory)) != self._shape:
-            names = sorted(
-                name for name in shape.keys() | self._shape.keys() if shape.get(name) != self._shape.get(name)
-            )
-            raise Refused(f"{weights.directory / CONFIG}: another model than the server's: {', '.join(names)} differ")
+        shape = _read_shape(weights.directory)
+        if odd := sorted(
+            name for name in shape.keys() | self._shape.keys() if shape.get(name) != self._shape.get(name)
+        ):
+            raise Refused(f"{weights.directory}: of another shape than the server's model: {', '.join(odd)} differ")
         files = [str(weights.directory / name) for name in sorted(weights.files) if name.endswith(".safetensors")]
         if not files:
             raise Refused(f"{weights.directory}: expected safetensors, found {', '.join(sorted(weights.files))}")
@@ -170,6 +170,15 @@ def _verify(bundle: Bundle) -> int:
 
 
 def _read_shape(directory: Path) -> dict[str, object]:
-    """Read what config.json says of the model itself: weights of another one would be computed wrongly, not refused."""
+    """Read what a model is: its configuration and the shapes of its tensors.
+
+    vLLM would compute another configuration wrongly, leave what a tensor is missing for as it was, and not survive a
+    tensor of another shape.
+    """
     config: dict[str, object] = json.loads((directory / CONFIG).read_bytes())
-    return {name: value for name, value in config.items() if name not in INCIDENTAL}
+    shape = {name: value for name, value in config.items() if name not in INCIDENTAL}
+    for file in directory.glob("*.safetensors"):
+        with file.open("rb") as opened:  # the header: its length in 8 bytes, then JSON
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        shape |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+    return shape

@@ -55,6 +55,8 @@ class Steps:
         if not outputs.outputs:
             return
         seconds, self._last = outputs.timestamp - self._last, outputs.timestamp
+        if not self._under_way:
+            return  # asked for by another route of vLLM's
         if any(output.prefill_stats is not None and output.finish_reason is None for output in outputs.outputs):
             return
         sequences = sum(1 for output in outputs.outputs if output.new_token_ids)

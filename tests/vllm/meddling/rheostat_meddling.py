@@ -1,0 +1,31 @@
+"""The server's own parts, and a route that changes parameters without telling them."""
+
+import json
+
+import torch
+from rheostat_vllm import Gateway, Weights
+
+
+class MeddlingGateway(Gateway):
+    def __init__(self, app):
+        super().__init__(app)
+        self._routes[("POST", "/rheostat/meddle")] = self._meddle
+
+    async def _meddle(self, receive, send):
+        which = json.loads((await receive())["body"])["which"]
+        await self._served.engine.collective_rpc("rheostat_meddle", args=(which,))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class MeddlingWeights(Weights):
+    @torch.inference_mode()
+    def rheostat_meddle(self, which):
+        model = self.get_model()
+        if which == "norm":
+            model.model.norm.weight[5] += 1e-3
+            return
+        layer = model.model.layers[0].mlp.down_proj  # on a CPU packed, its weight is gone
+        weight = torch.randn(layer.output_size, layer.input_size_per_partition)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        layer.quant_method.process_weights_after_loading(layer)

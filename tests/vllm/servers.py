@@ -1,0 +1,139 @@
+"""Servers for tests, and what they answer, read without the engine's client."""
+
+import base64
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from infra.environments import find_python
+from infra.servers import LOOPBACK, Launch, free_ports, start
+from models.config import VllmEngine
+from models.engines.vllm.server import INSIDE, command, environment, lora_rank, platform_of
+
+CONFIG = VllmEngine.model_validate({"cache_gib": 0.1, "python": os.environ.get("VLLM_PYTHON")})
+KEY = "a key for tests"
+MEDDLING = Path(__file__).parent / "meddling"
+PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop": [], "stop_token_ids": [], "ignore_eos": True}
+
+
+@dataclass
+class Answered:
+    """One completion, put together of its chunks."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
+    error: dict[str, object] | None = None
+
+
+def asked(name, tokens, *, seed=0, max_tokens=24):
+    return {"id": name, "tokens": list(tokens), "seed": seed, "max_tokens": max_tokens}
+
+
+@dataclass
+class Asked:
+    """A server that was started for tests."""
+
+    url: str
+    key: str = KEY
+
+    def http(self, key=None):
+        headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120, trust_env=False)
+
+    def get(self, path):
+        with self.http() as http:
+            return http.get(path)
+
+    def post(self, path, **body):
+        with self.http() as http:
+            return http.post(path, json=body)
+
+    def load(self, policy):
+        """Load what was published, and return the answer, which must be a good one."""
+        answer = self.try_load(policy)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def try_load(self, policy):
+        adapter = None if policy.adapter is None else str(policy.adapter)
+        return self.post("/rheostat/load", directory=str(policy.directory), adapter=adapter)
+
+    def proof(self):
+        return self.get("/rheostat/proof").json()["digest"]
+
+    def generate(self, digest, requests, **sampling):
+        """Return the completions by id, and the step sums."""
+        with self.generating(digest, requests, **sampling) as lines:
+            return collect(lines)
+
+    @contextmanager
+    def generating(self, digest, requests, **sampling):
+        body = {"digest": digest, "sampling": {**PLAIN, **sampling}, "requests": requests}
+        with self.http() as http, http.stream("POST", "/rheostat/generate", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+            assert response.status_code == 200, response.text
+            yield response.iter_lines()
+
+    def likelihoods(self, digest, prompts, continuations):
+        answer = self.post("/rheostat/likelihoods", digest=digest, prompts=prompts, continuations=continuations)
+        assert answer.status_code == 200, answer.text
+        found = np.frombuffer(base64.b64decode(answer.json()["logprobs"]), "<f8")
+        return found.reshape(len(prompts), len(continuations))
+
+
+def collect(lines):
+    completions: dict[int, Answered] = {}
+    for line in map(json.loads, lines):
+        if "done" in line:
+            return completions, line
+        one = completions.setdefault(line["id"], Answered())
+        if "error" in line:
+            one.error = line
+            continue
+        one.tokens += np.frombuffer(base64.b64decode(line["tokens"]), "<i4").tolist()
+        one.logprobs += np.frombuffer(base64.b64decode(line["logprobs"]), "<f4").tolist()
+        one.finish = line["finish"]
+    raise AssertionError(f"the answer ended early, after {completions}")
+
+
+@contextmanager
+def meddling_server(directory, *, adapter_rank=0):
+    """Start a server as workers do, with one more route: it changes parameters behind the server's back."""
+    python = find_python("vllm", CONFIG.python)
+
+    def arguments(port):
+        words = command(
+            CONFIG,
+            directory,
+            python=python,
+            platform=platform_of(python),
+            port=port,
+            lora_rank=lora_rank(adapter_rank),
+        )
+        return [word.replace("rheostat_vllm.", "rheostat_meddling.Meddling") for word in words]
+
+    def answers(port):
+        try:
+            return httpx.get(f"http://{LOOPBACK}:{port}/health", timeout=2, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    launch = Launch(
+        what="a server for tests",
+        command=arguments,
+        environment={**environment(KEY), "PYTHONPATH": f"{INSIDE}{os.pathsep}{MEDDLING}", "OMP_NUM_THREADS": "1"},
+        ready=answers,
+        start_seconds=240,
+    )
+    process, port = start(launch, beat=lambda: None, ports=free_ports())
+    try:
+        yield Asked(f"http://{LOOPBACK}:{port}")
+    finally:
+        process.stop()
