@@ -4,6 +4,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import signal
 import socket
 import tempfile
@@ -100,7 +101,8 @@ class OwnedProcess:
                 stdin.close()
             stdout.read()  # until the guard ends
             stdout.close()
-            reaper.reap(self.directory, spared=os.getpid())  # a guard that was killed leaves it to us
+            reaper.reap(self.directory, spared=os.getpid())  # a guard that was killed leaves both to us
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def _cpu(self) -> float:
         """CPU seconds of the whole tree so far."""

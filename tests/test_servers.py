@@ -246,6 +246,7 @@ def test_stop_ends_what_it_can_find_even_where_the_guard_was_killed():
     process.stop()
     assert not process.alive()
     assert not answers(port)
+    assert not process.directory.exists()
 
 
 def test_a_server_that_dies_is_told_with_its_exit_code_and_its_last_lines():
