@@ -49,6 +49,8 @@ class BatchServer:
     steps: int = 1000
     """Of others before."""
     healthy: bool = True
+    token_logprob: float = -1.0
+    """A continuation's log-prob is this times all tokens before its end."""
 
     def answer(self, path: str, body: dict) -> tuple[int, list[Line]]:
         match path:
@@ -65,7 +67,10 @@ class BatchServer:
             case _ if body["digest"] != self.digest:
                 return 409, [{"error": "another policy is served", "digest": self.digest}]
             case "/rheostat/likelihoods":
-                found = [[-float(len(one) + len(two)) for two in body["continuations"]] for one in body["prompts"]]
+                found = [
+                    [self.token_logprob * (len(one) + len(two)) for two in body["continuations"]]
+                    for one in body["prompts"]
+                ]
                 return 200, [{"logprobs": encoded(np.array(found, "<f8"))}]
             case _:
                 return 200, self._generated(body)

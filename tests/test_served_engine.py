@@ -83,6 +83,21 @@ def test_likelihoods_come_in_the_order_of_the_prompts(serve):
     assert engine.progress == before + 3  # four prompts each time
 
 
+def test_likelihoods_that_are_not_numbers_are_refused_by_the_policys_name(serve, policy):  # noqa: F811
+    engine, _ = serve(token_logprob=float("nan"))
+    with pytest.raises(
+        Quarantined, match=f"policy {policy.version.digest}.*continuations with log-probabilities that are not finite"
+    ):
+        engine.likelihoods([[5]], [[1]])
+
+
+def test_likelihoods_are_asked_for_again_where_the_policy_is_not_proven_afterwards(serve):
+    engine, [server] = serve()
+    server.proofs, before = [""], engine.progress
+    assert engine.likelihoods([[5]], [[1]]) == [(-2.0,)]
+    assert (server.loads, engine.progress - before) == (2, 3)
+
+
 def test_a_policy_that_was_replaced_under_the_work_is_loaded_again(serve, policy):  # noqa: F811
     engine, [server] = serve()
     server.digest = "another"

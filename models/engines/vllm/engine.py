@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
+import numpy as np
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
-from infra.errors import EndpointDown, WorkerFailed, WorkerLost
+from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config import SamplingConfig, VllmEngine
 from models.engines import Completion, Request, StepSums
 from models.engines.rows import end_tokens, require_context, require_room, rows_of
@@ -123,13 +124,17 @@ class ServedEngine:
         found: dict[int, tuple[float, ...]] = {}
 
         def ask(clients: Sequence[Client]) -> None:
-            open_parts = [part for part in parts if part[0] not in found]
-            _together(compare, clients, open_parts)
+            _together(compare, clients, [part for part in parts if part[0] not in found])
+            self._require_proof(clients, or_else=found.clear)
 
         def compare(client: Client, mine: Sequence[range]) -> None:
             for part in mine:
                 asked = [prompts[row] for row in part]
                 logprobs_PC = client.likelihoods(self._digest(), asked, continuations)
+                if not np.isfinite(logprobs_PC).all():
+                    raise Quarantined(
+                        f"policy {self._digest()}: continuations with log-probabilities that are not finite"
+                    )
                 found.update(zip(part, map(tuple, logprobs_PC.tolist()), strict=True))
                 self._beat()
 
@@ -158,11 +163,19 @@ class ServedEngine:
             )
             for client, done in answered:
                 self._count(client, done)
-        proven = {client.proof() for client in clients}
-        if proven != {self._digest()}:
+
+        def forget() -> None:
             for draft in drafts:
                 draft.forget()
-            raise Stale(f"expected proof of {self._digest()} after the work, found {', '.join(sorted(proven))}")
+
+        self._require_proof(clients, or_else=forget)
+
+    def _require_proof(self, clients: Sequence[Client], *, or_else: Callable[[], None]) -> None:
+        """Raise Stale, and let what was made be forgotten, unless the policy still is what the servers serve."""
+        proven = {client.proof() for client in clients}
+        if proven != {self._digest()}:
+            or_else()
+            raise Stale(f"expected proof of {self._digest()} after the work, found {', '.join(map(repr, proven))}")
 
     def _ask(self, drafts: Sequence[Draft], sampling: SamplingConfig, *, client: Client) -> tuple[Client, Done]:
         """Ask a server for what drafts lack; return its counts."""
