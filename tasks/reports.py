@@ -61,7 +61,7 @@ class IterationReport(Settings):
     weights_bytes: int
     """Weights that were moved to rollout engines, over all workers."""
     weights_seconds: float
-    """Seconds that this took, summed over workers."""
+    """Seconds that this took, summed over workers; with the start of a server where there was one."""
 
     def line(self, total: int, remaining_seconds: float) -> str:
         """The report as one line of a terminal."""
