@@ -22,18 +22,20 @@ _names = count()
 async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
     """Yield lines of chunks as completions grow, several at a time, and one line with the step sums at the end."""
     serving.require(work.digest)
-    yield_lines: asyncio.Queue[bytes | None] = asyncio.Queue()
-    collectors = await _admit(serving, ((one.tokens, _parameters(one, work.sampling)) for one in work.wanted))
-    serving.steps.begin(len(collectors))
-    tasks = [
-        asyncio.create_task(_follow(one.name, collector, work.digest, lines=yield_lines))
-        for one, collector in zip(work.wanted, collectors, strict=True)
-    ]
+    lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+    collectors: list[RequestOutputCollector] = []
+    tasks: list[asyncio.Task[None]] = []
+    serving.steps.begin(len(work.wanted))
     try:
-        ended = asyncio.ensure_future(_end(tasks, yield_lines))
-        while (line := await yield_lines.get()) is not None:
+        collectors = await _admit(serving, ((one.tokens, _parameters(one, work.sampling)) for one in work.wanted))
+        tasks = [
+            asyncio.create_task(_follow(one.name, collector, work.digest, lines=lines))
+            for one, collector in zip(work.wanted, collectors, strict=True)
+        ]
+        ended = asyncio.ensure_future(_end(tasks, lines))
+        while (line := await lines.get()) is not None:
             parts = [line]
-            while not yield_lines.empty() and (line := yield_lines.get_nowait()) is not None:
+            while not lines.empty() and (line := lines.get_nowait()) is not None:
                 parts.append(line)
             yield b"".join(parts)
             if line is None:
@@ -43,7 +45,7 @@ async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
     finally:
         for task in tasks:
             task.cancel()
-        serving.steps.end(len(collectors))
+        serving.steps.end(len(work.wanted))
         await _abandon(serving, [c for c, task in zip(collectors, tasks, strict=True) if not _finished(task)])
 
 
@@ -75,12 +77,13 @@ async def likelihoods(serving: Serving, questions: Questions) -> str:
         for stem, tokens in ((stem, sorted(following)) for stem, following in followers.items())
         for start in range(0, len(tokens), MAX_LOGPROB_TOKEN_IDS)
     ]
-    collectors = await _admit(
-        serving, ((questions.prompts[row] + list(stem), _scoring(tokens)) for row, stem, tokens in asked)
-    )
-    serving.steps.begin(len(collectors))
+    collectors: list[RequestOutputCollector] = []
     found: dict[tuple[int, tuple[int, ...], int], float] = {}
+    serving.steps.begin(len(asked))
     try:
+        collectors = await _admit(
+            serving, ((questions.prompts[row] + list(stem), _scoring(tokens)) for row, stem, tokens in asked)
+        )
         for (row, stem, tokens), collector in zip(asked, collectors, strict=True):
             completion = (await collector.get()).outputs[0]
             _require_version(completion, questions.digest)
@@ -88,7 +91,7 @@ async def likelihoods(serving: Serving, questions: Questions) -> str:
             by_token = dict(zip(scored.token_ids[1:], scored.logprobs[1:], strict=True))
             found |= {(row, stem, token): by_token[token] for token in tokens}
     finally:
-        serving.steps.end(len(collectors))
+        serving.steps.end(len(asked))
         await _abandon(serving, collectors)
     return _base64(
         array(
