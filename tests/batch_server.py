@@ -71,15 +71,19 @@ class BatchServer:
                     [self.token_logprob * (len(one) + len(two)) for two in body["continuations"]]
                     for one in body["prompts"]
                 ]
-                return 200, [{"logprobs": encoded(np.array(found, "<f8"))}]
+                self.steps += 1
+                return 200, [{"logprobs": encoded(np.array(found, "<f8"))} | self._counts()]
             case _:
                 return 200, self._generated(body)
+
+    def _counts(self) -> dict[str, object]:
+        sums = {"steps": self.steps, "sequences": 2.0 * self.steps, "sequences_squared": 4.0 * self.steps}
+        return {"done": True} | sums | {"seconds": 0.5 * self.steps, "sequence_seconds": 1.0 * self.steps}
 
     def _generated(self, body: dict) -> list[Line]:
         self.steps += max((one["max_tokens"] for one in body["requests"]), default=0)
         lines: list[Line] = [line for one in body["requests"] for line in completion(one)]
-        done = {"done": True, "steps": self.steps, "sequences": 2.0 * self.steps, "sequences_squared": 4.0 * self.steps}
-        lines.append(done | {"seconds": 0.5 * self.steps, "sequence_seconds": 1.0 * self.steps})
+        lines.append(self._counts())
         if [one["tokens"] for one in body["requests"]] == [[0]]:
             return lines
         self.asked.append(body)

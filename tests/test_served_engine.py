@@ -294,9 +294,11 @@ def test_steps_are_those_since_the_engine_came_also_over_a_restart(serve):
     assert engine.steps().steps == 0
     engine.generate(WORK, SAMPLING)
     assert (engine.steps().steps, engine.steps().seconds) == (12, 6.0)
+    engine.likelihoods([[5]], [[1]])
+    assert engine.steps().steps == 13
     server.steps = 0
     engine.generate(WORK, SAMPLING)
-    assert engine.steps().steps == 24
+    assert engine.steps().steps == 25
 
 
 def test_a_wrong_key_is_bad_input_that_names_its_field(serve, monkeypatch):

@@ -89,11 +89,12 @@ def guest(loaded, policy, monkeypatch) -> ServedEngine:
     [client] = loaded(policy)._servers.running()
     monkeypatch.setenv("SERVERS_KEY", client.key)
     given = {"base_urls": (client.url,), "api_key_variable": "SERVERS_KEY"}
-    return ServedEngine(VllmEngine.model_validate(given))
+    guest = ServedEngine(VllmEngine.model_validate(given))
+    assert guest.load(policy.directory, policy.version) == 0
+    return guest
 
 
 def test_servers_that_run_already_are_asked_by_their_addresses(loaded, policy, guest):
-    assert guest.load(policy.directory, policy.version) == 0
     assert written_by(guest.generate(MIXED, SAMPLING)) == written_by(loaded(policy).generate(MIXED, SAMPLING))
 
 

@@ -91,19 +91,20 @@ class Client:
 
     def likelihoods(
         self, digest: str, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
-    ) -> NDArray[np.float64]:
-        """Return summed log-probs, prompts x continuations."""
+    ) -> tuple[NDArray[np.float64], Done]:
+        """Return summed log-probs, prompts x continuations, and the server's counts."""
         body: dict[str, JsonValue] = {
             "digest": digest,
             "prompts": [list(tokens) for tokens in prompts],
             "continuations": [list(tokens) for tokens in continuations],
         }
-        found = np.frombuffer(self._read("POST", "/rheostat/likelihoods", Likelihoods, body=body).logprobs, "<f8")
+        answer = self._read("POST", "/rheostat/likelihoods", Likelihoods, body=body)
+        found = np.frombuffer(answer.logprobs, "<f8")
         if found.size != len(prompts) * len(continuations):
             raise WorkerFailed(
                 f"{self}: expected {len(prompts)} x {len(continuations)} log-probabilities, found {found.size}"
             )
-        return found.reshape(len(prompts), len(continuations))
+        return found.reshape(len(prompts), len(continuations)), answer
 
     def generate(
         self, digest: str, asks: Sequence[Ask], sampling: SamplingConfig, *, stops: Stops

@@ -124,19 +124,22 @@ class ServedEngine:
         found: dict[int, tuple[float, ...]] = {}
 
         def ask(clients: Sequence[Client]) -> None:
-            _together(compare, clients, [part for part in parts if part[0] not in found])
+            for client, done in _together(compare, clients, [part for part in parts if part[0] not in found]):
+                self._count(client, done)
             self._require_proof(clients, or_else=found.clear)
 
-        def compare(client: Client, mine: Sequence[range]) -> None:
+        def compare(client: Client, mine: Sequence[range]) -> tuple[Client, Done]:
+            assert mine, "a server without a share is not asked"
             for part in mine:
                 asked = [prompts[row] for row in part]
-                logprobs_PC = client.likelihoods(self._digest(), asked, continuations)
+                logprobs_PC, done = client.likelihoods(self._digest(), asked, continuations)
                 if not np.isfinite(logprobs_PC).all():
                     raise Quarantined(
                         f"policy {self._digest()}: continuations with log-probabilities that are not finite"
                     )
                 found.update(zip(part, map(tuple, logprobs_PC.tolist()), strict=True))
                 self._beat()
+            return client, done
 
         self._persist(ask)
         return [found[row] for row in range(len(prompts))]

@@ -95,8 +95,8 @@ class Slept(Answer):
     slept: bool
 
 
-class Likelihoods(Answer):
-    """Summed log-probs, prompts x continuations, row by row."""
+class Likelihoods(Done):
+    """Summed log-probs, prompts x continuations, row by row, and the same counts."""
 
     logprobs: Base64Bytes
 

@@ -92,7 +92,8 @@ class Gateway:
 
     async def _likelihoods(self, receive: Receive, send: Send) -> None:
         questions = read_questions(await read_body(receive))
-        await reply(send, 200, {"logprobs": await likelihoods(self._served, questions)})
+        found = await likelihoods(self._served, questions)
+        await reply(send, 200, {"logprobs": found, "done": True, **self._served.steps.sums()})
 
 
 def _versions() -> dict[str, object]:
