@@ -364,9 +364,8 @@ def test_a_caller_that_leaves_ends_its_work(server, untied):
     _, before = server.generate(digest, [asked(0, SHORT)])
     with server.generating(digest, requests) as lines:
         next(lines)
-    time.sleep(3)
-    _, after = server.generate(digest, [asked(0, SHORT)])
-    assert after["sequences"] - before["sequences"] < 64 * 250 / 2
+    _, after = server.generate(digest, [asked(0, SHORT, max_tokens=240)])
+    assert after["sequences"] - before["sequences"] < 64 * 250 / 2  # it does not run beside other work
 
 
 def test_log_probs_that_are_no_numbers_are_told_as_such(server, untied, tmp_path):
@@ -386,6 +385,7 @@ def test_step_sums_are_those_of_the_tokens_and_of_no_idle_time(server, untied):
     _, before = server.generate(digest, [asked(0, SHORT)])
     time.sleep(2)
     start = time.monotonic()
+    server.likelihoods(digest, [list(SHORT)], [[3]])
     requests = [asked(name, SHORT, seed=name, max_tokens=80) for name in range(16)]
     _, after = server.generate(digest, requests)
     took = time.monotonic() - start
@@ -393,7 +393,7 @@ def test_step_sums_are_those_of_the_tokens_and_of_no_idle_time(server, untied):
         after[name] - before[name] for name in ("steps", "sequences", "sequences_squared", "seconds")
     )
     assert 0 < seconds <= took
-    assert 16 * 70 < sequences <= 16 * 79  # of a completion the first token is the prefill's
+    assert 16 * 70 < sequences <= 16 * 79 + 1  # of a completion the first token is the prefill's
     assert steps > 70
     assert sequences**2 <= steps * squared * (1 + 1e-9)
 
