@@ -203,6 +203,29 @@ def test_weights_of_another_model_are_refused(server, untied, tmp_path):
     assert server.proof() == ""
 
 
+def test_a_policy_from_elsewhere_leaves_defaults_out_and_may_store_a_tied_head_twice(tied_server, tied, tmp_path):
+    def spell_as_others_do(directory):
+        config = json.loads((directory / "config.json").read_text())
+        for left_out in (
+            "attention_bias",
+            "attention_dropout",
+            "hidden_act",
+            "use_cache",
+            "transformers_version",
+            "dtype",
+        ):
+            del config[left_out]
+        (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+        change_tensors(
+            lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+        )(directory)
+
+    policy = changed(tmp_path, tied[1], spell_as_others_do)
+    tied_server.load(tied[0])
+    tied_server.load(policy)
+    require_served(tied_server, policy)
+
+
 @pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
 def test_weights_that_miss_a_tensor_are_not_served(server, untied, tmp_path, lost):
     server.load(untied[0])

@@ -9,6 +9,7 @@ from typing import Final, Protocol
 from urllib.parse import urlsplit
 
 from blake3 import blake3
+from transformers import AutoConfig
 
 from infra.errors import BadInput, EndpointDown
 from models.config import VllmEngine
@@ -148,7 +149,8 @@ def _address(url: str) -> str:
 
 def _shape(directory: Path) -> str:
     """Name what a server cannot change while it runs: the architecture, and the tokenizer that stop texts need."""
-    settings = json.loads((directory / "config.json").read_bytes())
+    # Read by transformers: what is trained is saved with its defaults spelt out, a directory from elsewhere without.
+    settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).to_dict()
     lasting = {name: value for name, value in settings.items() if name not in _PASSING}
     tokenizer = (directory / "tokenizer.json").read_bytes()
-    return blake3(json.dumps(lasting, sort_keys=True).encode() + tokenizer).hexdigest()
+    return blake3(json.dumps(lasting, sort_keys=True, default=str).encode() + tokenizer).hexdigest()

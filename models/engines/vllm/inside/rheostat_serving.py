@@ -9,11 +9,12 @@ from pathlib import Path
 from blake3 import blake3
 from rheostat_requests import Refused
 from rheostat_steps import Steps
+from transformers import AutoConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 CONTENTS = "bundle.json"
-CONFIG = "config.json"
+HEAD = "lm_head.weight"
 INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """What config.json may say differently of weights for the same server."""
 
@@ -175,10 +176,13 @@ def _read_shape(directory: Path) -> dict[str, object]:
     vLLM would compute another configuration wrongly, leave what a tensor is missing for as it was, and not survive a
     tensor of another shape.
     """
-    config: dict[str, object] = json.loads((directory / CONFIG).read_bytes())
-    shape = {name: value for name, value in config.items() if name not in INCIDENTAL}
+    # Read by transformers: what is trained is saved with its defaults spelt out, a directory from elsewhere without.
+    config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    shape: dict[str, object] = {name: value for name, value in config.to_dict().items() if name not in INCIDENTAL}
     for file in directory.glob("*.safetensors"):
         with file.open("rb") as opened:  # the header: its length in 8 bytes, then JSON
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         shape |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+    if config.tie_word_embeddings:  # a tied head may be stored a second time
+        shape.pop(HEAD, None)
     return shape
