@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from infra import reaper
-from infra.errors import WorkerFailed
+from infra.errors import WorkerFailed, WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,8 @@ def free_ports() -> Iterator[int]:
 def start(launch: Launch, *, beat: Callable[[], None], ports: Iterable[int]) -> tuple[OwnedProcess, int]:
     """Start a server and wait until it is ready, at the first of the ports that is still free when it takes it.
 
-    `beat` is called whenever the server stirred. One that ends or is late is ended, and raises WorkerFailed.
+    `beat` is called whenever the server stirred. One that ends or is late is ended, and raises WorkerFailed; one
+    that a signal ended raises WorkerLost, since nothing is wrong with the work.
     """
     failure = WorkerFailed(f"{launch.what}: no port was given")
     for port in ports:
@@ -181,7 +182,9 @@ def _await_ready(process: OwnedProcess, launch: Launch, port: int, beat: Callabl
     deadline = time.monotonic() + launch.start_seconds
     while not (launch.ready(port) and process.alive()):  # in this order: another server may answer at a port
         if not process.alive():
-            raise WorkerFailed(f"{launch.what} ended{_how(process)} before it was ready: {launch.explain(process)}")
+            how = _how(process)
+            ended = WorkerLost if (process.exit_code() or 0) < 0 else WorkerFailed
+            raise ended(f"{launch.what} ended{how} before it was ready: {launch.explain(process)}")
         if time.monotonic() > deadline:
             late = f"was not ready within {launch.start_seconds:g} s"
             raise WorkerFailed(f"{launch.what} {late}; its log ends: {last_lines(process)}")

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from infra.errors import WorkerFailed
+from infra.errors import WorkerFailed, WorkerLost
 from infra.servers import Launch, OwnedProcess, free_ports, start
 
 SERVE = """
@@ -259,7 +259,7 @@ def test_a_server_that_dies_is_told_with_its_exit_code_and_its_last_lines():
 
 
 def test_a_server_that_is_killed_while_it_starts_is_told_with_its_signal():
-    with pytest.raises(WorkerFailed, match="ended by SIGKILL before it was ready"):
+    with pytest.raises(WorkerLost, match="ended by SIGKILL before it was ready"):
         serve("import os; os.kill(os.getpid(), 9)")
 
 

@@ -79,7 +79,7 @@ def start_server(
     """Start vLLM for the policy's shape in `directory`, with weights that mean nothing yet, and wait until it answers.
 
     `beat` is called while it stirs. Raises BadInput where the configured Python has no vLLM or the port is taken, and
-    WorkerFailed with the cause in its log where it ends or is late.
+    WorkerFailed with the cause in its log where it ends or is late, WorkerLost where a signal ended it.
     """
     python = find_python("vllm", config.python)
     platform = platform_of(python)
