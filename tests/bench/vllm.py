@@ -11,11 +11,12 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 
 from infra.bundles import publish_bundle
@@ -31,7 +32,7 @@ from models.roles.tokenizer import load_tokenizer
 from models.work import RolloutWork
 from tests.bench.decoders import MIDDLE, TINY, Decoder, write_decoder
 from tests.bench.tables import Table
-from tests.bench.vllm_raw import Ask, RawWorkload, running_raw
+from tests.bench.vllm_raw import Raw, RawRound, RawWorkload, running_raw
 
 VLLM_VARIABLE = "VLLM_PYTHON"
 """Python of vLLM's environment; unset is the installed one."""
@@ -60,6 +61,9 @@ class Round:
 
     ours: float
     raw: float
+    cpu: float
+    """CPU seconds of our worker and its server."""
+    raw_cpu: float
     worker: float
     """Of ours, the worker's seconds outside generation and writing: proof of the weights, prompts, drafts' texts."""
     write: float
@@ -88,10 +92,13 @@ async def _compare(size: Size, python: Path) -> Table:
         async with _pool(directory / "store", size, python) as pool:
             made = (await pool.run("generate", work, returns=Outcome)).result  # starts and loads the server
             raw = _raw_workload(store, made.shards[0], directory / "policy", size)
-            with running_raw(python, raw, directory / "raw.json", threads=THREADS) as ask:
-                ask("same")
-                rounds = [await _round(pool, work, ask, raw_first=bool(number % 2)) for number in range(size.rounds)]
-                plain = ask("plain")
+            with running_raw(python, raw, directory / "raw.json", threads=THREADS) as beside:
+                beside.ask("same")
+                ours = (*pool.pids, *_servers(directory))
+                rounds = [
+                    await _round(pool, work, beside, ours=ours, raw_first=bool(turn % 2)) for turn in range(size.rounds)
+                ]
+                plain = beside.ask("plain")
     return _table(size, rounds, tokens=sum(raw.lengths), plain=plain.tokens / plain.seconds)
 
 
@@ -118,21 +125,44 @@ async def _pool(home: Path, size: Size, python: Path):
         yield await cluster.pool(spec)
 
 
-async def _round(pool: Pool, work: RolloutWork, ask: Ask, *, raw_first: bool) -> Round:
-    raw = ask("same") if raw_first else None
-    started = time.perf_counter()
+async def _round(pool: Pool, work: RolloutWork, beside: Raw, *, ours: Sequence[int], raw_first: bool) -> Round:
+    def take_raw() -> tuple[RawRound, float]:
+        before = _cpu_seconds([beside.pid])
+        return beside.ask("same"), _cpu_seconds([beside.pid]) - before
+
+    early = take_raw() if raw_first else None
+    before, started = _cpu_seconds(ours), time.perf_counter()
     done = await pool.run("generate", work, returns=Outcome)
-    seconds = time.perf_counter() - started
-    raw = raw or ask("same")
+    seconds, cpu = time.perf_counter() - started, _cpu_seconds(ours) - before
+    raw, raw_cpu = early or take_raw()
     outcome = done.result
     assert outcome.metrics["tokens"] == raw.tokens, "both write completions of the same lengths"
     return Round(
         ours=raw.tokens / seconds,
         raw=raw.tokens / raw.seconds,
+        cpu=cpu,
+        raw_cpu=raw_cpu,
         worker=done.seconds - outcome.timings["generate"] - outcome.timings["write"],
         write=outcome.timings["write"],
         seconds=seconds,
     )
+
+
+def _servers(directory: Path) -> list[int]:
+    """Find our server by its policy: it is no child of the worker that owns it."""
+    commands = ((process.pid, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
+    return [
+        pid
+        for pid, words in commands
+        if "vllm.entrypoints.openai.api_server" in words and any(word.startswith(str(directory)) for word in words)
+    ]
+
+
+def _cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU seconds so far of processes and all below them: what others do on the machine matters less to these."""
+    roots = [psutil.Process(pid) for pid in pids]
+    each = {process for root in roots for process in (root, *root.children(recursive=True))}
+    return sum(sum(process.cpu_times()[:2]) for process in each)
 
 
 def _work(store: Store, policy: Path, size: Size) -> RolloutWork:
@@ -182,6 +212,8 @@ def _table(size: Size, rounds: list[Round], *, tokens: int, plain: float) -> Tab
         ("Rheostat, whole path, tokens/s", median("ours"), *spread("ours")),
         ("LLM.generate, tokens/s", median("raw"), *spread("raw")),
         ("ratio, round by round", median("ratio"), *spread("ratio")),
+        ("CPU seconds per round, worker and server", median("cpu"), *spread("cpu")),
+        ("CPU seconds per round, LLM.generate", median("raw_cpu"), *spread("raw_cpu")),
         ("one round of ours, seconds", median("seconds"), *spread("seconds")),
         ("of it, writing the shard", median("write"), *spread("write")),
         ("of it, proof of the weights, prompts, texts", median("worker"), *spread("worker")),

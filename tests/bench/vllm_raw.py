@@ -37,15 +37,22 @@ class RawRound:
     tokens: int
 
 
-Ask = Callable[[str], RawRound]
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A running `LLM`."""
+
+    pid: int
+    ask: Callable[[str], RawRound]
+    """For one round, `same` as ours or `plain`: without seeds and log-probs."""
+
 
 RAY_NICENESS = 15
 """Added by Ray to its workers, whose child our server is: on a machine that others use, both must yield alike."""
 
 
 @contextmanager
-def running_raw(python: Path, workload: RawWorkload, path: Path, *, threads: int) -> Iterator[Ask]:
-    """Start it; yields a function that asks for one round, `same` as ours or `plain`: without seeds and log-probs."""
+def running_raw(python: Path, workload: RawWorkload, path: Path, *, threads: int) -> Iterator[Raw]:
+    """Start it, and end it with the context."""
     path.write_text(json.dumps(asdict(workload), default=str))
     command = ["nice", "-n", str(RAY_NICENESS), str(python), "-m", "tests.bench.vllm_raw", str(path)]
     environment = {
@@ -69,7 +76,7 @@ def running_raw(python: Path, workload: RawWorkload, path: Path, *, threads: int
         return RawRound(**json.loads(answer))
 
     try:
-        yield ask
+        yield Raw(child.pid, ask)
     finally:
         child.stdin.close()  # it ends by itself, and its engine's process with it
         child.wait()
