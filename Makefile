@@ -26,14 +26,14 @@ test: $(VENV)/.dev  ## the default suite
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seeds, GSM8K
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not vllm" $(ARGS)
 
 vllm: $(VENV)/.base  ## the environment with vLLM, a separate one; found at once when it is there
 	@$(BIN)/rheostat engine install vllm $(ARGS)
 
-test-vllm: $(VENV)/.dev  ## the tests that need vLLM, and what they need
+test-vllm: $(VENV)/.dev  ## the tests that need vLLM, and what they need; ARGS="-m vllm" for the long ones too
 	@$(BIN)/rheostat engine install vllm
-	@$(BIN)/python -m pytest -m vllm $(ARGS)
+	@$(BIN)/python -m pytest -m "vllm and not slow" $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, imports
 	@$(BIN)/ruff format --check .
