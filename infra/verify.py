@@ -12,7 +12,7 @@ from infra.storage import Store
 
 
 def verify_store(run: Run) -> list[str]:
-    """Read the run record, the leases, every manifest and all that they name; return one line per problem.
+    """Read the run record, leases, journal, every manifest and all that they name; return one line per problem.
 
     Nothing read before counts: every byte is read again. Bundles that retention deleted are no problem.
     """
@@ -26,7 +26,8 @@ def verify_store(run: Run) -> list[str]:
 
 
 def _check_records(store: Store) -> Iterator[str]:
-    for key in ["run.json", *(entry.key for entry in store.entries("lease/"))]:
+    sealed = (entry.key for prefix in ("lease/", "journal/") for entry in store.entries(prefix))
+    for key in ("run.json", *sealed):
         try:
             unseal(store.read(key), where=f"{key!r} in {store.uri}")
         except (Damaged, BadInput) as error:
