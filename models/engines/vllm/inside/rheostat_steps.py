@@ -1,9 +1,15 @@
 """Times of decoding steps, seen where vLLM's engine hands its outputs over."""
 
+import asyncio
 import time
 
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
+
+BREATH_SECONDS = 0.05
+"""Longest time that lines of chunks wait for each other; seldom enough that they leave in few pieces."""
+BREATH_TURNS = 8
+"""Turns of the event loop that a chunk takes from vLLM to the caller, and some more."""
 
 
 class Steps:
@@ -21,12 +27,14 @@ class Steps:
         self._sequence_seconds = 0.0
         self._under_way = 0
         self._last = 0.0
+        self._breathed = 0.0
         core = engine.engine_core
         take = core.get_output_async
 
         async def take_and_count() -> EngineCoreOutputs:
             outputs: EngineCoreOutputs = await take()
             self._count(outputs)
+            await self._breathe()
             return outputs
 
         core.get_output_async = take_and_count
@@ -50,6 +58,15 @@ class Steps:
             "seconds": self._seconds,
             "sequence_seconds": self._sequence_seconds,
         }
+
+    async def _breathe(self) -> None:
+        """Let everything else run now and then: where outputs queue up, vLLM's loop over them would not."""
+        now = time.monotonic()
+        if now - self._breathed < BREATH_SECONDS:
+            return
+        for _ in range(BREATH_TURNS):
+            await asyncio.sleep(0)
+        self._breathed = time.monotonic()
 
     def _count(self, outputs: EngineCoreOutputs) -> None:
         if not outputs.outputs:
