@@ -139,8 +139,9 @@ def test_a_judge_on_vllm_gives_the_verdicts_that_it_gives_on_transformers(tmp_pa
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_demo_learns_with_vllm_as_with_transformers(tmp_path, seed):
     own = () if GIVEN is None else (f"rollout.engine.python={GIVEN}",)
-    served = demo(tmp_path / "vllm", f"seed={seed}", *own, config="configs/vllm.toml")
-    inside = demo(tmp_path / "inside", f"seed={seed}", "rollout.engine.kind=transformers", config="configs/vllm.toml")
-    assert served["after"]["low"] > served["before"]["high"]
-    assert served["after"]["high"] >= inside["after"]["low"]
-    assert inside["after"]["high"] >= served["after"]["low"]
+    engines = {"vllm": own, "inside": ("rollout.engine.kind=transformers",)}
+    for name, overrides in engines.items():
+        (tmp_path / name).mkdir()
+        told = demo(tmp_path / name, f"seed={seed}", *overrides, config="configs/vllm.toml")
+        assert told["before"]["high"] < 0.2
+        assert told["after"]["mean"] > 0.9, name
