@@ -1,15 +1,12 @@
 """Combinations that a vLLM engine cannot serve, each refused with its reason and the way out."""
 
 from collections.abc import Iterator
-from typing import Final
 
 from infra.config import PoolsConfig
-from models.config import EngineConfig, RolloutConfig, SamplingConfig, VllmEngine
+from models.config import LORA_RANKS, RolloutConfig, SamplingConfig, VllmEngine
+from models.engines.needs import slot_engines
 from models.objectives.config import UpdateConfig
-from models.rewards.config import EndpointJudge, JudgeReward, ScoringConfig
-
-LARGEST_ADAPTER_RANK: Final = 512
-"""vllm.config.lora.MaxLoRARanks of vLLM 0.32."""
+from models.rewards.config import ScoringConfig
 
 
 def reasons_against_engines(
@@ -19,17 +16,9 @@ def reasons_against_engines(
     if isinstance(rollout.engine, VllmEngine):
         yield from _against_logprobs(rollout.engine, rollout.sampling)
         yield from _against_adapters(rollout.engine, update, pools)
-    for name, engine, slots in _engines(rollout, scoring):
+    for name, engine, slots in slot_engines(rollout, scoring):
         if isinstance(engine, VllmEngine):
             yield from _against_place(name, engine, gpus=slots * pools.gpus_per_worker, pools=pools)
-
-
-def _engines(rollout: RolloutConfig, scoring: ScoringConfig) -> Iterator[tuple[str, EngineConfig, int]]:
-    """Name every engine of the worker slots, and the slots that one of it takes."""
-    yield "rollout.engine", rollout.engine, 1
-    for term, reward in scoring.local.items():
-        if isinstance(reward, JudgeReward) and not isinstance(reward.model, EndpointJudge):
-            yield f"reward {term!r}: model.engine", reward.model.engine, reward.slots
 
 
 def _against_logprobs(engine: VllmEngine, sampling: SamplingConfig) -> Iterator[str]:
@@ -58,10 +47,10 @@ def _against_adapters(engine: VllmEngine, update: UpdateConfig, pools: PoolsConf
     """Adapters are served as they are, never merged: no full weights move."""
     if update.lora is None:
         return
-    if update.lora.rank > LARGEST_ADAPTER_RANK:
+    if update.lora.rank > LORA_RANKS[-1]:
         yield (
             f"update.lora.rank {update.lora.rank} with rollout.engine.kind 'vllm': it serves adapters of a rank up to "
-            f"{LARGEST_ADAPTER_RANK}, use that or rollout.engine.kind='transformers'"
+            f"{LORA_RANKS[-1]}, use that or rollout.engine.kind='transformers'"
         )
     if engine.dtype == "float32" and pools.gpus_per_worker:
         yield (

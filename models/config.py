@@ -220,6 +220,12 @@ class DrawnLengths(Settings):
     """Standard deviation in log space."""
 
 
+CPU_CACHE_GIB = 1.0
+"""Cache of a vLLM server on a CPU that names none."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that vLLM reserves room for: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32."""
+
+
 class VllmEngine(Settings):
     """A vLLM server in an environment of its own that the worker starts, watches and ends; or servers that run already.
 

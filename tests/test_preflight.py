@@ -204,7 +204,7 @@ def test_a_run_on_vllm_is_refused_where_its_environment_is_not(engines):
     with pytest.raises(BadInput, match=r"rollout.engine.kind 'vllm': .* found none: `rheostat engine install vllm`"):
         served_by(VllmEngine())
     assert served_by(VllmEngine(base_urls=("http://127.0.0.1:8000",)))
-    with pytest.raises(BadInput, match=r"reward honest: model.engine.kind 'vllm': expected an environment with vllm"):
+    with pytest.raises(BadInput, match=r"reward 'honest': model.engine.kind 'vllm': expected an environment with vllm"):
         judged_by(VllmEngine(), WIDE)
     elsewhere = inputs(policy=WIDE, rollout=RolloutConfig(engine=VllmEngine())).model_copy(
         update={"pools": PoolsConfig(ray_address="10.0.0.1:6379")}

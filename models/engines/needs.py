@@ -23,18 +23,18 @@ def check_environments(rollout: RolloutConfig | None, *, scoring: ScoringConfig,
     """
     if pools.ray_address is not None:
         return
-    for name, engine, slots in _engines(rollout, scoring):
+    for name, engine, slots in slot_engines(rollout, scoring):
         if isinstance(engine, VllmEngine) and not engine.base_urls:
             _check(engine, name=name, expected="cuda" if slots * pools.gpus_per_worker else "cpu")
 
 
-def _engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> Iterator[tuple[str, EngineConfig, int]]:
+def slot_engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> Iterator[tuple[str, EngineConfig, int]]:
     """Name every engine of the worker slots, and the slots that one of it takes."""
     if rollout is not None:
         yield "rollout.engine", rollout.engine, 1
     for term, reward in scoring.local.items():
         if isinstance(reward, JudgeReward) and not isinstance(reward.model, EndpointJudge):
-            yield f"reward {term}: model.engine", reward.model.engine, reward.slots
+            yield f"reward {term!r}: model.engine", reward.model.engine, reward.slots
 
 
 def _check(engine: VllmEngine, *, name: str, expected: Platform) -> None:

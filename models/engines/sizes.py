@@ -3,14 +3,13 @@
 from typing import TYPE_CHECKING, Final
 
 from infra.errors import BadInput
-from models.config import EngineConfig, PacedEngine, TransformersEngine, VllmEngine
+from models.config import CPU_CACHE_GIB, EngineConfig, PacedEngine, TransformersEngine, VllmEngine
 
 if TYPE_CHECKING:
     from models.roles.policy import PolicyShape
 
 BYTES: Final = {"float32": 4, "bfloat16": 2}
 GIB: Final = 2**30
-CPU_CACHE_GIB: Final = 1.0
 CPU_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vllm.v1.attention.backends.cpu_attn of vLLM 0.32; with another its engine dies at the first request."""
 

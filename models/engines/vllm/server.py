@@ -16,14 +16,11 @@ import httpx
 from infra.environments import Platform, find_python
 from infra.errors import BadInput
 from infra.servers import LOOPBACK, Launch, OwnedProcess, free_ports, last_lines, start
-from models.config import VllmEngine
+from models.config import CPU_CACHE_GIB, LORA_RANKS, VllmEngine
 
 logger = logging.getLogger(__name__)
 
 INSIDE = Path(__file__).parent / "inside"
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM takes: MaxLoRARanks in vllm/config/lora.py."""
-CPU_CACHE_GIB = 1.0
 ABOUT_SECONDS = 2.0
 ASK_SECONDS = 120.0
 """How long a Python may take to say what is installed: on a cold disk many times the usual 50 ms."""
