@@ -6,17 +6,17 @@ export DO_NOT_TRACK := 1
 .PHONY: demo test test-slow test-vllm vllm check bench bench-vllm bench-gpu reality curves docs format
 .DEFAULT_GOAL := test
 
-$(VENV)/.base: pyproject.toml constraints.txt infra/install.sh
+$(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
 	@echo "installing into $(VENV) (a minute or two)"
-	@infra/install.sh $(VENV)
+	@infra/environments/install.sh $(VENV)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	@infra/install.sh $(VENV) dev
+	@infra/environments/install.sh $(VENV) dev
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
-	@infra/install.sh $(VENV) dev bench
+	@infra/environments/install.sh $(VENV) dev bench
 	@touch $@
 
 demo: $(VENV)/.base  ## run the main job on this machine

@@ -123,7 +123,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 def _runs(options: argparse.Namespace) -> int:
     from flows.reading import describe_runs, run_rows
     from flows.terminal import table, write
-    from infra.storage import open_store
+    from infra.store.storage import open_store
 
     runs = describe_runs(options.store)
     if options.json:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from flows.terminal import write
-from infra.environments import check_environment, find_python
-from infra.installation import install
+from infra.environments.find import check_environment, find_python
+from infra.environments.install import install
 
 
 def _install(options: argparse.Namespace) -> int:

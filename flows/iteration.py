@@ -5,7 +5,7 @@ from prefect import flow
 from flows.generation import generate_and_score
 from flows.running import launch
 from flows.update import update
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from tasks.batches import plan_iteration, plan_next_wave
 from tasks.estimates import estimate
 from tasks.placement import place_update

@@ -5,8 +5,8 @@ import asyncio
 from flows.config import RunConfig
 from flows.placing import first_placement
 from infra.config import Settings
-from infra.runs import Run, list_runs, open_run
-from infra.storage import open_store
+from infra.store.runs import Run, list_runs, open_run
+from infra.store.storage import open_store
 from models.algorithms.config import Distillation, TeacherEndpoint
 from models.config import PacedEngine, VllmEngine
 from models.rewards.config import EndpointJudge, JudgeReward

@@ -9,11 +9,11 @@ import pyarrow as pa
 from flows.complaints import nearest
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
-from infra.export import export_parquet
-from infra.runs import Run, list_runs, open_run
-from infra.shards import read_shard
-from infra.storage import open_store
-from infra.verify import verify_store
+from infra.store.parquet import export_parquet
+from infra.store.runs import Run, list_runs, open_run
+from infra.store.shards import read_shard
+from infra.store.storage import open_store
+from infra.store.verify import verify_store
 from models.readable import Sample
 from models.rewards.config import ScoringConfig
 from tasks.derived import Derived, DerivedLine, derived_of, sealed_numbers

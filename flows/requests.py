@@ -16,7 +16,7 @@ from flows.config import RunConfig, override_config
 from flows.reading import known_rescoring, open_known_run
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
-from infra.runs import Run
+from infra.store.runs import Run
 from models.algorithms.needs import needs_of
 from models.config import MAX_PAUSE_SECONDS
 from models.objectives.config import UpdateConfig

@@ -16,7 +16,7 @@ from prefect.states import Cancelling
 
 from flows.config import ControllersConfig, RunConfig, parse_config
 from infra.errors import WorkerFailed, WorkerLost, first_cause
-from infra.runs import create_run, open_run
+from infra.store.runs import create_run, open_run
 from placement.config import AdaptivePlacement
 from tasks.preflight import check_inputs
 from tasks.session import RunRef, is_open, open_session, session_of

@@ -11,7 +11,7 @@ from flows.complaints import nearest
 from flows.reading import open_known_run
 from flows.terminal import table, write
 from infra.errors import BadInput
-from infra.runs import Run
+from infra.store.runs import Run
 from models.rewards.config import ScoringConfig
 from placement.measurements import Measurements, Role
 from placement.records import Demand, PlanInputs

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from infra.shards import ShardRef, read_shard
-from infra.storage import Store
+from infra.store.shards import ShardRef, read_shard
+from infra.store.storage import Store
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

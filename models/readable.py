@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infra.config import Settings
-from infra.shards import ShardRef, read_shard
-from infra.storage import Store
+from infra.store.shards import ShardRef, read_shard
+from infra.store.storage import Store
 from models.work import ExcerptWork
 
 COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reason")

@@ -10,8 +10,8 @@ import pyarrow as pa
 from blake3 import blake3
 from pydantic import JsonValue
 
-from infra.bundles import BundleRef
-from infra.shards import ShardRef
+from infra.store.bundles import BundleRef
+from infra.store.shards import ShardRef
 
 
 class FinishReason(StrEnum):

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from infra.errors import Damaged
-from infra.shards import ShardRef, read_shard
-from infra.storage import Store
+from infra.store.shards import ShardRef, read_shard
+from infra.store.storage import Store
 from models.batching import TokenSequence
 from models.records import SAMPLE_SCHEMA
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from infra.bundles import BundleRef
-from infra.shards import ShardRef
+from infra.store.bundles import BundleRef
+from infra.store.shards import ShardRef
 from models.algorithms.config import CriticConfig, TeacherDirectory
 from models.config import (
     DataConfig,

@@ -4,7 +4,7 @@ from math import floor
 
 from prefect import task
 
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from models.config import SamplingConfig
 from models.curriculum import take
 from models.waves import Sampling, another_wave, wave_size

@@ -6,7 +6,7 @@ import time
 
 from pydantic import JsonValue
 
-from infra.fleet import Fleet
+from infra.pools.fleet import Fleet
 from placement.config import AdaptivePlacement, PlacementConfig, TargetPlacement
 from placement.measurements import Role
 from placement.records import DrainInputs, InFlight, Plan, RoleProgress

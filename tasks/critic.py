@@ -2,7 +2,7 @@
 
 from prefect import task
 
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from models.algorithms.config import Ppo
 from models.work import CriticWork
 from tasks.plan import critic_key, policy_key

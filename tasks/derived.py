@@ -6,8 +6,8 @@ from typing import Literal
 
 from infra.config import Settings
 from infra.errors import RunChanged
-from infra.manifests import Manifest
-from infra.runs import Run, difference
+from infra.store.manifests import Manifest
+from infra.store.runs import Run, difference
 from models.algorithms.config import AlgorithmConfig, TeacherConfig
 from models.rewards.config import ScoringConfig
 from tasks.handover import handover_before

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from infra.manifests import Manifest
-from infra.runs import Run
-from infra.shards import ShardRef, read_shard
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from infra.store.shards import ShardRef, read_shard
 from models.comparison import compare_rewards, rewards_of
 from tasks.derived import (
     Derived,

@@ -2,7 +2,7 @@
 
 from prefect import task
 
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from models.algorithms.needs import needs_of
 from models.work import EstimateWork
 from tasks.plan import critic_key, estimates_key, policy_key

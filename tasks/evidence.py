@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from infra.manifests import Manifest
-from infra.runs import Run
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
 from models.config import RolloutConfig
 from tasks.handover import Handover, Surplus, handover_before, surplus_of
 from tasks.plan import PROMPTS, BatchPlan, credit_key, iteration_key, policy_key, waves_of

@@ -12,11 +12,11 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from infra.bundles import fetch_bundle
 from infra.config import Settings
 from infra.errors import BadInput, WorkerFailed
-from infra.manifests import Manifest
-from infra.runs import Run
+from infra.store.bundles import fetch_bundle
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
 from models.work import ExportWork
 from tasks.plan import DPO, SFT, policy_key
 from tasks.reports import sealed_iterations

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 
 from infra.config import Settings
-from infra.manifests import Manifest
-from infra.runs import Run
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
 from models.curriculum import Cursor, give_back
 from models.waves import Sampling
 from tasks.plan import BatchPlan, iteration_key

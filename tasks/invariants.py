@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from infra.runs import Run
+from infra.store.runs import Run
 from models.curriculum import give_back, take
 from models.waves import Sampling
 from tasks.derived_invariants import check_derived

@@ -4,7 +4,7 @@ import logging
 
 from prefect import task
 
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from models.config import WarmupConfig
 from models.rewards.config import JudgeReward, ModelReward, TrainedJudge, TrainedRewardModel
 from models.work import JudgePreparation, JudgeWarmupWork, RewardModelWork

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from infra.manifests import Manifest
-from infra.runs import Run
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
 from placement.measurements import Measurements, Role, UnitObservation
 from tasks.plan import BatchPlan, waves_of
 

@@ -4,7 +4,7 @@ import logging
 
 from prefect import task
 
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from models.work import PreferenceWork, WarmupWork
 from tasks.plan import BASE, DPO, SFT, policy_key
 from tasks.session import RunRef, session_of

@@ -3,7 +3,7 @@
 from prefect import task
 
 from infra.config import Settings
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from models.rewards.config import JudgeReward, ModelReward, TrainedJudge, TrainedRewardModel
 from tasks.judges import local_terms, model_key
 from tasks.offline import losses_of

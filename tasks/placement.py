@@ -8,7 +8,7 @@ from prefect import task
 from prefect.artifacts import acreate_markdown_artifact
 from pydantic import JsonValue
 
-from infra.fleet import Move
+from infra.pools.fleet import Move
 from placement.build import build_policy
 from placement.measurements import Role
 from placement.records import Decision, DrainInputs, Plan, PlanInputs

@@ -3,8 +3,8 @@
 from typing import Literal, Self
 
 from infra.config import Settings
-from infra.manifests import Manifest
-from infra.runs import Run
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
 from models.config import SamplingConfig
 from models.curriculum import Cursor
 from placement.allocation import cut

@@ -2,7 +2,7 @@
 
 from prefect import task
 
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from models.work import PolicyWork, PromptWork
 from tasks.plan import BASE, PROMPTS, policy_key
 from tasks.session import RunRef, session_of

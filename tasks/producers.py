@@ -1,7 +1,7 @@
 """Which engines wrote a run's rollouts and verdicts, as the shards themselves tell."""
 
-from infra.runs import Run
-from infra.shards import read_metadata
+from infra.store.runs import Run
+from infra.store.shards import read_metadata
 from tasks.plan import iteration_key, rollouts_of
 from tasks.reports import sealed_iterations
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from prefect import task
 
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from models.algorithms.needs import needs_of, reward_kl
 from models.work import ComparisonWork, CreditWork
 from tasks.derived import Derived, RecreditTerms, check_terms, own_terms

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from infra.config import Settings
-from infra.manifests import Manifest
-from infra.runs import Run
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
 from models.statistics import mean_interval
 
 

@@ -5,7 +5,7 @@ import time
 
 from prefect import task
 
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from models.judges.alarms import check_judges
 from models.rewards.config import ScoringConfig
 from models.work import ComparisonWork

@@ -2,7 +2,7 @@
 
 from prefect import task
 
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from models.work import RolloutWork
 from tasks.plan import PROMPTS, BatchPlan
 from tasks.session import RunRef, session_of

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from itertools import chain
 from operator import itemgetter
 
-from infra.manifests import Manifest
-from infra.runs import Run
-from infra.shards import ShardRef, read_shard
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from infra.store.shards import ShardRef, read_shard
 from models.records import FinishReason
 from tasks.derived import credited_pairs
 from tasks.evidence import Evidence

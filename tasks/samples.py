@@ -3,8 +3,8 @@
 from typing import Literal
 
 from infra.errors import BadInput
-from infra.manifests import Manifest
-from infra.runs import Run
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
 from models.readable import Sample, read_samples
 from tasks.plan import rollouts_of
 

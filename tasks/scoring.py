@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from prefect import task
 
-from infra.bundles import BundleRef
-from infra.manifests import Manifest
+from infra.store.bundles import BundleRef
+from infra.store.manifests import Manifest
 from models.algorithms.needs import needs_of
 from models.judges.alarms import check_judges
 from models.work import CreditWork, JudgeWork, ScoredShard, ScoringWork, VerdictShard

@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from infra.cluster import Cluster
 from infra.config import PoolsConfig, Settings
 from infra.errors import RheostatError
-from infra.fleet import Fleet
-from infra.pools import Pool
-from infra.ranks import RankGroup
-from infra.runs import Run
-from infra.workers import Done, PoolSpec
+from infra.pools.cluster import Cluster
+from infra.pools.fleet import Fleet
+from infra.pools.pool import Pool
+from infra.pools.ranks import RankGroup
+from infra.pools.worker import Done, PoolSpec
+from infra.store.runs import Run
 from models.records import Outcome
 from models.rewards.config import JudgeReward, ServedReward
 from tasks.placing import Placing, judge_role

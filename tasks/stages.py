@@ -10,9 +10,9 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 from pydantic import JsonValue
 
-from infra.bundles import BundleRef
 from infra.errors import WorkerLost, WorkerStalled
-from infra.manifests import Manifest, provenance_here
+from infra.store.bundles import BundleRef
+from infra.store.manifests import Manifest, provenance_here
 from models.records import Outcome
 from tasks.session import RunRef, session_of
 from tasks.versions import bundles_of, critic_bundles_of

@@ -2,7 +2,7 @@
 
 from prefect import task
 
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from models.algorithms.config import TeacherDirectory
 from models.work import TeacherWork
 from tasks.plan import PROMPTS

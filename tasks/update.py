@@ -2,7 +2,7 @@
 
 from prefect import task
 
-from infra.manifests import Manifest
+from infra.store.manifests import Manifest
 from models.algorithms.config import Ppo
 from models.work import UpdateWork
 from tasks.kl import loss_coefficient

@@ -1,8 +1,8 @@
 """Policy versions as manifests name them. Reading commands need this, and no Prefect."""
 
-from infra.bundles import CONTENTS, BundleRef
-from infra.manifests import Manifest
-from infra.runs import Run
+from infra.store.bundles import CONTENTS, BundleRef
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
 from models.records import PolicyVersion
 
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 
-from infra.sealed import canonical_json
+from infra.store.checksums import canonical_json
 from models.seeds import derive_seed
 
 KEY = "the servers' key"

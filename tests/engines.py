@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from infra.bundles import BundleRef, fetch_bundle, publish_bundle
 from infra.errors import BadInput, Quarantined
-from infra.storage import open_store
+from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
+from infra.store.storage import open_store
 from models.config import SamplingConfig
 from models.engines import Completion, Engine, Request
 from models.objectives.config import LoraConfig

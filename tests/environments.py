@@ -3,15 +3,7 @@
 import sys
 from pathlib import Path
 
-from infra.environments import (
-    STAMP,
-    Environment,
-    Platform,
-    Stamp,
-    default_directory,
-    pins_digest,
-    python_in,
-)
+from infra.environments.find import STAMP, Environment, Platform, Stamp, default_directory, pins_digest, python_in
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0", "python": "3.11.7"}
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import infra.storage
-from infra.disk import open_temporary, publish_file
-from infra.workers import PoolSpec
+import infra.store.storage
+from infra.pools.worker import PoolSpec
+from infra.store.disk import open_temporary, publish_file
 from tests.jobs import KILL_SERVER, RAISE, Fault, servers_of
 
 POLL_SECONDS = 0.0005
@@ -48,7 +48,7 @@ class Planted:
         self._home = Path(os.environ["RHEOSTAT_FAULTS"])
         self._faults = [Fault(**fault) for fault in json.loads((self._home / "faults.json").read_text())]
         self._seen: Counter[int] = Counter()
-        infra.storage.publish_file = self._publish
+        infra.store.storage.publish_file = self._publish
 
     def log(self, line: str) -> None:
         with (self._home / "log").open("a") as log:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["infra.verify", "pytest"])
+CONTEXT.set_forkserver_preload(["infra.store.verify", "pytest"])
 
 
 @contextmanager

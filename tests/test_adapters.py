@@ -13,9 +13,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from infra.bundles import BundleRef, fetch_bundle, publish_bundle
 from infra.errors import BadInput
-from infra.storage import open_store
+from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
+from infra.store.storage import open_store
 from models.config import SamplingConfig, TransformersEngine
 from models.engines import Completion
 from models.engines.transformers import HuggingFaceEngine

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flows.config import load_config
 from infra.errors import BadInput
-from infra.runs import create_run, open_run
+from infra.store.runs import create_run, open_run
 from models.preflight import Inputs, check
 from tests.jobs import RHEOSTAT, ROOT
 from tests.policies import write_policy

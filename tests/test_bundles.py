@@ -7,9 +7,9 @@ import time
 import pytest
 from blake3 import blake3
 
-from infra.bundles import BundleRef, delete_bundle, fetch_bundle, publish_bundle
 from infra.errors import BadInput, Damaged
-from infra.storage import open_store
+from infra.store.bundles import BundleRef, delete_bundle, fetch_bundle, publish_bundle
+from infra.store.storage import open_store
 from tests.processes import CONTEXT, process
 
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 1000, "zero/rank_0.pt": b"state", "empty": b""}

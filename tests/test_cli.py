@@ -17,7 +17,7 @@ from flows.cli import main
 from flows.launcher import run_flow
 from flows.reading import RunDescription
 from infra.errors import ApiFailed, Damaged
-from infra.runs import create_run
+from infra.store.runs import create_run
 from tests.environments import leave_vllm
 from tests.jobs import RHEOSTAT, ROOT, files_of
 

@@ -15,10 +15,10 @@ from transformers import (
     Gemma3TextConfig,
 )
 
-from infra.bundles import fetch_bundle, publish_bundle
 from infra.errors import BadInput
-from infra.shards import ShardRef, read_shard, write_shard
-from infra.storage import open_store
+from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import open_store
 from models.algorithms.config import CriticConfig, Ppo
 from models.objectives.config import LoraConfig, UpdateConfig
 from models.records import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, Outcome, PolicyVersion

@@ -3,7 +3,7 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.dealing import Post, changes, deal
+from infra.pools.assignment import Post, changes, deal
 
 WIDTHS = {"rollout": 1, "judge": 2, "model": 3}
 

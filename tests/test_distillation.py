@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from infra.errors import BadInput, EndpointDown
-from infra.shards import ShardRef, read_shard, write_shard
-from infra.storage import open_store
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import open_store
 from models.algorithms.config import Distillation, DistillationOnly, Grpo, TeacherDirectory
 from models.objectives.config import UpdateConfig
 from models.records import ROLLOUT_SCHEMA, FinishReason, Outcome, PolicyVersion, score_schema

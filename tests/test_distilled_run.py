@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from infra.manifests import Manifest
-from infra.runs import open_run
-from infra.shards import read_shard
-from infra.storage import open_store
+from infra.store.manifests import Manifest
+from infra.store.runs import open_run
+from infra.store.shards import read_shard
+from infra.store.storage import open_store
 from models.config import ArithmeticData, ScratchPolicy
 from models.data import load_problems
 from models.roles.policy import build_scratch, save_policy, scratch_tokenizer

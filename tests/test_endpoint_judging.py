@@ -8,10 +8,10 @@ import sys
 import pyarrow as pa
 import pytest
 
-from infra.actors import Host, Raised
 from infra.errors import EndpointDown
-from infra.shards import read_shard, write_shard
-from infra.storage import open_store
+from infra.pools.host import Host, Raised
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
 from models.records import ROLLOUT_SCHEMA
 from models.rewards.config import ChoiceVerdict, JudgeReward
 from models.rewards.config import EndpointJudge as EndpointConfig

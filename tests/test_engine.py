@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.bundles import BundleRef
 from infra.errors import BadInput
+from infra.store.bundles import BundleRef
 from models.config import SamplingConfig, TransformersEngine
 from models.engines.transformers import HuggingFaceEngine
 from models.records import PolicyVersion

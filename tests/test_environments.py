@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from flows.cli import main
-from infra import environments
-from infra.environments import (
+from infra.environments import find
+from infra.environments.find import (
     DISTRIBUTIONS,
     Distribution,
     check_environment,
@@ -26,8 +26,8 @@ from infra.environments import (
     platform_here,
     read_stamp,
 )
+from infra.environments.install import install
 from infra.errors import BadInput, InstallFailed
-from infra.installation import install
 
 INSTALL = """
 import sys
@@ -81,7 +81,7 @@ def engines(tmp_path, monkeypatch, wheels):
     """Where environments of this test lie; the tiny engine is one that can be installed."""
     (tmp_path / "tiny-cpu.txt").write_text("# a comment\ntiny==1.0\n")
     monkeypatch.setattr(
-        environments,
+        find,
         "DISTRIBUTIONS",
         {**DISTRIBUTIONS, "tiny": Distribution(version="1.0", modules=("tiny",), pins=tmp_path)},
     )

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from infra.berths import Berths
-from infra.cluster import Cluster
 from infra.errors import BadInput, ClusterFailed
-from infra.workers import PoolSpec
+from infra.pools.cluster import Cluster
+from infra.pools.placement_group import Berths
+from infra.pools.worker import PoolSpec
 from tests.workers_for_fleets import Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -405,8 +405,8 @@ async def test_another_process_uses_the_workers_that_are_awake_and_moves_none(cl
     program = f"""
 import asyncio
 from pathlib import PosixPath
-from infra.cluster import Cluster
-from infra.workers import PoolSpec
+from infra.pools.cluster import Cluster
+from infra.pools.worker import PoolSpec
 async def main():
     async with Cluster.open({cluster.namespace!r}, address={cluster.address!r}) as cluster:
         fleet = await cluster.fleet({shared.specs!r}, slots=2, gpus_per_slot=0)
@@ -444,9 +444,9 @@ async def test_workers_of_all_roles_see_the_gpus_of_their_slots():
     """On GPUs that are only said to be there: Ray counts them, nobody opens one."""
     program = """
 import asyncio, ray
-from infra.berths import SLOT, Berths
-from infra.fleet import Fleet
-from infra.workers import PoolSpec
+from infra.pools.placement_group import SLOT, Berths
+from infra.pools.fleet import Fleet
+from infra.pools.worker import PoolSpec
 async def main():
     options = {"num_cpus": 0, "num_gpus": 4, "resources": {SLOT: 100}, "logging_level": "ERROR"}
     ray.init(address="local", namespace="gpus", include_dashboard=False, **options)
@@ -476,7 +476,7 @@ async def test_on_a_cluster_of_others_every_slot_books_a_cpu():
     """A process keeps a cluster of two CPUs, a second one arranges two slots there."""
     keep = """
 import os, tempfile
-from infra.cluster import EMBEDDED_ENVIRONMENT
+from infra.pools.cluster import EMBEDDED_ENVIRONMENT
 os.environ.update(EMBEDDED_ENVIRONMENT)
 import ray
 with tempfile.TemporaryDirectory(dir="/tmp") as directory:
@@ -487,8 +487,8 @@ with tempfile.TemporaryDirectory(dir="/tmp") as directory:
 """
     arrange = """
 import asyncio, sys
-from infra.cluster import Cluster
-from infra.workers import PoolSpec
+from infra.pools.cluster import Cluster
+from infra.pools.worker import PoolSpec
 async def main():
     async with Cluster.open("others", address=sys.argv[1]) as cluster:
         specs = [PoolSpec(role, "tests.workers_for_tests:Counting") for role in ("rollout", "judge")]

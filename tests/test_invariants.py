@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from infra.bundles import publish_bundle
-from infra.manifests import Manifest
-from infra.runs import Run, create_run, open_run
-from infra.shards import read_shard, write_shard
+from infra.store.bundles import publish_bundle
+from infra.store.manifests import Manifest
+from infra.store.runs import Run, create_run, open_run
+from infra.store.shards import read_shard, write_shard
 from models.algorithms.config import Grpo
 from models.config import DynamicSampling, PartialRollout, RolloutConfig, SamplingConfig
 from models.curriculum import take

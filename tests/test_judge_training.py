@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from infra.bundles import fetch_bundle
 from infra.errors import BadInput
-from infra.shards import read_shard
-from infra.storage import open_store
+from infra.store.bundles import fetch_bundle
+from infra.store.shards import read_shard
+from infra.store.storage import open_store
 from models.algorithms.config import Grpo
 from models.config import ArithmeticData, ScratchPolicy, WarmupConfig
 from models.objectives.config import UpdateConfig

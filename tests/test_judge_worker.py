@@ -7,10 +7,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from infra.bundles import publish_bundle
 from infra.errors import BadInput, Damaged
-from infra.shards import ShardRef, read_shard, write_shard
-from infra.storage import open_store
+from infra.store.bundles import publish_bundle
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import open_store
 from models.algorithms.config import Grpo
 from models.config import SamplingConfig
 from models.records import ROLLOUT_SCHEMA, VERDICT_SCHEMA, Outcome, PolicyVersion

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from infra.bundles import BundleRef
+from infra.store.bundles import BundleRef
 from models.config import SamplingConfig, TransformersEngine
 from models.engines import Request
 from models.engines.build import build_engine

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from infra.bundles import BundleRef
 from infra.errors import BadInput, Damaged
-from infra.manifests import Manifest, Provenance, decode_manifest
-from infra.sealed import seal
-from infra.shards import ShardRef
+from infra.store.bundles import BundleRef
+from infra.store.checksums import seal
+from infra.store.manifests import Manifest, Provenance, decode_manifest
+from infra.store.shards import ShardRef
 
 SHARD = ShardRef(key="shards/ab.arrow", bytes=10, rows=2, digest="ab")
 MANIFEST = Manifest(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.bundles import BundleRef
+from infra.store.bundles import BundleRef
 from models.config import PacedEngine as PacedConfig
 from models.config import SamplingConfig
 from models.engines import Completion, Engine, Request

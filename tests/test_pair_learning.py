@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from infra.bundles import fetch_bundle, publish_bundle
 from infra.errors import BadInput, Quarantined
-from infra.storage import open_store
+from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.storage import open_store
 from models.config import ArithmeticPreferences, DpoConfig, FilePreferences, WarmupConfig
 from models.data import load_preferences
 from models.objectives.config import UpdateConfig

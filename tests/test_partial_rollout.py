@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from infra.errors import BadInput
-from infra.shards import ShardRef, read_shard
-from infra.storage import Store, open_store
+from infra.store.shards import ShardRef, read_shard
+from infra.store.storage import Store, open_store
 from models.algorithms.config import Grpo
 from models.config import PartialRollout, SamplingConfig
 from models.engines import Completion, Request

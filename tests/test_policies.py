@@ -12,10 +12,10 @@ from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.bundles import fetch_bundle
 from infra.errors import BadInput
-from infra.shards import read_shard
-from infra.storage import open_store
+from infra.store.bundles import fetch_bundle
+from infra.store.shards import read_shard
+from infra.store.storage import open_store
 from models.config import ArithmeticData, DataConfig, DirectoryPolicy, FileData, ScratchPolicy
 from models.data import Message, Problem, load_problems
 from models.records import PROMPT_SCHEMA, Outcome

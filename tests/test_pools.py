@@ -10,10 +10,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from infra.cluster import Cluster
 from infra.errors import ClusterFailed, Damaged, WorkerFailed, WorkerLost, WorkerStalled
-from infra.reaper import processes_of
-from infra.workers import PoolSpec
+from infra.pools.cluster import Cluster
+from infra.pools.worker import PoolSpec
+from infra.processes.guard import processes_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -248,8 +248,8 @@ async def test_another_process_finds_the_pool_and_leaves_it_running(cluster):
     pool = await cluster.pool(described)
     program = f"""
 import asyncio
-from infra.cluster import Cluster
-from infra.workers import PoolSpec
+from infra.pools.cluster import Cluster
+from infra.pools.worker import PoolSpec
 async def main():
     async with Cluster.open({cluster.namespace!r}, address={cluster.address!r}) as cluster:
         pool = await cluster.pool(PoolSpec({described.role!r}, {described.target!r}, {described.options!r}, size=2))
@@ -277,7 +277,7 @@ async def test_one_process_has_one_cluster(cluster):
 async def test_a_cluster_that_is_not_there_in_time_is_one_error(address):
     program = f"""
 import asyncio
-from infra.cluster import Cluster
+from infra.pools.cluster import Cluster
 async def main():
     async with Cluster.open("nobody", address={address!r}, start_seconds=0.7):
         pass
@@ -292,8 +292,8 @@ asyncio.run(main())
 async def test_nothing_survives_a_killed_driver():
     program = """
 import asyncio, os, sys
-from infra.cluster import Cluster
-from infra.workers import PoolSpec
+from infra.pools.cluster import Cluster
+from infra.pools.worker import PoolSpec
 async def main():
     async with Cluster.open("doomed") as cluster:
         pool = await cluster.pool(PoolSpec("role", "tests.workers_for_tests:Counting"))

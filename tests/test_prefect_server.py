@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, te
 from flows.config import RunConfig, load_config
 from flows.retrain import dated
 from infra.errors import Damaged, WorkerFailed, WorkerLost
-from infra.runs import open_run
+from infra.store.runs import open_run
 from tasks.stages import is_transient
 from tests.jobs import PATIENCE, ROOT, TINY, Job, alive, family_of, kill, manifests_of, wait_for
 from tests.test_controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause

@@ -6,10 +6,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.bundles import BundleRef, publish_bundle
 from infra.errors import BadInput, Damaged
-from infra.shards import ShardRef, read_shard, write_shard
-from infra.storage import Store, open_store
+from infra.store.bundles import BundleRef, publish_bundle
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import Store, open_store
 from models.algorithms.config import Capo
 from models.config import ArithmeticData
 from models.data import load_problems

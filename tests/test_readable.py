@@ -5,8 +5,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.shards import write_shard
-from infra.storage import open_store
+from infra.store.shards import write_shard
+from infra.store.storage import open_store
 from models.algorithms.config import Grpo
 from models.records import score_schema
 from models.rewards.config import NumericReward, ScoringConfig

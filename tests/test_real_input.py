@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.config import load_config
-from infra.runs import open_run
-from infra.shards import read_shard
+from infra.store.runs import open_run
+from infra.store.shards import read_shard
 from models.config import FileData
 from models.data import Message, load_problems
 from tests.jobs import RHEOSTAT, ROOT

@@ -10,10 +10,10 @@ import pytest
 
 from flows.cli import main
 from flows.reading import verify_run
-from infra.manifests import decode_manifest
-from infra.retention import collect_garbage
-from infra.runs import open_run
-from infra.sealed import seal
+from infra.store.checksums import seal
+from infra.store.manifests import decode_manifest
+from infra.store.retention import collect_garbage
+from infra.store.runs import open_run
 from tests.jobs import ROOT, Fault, Job, files_of
 
 pytestmark = pytest.mark.timeout(1200)

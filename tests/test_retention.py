@@ -6,14 +6,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infra.bundles import fetch_bundle, publish_bundle
 from infra.errors import BadInput, Damaged
-from infra.export import export_parquet
-from infra.manifests import Manifest
-from infra.retention import collect_garbage, retire_bundle
-from infra.runs import create_run, open_run
-from infra.shards import read_shard, write_shard
-from infra.verify import verify_store
+from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.manifests import Manifest
+from infra.store.parquet import export_parquet
+from infra.store.retention import collect_garbage, retire_bundle
+from infra.store.runs import create_run, open_run
+from infra.store.shards import read_shard, write_shard
+from infra.store.verify import verify_store
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from infra.bundles import publish_bundle
 from infra.errors import BadInput, Damaged
-from infra.shards import read_shard, write_shard
-from infra.storage import open_store
+from infra.store.bundles import publish_bundle
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
 from models.records import ROLLOUT_SCHEMA, VERDICT_SCHEMA, PolicyVersion
 from models.rewards.config import DirectoryRewardModel, ModelReward
 from models.roles.reward_model import check_reward_model, load_reward_model, score

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from infra.bundles import publish_bundle
 from infra.errors import BadInput, Damaged
-from infra.shards import read_shard, write_shard
-from infra.storage import Store, open_store
+from infra.store.bundles import publish_bundle
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import Store, open_store
 from models.config import SamplingConfig, TransformersEngine
 from models.records import PROMPT_SCHEMA, ROLLOUT_SCHEMA, Outcome, PolicyVersion
 from models.seeds import sample_seed
@@ -188,7 +188,7 @@ PROGRAM = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from infra.storage import open_store
+from infra.store.storage import open_store
 from tests.test_rollout_worker import digest, example, worker
 
 root = Path(sys.argv[1])

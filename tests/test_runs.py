@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
-from infra.manifests import Manifest, Provenance
-from infra.runs import create_run, list_runs, open_run
-from infra.shards import ShardRef, write_shard
+from infra.store.manifests import Manifest, Provenance
+from infra.store.runs import create_run, list_runs, open_run
+from infra.store.shards import ShardRef, write_shard
 from tests.processes import CONTEXT, kill, process
 
 CONFIG = {"name": "first", "update": {"learning_rate": 1e-6, "zero": {"stage": 0}}, "rewards": ["numeric"]}

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pytest
 
 from infra.errors import Damaged, Quarantined
-from infra.shards import ShardRef, read_shard, write_shard
-from infra.storage import Store, open_store
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import Store, open_store
 from models.algorithms.config import AlgorithmConfig, DrGrpo, Grpo, Ppo
 from models.config import DynamicSampling
 from models.objectives.aggregation import token_weights
@@ -348,7 +348,7 @@ def test_scoring_512_completions_takes_a_fraction_of_a_second(store: Store, make
 
 HANGING_WORKER = """
 import sys
-from infra.shards import ShardRef
+from infra.store.shards import ShardRef
 from models.algorithms.config import Grpo
 from models.rewards.config import ScoringConfig, TargetReward
 from models.work import ScoringWork

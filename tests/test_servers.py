@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from infra.errors import WorkerFailed, WorkerLost
-from infra.servers import Launch, OwnedProcess, free_ports, start
+from infra.processes.server import Launch, OwnedProcess, free_ports, start
 
 SERVE = """
 import http.server, sys
@@ -150,7 +150,7 @@ print(block.name, flush=True)
 
 OWNER = """
 import os, time
-from infra.servers import free_ports, start
+from infra.processes.server import free_ports, start
 from tests.test_servers import FAMILY, SERVE, launch
 process, port = start(launch(FAMILY + SERVE), beat=lambda: None, ports=free_ports())
 if {forks} and os.fork() == 0:
@@ -189,8 +189,8 @@ class Serving:
 
 WITH_WORKER = """
 import asyncio, sys
-from infra.cluster import Cluster
-from infra.workers import PoolSpec
+from infra.pools.cluster import Cluster
+from infra.pools.worker import PoolSpec
 async def main():
     async with Cluster.open("servers") as cluster:
         for role in ("let go", "killed"):

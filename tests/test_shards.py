@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.errors import BadInput, Damaged
-from infra.shards import ShardRef, open_tables, quarantine, read_shard, write_shard
-from infra.storage import open_store
+from infra.store.shards import ShardRef, open_tables, quarantine, read_shard, write_shard
+from infra.store.storage import open_store
 from tests.processes import CONTEXT, process
 
 TABLE = pa.table(

@@ -6,10 +6,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.bundles import publish_bundle
 from infra.errors import EndpointDown
-from infra.shards import ShardRef, read_shard, write_shard
-from infra.storage import open_store
+from infra.store.bundles import publish_bundle
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import open_store
 from models.config import PacedEngine, SamplingConfig
 from models.records import ROLLOUT_SCHEMA, VERDICT_SCHEMA, Outcome, PolicyVersion
 from models.rewards.config import Canaries, DirectoryJudge, EndpointJudge, JudgeReward, StepsVerdict

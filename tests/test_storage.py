@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.errors import BadInput, Damaged, StoreFailed
-from infra.storage import check_key, open_store
+from infra.store.storage import check_key, open_store
 from tests.processes import CONTEXT, kill, process
 
 

@@ -14,10 +14,10 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.bundles import fetch_bundle, publish_bundle
 from infra.errors import BadInput
-from infra.shards import read_shard, write_shard
-from infra.storage import open_store
+from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
 from models.algorithms.config import Grpo
 from models.config import WarmupConfig
 from models.data import load_problems

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from infra.bundles import publish_bundle
-from infra.shards import ShardRef, write_shard
-from infra.storage import open_store
+from infra.store.bundles import publish_bundle
+from infra.store.shards import ShardRef, write_shard
+from infra.store.storage import open_store
 from models.config import ArithmeticData, ScratchPolicy
 from models.data import load_problems
 from models.records import SAMPLE_SCHEMA, PolicyVersion

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from infra.config import PoolsConfig
-from infra.environments import Platform, find_environment
+from infra.environments.find import Platform, find_environment
 from infra.errors import BadInput
 from models.config import EngineConfig, RolloutConfig, VllmEngine
 from models.rewards.config import EndpointJudge, JudgeReward, ScoringConfig

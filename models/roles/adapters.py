@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from infra.bundles import BundleRef, fetch_bundle
 from infra.errors import BadInput
 from infra.plugins import nearest_name
-from infra.storage import Store
+from infra.store.bundles import BundleRef, fetch_bundle
+from infra.store.storage import Store
 from models.objectives.config import LoraConfig
 from models.records import PolicyVersion
 from models.roles.merging import PREFIX, SETTINGS, TENSORS

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from infra.bundles import CONTENTS
 from infra.errors import BadInput
+from infra.store.bundles import CONTENTS
 from models.roles.merging import base_of, check_fits, is_adapter, load_merged, read_adapter
 from models.roles.policy import load_policy
 from models.roles.tokenizer import load_tokenizer

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from infra.shards import ShardRef, read_shard, write_shard
-from infra.storage import Store
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import Store
 from models.batching import MicroBatch, StepPlan, TokenSequence, lay_out, plan_step
 from models.columns import counted, lengths_of
 from models.records import ESTIMATE_SCHEMA

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from infra.bundles import fetch_bundle
-from infra.storage import Store
+from infra.store.bundles import fetch_bundle
+from infra.store.storage import Store
 from models.objectives.config import UpdateConfig
 from models.records import PolicyVersion
 from models.roles.optimizer_state import load_state

@@ -1,7 +1,7 @@
 """The models that an update rank keeps in memory: policy and critic to train, reference and teacher to compare with."""
 
-from infra.bundles import fetch_bundle
-from infra.storage import Store
+from infra.store.bundles import fetch_bundle
+from infra.store.storage import Store
 from models.objectives.config import UpdateConfig
 from models.records import PolicyVersion
 from models.roles.adapters import load_trainable

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
-from infra.sealed import canonical_json
+from infra.store.checksums import canonical_json
 from models.objectives.config import UpdateConfig
 from models.roles.ranks import Ranks, gather_bytes
 from models.roles.trainer import Trainer, zero_stage

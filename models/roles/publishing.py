@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from infra.bundles import fetch_bundle, publish_bundle
-from infra.storage import Store
+from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.storage import Store
 from models.objectives.config import UpdateConfig
 from models.records import PolicyVersion
 from models.roles.optimizer_state import save_state

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from infra.bundles import fetch_bundle
 from infra.errors import BadInput
-from infra.shards import read_shard, write_shard
-from infra.storage import open_store
+from infra.store.bundles import fetch_bundle
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
 from models.engines import StepSums
 from models.judges import Answer, Judge
 from models.judges.ballots import Ballot, Judged, with_canaries

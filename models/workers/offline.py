@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from infra.bundles import fetch_bundle
-from infra.storage import Store
+from infra.store.bundles import fetch_bundle
+from infra.store.storage import Store
 from models.config import DataConfig, PreferencesConfig, WarmupConfig
 from models.data import Example, Preference, load_preferences, warmup_examples
 from models.judges.training import judge_examples

@@ -9,9 +9,9 @@ import torch
 from blake3 import blake3
 from transformers import AutoConfig
 
-from infra.bundles import fetch_bundle, publish_bundle
-from infra.shards import write_shard
-from infra.storage import open_store
+from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.shards import write_shard
+from infra.store.storage import open_store
 from models.config import DirectoryPolicy
 from models.data import Problem, load_problems
 from models.records import PROMPT_SCHEMA, Outcome, PolicyVersion

@@ -6,10 +6,10 @@ import time
 import pyarrow as pa
 import torch
 
-from infra.bundles import fetch_bundle
 from infra.errors import BadInput
-from infra.shards import read_shard, write_shard
-from infra.storage import open_store
+from infra.store.bundles import fetch_bundle
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
 from models.engines import StepSums
 from models.records import VERDICT_SCHEMA, Outcome, PolicyVersion
 from models.rewards.config import ModelReward

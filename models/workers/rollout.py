@@ -7,10 +7,10 @@ import pyarrow as pa
 import torch
 from pydantic import JsonValue
 
-from infra.bundles import fetch_bundle
 from infra.errors import BadInput
-from infra.shards import ShardRef, read_shard, write_shard
-from infra.storage import open_store
+from infra.store.bundles import fetch_bundle
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import open_store
 from models.config import EngineConfig
 from models.engines.build import build_engine
 from models.groups import Group, fresh_groups, groups_of, table_of

@@ -8,10 +8,10 @@ import pyarrow as pa
 from pydantic import JsonValue
 from tokenizers import Tokenizer
 
-from infra.bundles import fetch_file
 from infra.errors import BadInput, Quarantined
-from infra.shards import read_shard, write_shard
-from infra.storage import open_store
+from infra.store.bundles import fetch_file
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
 from models.algorithms.config import AlgorithmConfig
 from models.columns import counted, lengths_of
 from models.comparison import compare_advantages, compare_rewards, read_samples, rewards_of

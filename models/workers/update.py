@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from infra.bundles import fetch_bundle
 from infra.errors import BadInput
-from infra.storage import open_store
+from infra.store.bundles import fetch_bundle
+from infra.store.storage import open_store
 from models.algorithms.config import AlgorithmConfig, Ppo, TeacherConfig, TeacherEndpoint
 from models.laps import Laps
 from models.objectives.config import KlPenalty, UpdateConfig

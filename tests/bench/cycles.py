@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from infra.manifests import Manifest
-from infra.runs import Run
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
 from tasks.plan import iteration_key
 
 DATA = ("load", "write", "save")

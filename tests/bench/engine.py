@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from infra.bundles import BundleRef
+from infra.store.bundles import BundleRef
 from models.config import SamplingConfig, TransformersEngine
 from models.engines import Request
 from models.engines.transformers import HuggingFaceEngine

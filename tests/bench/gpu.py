@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from infra.environments import find_python
+from infra.environments.find import find_python
 from infra.errors import BadInput
 from models.config import DrawnLengths
 from tests.bench.decoders import BYTES, QWEN3_0_6B, QWEN3_1_7B, TINY, Decoder, DType, write_decoder

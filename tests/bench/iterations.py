@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from infra.manifests import Manifest
-from infra.runs import Run
-from infra.shards import read_shard
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from infra.store.shards import read_shard
 from tasks.plan import iteration_key
 from tests.bench.cycles import cycles_of
 from tests.bench.limits import Generated

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.runs import Run, open_run
+from infra.store.runs import Run, open_run
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 NAME = "bench"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from infra.bundles import fetch_bundle
-from infra.storage import open_store
+from infra.store.bundles import fetch_bundle
+from infra.store.storage import open_store
 from models.config import ScratchPolicy
 from models.objectives.config import (
     Cispo,

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from flows.config import RunConfig, load_config
-from infra.manifests import Provenance
-from infra.runs import Run
+from infra.store.manifests import Provenance
+from infra.store.runs import Run
 from placement.build import build_policy
 from placement.measurements import Measurements, Role
 from placement.records import Decision, DrainInputs, Plan

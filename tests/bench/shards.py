@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pyarrow as pa
 
-from infra.shards import ShardRef, read_shard, verify_shard, write_shard
-from infra.storage import open_store
+from infra.store.shards import ShardRef, read_shard, verify_shard, write_shard
+from infra.store.storage import open_store
 from models.records import ROLLOUT_SCHEMA
 from tests.bench.tables import Table
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.runs import Run
+from infra.store.runs import Run
 from tasks.plan import iteration_key
 from tests.bench.cycles import cycles_of
 from tests.bench.inputs import GROUP, LEARNING_RATE, MINIBATCHES, PROMPTS, REWARD_PATTERN, write_inputs

@@ -19,13 +19,13 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 
-from infra.bundles import publish_bundle
-from infra.cluster import Cluster
-from infra.environments import find_python
-from infra.pools import Pool
-from infra.shards import ShardRef, read_shard, write_shard
-from infra.storage import Store, open_store
-from infra.workers import PoolSpec
+from infra.environments.find import find_python
+from infra.pools.cluster import Cluster
+from infra.pools.pool import Pool
+from infra.pools.worker import PoolSpec
+from infra.store.bundles import publish_bundle
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import Store, open_store
 from models.config import DrawnLengths, SamplingConfig, VllmEngine
 from models.records import PROMPT_SCHEMA, Outcome, PolicyVersion
 from models.roles.tokenizer import load_tokenizer

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from infra.environments import find_python
-from infra.servers import LOOPBACK, Launch, free_ports, start
+from infra.environments.find import find_python
+from infra.processes.server import LOOPBACK, Launch, free_ports, start
 from models.config import VllmEngine
 from models.engines.vllm.server import INSIDE, command, environment, lora_rank, platform_of
 

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from infra.environments import find_python
+from infra.environments.find import find_python
 from infra.errors import WorkerFailed
 from models.config import VllmEngine
 from models.engines.vllm.server import command, start_server

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import httpx
 
-from infra.environments import Platform, find_python
+from infra.environments.find import Platform, find_python
 from infra.errors import BadInput
-from infra.servers import LOOPBACK, Launch, OwnedProcess, free_ports, last_lines, start
+from infra.processes.server import LOOPBACK, Launch, OwnedProcess, free_ports, last_lines, start
 from models.config import CPU_CACHE_GIB, LORA_RANKS, VllmEngine
 
 logger = logging.getLogger(__name__)

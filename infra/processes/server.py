@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from infra import reaper
 from infra.errors import WorkerFailed, WorkerLost
+from infra.processes import guard
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +41,15 @@ class OwnedProcess:
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
         """Start the command with these environment variables alone, and some that mark it as ours."""
-        cluster = os.environ.get(reaper.CLUSTER)
+        cluster = os.environ.get(guard.CLUSTER)
         home = cluster if cluster is not None and Path(cluster).is_dir() else "/tmp"
         self.directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir=home))  # short, as sockets lie below it
-        self.log_path = self.directory / reaper.LOG
+        self.log_path = self.directory / guard.LOG
         self.log_path.touch()
         self._log = self.log_path.open("rb")
         self._size, self._cpu_seconds, self._seen = 0, 0.0, time.monotonic()
         variables = {**environment, "TMPDIR": str(self.directory)}
-        self._guard = reaper.start_guard(self.directory, command, environment=variables)
+        self._guard = guard.start_guard(self.directory, command, environment=variables)
         self._lines = self._guard.stdout
         assert self._lines is not None, "a guard tells the pid"
         told = self._lines.readline().decode().strip()
@@ -70,7 +70,7 @@ class OwnedProcess:
     def exit_code(self) -> int | None:
         """Return how the command ended by itself: negative for a signal, none while that is not known."""
         with contextlib.suppress(OSError):
-            told = (self.directory / reaper.ENDED).read_text()
+            told = (self.directory / guard.ENDED).read_text()
             return int(told) if told.endswith("\n") else None
         return None
 
@@ -101,7 +101,7 @@ class OwnedProcess:
                 stdin.close()
             stdout.read()  # until the guard ends
             stdout.close()
-            reaper.reap(self.directory, spared=os.getpid())  # a guard that was killed leaves both to us
+            guard.reap(self.directory, spared=os.getpid())  # a guard that was killed leaves both to us
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _cpu(self) -> float:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the environment: infra/install.sh VENV [EXTRA...]. Chooses the torch build that fits the machine:
+# Build the environment: infra/environments/install.sh VENV [EXTRA...]. Chooses the torch build that fits the machine:
 # without an NVIDIA driver no CUDA package is downloaded, with one no CPU build is taken.
 set -euo pipefail
 venv=$1; shift

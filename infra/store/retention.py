@@ -2,11 +2,11 @@
 
 import re
 
-from infra.bundles import BundleRef, delete_bundle, retirement_key
 from infra.errors import BadInput
-from infra.manifests import Manifest
-from infra.runs import Run
-from infra.storage import Entry
+from infra.store.bundles import BundleRef, delete_bundle, retirement_key
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from infra.store.storage import Entry
 
 _SHARD = re.compile(r"shards/[0-9a-f]{64}\.arrow")
 _BUNDLED = re.compile(r"(.+/[0-9a-f]{16})/.+")

@@ -15,7 +15,8 @@ from urllib.request import url2pathname
 
 import pyarrow as pa
 
-from infra.disk import (
+from infra.errors import BadInput, Damaged, StoreFailed
+from infra.store.disk import (
     TEMPORARY,
     hold_file,
     make_directory,
@@ -25,7 +26,6 @@ from infra.disk import (
     sync_directory,
     walk_files,
 )
-from infra.errors import BadInput, Damaged, StoreFailed
 
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._=+-]*"
 _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")

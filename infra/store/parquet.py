@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.errors import BadInput
-from infra.runs import Run
+from infra.store.runs import Run
 
 
 def export_parquet(run: Run, tables: Iterable[pa.Table], key: str) -> Path:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Protocol, TypeVar
 
-from infra.actors import Returned
 from infra.errors import ClusterFailed, RheostatError, WorkerAsleep, WorkerLost
-from infra.seats import Seat, State
-from infra.workers import Berth, Done, PoolSpec, Worker, checked, together
+from infra.pools.host import Returned
+from infra.pools.slot import Seat, State
+from infra.pools.worker import Berth, Done, PoolSpec, Worker, checked, together
 
 R = TypeVar("R")
 T = TypeVar("T")

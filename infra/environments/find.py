@@ -76,7 +76,7 @@ class Stamp(Settings):
 
 
 def platform_here() -> Platform:
-    """Choose by the driver, as infra/install.sh does: nothing made for CUDA is of use without one."""
+    """Choose by the driver, as infra/environments/install.sh does: nothing made for CUDA is of use without one."""
     return "cuda" if DRIVER.exists() or _lists_gpus() else "cpu"
 
 

@@ -16,13 +16,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra import reaper
-from infra.berths import SLOT, Berths
 from infra.errors import ClusterFailed
-from infra.fleet import Fleet
-from infra.pools import Pool
-from infra.ranks import RankGroup
-from infra.workers import PoolSpec
+from infra.pools.fleet import Fleet
+from infra.pools.placement_group import SLOT, Berths
+from infra.pools.pool import Pool
+from infra.pools.ranks import RankGroup
+from infra.pools.worker import PoolSpec
+from infra.processes.guard import CLUSTER, start_guard
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +116,9 @@ class Cluster:
 def _embedded(namespace: str, *, log_to_driver: bool) -> Iterator[str]:
     """Start Ray on this machine; its processes and files are gone at the end, however that comes."""
     directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))  # sockets below it: paths of 103 bytes at most
-    guard = reaper.start_guard(directory)
+    guard = start_guard(directory)
     try:
-        with _environment({**EMBEDDED_ENVIRONMENT, reaper.CLUSTER: str(directory)}):
+        with _environment({**EMBEDDED_ENVIRONMENT, CLUSTER: str(directory)}):
             import ray
 
             ray.init(

@@ -8,8 +8,8 @@ from pydantic import Field, ValidationError
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
-from infra.sealed import canonical_json
-from infra.storage import Store, check_key
+from infra.store.checksums import canonical_json
+from infra.store.storage import Store, check_key
 
 CONTENTS = "bundle.json"
 """Lists a bundle's files; a directory that becomes a bundle may not bring its own."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from infra.errors import RheostatError, WorkerLost
-from infra.workers import Berth, PoolSpec, Worker, find_worker, start_worker
+from infra.pools.worker import Berth, PoolSpec, Worker, find_worker, start_worker
 
 logger = logging.getLogger(__name__)
 

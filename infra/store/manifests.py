@@ -8,11 +8,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
-from infra.bundles import BundleRef
 from infra.config import Settings
 from infra.errors import Damaged
-from infra.sealed import SCHEMA_VERSION, digest_of, seal, unseal
-from infra.shards import ShardRef
+from infra.store.bundles import BundleRef
+from infra.store.checksums import SCHEMA_VERSION, digest_of, seal, unseal
+from infra.store.shards import ShardRef
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]*(/[a-z0-9][a-z0-9._-]*)*")
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TypeVar
 
-from infra.actors import Returned
 from infra.errors import ClusterFailed, WorkerFailed, WorkerLost
-from infra.workers import Done, PoolSpec, Worker, checked, find_worker, start_worker, together
+from infra.pools.host import Returned
+from infra.pools.worker import Done, PoolSpec, Worker, checked, find_worker, start_worker, together
 
 R = TypeVar("R")
 

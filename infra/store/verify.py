@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from infra.bundles import BundleRef, retirement_key, verify_bundle
 from infra.errors import BadInput, Damaged
-from infra.manifests import Manifest, decode_manifest
-from infra.runs import Run
-from infra.sealed import unseal
-from infra.shards import ShardRef, verify_shard
-from infra.storage import Store
+from infra.store.bundles import BundleRef, retirement_key, verify_bundle
+from infra.store.checksums import unseal
+from infra.store.manifests import Manifest, decode_manifest
+from infra.store.runs import Run
+from infra.store.shards import ShardRef, verify_shard
+from infra.store.storage import Store
 
 
 def verify_store(run: Run) -> list[str]:

@@ -12,9 +12,9 @@ from pydantic import JsonValue, ValidationError
 
 from infra.config import Settings
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
-from infra.manifests import Manifest, decode_manifest, provenance_here
-from infra.sealed import seal, unseal
-from infra.storage import Store, open_store
+from infra.store.checksums import seal, unseal
+from infra.store.manifests import Manifest, decode_manifest, provenance_here
+from infra.store.storage import Store, open_store
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _RECORD, _LOCK, _LEASES, _MANIFESTS, _JOURNAL = "run.json", "lock", "lease/", "manifests/", "journal/"

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
-from infra.sealed import SCHEMA_VERSION, check_version
-from infra.storage import Store
+from infra.store.checksums import SCHEMA_VERSION, check_version
+from infra.store.storage import Store
 
 _OWN = "rheostat."  # prefix of the metadata that shards write themselves
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.environments import (
+from infra.environments.find import (
     STAMP,
     Environment,
     Platform,

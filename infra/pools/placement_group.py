@@ -4,7 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from infra.errors import BadInput, ClusterFailed
-from infra.workers import Berth
+from infra.pools.worker import Berth
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import psutil
 
-from infra.actors import LIFE, WATCH, WORK, Host, Place, Raised, Returned, thread_variables
 from infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
+from infra.pools.host import LIFE, WATCH, WORK, Host, Place, Raised, Returned, thread_variables
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

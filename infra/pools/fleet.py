@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from infra.berths import Berths
-from infra.dealing import Change, Post, changes, deal
 from infra.errors import BadInput, ClusterFailed, RheostatError, WorkerLost
-from infra.pools import Pool
-from infra.seats import Seat, State
-from infra.workers import Berth, PoolSpec, find_worker, together
+from infra.pools.assignment import Change, Post, changes, deal
+from infra.pools.placement_group import Berths
+from infra.pools.pool import Pool
+from infra.pools.slot import Seat, State
+from infra.pools.worker import Berth, PoolSpec, find_worker, together
 
 logger = logging.getLogger(__name__)
 
