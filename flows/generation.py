@@ -5,7 +5,7 @@ import asyncio
 from flows.rollout import rollout
 from flows.running import controllers_of, launch
 from flows.scoring import scoring
-from placement.allocation import deal
+from placement.shards import deal
 from tasks.correction import correct_placement
 from tasks.placement import learn, place_stage, place_turn
 from tasks.plan import BatchPlan

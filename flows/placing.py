@@ -10,9 +10,9 @@ from flows.reading import open_known_run
 from flows.terminal import table
 from infra.config import Settings
 from infra.errors import BadInput
-from placement.build import build_policy
 from placement.config import PlacementConfig
 from placement.measurements import Measurements
+from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, PlanInputs
 from tasks.placing import rollout_demand, scoring_demand
 

@@ -15,12 +15,9 @@ from infra.store.runs import Run
 from models.rewards.config import ScoringConfig
 from placement.measurements import Measurements, Role
 from placement.records import Demand, PlanInputs
-from placement.simulator.aims import AIMS, Verdict, verdicts
-from placement.simulator.cells import POLICIES, REGIMES, CellResult, Load, evaluate, load_of
-from placement.simulator.lengths import KNOWN
-from placement.simulator.recorded import recorded_load
-from placement.simulator.scenarios import SCENARIOS
-from placement.simulator.statistics import paired_ratio
+from placement.simulator.cells import POLICIES, REGIMES, CellResult, Load, evaluate, load_of, recorded_load
+from placement.simulator.report import AIMS, Verdict, paired_ratio, verdicts
+from placement.simulator.workload import KNOWN, SCENARIOS
 from tasks.observing import observed
 from tasks.placing import judge_role
 from tasks.plan import BatchPlan

@@ -49,7 +49,7 @@ class AdaptivePlacement(PlacementPolicy):
 
 
 class TargetPlacement(PlacementPolicy):
-    """Any class that fits `placement.policies.Policy`."""
+    """Any class that fits `placement.policies.protocol.Policy`."""
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]

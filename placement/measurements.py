@@ -1,4 +1,7 @@
-"""From what stages measured to what policies decide from. Frozen, and JSON like all of placement's records."""
+"""From what stages measured to what policies decide from. Frozen, and JSON like all of placement's records.
+
+Durations of units come from lines through summed statistics, of which neither part may be negative.
+"""
 
 from collections.abc import Iterable
 from math import exp, log, sqrt
@@ -10,23 +13,83 @@ from numpy.typing import NDArray
 
 from infra.config import Settings
 from placement.records import Demand, Pace, ResizeCost
-from placement.regression import LineSums, fit_line
+
+LEAST_VARIATION = 0.01
+"""Below this squared coefficient of variation of x nothing tells base from slope."""
+
+
+class LineSums(Settings):
+    """Sufficient statistics of y on x, exponentially forgotten."""
+
+    count: float = 0.0
+    x: float = 0.0
+    xx: float = 0.0
+    y: float = 0.0
+    xy: float = 0.0
+
+    def plus(self, other: "LineSums", *, decay: float = 1.0) -> "LineSums":
+        """Return these sums, faded by `decay`, with others added."""
+        return LineSums(
+            count=decay * self.count + other.count,
+            x=decay * self.x + other.x,
+            xx=decay * self.xx + other.xx,
+            y=decay * self.y + other.y,
+            xy=decay * self.xy + other.xy,
+        )
+
+
+def fit_line(sums: LineSums, *, prior: tuple[float, float]) -> tuple[float, float]:
+    """Return (base, slope), both at least 0, with the least squared error; the prior where there is nothing to fit.
+
+    Where x hardly varied, the mean of y is kept and parted as in the prior.
+    """
+    if sums.count <= 0 or sums.x <= 0:
+        return prior
+    variance = sums.count * sums.xx - sums.x**2
+    if variance <= LEAST_VARIATION * sums.x**2:
+        return _scaled(sums, prior)
+    slope = (sums.count * sums.xy - sums.x * sums.y) / variance
+    base = (sums.y - slope * sums.x) / sums.count
+    if slope < 0:
+        return max(sums.y / sums.count, 0.0), 0.0
+    if base < 0:
+        return 0.0, max(sums.xy / sums.xx, 0.0)
+    return base, slope
+
+
+def _scaled(sums: LineSums, prior: tuple[float, float]) -> tuple[float, float]:
+    mean = max(sums.y / sums.count, 0.0)
+    expected = prior[0] + prior[1] * sums.x / sums.count
+    if expected <= 0:
+        return mean, 0.0
+    return prior[0] * mean / expected, prior[1] * mean / expected
+
 
 Role = Literal["rollout", "scoring"]
+
 Floats = NDArray[np.float64]
 
 SAMPLE = 512
 """Lengths kept per role."""
+
 FADE = 0.5
 """What a stage's step times weigh one stage later."""
+
 BUSY_KEPT = 0.7
 """EMA of busy seconds: 0.7 of the old, 0.3 of the new."""
+
 RESIZE_KEPT = 0.7
+
 LIKENESS_KEPT = 0.7
+
 LIKENESS_MOST = 0.95
+
 DRIFT = 0.2
+
 DRIFT_KEPT = 0.7
+
 DRIFT_MOST = 1.0
+
 MOVES_KEPT = 64
 """Moves behind the 95th percentile."""
 

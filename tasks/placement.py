@@ -9,8 +9,8 @@ from prefect.artifacts import acreate_markdown_artifact
 from pydantic import JsonValue
 
 from infra.pools.fleet import Move
-from placement.build import build_policy
 from placement.measurements import Role
+from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, Plan, PlanInputs
 from tasks.judges import model_key
 from tasks.observing import observed, recalled

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from models.config import EngineConfig, PacedEngine
 from models.rewards.config import ChoiceVerdict, JudgeReward, ScoreVerdict, ServedReward, VerdictConfig
 from placement.measurements import Measurements, Prior
-from placement.policies import Policy
+from placement.policies.protocol import Policy
 from placement.records import Demand, Memory, Pace, Plan
-from placement.replicas import allot, least_slots
+from placement.slots import allot, least_slots
 from tasks.settings import RunSettings
 
 

@@ -7,7 +7,7 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.config import SamplingConfig
 from models.curriculum import Cursor
-from placement.allocation import cut
+from placement.shards import cut
 
 BASE, SFT, DPO = "policy/base", "policy/sft", "policy/dpo"
 """Keys of the manifests that committed the policy before, and after, each stage of training on data alone."""

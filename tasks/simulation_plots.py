@@ -3,7 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 
-from placement.simulator.statistics import Ratio
+from placement.simulator.report import Ratio
 
 
 def policy_bars(groups: Sequence[str], bars: Mapping[str, Sequence[Ratio]], *, title: str) -> bytes:

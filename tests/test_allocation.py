@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.statistics import mean_interval, wilson_interval
-from placement.allocation import cut, deal
+from placement.shards import cut, deal
 
 
 @given(st.integers(1, 500), st.integers(1, 64))

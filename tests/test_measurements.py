@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.measurements import Measurements, Prior, UnitObservation
+from placement.measurements import LineSums, Measurements, Prior, UnitObservation, fit_line
 from placement.records import Pace
-from placement.regression import LineSums, fit_line
 
 
 def observed(role="rollout", *, lengths, base=0.005, slope=0.0002, setup=0.01, unit=0.5, detail=64):

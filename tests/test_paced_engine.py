@@ -15,7 +15,7 @@ from models.judges.local import LocalJudge
 from models.judges.verdicts import read_verdict
 from models.records import FinishReason, PolicyVersion
 from models.rewards.config import ScoreVerdict
-from placement.regression import LineSums, fit_line
+from placement.measurements import LineSums, fit_line
 from tests.policies import small_tokenizer, write_policy
 
 FAST = PacedConfig(base_seconds=0, per_sequence_seconds=0, median_tokens=30, sigma=0.5)

@@ -5,11 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.build import build_policy
 from placement.config import AdaptivePlacement, ColocatedPlacement, FixedPlacement, ProportionalPlacement
+from placement.forecast.remaining import remaining, residuals, stage_factor
+from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, Memory
-from placement.remaining import remaining
-from placement.residual import residuals, stage_factor
 from tests.placements import demand, drain_inputs, lognormal, split, turns
 
 ADAPTIVE = build_policy(AdaptivePlacement())

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.errors import BadInput
-from placement.build import build_policy
 from placement.config import (
     AdaptivePlacement,
     ColocatedPlacement,
@@ -15,9 +14,10 @@ from placement.config import (
     ProportionalPlacement,
     TargetPlacement,
 )
-from placement.prediction import forecast, scores
+from placement.forecast.stage import forecast, scores
+from placement.policies.build import build_policy
 from placement.records import Decision, Memory, PlanInputs
-from placement.splits import candidates
+from placement.slots import candidates
 from tests.placements import demand, lognormal, plan_inputs, split, turns
 
 ADAPTIVE = build_policy(AdaptivePlacement())

@@ -5,12 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement import prediction
-from placement.prediction import forecast, unit_seconds
+from placement.forecast import stage
+from placement.forecast.lengths import draw_units
+from placement.forecast.stage import forecast, list_schedule, unit_seconds
 from placement.records import Pace
-from placement.sampling import draw_units
-from placement.scheduling import list_schedule
-from placement.splits import candidates
+from placement.slots import candidates
 from tests.placements import demand, draw_seconds, finish, lognormal, plan_inputs, split, stage_seconds, turns
 
 
@@ -43,7 +42,7 @@ def test_small_pools_are_predicted_within_a_tenth(workers, units):
 def test_tables_for_large_pools_agree_with_simulation():
     inputs = plan_inputs(workers=256, rollout=demand(units=768), scoring=demand(units=768, base=0.01))
     plans = (turns(256), split(96, 160), split(128, 128), split(192, 64))
-    assert prediction._exact_work(inputs, plans, 16) > prediction.EXACT_WORK
+    assert stage._exact_work(inputs, plans, 16) > stage.EXACT_WORK
     assert predicted(inputs, *plans) == pytest.approx(simulated(inputs, *plans, stages=8), rel=0.12)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.errors import BadInput
-from placement.replicas import allot, least_slots
+from placement.slots import allot, least_slots
 
 
 def test_fixed_replicas_come_first_and_the_rest_goes_round_largest_first():

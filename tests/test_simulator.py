@@ -10,26 +10,36 @@ import pytest
 
 from flows.simulating import add_arguments, simulate
 from infra.errors import BadInput
-from placement.build import build_policy
 from placement.config import AdaptivePlacement, FixedPlacement
+from placement.policies.build import build_policy
 from placement.records import Decision, Demand, Memory, Pace, Plan
 from placement.simulator.baselines import (
     co_resident_run,
     colocated_run,
+    colocated_seconds,
     hindsight,
+    lower_bound,
     lower_bound_run,
     split_run,
+    split_seconds,
 )
-from placement.simulator.cells import REGIMES, evaluate, load_of
-from placement.simulator.lengths import KNOWN, cap, draw
-from placement.simulator.recorded import recorded_load
+from placement.simulator.cells import REGIMES, evaluate, load_of, recorded_load
+from placement.simulator.report import interval, paired_ratio
 from placement.simulator.runs import play
-from placement.simulator.scenarios import SCENARIOS
-from placement.simulator.splits import colocated_seconds, lower_bound, split_seconds
 from placement.simulator.stage import Stage
-from placement.simulator.statistics import interval, paired_ratio
 from placement.simulator.workers import unit_steps
-from placement.simulator.workload import Absence, StageWork, Trouble, World, draw_workload, role_work
+from placement.simulator.workload import (
+    KNOWN,
+    SCENARIOS,
+    Absence,
+    StageWork,
+    Trouble,
+    World,
+    cap,
+    draw,
+    draw_workload,
+    role_work,
+)
 
 PACE = Pace(base_seconds=1.0, per_sequence_seconds=0.5)
 ONE_EACH = Plan(mode="split", rollout=1, scoring=1)

@@ -1,12 +1,18 @@
-"""Cells of the evaluation: a pool, a load, a cost of moving; what every policy makes of them with paired seeds."""
+"""Cells of the evaluation: a pool, a load, a cost of moving; what every policy makes of them with paired seeds.
+
+The load is made up, or drawn again from what a real run's placement measured.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from placement.build import build_policy
+import numpy as np
+
 from placement.config import AdaptivePlacement, ProportionalPlacement
-from placement.policies import Policy
+from placement.policies.build import build_policy
+from placement.policies.protocol import Policy
+from placement.records import Demand
 from placement.simulator.baselines import (
     Periodic,
     co_resident_run,
@@ -15,9 +21,18 @@ from placement.simulator.baselines import (
     lower_bound_run,
     split_run,
 )
-from placement.simulator.lengths import KNOWN
 from placement.simulator.runs import play
-from placement.simulator.workload import Judge, Trouble, Workload, World, draw_workload
+from placement.simulator.workload import (
+    KNOWN,
+    Judge,
+    RoleWork,
+    StageWork,
+    Trouble,
+    Workload,
+    World,
+    draw_workload,
+    role_work,
+)
 
 REGIMES: dict[str, World] = {
     "throughput": World(workers=0),
@@ -208,3 +223,26 @@ def _result(cell: Cell, trials: list[_Trial]) -> CellResult:
         slowest_decision=max(trial.slowest for trial in trials),
         tail=sum(trial.tail for trial in trials) / len(trials),
     )
+
+
+def recorded_load(
+    run: str, stages: Sequence[tuple[Demand, Demand]], *, workers: int, resize_seconds: Sequence[float]
+) -> Load:
+    """Describe a run's iterations, from what each of them measured of itself: rollout and scoring."""
+    cells = tuple(Cell(f"run {run}", workers, "as it was", "measured", seconds) for seconds in resize_seconds)
+    return Load(cells=cells, draw=partial(recorded_workload, tuple(stages), workers=workers))
+
+
+def recorded_workload(stages: tuple[tuple[Demand, Demand], ...], seed: int, *, workers: int) -> Workload:
+    """Draw each iteration's units from its own lengths and paces."""
+    rng = np.random.default_rng(seed)
+    drawn = tuple(
+        StageWork(rollout=_drawn(rollout, rng), scoring=_drawn(scoring, rng), units_at_once=rollout.units_at_once)
+        for rollout, scoring in stages
+    )
+    return Workload(stages=drawn, slowness_N=np.ones(workers), absences=((),) * len(drawn))
+
+
+def _drawn(demand: Demand, rng: np.random.Generator) -> RoleWork:
+    sequences = max(demand.sequences, 1)
+    return role_work(demand.pace, rng.choice(np.asarray(demand.lengths), size=(demand.units, sequences)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from placement.measurements import SAMPLE, Measurements, UnitObservation
-from placement.policies import Policy
+from placement.policies.protocol import Policy
 from placement.records import Decision, Demand, DrainInputs, InFlight, Memory, Plan, PlanInputs, RoleProgress
 from placement.simulator.stage import Done, Role, RoleView, Stage, StageResult, View
 from placement.simulator.workload import StageWork, Workload

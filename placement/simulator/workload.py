@@ -1,22 +1,151 @@
 """What there is to do, drawn once per seed: every policy meets the same answers, slow workers and deaths.
 
+Lengths are heavy-tailed and alike within a group; scenarios move their median from one iteration to the next.
+
 Suffixes: U units, S sequences of a rollout unit, V verdicts asked of a unit (S × votes), N slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.records import Pace
-from placement.simulator.lengths import KNOWN, Lengths, draw
-from placement.simulator.scenarios import SCENARIOS
 
 Floats = NDArray[np.float64]
 
+RANGE = 8.0  # from the smallest to the largest factor of every scenario that moves
+
+PERIOD = 8  # iterations of one wave of the sinusoid, and between two flips
+
+BURST_SHARE = 0.25  # iterations that burst
+
+
+def _stationary(iterations: int, _: np.random.Generator) -> tuple[Floats, Floats]:
+    return np.ones(iterations), np.ones(iterations)
+
+
+def _drift(iterations: int, _: np.random.Generator) -> tuple[Floats, Floats]:
+    return RANGE ** np.linspace(-0.5, 0.5, iterations), np.ones(iterations)
+
+
+def _step(iterations: int, _: np.random.Generator) -> tuple[Floats, Floats]:
+    late = np.arange(iterations) >= iterations / 2
+    return np.where(late, RANGE**0.5, RANGE**-0.5), np.ones(iterations)
+
+
+def _sinusoid(iterations: int, _: np.random.Generator) -> tuple[Floats, Floats]:
+    return RANGE ** (0.5 * np.sin(2 * np.pi * np.arange(iterations) / PERIOD)), np.ones(iterations)
+
+
+def _flip(iterations: int, _: np.random.Generator) -> tuple[Floats, Floats]:
+    late = np.arange(iterations) // (PERIOD // 2) % 2 == 1
+    return np.where(late, RANGE**0.25, RANGE**-0.25), np.where(late, RANGE**-0.25, RANGE**0.25)
+
+
+def _burst(iterations: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    bursts = np.zeros(iterations, bool)
+    bursts[rng.choice(iterations, max(1, round(BURST_SHARE * iterations)), replace=False)] = True
+    return np.where(bursts, RANGE, 1.0), np.ones(iterations)
+
+
+SCENARIOS: dict[str, Callable[[int, np.random.Generator], tuple[Floats, Floats]]] = {
+    "stationary": _stationary,
+    "drift": _drift,
+    "step": _step,
+    "sinusoid": _sinusoid,
+    "flip": _flip,
+    "burst": _burst,
+}
+"""By name; each gives the factors of all iterations, of rollouts and of verdicts."""
+
+BIMODAL_LONG = 0.2  # share of answers of the long kind
+
+BIMODAL_FACTOR = 8.0
+
+BIMODAL_SIGMA = 0.25  # spread within a kind, in log space
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of lengths in tokens with median 1, to be scaled."""
+
+    name: str
+    shape: Literal["lognormal", "bimodal", "pareto"]
+    parameter: float
+    """Sigma of the log-normal, alpha of Pareto's, factor between the two kinds of a bimodal one."""
+    correlation: float = 0.3
+    """Of two answers to one prompt, in the normal variable behind the length."""
+    truncated: float = 0.02
+    """Share of the mass at the cap."""
+
+
+KNOWN = {
+    known.name: known
+    for known in (
+        *(Lengths(f"lognormal-{sigma}", "lognormal", sigma) for sigma in (0.5, 0.8, 1.0, 1.2)),
+        Lengths("lognormal-1.0-cut", "lognormal", 1.0, truncated=0.1),
+        Lengths("lognormal-0.8-alone", "lognormal", 0.8, correlation=0.0),
+        Lengths("lognormal-0.8-alike", "lognormal", 0.8, correlation=0.7),
+        Lengths("bimodal", "bimodal", BIMODAL_FACTOR),
+        Lengths("pareto-1.5", "pareto", 1.5, truncated=0.01),
+        Lengths("pareto-2.5", "pareto", 2.5, truncated=0.01),
+    )
+}
+"""The distributions that the aims speak of, by name."""
+
+
+def draw(lengths: Lengths, rng: np.random.Generator, *, units: int, groups: int, group_size: int) -> Floats:
+    """Lengths [U, S] with S = groups * group_size and median 1, before rounding to tokens."""
+    shared = rng.standard_normal((units, groups, 1))
+    own = rng.standard_normal((units, groups, group_size))
+    normal = np.sqrt(lengths.correlation) * shared + np.sqrt(1 - lengths.correlation) * own
+    return np.minimum(_shaped(lengths, normal), cap(lengths)).reshape(units, groups * group_size)
+
+
+def cap(lengths: Lengths) -> float:
+    """The longest length, in medians: the quantile above which the truncated mass lies."""
+    z = normal_quantile(1 - lengths.truncated)
+    match lengths.shape:
+        case "lognormal":
+            return float(np.exp(lengths.parameter * z))
+        case "pareto":
+            return float((2 * lengths.truncated) ** (-1 / lengths.parameter))
+        case "bimodal":
+            return float(lengths.parameter * np.exp(BIMODAL_SIGMA * z))
+
+
+def _shaped(lengths: Lengths, normal: Floats) -> Floats:
+    match lengths.shape:
+        case "lognormal":
+            return np.asarray(np.exp(lengths.parameter * normal))
+        case "pareto":
+            above = np.maximum(1 - normal_share(normal), 1e-12)
+            return np.asarray((2 * above) ** (-1 / lengths.parameter))
+        case "bimodal":
+            long = normal > normal_quantile(1 - BIMODAL_LONG)
+            return np.asarray(np.where(long, lengths.parameter, 1.0) * np.exp(BIMODAL_SIGMA * normal))
+
+
+def normal_share(z: Floats) -> Floats:
+    """Share of a normal population below z (Abramowitz and Stegun 7.1.26, absolute error below 1.5e-7)."""
+    x = np.abs(z) / np.sqrt(2)
+    t = 1 / (1 + 0.3275911 * x)
+    polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    erf = 1 - polynomial * np.exp(-x * x)
+    return np.asarray(0.5 * (1 + np.sign(z) * erf))
+
+
+def normal_quantile(share: float) -> float:
+    """The z below which a share of a normal population lies."""
+    return NormalDist().inv_cdf(share)
+
 
 ROLLOUT = Pace(base_seconds=0.005, per_sequence_seconds=0.0002, setup_seconds=0.002, unit_seconds=0.1)
+
 SCORING = Pace(base_seconds=0.009, per_sequence_seconds=0.0004, setup_seconds=0.002, unit_seconds=0.1)
 """Paces with which both roles have about the same work on average, so that a load that moves tips either way."""
 

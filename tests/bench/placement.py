@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 
-from placement.build import build_policy
 from placement.config import AdaptivePlacement
+from placement.policies.build import build_policy
 from placement.records import Decision
 from tests.bench.tables import Table
 from tests.placements import demand, drain_inputs, plan_inputs, split

@@ -23,8 +23,8 @@ from pydantic import JsonValue
 from flows.config import RunConfig, load_config
 from infra.store.manifests import Provenance
 from infra.store.runs import Run
-from placement.build import build_policy
 from placement.measurements import Measurements, Role
+from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, Plan
 from placement.simulator.runs import play
 from placement.simulator.stage import Stage, View

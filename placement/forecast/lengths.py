@@ -4,17 +4,38 @@ Shapes: B bootstraps, U units, L lengths of a resample.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.normal import normal_cdf, normal_quantile
 from placement.records import Demand
 
 Floats = NDArray[np.float64]
 
+
+def normal_cdf(z: Floats) -> Floats:
+    """Share of the distribution below z, to four digits."""
+    grid, share = _grid()
+    return np.asarray(np.interp(z, grid, share))
+
+
+def normal_quantile(share: Floats) -> Floats:
+    """The z below which such a share lies, between -6 and 6."""
+    grid, known = _grid()
+    return np.asarray(np.interp(share, known, grid))
+
+
+@cache
+def _grid() -> tuple[Floats, Floats]:
+    grid = np.linspace(-6, 6, 1201)
+    return grid, np.array([NormalDist().cdf(float(z)) for z in grid])
+
+
 PRIOR_LENGTHS = 8
 """The prior counts as so many observed lengths."""
+
 PRIOR_SIGMA = 0.5
 """The prior is log-normal about the observed median, at least so wide: a small sample knows nothing of its tail."""
 

@@ -1,10 +1,12 @@
-"""How long a stage will take under each way to deal the slots, by simulating resamples of recent lengths.
+"""How long a stage will take under each split of the slots, by simulating resamples of recent lengths.
 
 A unit of b sequences decoded as one batch takes `unit + setup * b + A * max l + C * sum l` seconds: finished sequences
 leave the batch, and the longest one is decoded alone in the end (the tail). Workers that decode c units together share
-the steps' base time among them: each unit lasts `unit + A * max l + c * (setup * b + C * sum l)`.
+the steps' base time among them: each unit lasts `unit + A * max l + c * (setup * b + C * sum l)`. Whole units are
+scheduled in order, each to the worker that is free first.
 
-Shapes: K candidates, B bootstraps, U units, W lanes (places for a unit, c of them per worker).
+Shapes: K candidates, B bootstraps, X cases side by side (K × B), U units, W lanes (places for a unit, c of them per
+worker).
 """
 
 from dataclasses import dataclass
@@ -12,16 +14,36 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.forecast.large_pools import TABLE_UNITS, Load, handover_end, stream_end, tabulate
+from placement.forecast.lengths import UnitDraws, draw_units
 from placement.records import Demand, Plan, PlanInputs
-from placement.renewal import TABLE_UNITS, Load, handover_end, stream_end, tabulate
-from placement.sampling import UnitDraws, draw_units
-from placement.scheduling import list_schedule
 
 Floats = NDArray[np.float64]
+
+
+def list_schedule(free_XW: Floats, seconds_XU: Floats, *, ready_XU: Floats | None = None) -> tuple[Floats, Floats]:
+    """Return when each unit ends [X, U], and when each worker is free then [X, W].
+
+    `free_XW`: when each worker is free (infinite: no such worker). `ready_XU`: when each unit can begin, ascending; by
+    default at once.
+    """
+    free_XW = free_XW.copy()
+    cases = np.arange(free_XW.shape[0])
+    ends_XU = np.empty_like(seconds_XU)
+    for unit in range(seconds_XU.shape[1]):
+        first_X = free_XW.argmin(axis=1)
+        begin_X = free_XW[cases, first_X]
+        if ready_XU is not None:
+            begin_X = np.maximum(begin_X, ready_XU[:, unit])
+        ends_XU[:, unit] = free_XW[cases, first_X] = begin_X + seconds_XU[:, unit]
+    return ends_XU, free_XW
+
+
 Ints = NDArray[np.int64]
 
 TURNS = 1
 """Switches that taking turns costs beside what every plan pays: waking all workers at the begin, with new weights."""
+
 EXACT_WORK = 8_000_000
 """Up to so many (unit, case, lane) steps every unit is scheduled; 20 ms of one core. Beyond, tables answer."""
 

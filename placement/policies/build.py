@@ -1,12 +1,21 @@
-"""Policies that users bring, named `pkg.mod:Class`."""
+"""From a placement's configuration to the policy that decides; those that users bring are named `pkg.mod:Class`."""
 
 import inspect
 from typing import cast
 
 from infra.errors import BadInput
 from infra.plugins import find_target, nearest_name
-from placement.config import TargetPlacement
-from placement.policies import Policy
+from placement.config import (
+    AdaptivePlacement,
+    ColocatedPlacement,
+    FixedPlacement,
+    PlacementConfig,
+    ProportionalPlacement,
+    TargetPlacement,
+)
+from placement.policies.adaptive import Adaptive
+from placement.policies.protocol import Policy
+from placement.policies.simple import Colocated, Fixed, Proportional
 
 
 def target_policy(config: TargetPlacement) -> Policy:
@@ -35,3 +44,18 @@ def _check_method(policy: object, name: str, where: str) -> None:
     except TypeError as error:
         found = inspect.signature(method)
         raise BadInput(f"{where}: expected to call {name}(inputs), found {name}{found}: {error}") from error
+
+
+def build_policy(config: PlacementConfig) -> Policy:
+    """Return the policy that the configuration names; `BadInput` where a target cannot be used."""
+    match config:
+        case ColocatedPlacement():
+            return Colocated()
+        case FixedPlacement():
+            return Fixed(rollout=config.rollout)
+        case ProportionalPlacement():
+            return Proportional()
+        case AdaptivePlacement():
+            return Adaptive(config)
+        case TargetPlacement():
+            return target_policy(config)

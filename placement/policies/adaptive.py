@@ -6,12 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.config import AdaptivePlacement
-from placement.draining import drained
-from placement.prediction import Forecast, forecast, scores
-from placement.reasons import changed, described, short
+from placement.forecast.stage import Forecast, forecast, scores
+from placement.policies.explain import changed, described, short
+from placement.policies.rebalance import drained
+from placement.policies.simple import unchanged
 from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs
-from placement.splits import candidates, standing
-from placement.unchanged import unchanged
+from placement.slots import candidates, standing
 
 TIE = 0.02
 """Predictions that differ by less are as good as equal."""

@@ -7,10 +7,10 @@ from math import lcm
 
 import numpy as np
 
-from placement.prediction import scores
+from placement.forecast.remaining import remaining
+from placement.forecast.stage import scores
+from placement.policies.simple import unchanged
 from placement.records import Decision, DrainInputs, Memory, Plan, RoleProgress
-from placement.remaining import remaining
-from placement.unchanged import unchanged
 
 LEAST_GAIN = 0.10
 """A move must gain more than this share of what remains, and more than it costs."""

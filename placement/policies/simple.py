@@ -1,0 +1,111 @@
+"""Policies without a forecast of their own: take turns, a fixed split, a split proportional to busy seconds."""
+
+from dataclasses import dataclass
+
+from placement.forecast.stage import forecast
+from placement.policies.explain import changed, short
+from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs
+from placement.slots import nearest_split, standing, turns
+
+BOOTSTRAPS = 8
+"""Resamples behind the prediction that is reported."""
+
+
+def as_configured(inputs: PlanInputs, plan: Plan, what: str) -> Decision:
+    """Decide for a plan, and predict it."""
+    seconds = float(forecast(inputs, (plan,), bootstraps=BOOTSTRAPS).seconds_KB.mean())
+    return Decision(
+        plan=plan,
+        predicted_seconds=seconds,
+        unchanged_seconds=seconds,
+        reason=f"{what}, as configured: predicted {seconds:.1f} s",
+        memory=inputs.memory.model_copy(update={"predicted_seconds": seconds}),
+    )
+
+
+def unchanged(
+    inputs: DrainInputs, reason: str, *, seconds: float | None = None, memory: Memory | None = None
+) -> Decision:
+    """Keep the plan; `seconds` to the end of the stage, by default what the plan expected."""
+    if seconds is None:
+        expected = inputs.memory.predicted_seconds
+        seconds = max(0.0, (expected or inputs.elapsed_seconds) - inputs.elapsed_seconds)
+    return Decision(
+        plan=inputs.plan,
+        predicted_seconds=seconds,
+        unchanged_seconds=seconds,
+        reason=reason,
+        memory=memory or inputs.memory,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Colocated:
+    """Rollout on all workers, then scoring on all workers."""
+
+    def plan(self, inputs: PlanInputs) -> Decision:
+        return as_configured(inputs, turns(inputs), f"roles take turns on all {inputs.workers} workers")
+
+    def drain(self, inputs: DrainInputs) -> Decision:
+        return unchanged(inputs, "roles take turns: nothing to move inside a stage")
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The split whose share of rollout is nearest to the given one."""
+
+    rollout: float
+
+    def plan(self, inputs: PlanInputs) -> Decision:
+        plan = nearest_split(inputs, inputs.workers * self.rollout)
+        return as_configured(inputs, plan, f"split {plan.rollout}/{plan.scoring}")
+
+    def drain(self, inputs: DrainInputs) -> Decision:
+        return unchanged(inputs, "the split is fixed")
+
+
+LEAST_GAIN = 0.10
+"""Moves are made when the expected makespan, the cost of moving included, improves by more than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proportional:
+    """Side by side; the split follows the measured work of each role, half and half before the first measurement."""
+
+    def plan(self, inputs: PlanInputs) -> Decision:
+        busy = inputs.rollout.busy_seconds, inputs.scoring.busy_seconds
+        known = min(busy) > 0
+        share = busy[0] / sum(busy) if known else 0.5
+        target, current = nearest_split(inputs, inputs.workers * share), standing(inputs)
+        seconds = _makespan(inputs, target)
+        if current is None or current.mode == "colocated":
+            why = (
+                f"as {busy[0]:.0f} to {busy[1]:.0f} busy seconds" if known else "half and half: nothing is measured yet"
+            )
+            return _decide(inputs, target, seconds, f"split {short(target)} {why}: predicted {seconds:.1f} s")
+        kept = _makespan(inputs, current)
+        cost = inputs.resize.mean_seconds
+        if target == current or not seconds + cost < (1 - LEAST_GAIN) * kept:
+            reason = (
+                f"kept {short(current)}: {short(target)} would take {seconds:.1f} s + {cost:.1f} s, not {kept:.1f} s"
+            )
+            return _decide(inputs, current, kept, reason)
+        reason = f"{changed(current, target)}: predicted {seconds:.1f} s instead of {kept:.1f} s"
+        return _decide(inputs, target, seconds, reason, kept=kept)
+
+    def drain(self, inputs: DrainInputs) -> Decision:
+        return unchanged(inputs, "the split changes between stages only")
+
+
+def _makespan(inputs: PlanInputs, plan: Plan) -> float:
+    return max(inputs.rollout.busy_seconds / plan.rollout, inputs.scoring.busy_seconds / plan.scoring)
+
+
+def _decide(inputs: PlanInputs, plan: Plan, seconds: float, reason: str, *, kept: float | None = None) -> Decision:
+    return Decision(
+        plan=plan,
+        predicted_seconds=seconds,
+        unchanged_seconds=seconds if kept is None else kept,
+        reason=reason,
+        memory=inputs.memory.model_copy(update={"predicted_seconds": seconds or None}),
+    )
