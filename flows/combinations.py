@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from models.algorithms.config import (
+from models.algorithms.advantages import reward_kl
+from models.config.algorithms import (
     Algorithm,
     AlgorithmConfig,
     Capo,
@@ -13,18 +14,12 @@ from models.algorithms.config import (
     ReinforcePlusPlusBaseline,
     TeacherEndpoint,
 )
-from models.algorithms.needs import reward_kl
-from models.config import (
-    ArithmeticData,
-    ArithmeticPreferences,
-    DataConfig,
-    DpoConfig,
-    PacedEngine,
-    PreferencesConfig,
-    RolloutConfig,
-)
-from models.objectives.config import Gspo, KlPenalty, NoCorrection, PolicyGradient, PpoClip, UpdateConfig
-from models.rewards.config import ScoringConfig, is_process
+from models.config.data import ArithmeticData, ArithmeticPreferences, DataConfig, PreferencesConfig
+from models.config.engines import PacedEngine
+from models.config.objectives import Gspo, KlPenalty, NoCorrection, PolicyGradient, PpoClip, UpdateConfig
+from models.config.rewards import ScoringConfig, is_process
+from models.config.rollout import RolloutConfig
+from models.config.training import DpoConfig
 
 
 def reasons_against(

@@ -17,23 +17,14 @@ from flows.complaints import explain, nearest
 from flows.engine_combinations import reasons_against_engines
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
-from models.algorithms.config import AlgorithmConfig, Grpo
-from models.config import (
-    MAX_PAUSE_SECONDS,
-    ArithmeticData,
-    DataConfig,
-    DpoConfig,
-    Endpoint,
-    EvaluationConfig,
-    PolicyConfig,
-    PreferencesConfig,
-    RetentionConfig,
-    RolloutConfig,
-    ScratchPolicy,
-    WarmupConfig,
-)
-from models.objectives.config import UpdateConfig
-from models.rewards.config import ScoringConfig
+from models.config.algorithms import AlgorithmConfig, Grpo
+from models.config.data import ArithmeticData, DataConfig, PreferencesConfig
+from models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
+from models.config.objectives import UpdateConfig
+from models.config.policy import PolicyConfig, ScratchPolicy
+from models.config.rewards import ScoringConfig
+from models.config.rollout import RolloutConfig
+from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import AdaptivePlacement, PlacementConfig
 
 

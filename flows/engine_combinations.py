@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from infra.config import PoolsConfig
-from models.config import LORA_RANKS, RolloutConfig, SamplingConfig, VllmEngine
-from models.engines.needs import slot_engines
-from models.objectives.config import UpdateConfig
-from models.rewards.config import ScoringConfig
+from models.config.engines import LORA_RANKS, SamplingConfig, VllmEngine
+from models.config.objectives import UpdateConfig
+from models.config.rewards import ScoringConfig
+from models.config.rollout import RolloutConfig
+from models.engines.checks import slot_engines
 
 
 def reasons_against_engines(

@@ -20,7 +20,7 @@ from flows.config import RunConfig, load_config, override_config
 from flows.planning import find_run
 from infra.errors import ApiFailed, BadInput, first_cause
 from infra.store.runs import open_run
-from models.config import DirectoryPolicy
+from models.config.policy import DirectoryPolicy
 from tasks.derived import Derived, sealed_numbers
 from tasks.inputs import preflight
 

@@ -7,9 +7,9 @@ from flows.placing import first_placement
 from infra.config import Settings
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.storage import open_store
-from models.algorithms.config import Distillation, TeacherEndpoint
-from models.config import PacedEngine, VllmEngine
-from models.rewards.config import EndpointJudge, JudgeReward
+from models.config.algorithms import Distillation, TeacherEndpoint
+from models.config.engines import PacedEngine, VllmEngine
+from models.config.judges import EndpointJudge, JudgeReward
 from tasks.inputs import preflight
 from tasks.placing import judge_role
 from tasks.reports import sealed_iterations

@@ -14,8 +14,8 @@ from infra.store.runs import Run, list_runs, open_run
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from infra.store.verify import verify_store
-from models.readable import Sample
-from models.rewards.config import ScoringConfig
+from models.config.rewards import ScoringConfig
+from models.rollouts.preview import Sample
 from tasks.derived import Derived, DerivedLine, derived_of, sealed_numbers
 from tasks.invariants import check_invariants
 from tasks.plan import iteration_key, policy_key, rollouts_of

@@ -17,10 +17,10 @@ from flows.reading import known_rescoring, open_known_run
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
 from infra.store.runs import Run
-from models.algorithms.needs import needs_of
-from models.config import MAX_PAUSE_SECONDS
-from models.objectives.config import UpdateConfig
-from models.rewards.config import ScoringConfig
+from models.algorithms.advantages import needs_of
+from models.config.endpoints import MAX_PAUSE_SECONDS
+from models.config.objectives import UpdateConfig
+from models.config.rewards import ScoringConfig
 from tasks.derived import (
     Derived,
     RecreditTerms,

@@ -2,7 +2,8 @@
 
 from flows.config import ControllersConfig, RunConfig
 from infra.errors import BadInput
-from models.rewards.config import JudgeReward, ServedReward, TrainedJudge, is_process
+from models.config.judges import JudgeReward, ServedReward, TrainedJudge
+from models.config.rewards import is_process
 
 
 def measured_by_rules(config: RunConfig) -> RunConfig:

@@ -14,7 +14,7 @@ from flows.complaints import explain
 from flows.config import overridden
 from flows.terminal import write
 from infra.errors import BadInput, WorkerFailed
-from models.config import VllmEngine
+from models.config.engines import VllmEngine
 from models.engines.vllm.server import Server, start_server
 
 POLL_SECONDS = 0.5

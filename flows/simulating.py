@@ -12,7 +12,7 @@ from flows.reading import open_known_run
 from flows.terminal import table, write
 from infra.errors import BadInput
 from infra.store.runs import Run
-from models.rewards.config import ScoringConfig
+from models.config.rewards import ScoringConfig
 from placement.measurements import Measurements, Role
 from placement.records import Demand, PlanInputs
 from placement.simulator.cells import POLICIES, REGIMES, CellResult, Load, evaluate, load_of, recorded_load

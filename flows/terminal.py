@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from models.readable import Sample
+from models.rollouts.preview import Sample
 
 
 def write(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The base of every configuration model, and the configuration of the worker pools."""
+"""The base of every configuration model, bounds that many fields share, and the configuration of the worker pools."""
 
 from typing import Annotated
 
@@ -34,3 +34,8 @@ class PoolsConfig(Settings):
     """Longest time without progress before a worker counts as stalled, in seconds."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often one piece of work is tried again after its worker died."""
+
+
+Positive = Annotated[int, Field(ge=1)]
+
+Fraction = Annotated[float, Field(ge=0, le=1)]

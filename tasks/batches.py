@@ -5,9 +5,9 @@ from math import floor
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.config import SamplingConfig
-from models.curriculum import take
-from models.waves import Sampling, another_wave, wave_size
+from models.config.engines import SamplingConfig
+from models.data.curriculum import take
+from models.rollouts.dynamic_sampling import Sampling, another_wave, wave_size
 from tasks.handover import handover_before
 from tasks.plan import PROMPTS, BatchPlan, evaluation_key, measurement_key, plan_key, policy_key, wave_key, waves_of
 from tasks.session import RunRef, session_of

@@ -3,8 +3,8 @@
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.algorithms.config import Ppo
-from models.work import CriticWork
+from models.config.algorithms import Ppo
+from models.records.work import CriticWork
 from tasks.plan import critic_key, policy_key
 from tasks.session import RunRef, session_of
 from tasks.stages import is_transient, once, required

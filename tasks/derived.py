@@ -8,8 +8,8 @@ from infra.config import Settings
 from infra.errors import RunChanged
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, difference
-from models.algorithms.config import AlgorithmConfig, TeacherConfig
-from models.rewards.config import ScoringConfig
+from models.config.algorithms import AlgorithmConfig, TeacherConfig
+from models.config.rewards import ScoringConfig
 from tasks.handover import handover_before
 from tasks.plan import BatchPlan, iteration_key, waves_of
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
-from models.comparison import compare_rewards, rewards_of
+from models.credit.comparison import compare_rewards, rewards_of
 from tasks.derived import (
     Derived,
     credited_pairs,

@@ -3,8 +3,8 @@
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.algorithms.needs import needs_of
-from models.work import EstimateWork
+from models.algorithms.advantages import needs_of
+from models.records.work import EstimateWork
 from tasks.plan import critic_key, estimates_key, policy_key
 from tasks.scoring import scored_shards
 from tasks.session import RunRef, session_of

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from models.config import RolloutConfig
+from models.config.rollout import RolloutConfig
 from tasks.handover import Handover, Surplus, handover_before, surplus_of
 from tasks.plan import PROMPTS, BatchPlan, credit_key, iteration_key, policy_key, waves_of
 

@@ -17,7 +17,7 @@ from infra.errors import BadInput, WorkerFailed
 from infra.store.bundles import fetch_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from models.work import ExportWork
+from models.records.work import ExportWork
 from tasks.plan import DPO, SFT, policy_key
 from tasks.reports import sealed_iterations
 from tasks.versions import policy_of
@@ -74,7 +74,7 @@ def _policy(run: Run, number: int) -> Manifest:
 
 def _ask(work: ExportWork) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "models.export"],
+        [sys.executable, "-m", "models.commands.export"],
         input=TypeAdapter(ExportWork).dump_json(work).decode(),
         capture_output=True,
         text=True,

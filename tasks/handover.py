@@ -7,8 +7,8 @@ from pydantic import JsonValue
 from infra.config import Settings
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from models.curriculum import Cursor, give_back
-from models.waves import Sampling
+from models.data.curriculum import Cursor, give_back
+from models.rollouts.dynamic_sampling import Sampling
 from tasks.plan import BatchPlan, iteration_key
 
 

@@ -19,7 +19,7 @@ async def preflight(config: BaseModel, *, part: Literal["run", "scoring"] = "run
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "models.preflight",
+        "models.commands.preflight",
         part,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from infra.store.runs import Run
-from models.curriculum import give_back, take
-from models.waves import Sampling
+from models.data.curriculum import give_back, take
+from models.rollouts.dynamic_sampling import Sampling
 from tasks.derived_invariants import check_derived
 from tasks.evidence import Evidence, gather
 from tasks.plan import plan_key

@@ -5,9 +5,9 @@ import logging
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.config import WarmupConfig
-from models.rewards.config import JudgeReward, ModelReward, TrainedJudge, TrainedRewardModel
-from models.work import JudgePreparation, JudgeWarmupWork, RewardModelWork
+from models.config.judges import JudgeReward, ModelReward, TrainedJudge, TrainedRewardModel
+from models.config.training import WarmupConfig
+from models.records.work import JudgePreparation, JudgeWarmupWork, RewardModelWork
 from tasks.offline import losses_line
 from tasks.placing import judge_role
 from tasks.plan import policy_key

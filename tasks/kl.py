@@ -3,8 +3,8 @@ store alone."""
 
 from collections.abc import Mapping
 
-from models.algorithms.needs import reward_kl
-from models.objectives.config import AdaptiveKl, KlPenalty
+from models.algorithms.advantages import reward_kl
+from models.config.objectives import AdaptiveKl, KlPenalty
 from models.objectives.kl_control import next_coefficient
 from tasks.plan import credit_key, policy_key
 from tasks.session import RunRef, session_of

@@ -5,7 +5,7 @@ import logging
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.work import PreferenceWork, WarmupWork
+from models.records.work import PreferenceWork, WarmupWork
 from tasks.plan import BASE, DPO, SFT, policy_key
 from tasks.session import RunRef, session_of
 from tasks.stages import is_transient, once, record, required

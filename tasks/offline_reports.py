@@ -4,7 +4,7 @@ from prefect import task
 
 from infra.config import Settings
 from infra.store.manifests import Manifest
-from models.rewards.config import JudgeReward, ModelReward, TrainedJudge, TrainedRewardModel
+from models.config.judges import JudgeReward, ModelReward, TrainedJudge, TrainedRewardModel
 from tasks.judges import local_terms, model_key
 from tasks.offline import losses_of
 from tasks.plotting import loss_curves

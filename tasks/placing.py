@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from models.config import EngineConfig, PacedEngine
-from models.rewards.config import ChoiceVerdict, JudgeReward, ScoreVerdict, ServedReward, VerdictConfig
+from models.config.engines import EngineConfig, PacedEngine
+from models.config.judges import ChoiceVerdict, JudgeReward, ScoreVerdict, ServedReward, VerdictConfig
 from placement.measurements import Measurements, Prior
 from placement.policies.protocol import Policy
 from placement.records import Demand, Memory, Pace, Plan

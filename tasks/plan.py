@@ -5,8 +5,8 @@ from typing import Literal, Self
 from infra.config import Settings
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from models.config import SamplingConfig
-from models.curriculum import Cursor
+from models.config.engines import SamplingConfig
+from models.data.curriculum import Cursor
 from placement.shards import cut
 
 BASE, SFT, DPO = "policy/base", "policy/sft", "policy/dpo"

@@ -3,7 +3,7 @@
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.work import PolicyWork, PromptWork
+from models.records.work import PolicyWork, PromptWork
 from tasks.plan import BASE, PROMPTS, policy_key
 from tasks.session import RunRef, session_of
 from tasks.stages import is_transient, once, required

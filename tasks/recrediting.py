@@ -7,8 +7,8 @@ from dataclasses import replace
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.algorithms.needs import needs_of, reward_kl
-from models.work import ComparisonWork, CreditWork
+from models.algorithms.advantages import needs_of, reward_kl
+from models.records.work import ComparisonWork, CreditWork
 from tasks.derived import Derived, RecreditTerms, check_terms, own_terms
 from tasks.kl import reward_coefficient
 from tasks.plan import credit_key, estimates_key

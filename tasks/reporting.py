@@ -11,8 +11,8 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifa
 
 from infra.config import Settings
 from infra.errors import Damaged
-from models.readable import Excerpts, Sample
-from models.work import ExcerptWork, ScoredShard
+from models.records.work import ExcerptWork, ScoredShard
+from models.rollouts.preview import Excerpts, Sample
 from tasks.plan import policy_key, rollouts_of
 from tasks.plotting import learning_curve
 from tasks.reports import Accuracy, IterationReport, evaluations_of, reports_of, shown, small

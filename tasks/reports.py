@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from infra.config import Settings
+from infra.statistics import mean_interval
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from models.statistics import mean_interval
 
 
 class Accuracy(Settings):

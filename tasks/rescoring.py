@@ -6,9 +6,9 @@ import time
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.judges.alarms import check_judges
-from models.rewards.config import ScoringConfig
-from models.work import ComparisonWork
+from models.config.rewards import ScoringConfig
+from models.judges.checks import check_judges
+from models.records.work import ComparisonWork
 from placement.records import Plan
 from tasks.derived import (
     Derived,

@@ -3,7 +3,7 @@
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.work import RolloutWork
+from models.records.work import RolloutWork
 from tasks.plan import PROMPTS, BatchPlan
 from tasks.session import RunRef, session_of
 from tasks.stages import is_transient, once, required

@@ -7,7 +7,7 @@ from operator import itemgetter
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
-from models.records import FinishReason
+from models.records.schemas import FinishReason
 from tasks.derived import credited_pairs
 from tasks.evidence import Evidence
 from tasks.plan import BatchPlan, estimates_key

@@ -5,7 +5,7 @@ from typing import Literal
 from infra.errors import BadInput
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from models.readable import Sample, read_samples
+from models.rollouts.preview import Sample, read_samples
 from tasks.plan import rollouts_of
 
 

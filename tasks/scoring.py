@@ -6,9 +6,9 @@ from prefect import task
 
 from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest
-from models.algorithms.needs import needs_of
-from models.judges.alarms import check_judges
-from models.work import CreditWork, JudgeWork, ScoredShard, ScoringWork, VerdictShard
+from models.algorithms.advantages import needs_of
+from models.judges.checks import check_judges
+from models.records.work import CreditWork, JudgeWork, ScoredShard, ScoringWork, VerdictShard
 from tasks.handover import handover_before
 from tasks.judges import local_terms, model_key
 from tasks.kl import reward_coefficient

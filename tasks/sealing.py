@@ -7,7 +7,7 @@ from prefect import task
 from infra.store.bundles import BundleRef, retirement_key
 from infra.store.manifests import Manifest
 from infra.store.retention import retire_bundle
-from models.algorithms.needs import needs_of
+from models.algorithms.advantages import needs_of
 from tasks.handover import handover_after, handover_before
 from tasks.plan import credit_key, critic_key, estimates_key, iteration_key, plan_key, policy_key, waves_of
 from tasks.scoring import stage_of

@@ -17,8 +17,8 @@ from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
 from infra.pools.worker import Done, PoolSpec
 from infra.store.runs import Run
-from models.records import Outcome
-from models.rewards.config import JudgeReward, ServedReward
+from models.config.judges import JudgeReward, ServedReward
+from models.records.versions import Outcome
 from tasks.placing import Placing, judge_role
 from tasks.settings import RunSettings
 

@@ -3,19 +3,13 @@
 from typing import Protocol
 
 from infra.config import PoolsConfig
-from models.algorithms.config import AlgorithmConfig
-from models.config import (
-    DataConfig,
-    DpoConfig,
-    EvaluationConfig,
-    PolicyConfig,
-    PreferencesConfig,
-    RetentionConfig,
-    RolloutConfig,
-    WarmupConfig,
-)
-from models.objectives.config import UpdateConfig
-from models.rewards.config import ScoringConfig
+from models.config.algorithms import AlgorithmConfig
+from models.config.data import DataConfig, PreferencesConfig
+from models.config.objectives import UpdateConfig
+from models.config.policy import PolicyConfig
+from models.config.rewards import ScoringConfig
+from models.config.rollout import RolloutConfig
+from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import PlacementConfig
 
 

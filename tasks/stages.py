@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from infra.errors import WorkerLost, WorkerStalled
 from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest, provenance_here
-from models.records import Outcome
+from models.records.versions import Outcome
 from tasks.session import RunRef, session_of
 from tasks.versions import bundles_of, critic_bundles_of
 

@@ -3,8 +3,8 @@
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.algorithms.config import TeacherDirectory
-from models.work import TeacherWork
+from models.config.algorithms import TeacherDirectory
+from models.records.work import TeacherWork
 from tasks.plan import PROMPTS
 from tasks.session import RunRef, session_of
 from tasks.settings import RunSettings

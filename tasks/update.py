@@ -3,8 +3,8 @@
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.algorithms.config import Ppo
-from models.work import UpdateWork
+from models.config.algorithms import Ppo
+from models.records.work import UpdateWork
 from tasks.kl import loss_coefficient
 from tasks.plan import BatchPlan, credit_key, critic_key, policy_key
 from tasks.session import RunRef, session_of

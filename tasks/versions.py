@@ -3,7 +3,7 @@
 from infra.store.bundles import CONTENTS, BundleRef
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from models.records import PolicyVersion
+from models.records.versions import PolicyVersion
 
 
 def policy_of(manifest: Manifest) -> PolicyVersion:

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 
 from infra.store.checksums import canonical_json
-from models.seeds import derive_seed
+from models.records.seeds import derive_seed
 
 KEY = "the servers' key"
 ABOUT = {

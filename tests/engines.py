@@ -13,14 +13,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from infra.errors import BadInput, Quarantined
 from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
 from infra.store.storage import open_store
-from models.config import SamplingConfig
-from models.engines import Completion, Engine, Request
-from models.objectives.config import LoraConfig
-from models.records import FinishReason, PolicyVersion
-from models.roles.adapters import put_adapters, save_adapters
-from models.roles.merging import load_merged
-from models.roles.policy import load_policy
-from models.seeds import sample_seed
+from models.config.engines import SamplingConfig
+from models.config.objectives import LoraConfig
+from models.engines.protocol import Completion, Engine, Request
+from models.modeling.adapters import put_adapters, save_adapters
+from models.modeling.merging import load_merged
+from models.modeling.policy import load_policy
+from models.records.schemas import FinishReason
+from models.records.seeds import sample_seed
+from models.records.versions import PolicyVersion
 from tests.policies import CONTEXT, VOCABULARY, small_tokenizer, write_policy
 
 SHAPE = {"head_dim": 32}

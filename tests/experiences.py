@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from models.algorithms.experience import Estimates, Experience, ScoredGroups, Spans, Term
-from models.algorithms.groups import Floats
+from models.records.columns import Floats
 
 NAN = float("nan")
 

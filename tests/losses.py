@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.objectives.config import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
-from models.objectives.pass_tokens import PassTokens
+from models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
+from models.objectives.loss_inputs import PassTokens
 
 LOSSES: tuple[LossConfig, ...] = (
     PpoClip(),

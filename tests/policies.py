@@ -9,8 +9,8 @@ from types import MappingProxyType
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
-from models.roles.policy import save_policy
-from models.roles.tokenizer import train_tokenizer
+from models.modeling.policy import save_policy
+from models.text.tokenizer import train_tokenizer
 
 CONTEXT, VOCABULARY, WIDTH = 256, 354, 64
 

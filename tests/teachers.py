@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from models.algorithms.config import TeacherEndpoint
-from models.roles.policy import load_policy
-from models.roles.tokenizer import load_tokenizer
+from models.config.algorithms import TeacherEndpoint
+from models.modeling.policy import load_policy
+from models.text.tokenizer import load_tokenizer
 from tests.chat_server import Asked, ChatServer, Reply, chat_server
 
 Alter = Callable[[dict], None]

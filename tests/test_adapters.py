@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM
 from infra.errors import BadInput
 from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
 from infra.store.storage import open_store
-from models.config import SamplingConfig, TransformersEngine
-from models.engines import Completion
-from models.engines.transformers import HuggingFaceEngine
-from models.objectives.config import LoraConfig
-from models.records import PolicyVersion
-from models.roles.adapters import load_trainable, put_adapters, save_adapters
-from models.roles.critic import load_critic, write_critic
-from models.roles.directory import check_directory, copy_directory, write_merged
-from models.roles.merging import load_merged, merge, read_adapter
-from models.roles.policy import load_policy
+from models.config.engines import SamplingConfig, TransformersEngine
+from models.config.objectives import LoraConfig
+from models.engines.local.engine import HuggingFaceEngine
+from models.engines.protocol import Completion
+from models.modeling.adapters import load_trainable, put_adapters, save_adapters
+from models.modeling.critic import load_critic, write_critic
+from models.modeling.directory import check_directory, copy_directory, write_merged
+from models.modeling.merging import load_merged, merge, read_adapter
+from models.modeling.policy import load_policy
+from models.records.versions import PolicyVersion
 from models.workers.rollout import RolloutWorker
 from tests.policies import write_policy
 from tests.test_critic import learn

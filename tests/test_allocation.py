@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.statistics import mean_interval, wilson_interval
+from infra.statistics import mean_interval, wilson_interval
 from placement.shards import cut, deal
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from flows.config import load_config
 from infra.errors import BadInput
 from infra.store.runs import create_run, open_run
-from models.preflight import Inputs, check
+from models.commands.preflight import Inputs, check
 from tests.jobs import RHEOSTAT, ROOT
 from tests.policies import write_policy
 from tests.processes import process

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.batching import TokenSequence, balance, deal, lay_out, pack, plan_steps
+from models.modeling.batching import TokenSequence, balance, deal, lay_out, pack, plan_steps
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 

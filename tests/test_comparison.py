@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from models.comparison import compare_advantages, compare_rewards, correlation
+from models.credit.comparison import compare_advantages, compare_rewards, correlation
 
 NAN = float("nan")
 

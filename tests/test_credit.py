@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from infra.errors import BadInput, Damaged
-from models.algorithms.config import (
+from models.config.algorithms import (
     AlgorithmConfig,
     Capo,
     Distillation,
@@ -20,10 +20,10 @@ from models.algorithms.config import (
     RewardKl,
     TeacherDirectory,
 )
-from models.credit import BAD_ESTIMATES, Credit, CreditRule, assign_credit
-from models.records import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
-from models.score_columns import TermColumns
-from models.selection import Wanted, informative_prompts
+from models.credit.assign import BAD_ESTIMATES, Credit, CreditRule, assign_credit
+from models.credit.inputs import TermColumns
+from models.credit.selection import Wanted, informative_prompts
+from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
 
 OUTCOME = TermColumns("numeric", 2.0)
 STEPS = TermColumns("steps", 1.0, is_process=True)

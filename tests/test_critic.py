@@ -19,13 +19,14 @@ from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
-from models.algorithms.config import CriticConfig, Ppo
-from models.objectives.config import LoraConfig, UpdateConfig
-from models.records import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, Outcome, PolicyVersion
-from models.roles.critic import TokenValues, critic_from_classifier, critic_from_policy, write_critic
-from models.roles.policy import save_policy
-from models.roles.tokenizer import load_tokenizer, train_tokenizer
-from models.work import CriticWork, EstimateWork, ScoredShard, UpdateWork
+from models.config.algorithms import CriticConfig, Ppo
+from models.config.objectives import LoraConfig, UpdateConfig
+from models.modeling.critic import TokenValues, critic_from_classifier, critic_from_policy, write_critic
+from models.modeling.policy import save_policy
+from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import CriticWork, EstimateWork, ScoredShard, UpdateWork
+from models.text.tokenizer import load_tokenizer, train_tokenizer
 from models.workers.preparation import PreparationWorker
 from models.workers.update import UpdateWorker
 from tests.policies import ARCHITECTURES, DECODER, write_policy
@@ -260,7 +261,7 @@ def test_estimates_are_the_same_bits_whatever_ran_before(uri, policy, critic):
 def test_an_estimate_leaves_a_hot_worker_where_it_is(uri, policy, critic, caplog):
     worker = start(uri)
     outcome = worker.update(learn(uri, policy, critic))
-    with caplog.at_level("INFO", logger="models.roles.learner"):
+    with caplog.at_level("INFO", logger="models.training.versions"):
         caplog.clear()
         worker.estimate(replace(asked(uri, outcome.policy, outcome.critic), reference=None))
         again = worker.update(learn(uri, outcome.policy, outcome.critic))

@@ -5,26 +5,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.errors import BadInput, Quarantined
-from models.config import ArithmeticData, WarmupConfig
-from models.judges import Answer
-from models.judges.alarms import check_judges
-from models.judges.ballots import Ballot, Judged
-from models.judges.critiques import Critique, flag_weights, read_critique
-from models.judges.inputs import check_judge
+from models.config.data import ArithmeticData
+from models.config.judges import DirectoryJudge, JudgeReward, StepsVerdict, TrainedJudge
+from models.config.reward_terms import NumericReward, PatternSteps
+from models.config.rewards import ScoringConfig
+from models.config.training import WarmupConfig
+from models.judges.checks import check_judge, check_judges
 from models.judges.prompts import question_text, template_of
-from models.judges.tally import step_values
+from models.judges.protocol import Answer
 from models.judges.training import judge_examples
-from models.judges.verdicts import Judgement, read_verdict, worst
-from models.rewards.config import (
-    DirectoryJudge,
-    JudgeReward,
-    NumericReward,
-    PatternSteps,
-    ScoringConfig,
-    StepsVerdict,
-    TrainedJudge,
-)
-from models.steps import StepValues
+from models.judges.verdicts import Critique, Judgement, flag_weights, read_critique, read_verdict, worst
+from models.judges.votes import Ballot, Judged, step_values
+from models.text.steps import StepValues
 
 VERDICT = StepsVerdict()
 JUDGE = JudgeReward(name="steps", model=DirectoryJudge(path="judge"), verdict=VERDICT, votes=4)

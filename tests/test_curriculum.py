@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.curriculum import Cursor, give_back, take
+from models.data.curriculum import Cursor, give_back, take
 
 
 def consecutive(counts, *, num_prompts, seed=3):

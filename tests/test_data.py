@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.errors import BadInput
-from models.config import ArithmeticData, FileData, WarmupConfig
-from models.data import Message, is_heldout, load_problems, warmup_examples
+from models.config.data import ArithmeticData, FileData
+from models.config.training import WarmupConfig
+from models.data.load import load_problems, warmup_examples
+from models.data.problems import Message, is_heldout
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 

@@ -11,11 +11,13 @@ import torch
 from infra.errors import BadInput, EndpointDown
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
-from models.algorithms.config import Distillation, DistillationOnly, Grpo, TeacherDirectory
-from models.objectives.config import UpdateConfig
-from models.records import ROLLOUT_SCHEMA, FinishReason, Outcome, PolicyVersion, score_schema
-from models.rewards.config import NumericReward, ScoringConfig
-from models.work import CreditWork, EstimateWork, ScoredShard
+from models.config.algorithms import Distillation, DistillationOnly, Grpo, TeacherDirectory
+from models.config.objectives import UpdateConfig
+from models.config.reward_terms import NumericReward
+from models.config.rewards import ScoringConfig
+from models.records.schemas import ROLLOUT_SCHEMA, FinishReason, score_schema
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import CreditWork, EstimateWork, ScoredShard
 from models.workers.scoring import ScoringWorker
 from models.workers.update import UpdateWorker
 from tests.chat_server import Reply

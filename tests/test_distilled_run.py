@@ -7,9 +7,10 @@ from infra.store.manifests import Manifest
 from infra.store.runs import open_run
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
-from models.config import ArithmeticData, ScratchPolicy
-from models.data import load_problems
-from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
+from models.config.data import ArithmeticData
+from models.config.policy import ScratchPolicy
+from models.data.load import load_problems
+from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
 from tests.chat_server import Reply
 from tests.jobs import Fault, Job, manifests_of, shards_of
 from tests.teachers import teacher_server

@@ -7,12 +7,12 @@ import time
 import pytest
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
-from models.config import SamplingConfig
-from models.judges import Question
-from models.judges.endpoint import EndpointJudge
-from models.rewards.config import ChoiceVerdict, LogprobVerdict, ScoreVerdict
-from models.rewards.config import EndpointJudge as EndpointConfig
-from models.seeds import derive_seed
+from models.config.engines import SamplingConfig
+from models.config.judges import ChoiceVerdict, LogprobVerdict, ScoreVerdict
+from models.config.judges import EndpointJudge as EndpointConfig
+from models.judges.endpoint import ChatJudge
+from models.judges.protocol import Question
+from models.records.seeds import derive_seed
 from tests.chat_server import Reply, chat_server, says
 
 CANARY = "sk-canary-5f1b9c"
@@ -30,7 +30,7 @@ def judge_at(url, *, verdict=None, sampling=None, **changes):
             **changes,
         }
     )
-    return EndpointJudge(config, sampling=sampling or SamplingConfig(), verdict=verdict or ScoreVerdict())
+    return ChatJudge(config, sampling=sampling or SamplingConfig(), verdict=verdict or ScoreVerdict())
 
 
 def questions(count):

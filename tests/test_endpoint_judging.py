@@ -12,10 +12,10 @@ from infra.errors import EndpointDown
 from infra.pools.host import Host, Raised
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
-from models.records import ROLLOUT_SCHEMA
-from models.rewards.config import ChoiceVerdict, JudgeReward
-from models.rewards.config import EndpointJudge as EndpointConfig
-from models.work import JudgeWork
+from models.config.judges import ChoiceVerdict, JudgeReward
+from models.config.judges import EndpointJudge as EndpointConfig
+from models.records.schemas import ROLLOUT_SCHEMA
+from models.records.work import JudgeWork
 from models.workers.judge import JudgeWorker
 from tests.chat_server import Reply, chat_server, says
 from tests.test_endpoint import CANARY, judge_at, questions

@@ -10,9 +10,9 @@ import torch
 
 from infra.errors import BadInput
 from infra.store.bundles import BundleRef
-from models.config import SamplingConfig, TransformersEngine
-from models.engines.transformers import HuggingFaceEngine
-from models.records import PolicyVersion
+from models.config.engines import SamplingConfig, TransformersEngine
+from models.engines.local.engine import HuggingFaceEngine
+from models.records.versions import PolicyVersion
 from tests.engines import *  # noqa: F403  # every claim there is one here
 from tests.engines import MIXED, SAMPLING, Loaded, Published, request, require_plain_logprobs
 from tests.policies import write_policy

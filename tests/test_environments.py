@@ -32,9 +32,10 @@ from infra.errors import BadInput, InstallFailed
 INSTALL = """
 import sys
 from pathlib import Path
-from infra import environments, installation
-environments.DISTRIBUTIONS["tiny"] = environments.Distribution(version="1.0", modules=("tiny",), pins=Path(sys.argv[1]))
-installation.install("tiny", platform="cpu")
+from infra.environments import find
+from infra.environments.install import install
+find.DISTRIBUTIONS["tiny"] = find.Distribution(version="1.0", modules=("tiny",), pins=Path(sys.argv[1]))
+install("tiny", platform="cpu")
 """
 
 

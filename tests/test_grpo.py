@@ -5,14 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.algorithms.dr_grpo import centred
-from models.algorithms.groups import Floats, Integers, group_statistics
-from models.algorithms.grpo import EPSILON, standardised
-from models.algorithms.rloo import left_out
+from models.algorithms.group_relative import EPSILON, dr_grpo, grpo, rloo
+from models.algorithms.ragged import group_statistics
+from models.records.columns import Floats, Integers
 
 busy = settings(deadline=None)  # a busy machine is not wrong
 NAN = float("nan")
-RELATIVE = {"grpo": standardised, "dr_grpo": centred, "rloo": left_out}
+RELATIVE = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
 every_algorithm = pytest.mark.parametrize("kind", RELATIVE)
 
 

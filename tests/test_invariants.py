@@ -13,13 +13,16 @@ from infra.store.bundles import publish_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, create_run, open_run
 from infra.store.shards import read_shard, write_shard
-from models.algorithms.config import Grpo
-from models.config import DynamicSampling, PartialRollout, RolloutConfig, SamplingConfig
-from models.curriculum import take
-from models.records import PROMPT_SCHEMA, Outcome, PolicyVersion
-from models.rewards.config import RegexReward, ScoringConfig
-from models.waves import Sampling, another_wave, wave_size
-from models.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
+from models.config.algorithms import Grpo
+from models.config.engines import SamplingConfig
+from models.config.reward_terms import RegexReward
+from models.config.rewards import ScoringConfig
+from models.config.rollout import DynamicSampling, PartialRollout, RolloutConfig
+from models.data.curriculum import take
+from models.records.schemas import PROMPT_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
+from models.rollouts.dynamic_sampling import Sampling, another_wave, wave_size
 from models.workers.rollout import RolloutWorker
 from models.workers.scoring import ScoringWorker
 from tasks.derived import credited_pairs

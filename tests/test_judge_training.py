@@ -10,12 +10,14 @@ from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
-from models.algorithms.config import Grpo
-from models.config import ArithmeticData, ScratchPolicy, WarmupConfig
-from models.objectives.config import UpdateConfig
-from models.records import Outcome, PolicyVersion
-from models.rewards.config import DirectoryJudge, EndpointJudge, JudgeReward, LogprobVerdict, ServedReward, TrainedJudge
-from models.work import JudgePreparation, JudgeWarmupWork, JudgeWork, PolicyWork
+from models.config.algorithms import Grpo
+from models.config.data import ArithmeticData
+from models.config.judges import DirectoryJudge, EndpointJudge, JudgeReward, LogprobVerdict, ServedReward, TrainedJudge
+from models.config.objectives import UpdateConfig
+from models.config.policy import ScratchPolicy
+from models.config.training import WarmupConfig
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import JudgePreparation, JudgeWarmupWork, JudgeWork, PolicyWork
 from models.workers.judge import JudgeWorker
 from models.workers.preparation import PreparationWorker
 from models.workers.update import UpdateWorker

@@ -11,20 +11,14 @@ from infra.errors import BadInput, Damaged
 from infra.store.bundles import publish_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
-from models.algorithms.config import Grpo
-from models.config import SamplingConfig
-from models.records import ROLLOUT_SCHEMA, VERDICT_SCHEMA, Outcome, PolicyVersion
-from models.rewards.config import (
-    Canaries,
-    ChoiceVerdict,
-    JudgeReward,
-    LogprobVerdict,
-    NumericReward,
-    ScoreVerdict,
-    ScoringConfig,
-    TrainedJudge,
-)
-from models.work import JudgeWork, ScoringWork, VerdictShard
+from models.config.algorithms import Grpo
+from models.config.engines import SamplingConfig
+from models.config.judges import Canaries, ChoiceVerdict, JudgeReward, LogprobVerdict, ScoreVerdict, TrainedJudge
+from models.config.reward_terms import NumericReward
+from models.config.rewards import ScoringConfig
+from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import JudgeWork, ScoringWork, VerdictShard
 from models.workers.judge import JudgeWorker
 from models.workers.scoring import ScoringWorker
 from tests.policies import write_policy

@@ -8,22 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.errors import BadInput, Quarantined
-from models.config import ArithmeticData, WarmupConfig
-from models.data import load_problems
-from models.judges.alarms import check_judges
-from models.judges.questions import escape, fill_template
+from models.config.data import ArithmeticData
+from models.config.judges import Canaries, ChoiceVerdict, JudgeReward, LogprobVerdict, ScoreVerdict, TrainedJudge
+from models.config.reward_terms import NumericReward
+from models.config.rewards import ScoringConfig
+from models.config.training import WarmupConfig
+from models.data.load import load_problems
+from models.judges.checks import check_judges
+from models.judges.prompts import escape, fill_template
 from models.judges.training import judge_examples
-from models.rewards.config import (
-    Canaries,
-    ChoiceVerdict,
-    JudgeReward,
-    LogprobVerdict,
-    NumericReward,
-    ScoreVerdict,
-    ScoringConfig,
-    TrainedJudge,
-)
-from models.rewards.numeric import numeric_reward
+from models.rewards.rules import numeric_reward
 
 FENCED = "Problem: {prompt}\n{fence}\n{completion}\n{fence}\nReference: {answer}. Between the fences, right? {other}"
 DATA = ArithmeticData(train_problems=64, heldout_problems=8)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.objectives.config import AdaptiveKl
+from models.config.objectives import AdaptiveKl
 from models.objectives.kl_control import next_coefficient
 
 ADAPTIVE = AdaptiveKl(target=0.1, horizon=1000)

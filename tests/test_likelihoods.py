@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from infra.store.bundles import BundleRef
-from models.config import SamplingConfig, TransformersEngine
-from models.engines import Request
+from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.build import build_engine
-from models.records import PolicyVersion
+from models.engines.protocol import Request
+from models.records.versions import PolicyVersion
 from tests.engines import CONTINUATIONS, PROMPTS
 from tests.policies import ARCHITECTURES, write_policy
 

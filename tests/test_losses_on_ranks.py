@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.objectives.config import (
+from models.config.objectives import (
     ConstantMean,
     KlPenalty,
     MaskedImportance,
@@ -16,7 +16,7 @@ from models.objectives.config import (
     TruncatedImportance,
     UpdateConfig,
 )
-from models.records import Outcome, PolicyVersion
+from models.records.versions import Outcome, PolicyVersion
 from tests.losses import LOSSES, NAMES
 from tests.test_update_worker import gradients, read, start, together, work
 from tests.training import publish_scratch

@@ -5,15 +5,11 @@ import math
 import pytest
 import torch
 
+from models.config.objectives import ConstantMean, SequenceMean, TokenMean
 from models.objectives.aggregation import token_weights
-from models.objectives.config import (
-    ConstantMean,
-    SequenceMean,
-    TokenMean,
-)
 from models.objectives.importance import mismatch
 from models.objectives.kl import kl_estimate
-from models.schedule import learning_rate
+from models.training.schedule import learning_rate
 
 
 def test_kl_estimators_have_their_values_at_a_log_ratio_of_ln_2():

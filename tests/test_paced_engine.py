@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 
 from infra.store.bundles import BundleRef
-from models.config import PacedEngine as PacedConfig
-from models.config import SamplingConfig
-from models.engines import Completion, Engine, Request
+from models.config.engines import PacedEngine as PacedConfig
+from models.config.engines import SamplingConfig
+from models.config.judges import ScoreVerdict
 from models.engines.build import build_engine
-from models.judges import Question
+from models.engines.protocol import Completion, Engine, Request
 from models.judges.local import LocalJudge
+from models.judges.protocol import Question
 from models.judges.verdicts import read_verdict
-from models.records import FinishReason, PolicyVersion
-from models.rewards.config import ScoreVerdict
+from models.records.schemas import FinishReason
+from models.records.versions import PolicyVersion
 from placement.measurements import LineSums, fit_line
 from tests.policies import small_tokenizer, write_policy
 

@@ -13,15 +13,16 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from infra.errors import BadInput, Quarantined
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.storage import open_store
-from models.config import ArithmeticPreferences, DpoConfig, FilePreferences, WarmupConfig
-from models.data import load_preferences
-from models.objectives.config import UpdateConfig
-from models.records import Outcome, PolicyVersion
-from models.rewards.config import TrainedRewardModel
-from models.roles.pairs import policy_pairs, reward_pairs
-from models.roles.reward_model import encode, load_reward_model, score
-from models.roles.tokenizer import load_tokenizer
-from models.work import PreferenceWork, RewardModelWork, WarmupWork
+from models.config.data import ArithmeticPreferences, FilePreferences
+from models.config.judges import TrainedRewardModel
+from models.config.objectives import UpdateConfig
+from models.config.training import DpoConfig, WarmupConfig
+from models.data.load import load_preferences
+from models.modeling.reward_model import encode, load_reward_model, score
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import PreferenceWork, RewardModelWork, WarmupWork
+from models.text.tokenizer import load_tokenizer
+from models.training.preferences import policy_pairs, reward_pairs
 from tests.test_update_worker import start, together
 from tests.training import DATA, TINY, publish_scratch
 

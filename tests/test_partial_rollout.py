@@ -9,12 +9,15 @@ import torch
 from infra.errors import BadInput
 from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store, open_store
-from models.algorithms.config import Grpo
-from models.config import PartialRollout, SamplingConfig
-from models.engines import Completion, Request
-from models.records import ROLLOUT_SCHEMA, FinishReason, PolicyVersion
-from models.rewards.config import RegexReward, ScoringConfig
-from models.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
+from models.config.algorithms import Grpo
+from models.config.engines import SamplingConfig
+from models.config.reward_terms import RegexReward
+from models.config.rewards import ScoringConfig
+from models.config.rollout import PartialRollout
+from models.engines.protocol import Completion, Request
+from models.records.schemas import ROLLOUT_SCHEMA, FinishReason
+from models.records.versions import PolicyVersion
+from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
 from models.workers.scoring import ScoringWorker
 from tests.policies import CONTEXT, small_tokenizer, write_policy
 from tests.test_engine import MIXED, SAMPLING, engine_of, request

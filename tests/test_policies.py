@@ -16,13 +16,16 @@ from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
-from models.config import ArithmeticData, DataConfig, DirectoryPolicy, FileData, ScratchPolicy
-from models.data import Message, Problem, load_problems
-from models.records import PROMPT_SCHEMA, Outcome
-from models.roles.directory import check_directory, copy_directory
-from models.roles.policy import build_scratch, load_policy, save_policy, scratch_shape, scratch_tokenizer
-from models.roles.tokenizer import load_tokenizer, tokenize_prompts
-from models.work import PolicyWork, PromptWork
+from models.config.data import ArithmeticData, DataConfig, FileData
+from models.config.policy import DirectoryPolicy, ScratchPolicy
+from models.data.load import load_problems
+from models.data.problems import Message, Problem
+from models.modeling.directory import check_directory, copy_directory
+from models.modeling.policy import build_scratch, load_policy, save_policy, scratch_shape, scratch_tokenizer
+from models.records.schemas import PROMPT_SCHEMA
+from models.records.versions import Outcome
+from models.records.work import PolicyWork, PromptWork
+from models.text.tokenizer import load_tokenizer, tokenize_prompts
 from models.workers.preparation import PreparationWorker
 
 DATA = ArithmeticData(train_problems=64, heldout_problems=8)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from models.objectives.config import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
-from models.objectives.pass_tokens import PolicyTerms
-from models.objectives.policy_loss import policy_loss
+from models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
+from models.objectives.loss_inputs import PolicyTerms
+from models.objectives.policy_losses import policy_loss
 from tests.losses import LOSSES, NAMES, doubles, moved, pass_tokens, random_tokens
 
 CLIP = PpoClip(clip_low=0.2, clip_high=0.28)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from models.objectives.config import AdaptiveKl
+from models.config.objectives import AdaptiveKl
 from models.objectives.kl_control import next_coefficient
 from tests.jobs import Fault, Job, leftovers_of, manifests_of, shards_of
 

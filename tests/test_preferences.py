@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.errors import BadInput
-from models.config import ArithmeticData, ArithmeticPreferences, FileData, FilePreferences
-from models.data import Message, identity, load_preferences, load_problems
+from models.config.data import ArithmeticData, ArithmeticPreferences, FileData, FilePreferences
+from models.data.load import load_preferences, load_problems
+from models.data.problems import Message, identity
 
 DATA = ArithmeticData(train_problems=64, heldout_problems=16)
 SPLITS = ("train", "heldout")

@@ -10,7 +10,8 @@ import pytest
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
-from models.algorithms.config import (
+from models.commands.preflight import Inputs, check
+from models.config.algorithms import (
     AlgorithmConfig,
     CriticConfig,
     Distillation,
@@ -19,42 +20,35 @@ from models.algorithms.config import (
     TeacherDirectory,
     TeacherEndpoint,
 )
-from models.config import (
+from models.config.data import (
     ArithmeticData,
     ArithmeticPreferences,
     DataConfig,
-    DirectoryPolicy,
-    DpoConfig,
-    EvaluationConfig,
     FileData,
     FilePreferences,
-    PolicyConfig,
     PreferencesConfig,
-    RolloutConfig,
-    SamplingConfig,
-    ScratchPolicy,
-    VllmEngine,
-    WarmupConfig,
 )
-from models.data import load_problems
-from models.objectives.config import LoraConfig, UpdateConfig
-from models.preflight import Inputs, check
-from models.rewards.config import (
+from models.config.engines import SamplingConfig, VllmEngine
+from models.config.judges import (
     ChoiceVerdict,
     DirectoryJudge,
     DirectoryRewardModel,
     EndpointJudge,
     JudgeReward,
     ModelReward,
-    NumericReward,
     ScoreVerdict,
-    ScoringConfig,
     ServedReward,
-    TargetReward,
     TrainedJudge,
     TrainedRewardModel,
 )
-from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
+from models.config.objectives import LoraConfig, UpdateConfig
+from models.config.policy import DirectoryPolicy, PolicyConfig, ScratchPolicy
+from models.config.reward_terms import NumericReward, TargetReward
+from models.config.rewards import ScoringConfig
+from models.config.rollout import RolloutConfig
+from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
+from models.data.load import load_problems
+from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
 from tests.environments import leave_vllm
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
@@ -93,7 +87,7 @@ def inputs(
 def ask(question: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the command as the flows do, where it could leave something behind."""
     return subprocess.run(
-        [sys.executable, "-m", "models.preflight"], input=question, capture_output=True, text=True, cwd=folder
+        [sys.executable, "-m", "models.commands.preflight"], input=question, capture_output=True, text=True, cwd=folder
     )
 
 

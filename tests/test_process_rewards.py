@@ -10,26 +10,20 @@ from infra.errors import BadInput, Damaged
 from infra.store.bundles import BundleRef, publish_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
-from models.algorithms.config import Capo
-from models.config import ArithmeticData
-from models.data import load_problems
-from models.records import ROLLOUT_SCHEMA, VERDICT_SCHEMA, Outcome, score_schema
+from models.config.algorithms import Capo
+from models.config.data import ArithmeticData
+from models.config.judges import DirectoryJudge, JudgeReward, StepsVerdict
+from models.config.reward_terms import PatternSteps, RegexReward, TargetReward
+from models.config.rewards import RewardConfig, ScoringConfig
+from models.data.load import load_problems
+from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA, score_schema
+from models.records.versions import Outcome
+from models.records.work import CreditWork, ScoredShard, ScoringWork, VerdictShard
 from models.rewards.arithmetic_steps import wrong_steps
-from models.rewards.build import check_reward
-from models.rewards.config import (
-    DirectoryJudge,
-    JudgeReward,
-    PatternSteps,
-    RegexReward,
-    RewardConfig,
-    ScoringConfig,
-    StepsVerdict,
-    TargetReward,
-)
 from models.rewards.evaluate import Evaluator
+from models.rewards.rules import check_reward
 from models.rewards.values import Case
-from models.steps import StepValues, segment
-from models.work import CreditWork, ScoredShard, ScoringWork, VerdictShard
+from models.text.steps import StepValues, segment
 from models.workers.scoring import ScoringWorker
 from tests.policies import small_tokenizer
 

@@ -7,10 +7,11 @@ import pytest
 
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
-from models.algorithms.config import Grpo
-from models.records import score_schema
-from models.rewards.config import NumericReward, ScoringConfig
-from models.work import ExcerptWork, ScoredShard
+from models.config.algorithms import Grpo
+from models.config.reward_terms import NumericReward
+from models.config.rewards import ScoringConfig
+from models.records.schemas import score_schema
+from models.records.work import ExcerptWork, ScoredShard
 from models.workers.scoring import ScoringWorker
 from tests.test_scoring_worker import rollout, write_rollouts
 

@@ -12,8 +12,9 @@ import pytest
 from flows.config import load_config
 from infra.store.runs import open_run
 from infra.store.shards import read_shard
-from models.config import FileData
-from models.data import Message, load_problems
+from models.config.data import FileData
+from models.data.load import load_problems
+from models.data.problems import Message
 from tests.jobs import RHEOSTAT, ROOT
 from tests.policies import write_policy
 

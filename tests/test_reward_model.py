@@ -21,10 +21,11 @@ from infra.errors import BadInput, Damaged
 from infra.store.bundles import publish_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
-from models.records import ROLLOUT_SCHEMA, VERDICT_SCHEMA, PolicyVersion
-from models.rewards.config import DirectoryRewardModel, ModelReward
-from models.roles.reward_model import check_reward_model, load_reward_model, score
-from models.work import JudgeWork
+from models.config.judges import DirectoryRewardModel, ModelReward
+from models.modeling.reward_model import check_reward_model, load_reward_model, score
+from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA
+from models.records.versions import PolicyVersion
+from models.records.work import JudgeWork
 from models.workers.reward_model import RewardModelWorker
 from tests.policies import DECODER, small_tokenizer
 

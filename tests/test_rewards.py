@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from infra.errors import BadInput
-from models.rewards.build import build_reward, check_reward
-from models.rewards.config import MathReward, NumericReward, RegexReward, RewardConfig, ScoringConfig, TargetReward
+from models.config.reward_terms import MathReward, NumericReward, RegexReward, TargetReward
+from models.config.rewards import RewardConfig, ScoringConfig
 from models.rewards.evaluate import Evaluator, Verdict
+from models.rewards.rules import build_reward, check_reward
 from models.rewards.values import Case
 
 OBEDIENT = TargetReward(name="obedient", target="tests.rewards_for_tests:obedient")

@@ -13,10 +13,11 @@ from infra.errors import BadInput, Damaged
 from infra.store.bundles import publish_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import Store, open_store
-from models.config import SamplingConfig, TransformersEngine
-from models.records import PROMPT_SCHEMA, ROLLOUT_SCHEMA, Outcome, PolicyVersion
-from models.seeds import sample_seed
-from models.work import RolloutWork
+from models.config.engines import SamplingConfig, TransformersEngine
+from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
+from models.records.seeds import sample_seed
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import RolloutWork
 from models.workers.rollout import RolloutWorker
 from tests.policies import small_tokenizer, write_policy
 

@@ -8,8 +8,8 @@ import pytest
 from infra.errors import Damaged
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
-from models.records import SAMPLE_SCHEMA
-from models.samples import open_samples, read_rows, weighted_lengths
+from models.records.schemas import SAMPLE_SCHEMA
+from models.training.samples import open_samples, read_rows, weighted_lengths
 from tests.training import write_samples
 
 

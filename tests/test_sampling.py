@@ -7,9 +7,9 @@ import pytest
 import torch
 from blake3 import blake3
 
-from models.config import SamplingConfig
+from models.config.engines import SamplingConfig
 from models.engines.sampling import draw, uniforms
-from models.seeds import derive_seed, sample_seed
+from models.records.seeds import derive_seed, sample_seed
 
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
 

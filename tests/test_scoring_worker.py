@@ -16,16 +16,18 @@ import pytest
 from infra.errors import Damaged, Quarantined
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
-from models.algorithms.config import AlgorithmConfig, DrGrpo, Grpo, Ppo
-from models.config import DynamicSampling
+from models.config.algorithms import AlgorithmConfig, DrGrpo, Grpo, Ppo
+from models.config.objectives import ConstantMean, SequenceMean, TokenMean
+from models.config.reward_terms import NumericReward, RegexReward, TargetReward
+from models.config.rewards import ScoringConfig
+from models.config.rollout import DynamicSampling
+from models.credit.inputs import TermColumns
+from models.credit.selection import informative_prompts
 from models.objectives.aggregation import token_weights
-from models.objectives.config import ConstantMean, SequenceMean, TokenMean
-from models.records import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_SCHEMA, Outcome, score_schema
-from models.rewards.config import NumericReward, RegexReward, ScoringConfig, TargetReward
-from models.samples import open_samples
-from models.score_columns import TermColumns
-from models.selection import informative_prompts
-from models.work import CreditWork, ScoredShard, ScoringWork
+from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_SCHEMA, score_schema
+from models.records.versions import Outcome
+from models.records.work import CreditWork, ScoredShard, ScoringWork
+from models.training.samples import open_samples
 from models.workers.scoring import ScoringWorker
 
 OBEDIENT = TargetReward(name="obedient", target="tests.rewards_for_tests:obedient")
@@ -349,9 +351,10 @@ def test_scoring_512_completions_takes_a_fraction_of_a_second(store: Store, make
 HANGING_WORKER = """
 import sys
 from infra.store.shards import ShardRef
-from models.algorithms.config import Grpo
-from models.rewards.config import ScoringConfig, TargetReward
-from models.work import ScoringWork
+from models.config.algorithms import Grpo
+from models.config.reward_terms import TargetReward
+from models.config.rewards import ScoringConfig
+from models.records.work import ScoringWork
 from models.workers.scoring import ScoringWorker
 
 if __name__ == "__main__":

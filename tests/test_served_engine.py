@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
-from models.config import DrawnLengths, SamplingConfig, VllmEngine
-from models.engines import Request
-from models.engines.vllm.drafts import drawn_length
+from models.config.engines import DrawnLengths, SamplingConfig, VllmEngine
+from models.engines.protocol import Request
+from models.engines.vllm.completions import drawn_length
 from models.engines.vllm.engine import MAX_LOADS, ServedEngine
-from models.records import FinishReason
-from models.seeds import derive_seed
+from models.records.schemas import FinishReason
+from models.records.seeds import derive_seed
 from tests.batch_server import ABOUT, KEY, BatchServer, Line, batch_server, chunk, tokens_of
 from tests.engines import Published, policy, request, written_by  # noqa: F401
 from tests.policies import small_tokenizer

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.algorithms.advantages import informative_groups, keeps_uninformative, token_advantages
-from models.algorithms.config import (
+from models.algorithms.experience import Estimates
+from models.algorithms.group_relative import EPSILON
+from models.algorithms.shaping import divergence
+from models.config.algorithms import (
     Capo,
     Distillation,
     DistillationOnly,
@@ -22,9 +25,6 @@ from models.algorithms.config import (
     Rloo,
     TeacherDirectory,
 )
-from models.algorithms.experience import Estimates
-from models.algorithms.grpo import EPSILON
-from models.algorithms.shaping import divergence
 from tests.experiences import NAN, Drawn, completions, experience
 
 busy = settings(deadline=None)  # a busy machine is not wrong

@@ -10,10 +10,11 @@ from infra.errors import EndpointDown
 from infra.store.bundles import publish_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
-from models.config import PacedEngine, SamplingConfig
-from models.records import ROLLOUT_SCHEMA, VERDICT_SCHEMA, Outcome, PolicyVersion
-from models.rewards.config import Canaries, DirectoryJudge, EndpointJudge, JudgeReward, StepsVerdict
-from models.work import JudgeWork
+from models.config.engines import PacedEngine, SamplingConfig
+from models.config.judges import Canaries, DirectoryJudge, EndpointJudge, JudgeReward, StepsVerdict
+from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import JudgeWork
 from models.workers.judge import JudgeWorker
 from tests.chat_server import Reply, chat_server, says
 from tests.policies import write_policy

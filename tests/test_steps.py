@@ -6,8 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from models.rewards.config import BlankLines, PatternSteps
-from models.steps import Spans, StepValues, aggregate, segment, spans_of, wrap
+from models.config.reward_terms import BlankLines, PatternSteps
+from models.judges.prompts import wrap
+from models.text.steps import Spans, StepValues, aggregate, segment, spans_of
 
 BLANK = BlankLines()
 PIECES = st.sampled_from(

@@ -10,13 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
-from models.algorithms.config import TeacherDirectory
-from models.batching import TokenSequence, lay_out
-from models.data import load_problems
-from models.roles.estimates import ask_model
-from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
-from models.roles.teacher import ask_endpoint, check_teacher, load_teacher
-from models.roles.trainer import frozen_forward
+from models.config.algorithms import TeacherDirectory
+from models.data.load import load_problems
+from models.modeling.batching import TokenSequence, lay_out
+from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
+from models.modeling.teacher import ask_endpoint, check_teacher, load_teacher
+from models.training.auxiliary import ask_model
+from models.training.trainer import frozen_forward
 from tests.chat_server import Reply
 from tests.teachers import teacher_at, teacher_server
 from tests.training import DATA, TINY

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.algorithms.advantages import informative_groups, token_advantages, told_apart
-from models.algorithms.config import Capo, Overlong, Ppo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, RewardKl
 from models.algorithms.experience import Estimates, Experience
-from models.algorithms.gae import generalised_advantages
-from models.algorithms.groups import Floats
-from models.algorithms.tokens import discounted_sums, values_on_last_tokens, values_on_tokens
+from models.algorithms.ppo import generalised_advantages
+from models.algorithms.ragged import discounted_sums, values_on_last_tokens, values_on_tokens
+from models.config.algorithms import Capo, Overlong, Ppo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, RewardKl
+from models.records.columns import Floats
 from tests.experiences import NAN, Drawn, completions, experience
 
 busy = settings(deadline=None)  # a busy machine is not wrong

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from infra.errors import BadInput
-from models.data import load_problems
-from models.roles.logprobs import TokenLogprobs
-from models.roles.policy import build_scratch, scratch_tokenizer
+from models.data.load import load_problems
+from models.modeling.logprobs import TokenLogprobs
+from models.modeling.policy import build_scratch, scratch_tokenizer
 from tests.training import DATA, TINY
 
 

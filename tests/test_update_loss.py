@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.objectives.config import (
+from models.config.objectives import (
     Gspo,
     KlPenalty,
     MaskedImportance,
@@ -20,8 +20,8 @@ from models.objectives.config import (
     UpdateConfig,
 )
 from models.objectives.importance import correct, needs_old
-from models.objectives.pass_tokens import PassTokens
-from models.objectives.tally import Tally
+from models.objectives.loss_inputs import PassTokens
+from models.objectives.metrics import Tally
 from models.objectives.update_loss import tally_mismatch, update_loss
 from tests.losses import LOSSES, NAMES, doubles, moved, pass_tokens, random_tokens
 

@@ -18,13 +18,14 @@ from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
-from models.algorithms.config import Grpo
-from models.config import WarmupConfig
-from models.data import load_problems
-from models.objectives.config import KlPenalty, SequenceMean, UpdateConfig
-from models.records import SAMPLE_SCHEMA, Outcome, PolicyVersion
-from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
-from models.work import UpdateWork, WarmupWork
+from models.config.algorithms import Grpo
+from models.config.objectives import KlPenalty, SequenceMean, UpdateConfig
+from models.config.training import WarmupConfig
+from models.data.load import load_problems
+from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
+from models.records.schemas import SAMPLE_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import UpdateWork, WarmupWork
 from models.workers.update import UpdateWorker
 from tests.training import DATA, TINY, publish_scratch, write_samples
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.objectives.tally import Tally
+from models.objectives.metrics import Tally
 from models.objectives.value_loss import explained_variance, fit_sums, value_loss
 
 

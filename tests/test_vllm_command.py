@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import BadInput
-from models.config import VllmEngine
+from models.config.engines import VllmEngine
 from models.engines.vllm.server import cause_in, command, context_of, environment, lora_rank, platform_of, start_server
 
 PYTHON = Path("/engines/bin/python")

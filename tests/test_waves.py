@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.waves import Sampling, another_wave, next_ema, wave_size
+from models.rollouts.dynamic_sampling import Sampling, another_wave, next_ema, wave_size
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ import pyarrow as pa
 from infra.store.bundles import publish_bundle
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
-from models.config import ArithmeticData, ScratchPolicy
-from models.data import load_problems
-from models.records import SAMPLE_SCHEMA, PolicyVersion
-from models.roles.policy import build_scratch, save_policy, scratch_tokenizer
+from models.config.data import ArithmeticData
+from models.config.policy import ScratchPolicy
+from models.data.load import load_problems
+from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
+from models.records.schemas import SAMPLE_SCHEMA
+from models.records.versions import PolicyVersion
 
 TINY = ScratchPolicy(hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2)
 DATA = ArithmeticData(train_problems=64, heldout_problems=8)

@@ -1,31 +1,65 @@
-"""From what completions earned to what each token is worth, by whatever algorithm is configured.
+"""From what completions earned to what each token is worth, and what that asks of models beside rewards.
 
-Shapes: N completions, G groups, T completion tokens. An algorithm is a file beside this one, and a case here.
+Shapes: N completions, G groups, T completion tokens.
 """
+
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
 from models.algorithms import capo as capo_credit
-from models.algorithms import combining
-from models.algorithms.config import (
+from models.algorithms import group_relative
+from models.algorithms.distillation import distillation, distillation_metrics
+from models.algorithms.experience import Advantages, Experience, ScoredGroups
+from models.algorithms.ppo import ppo
+from models.algorithms.ragged import group_statistics
+from models.algorithms.reinforce import reinforce_pp, reinforce_pp_baseline
+from models.algorithms.shaping import shaping_metrics
+from models.config.algorithms import (
+    Algorithm,
     AlgorithmConfig,
     Capo,
     DistillationOnly,
     DrGrpo,
+    GroupRelative,
     Grpo,
     Ppo,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
+    RewardKl,
     Rloo,
 )
-from models.algorithms.distillation import distillation, distillation_metrics
-from models.algorithms.experience import Advantages, Experience, ScoredGroups
-from models.algorithms.groups import Mask, group_statistics
-from models.algorithms.needs import reward_kl
-from models.algorithms.ppo import ppo
-from models.algorithms.reinforce_pp import reinforce_pp
-from models.algorithms.reinforce_pp_baseline import reinforce_pp_baseline
-from models.algorithms.shaping import shaping_metrics
+from models.records.columns import Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Whose opinion of every token credit needs."""
+
+    reference: bool
+    """The initial policy's, for a penalty in the reward."""
+    critic: bool
+    teacher: bool
+    """The teacher's, and beside it the policy's own by the trainer."""
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to ask."""
+        return any(astuple(self))
+
+
+def needs_of(algorithm: Algorithm) -> Needs:
+    """Whose opinion of every token the algorithm needs."""
+    return Needs(
+        reference=reward_kl(algorithm) is not None,
+        critic=isinstance(algorithm, Ppo),
+        teacher=algorithm.distillation is not None,
+    )
+
+
+def reward_kl(algorithm: Algorithm) -> RewardKl | None:
+    """The penalty in the reward, of algorithms that have one."""
+    return algorithm.kl if isinstance(algorithm, GroupRelative | ReinforcePlusPlus | Ppo) else None
 
 
 def token_advantages(experience: Experience, algorithm: AlgorithmConfig) -> Advantages:
@@ -43,7 +77,7 @@ def informative_groups(scored: ScoredGroups, algorithm: AlgorithmConfig) -> Mask
     """Find the groups that rewards alone, before anything is taken from them, make worth training (G)."""
     match algorithm:
         case Grpo() | DrGrpo() | Rloo():
-            return combining.informative(scored, algorithm)
+            return group_relative.informative(scored, algorithm)
         case Capo():
             return capo_credit.informative(scored)
         case _:
@@ -72,7 +106,7 @@ def keeps_uninformative(algorithm: AlgorithmConfig) -> bool:
 def _of_rewards(experience: Experience, algorithm: AlgorithmConfig) -> Advantages:
     match algorithm:
         case Grpo() | DrGrpo() | Rloo():
-            return combining.group_relative(experience, algorithm)
+            return group_relative.group_relative(experience, algorithm)
         case ReinforcePlusPlus():
             return reinforce_pp(experience, algorithm)
         case ReinforcePlusPlusBaseline():

@@ -5,9 +5,9 @@ Shapes: T completion tokens.
 
 import numpy as np
 
-from models.algorithms.config import Distillation
 from models.algorithms.experience import Experience
-from models.algorithms.groups import Floats
+from models.config.algorithms import Distillation
+from models.records.columns import Floats
 
 
 def distillation(experience: Experience, settings: Distillation) -> Floats:

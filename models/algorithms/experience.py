@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from models.algorithms.groups import Floats, Integers, Mask
+from models.records.columns import Floats, Integers, Mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,28 @@
 """PPO with a critic (arXiv 1707.06347): token rewards, generalised advantages, and the returns that the critic learns.
 
-Shapes: T completion tokens.
+Shapes: N completions, T completion tokens.
 """
 
 import numpy as np
 
-from models.algorithms.config import Ppo
 from models.algorithms.experience import Advantages, Experience
-from models.algorithms.gae import generalised_advantages
-from models.algorithms.groups import MIN_STD, Floats
+from models.algorithms.ragged import MIN_STD, discounted_sums, last_tokens, normalised
 from models.algorithms.shaping import token_rewards
-from models.algorithms.tokens import normalised
+from models.config.algorithms import Ppo
+from models.records.columns import Floats, Integers
+
+
+def generalised_advantages(
+    rewards_T: Floats, values_T: Floats, lengths_N: Integers, *, gamma: float, lam: float
+) -> Floats:
+    """Sum up (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t; behind the last token the value is 0."""
+    deltas_T = rewards_T - values_T
+    next_T = np.zeros_like(deltas_T)
+    next_T[:-1] = values_T[1:]
+    next_T[last_tokens(lengths_N)] = 0.0
+    next_T *= gamma
+    deltas_T += next_T
+    return discounted_sums(deltas_T, lengths_N, gamma * lam)
 
 
 def ppo(experience: Experience, algorithm: Ppo) -> Advantages:

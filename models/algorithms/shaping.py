@@ -7,10 +7,10 @@ from typing import Literal
 
 import numpy as np
 
-from models.algorithms.config import Algorithm, Overlong, RewardKl
 from models.algorithms.experience import Experience
-from models.algorithms.groups import Floats, Integers
-from models.algorithms.tokens import last_tokens, sums_per_completion, values_on_last_tokens
+from models.algorithms.ragged import last_tokens, sums_per_completion, values_on_last_tokens
+from models.config.algorithms import Algorithm, Overlong, RewardKl
+from models.records.columns import Floats, Integers
 
 
 def overlong_penalty(lengths_N: Integers, overlong: Overlong, max_new_tokens: int) -> Floats:

@@ -1,14 +1,120 @@
-"""Problems from JSON Lines, Parquet and Arrow files; every fault is one line that names the place."""
+"""Problems from JSON Lines, Parquet and Arrow files, as texts or chats; every fault names its place."""
 
-from collections.abc import Mapping
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from infra.errors import BadInput
-from models.config import FileData
-from models.data.problems import Problem, fill_prompt, identity, is_heldout
-from models.data.tables import prompt_of, read_rows, text_of
+from models.config.data import FileData
+from models.data.problems import Message, Problem, Prompt, fill_prompt, identity, is_heldout
+
+Row = tuple[str, Mapping[str, object]]
+"""A place for messages, and the row's columns."""
+
+SUFFIXES = (".jsonl", ".parquet", ".arrow")
+
+
+def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """Read one file in order; the columns must be there."""
+    if path.suffix not in SUFFIXES:
+        raise BadInput(f"{path}: unknown suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}")
+    if not path.is_file():
+        reason = "is a directory, expected a file" if path.is_dir() else "no such file"
+        raise BadInput(f"{path}: {reason} (looked in {Path.cwd()})")
+    try:
+        yield from _json_rows(path, columns) if path.suffix == ".jsonl" else _table_rows(path, columns)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").strip())
+            except (ValueError, RecursionError) as error:
+                raise BadInput(f"{place}: not a JSON line: {error}") from error
+            if not isinstance(row, dict):
+                raise BadInput(f"{place}: expected a JSON object, found {type(row).__name__}")
+            _require_columns(place, columns, list(row))
+            yield place, row
+
+
+def _table_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    try:
+        table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
+    except pa.ArrowException as error:
+        raise BadInput(f"{path}: not a {path.suffix[1:]} file: {str(error).splitlines()[0]}") from error
+    _require_columns(str(path), columns, table.column_names)
+    number = 0
+    for batch in table.select(columns).to_batches(max_chunksize=4096):
+        for row in batch.to_pylist():
+            yield f"{path} row {number}", row
+            number += 1
+
+
+def _read_arrow(path: Path) -> pa.Table:
+    """Read an Arrow IPC file, or a stream, which is what `datasets` writes under the same suffix."""
+    with pa.OSFile(str(path)) as file:
+        if file.read(6) == b"ARROW1":
+            return pa.ipc.open_file(file).read_all()
+        file.seek(0)
+        return pa.ipc.open_stream(file).read_all()
+
+
+def _require_columns(place: str, wanted: Sequence[str], found: Sequence[str]) -> None:
+    for column in wanted:
+        if column not in found:
+            nearest = difflib.get_close_matches(column, found, n=1)
+            hint = f", did you mean {nearest[0]!r}?" if nearest else ""
+            raise BadInput(f"{place}: no column {column!r}{hint} (columns: {', '.join(found) or 'none'})")
+
+
+def prompt_of(place: str, row: Mapping[str, object], column: str) -> Prompt:
+    """The prompt in a column: plain text, or a chat that waits for the assistant."""
+    prompt = row[column]
+    if not isinstance(prompt, list):
+        return text_of(place, prompt, column)
+    messages = messages_of(place, prompt, column)
+    if not messages or messages[-1].role == "assistant":
+        found = "no message" if not messages else "the assistant's message last"
+        raise BadInput(f"{place}: {column}: expected a chat that waits for the assistant, found {found}")
+    return messages
+
+
+def messages_of(place: str, turns: Sequence[object], column: str) -> tuple[Message, ...]:
+    """Read the messages of a chat."""
+    messages = []
+    for index, turn in enumerate(turns):
+        if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
+            raise BadInput(
+                f"{place}: {column}[{index}] is no chat message, expected {{role, content}}, found {turn!r:.80}"
+            )
+        role = text_of(place, turn["role"], f"{column}[{index}].role")
+        messages.append(Message(role, text_of(place, turn["content"], f"{column}[{index}].content")))
+    return tuple(messages)
+
+
+def text_of(place: str, value: object, column: str) -> str:
+    """Require text with something in it."""
+    if not isinstance(value, str):
+        raise BadInput(f"{place}: {column}: expected text, found {type(value).__name__} {value!r:.60}")
+    if not value.strip():
+        raise BadInput(f"{place}: {column}: expected text, found none")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
+        raise BadInput(f"{place}: {column}: not Unicode text: {error.reason} at character {error.start}") from error
+    return value
 
 
 def file_problems(data: FileData, split: str) -> list[Problem]:

@@ -6,10 +6,10 @@ from pathlib import Path
 from random import Random
 
 from infra.errors import BadInput
-from models.config import FilePreferences
-from models.data.completions import wrong_completion
+from models.config.data import FilePreferences
+from models.data.arithmetic import wrong_completion
+from models.data.files import messages_of, prompt_of, read_rows, text_of
 from models.data.problems import Problem, Prompt, fill_prompt, identity, is_heldout
-from models.data.tables import messages_of, prompt_of, read_rows, text_of
 
 
 @dataclass(frozen=True, slots=True)

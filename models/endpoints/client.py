@@ -13,10 +13,10 @@ import httpx
 from pydantic import JsonValue
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
-from models.config import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, Endpoint
+from models.config.endpoints import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, Endpoint
 from models.endpoints.addresses import Endpoint as Address
 from models.endpoints.addresses import parse_endpoint, resolve
-from models.seeds import derive_seed
+from models.records.seeds import derive_seed
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from infra.errors import WorkerFailed
-from models.config import Endpoint
+from models.config.endpoints import Endpoint
 from models.endpoints.client import Client, Request
-from models.seeds import derive_seed
+from models.records.seeds import derive_seed
 
 IMPOSSIBLE = -9999.0
 """What vLLM writes for -inf, which JSON does not have."""

@@ -2,15 +2,15 @@
 
 from typing import assert_never
 
-from models.config import EngineConfig, PacedEngine, TransformersEngine, VllmEngine
-from models.engines import Engine
+from models.config.engines import EngineConfig, PacedEngine, TransformersEngine, VllmEngine
+from models.engines.protocol import Engine
 
 
 def build_engine(config: EngineConfig, *, adapter_rank: int = 0) -> Engine:
     """Make an engine without weights; `adapter_rank` is the largest of the adapters that it will load."""
     match config:
         case TransformersEngine():
-            from models.engines.transformers import HuggingFaceEngine  # torch: only workers that run models pay for it
+            from models.engines.local.engine import HuggingFaceEngine  # torch: only workers that run models pay for it
 
             return HuggingFaceEngine(config)
         case PacedEngine():

@@ -10,12 +10,13 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
-from models.config import PacedEngine as PacedConfig
-from models.config import SamplingConfig
-from models.engines import Completion, Request, StepSums
+from models.config.engines import PacedEngine as PacedConfig
+from models.config.engines import SamplingConfig
+from models.engines.protocol import Completion, Request, StepSums
 from models.engines.sampling import uniforms
-from models.records import FinishReason, PolicyVersion
-from models.roles.tokenizer import load_tokenizer
+from models.records.schemas import FinishReason
+from models.records.versions import PolicyVersion
+from models.text.tokenizer import load_tokenizer
 
 LONGEST_SLEEP: Final = 0.5  # seconds between two moves of `progress`, by which the pools see that a worker is well
 

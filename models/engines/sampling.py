@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.config import SamplingConfig
+from models.config.engines import SamplingConfig
 
 _ELEMENTS: Final = (
     1 << 24

@@ -1,26 +1,154 @@
-"""A judge behind an OpenAI-compatible endpoint."""
+"""A judge behind an OpenAI-compatible endpoint: what is sent as chat completions, and what an answer must be."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Annotated
 
-from models.config import SamplingConfig
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from infra.errors import BadInput
+from models.config.engines import SamplingConfig
+from models.config.judges import ChoiceVerdict, EndpointJudge, LogprobVerdict, VerdictConfig
 from models.endpoints.client import Client, Request
-from models.judges import Answer, Question
-from models.judges.chat import check_request, read_answer, refusal, request_body
-from models.rewards.config import EndpointJudge as EndpointConfig
-from models.rewards.config import VerdictConfig
+from models.judges.protocol import Answer, Question
+
+SEEDS = 1 << 31  # servers differ in how large a seed they take; all take 31 bits
+
+TOP_LOGPROBS = 20  # as many as the API has
+
+
+class _Read(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class _Likely(_Read):
+    token: str
+    logprob: Annotated[float, Field(le=0.01)]  # above 0 only by rounding; NaN is refused too
+
+
+class _Position(_Read):
+    top_logprobs: tuple[_Likely, ...]
+
+
+class _Logprobs(_Read):
+    content: Annotated[tuple[_Position, ...], Field(min_length=1)]
+
+
+class _Message(_Read):
+    content: str | None = None
+
+
+class _Choice(_Read):
+    message: _Message
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Usage(_Read):
+    completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+
+
+class _Completion(_Read):
+    choices: Annotated[tuple[_Choice, ...], Field(min_length=1)]
+    usage: _Usage | None = None
+
+
+def check_request(judge: EndpointJudge, sampling: SamplingConfig, verdict: VerdictConfig) -> None:
+    """Refuse what the endpoint cannot be asked for."""
+    if isinstance(verdict, ChoiceVerdict) and verdict.constrained and judge.guided == "none":
+        raise BadInput(
+            f"judge at {judge.base_url!r}: a constrained choice needs an engine that constrains; "
+            'set model.guided = "vllm" where it is vLLM, or verdict.constrained = false'
+        )
+    if sampling.top_k and judge.guided != "vllm":
+        raise BadInput(f"judge at {judge.base_url!r}: sampling.top_k is no part of the OpenAI API; leave it 0")
+
+
+def request_body(
+    question: Question, judge: EndpointJudge, *, sampling: SamplingConfig, verdict: VerdictConfig
+) -> dict[str, JsonValue]:
+    """Put one question."""
+    body: dict[str, JsonValue] = {
+        "model": judge.model,
+        "messages": [{"role": "user", "content": question.text}],
+        "seed": question.seed % SEEDS,
+    }
+    if isinstance(verdict, LogprobVerdict):
+        # Some servers temper the log-probs that they report: at temperature 1 they are the model's own.
+        asked: dict[str, JsonValue] = {"logprobs": True, "top_logprobs": TOP_LOGPROBS, "temperature": 1, "top_p": 1}
+        return {**body, **asked, "max_tokens": 1}
+    body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": sampling.max_new_tokens}
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if sampling.top_k:
+        body["top_k"] = sampling.top_k
+    if isinstance(verdict, ChoiceVerdict) and verdict.constrained:
+        body["structured_outputs"] = {"choice": list(verdict.choices)}
+    return body
+
+
+def read_answer(data: bytes, verdict: VerdictConfig) -> Answer:
+    """Read a response's body; whatever is not a whole answer is an invalid one, and says why."""
+    try:
+        completion = _Completion.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        return refusal(f"no chat completion: {where}: {first['msg']}")
+    choice = completion.choices[0]
+    tokens = completion.usage.completion_tokens if completion.usage else 0
+    if isinstance(verdict, LogprobVerdict):
+        return _likelihoods(choice.logprobs, verdict, tokens=tokens)
+    if choice.finish_reason not in ("stop", None):  # a number that was cut in two is another number
+        cut = f"the answer was not finished: finish_reason {choice.finish_reason[:40]!r}"
+        return Answer(text=choice.message.content, probabilities=None, tokens=tokens, error=cut)
+    if not choice.message.content:
+        return refusal("the answer is empty", tokens=tokens)
+    return Answer(text=choice.message.content, probabilities=None, tokens=tokens, error=None)
+
+
+def refusal(error: str, *, tokens: int = 0) -> Answer:
+    """An answer that is none."""
+    return Answer(text=None, probabilities=None, tokens=tokens, error=error)
+
+
+def _likelihoods(logprobs: _Logprobs | None, verdict: LogprobVerdict, *, tokens: int) -> Answer:
+    if logprobs is None:
+        return refusal("the endpoint gave no log-probs", tokens=tokens)
+    likely = {entry.token: min(1.0, math.exp(entry.logprob)) for entry in logprobs.content[0].top_logprobs}
+    found = {
+        verdict.yes: _mass(likely, verdict.yes, against=verdict.no),
+        verdict.no: _mass(likely, verdict.no, against=verdict.yes),
+    }
+    if not any(found.values()):
+        return refusal(f"neither {verdict.yes!r} nor {verdict.no!r} is among the likely first tokens", tokens=tokens)
+    return Answer(text=None, probabilities=found, tokens=tokens, error=None)
+
+
+def _mass(likely: Mapping[str, float], word: str, *, against: str) -> float:
+    """Sum the tokens that begin the word, in whatever case, and not the other one."""
+    word, against = word.strip().casefold(), against.strip().casefold()
+    begins = {token: token.strip().casefold() for token in likely}
+    return min(
+        1.0,
+        sum(
+            likely[token] for token, text in begins.items() if text and word.startswith(text) > against.startswith(text)
+        ),
+    )
+
 
 MAX_BODY_BYTES = 4 << 20
 
 
-class EndpointJudge:
+class ChatJudge:
     """Ask a model over HTTP, several questions at once; answers come in the order of the questions.
 
     An endpoint that does not answer after all attempts raises EndpointDown, one that refuses raises WorkerFailed:
     neither ever becomes an answer.
     """
 
-    def __init__(self, config: EndpointConfig, *, sampling: SamplingConfig, verdict: VerdictConfig) -> None:
+    def __init__(self, config: EndpointJudge, *, sampling: SamplingConfig, verdict: VerdictConfig) -> None:
         """Check what can be checked without the network. Raises BadInput."""
         check_request(config, sampling, verdict)
         self.progress = 0

@@ -9,15 +9,16 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from models.config import EngineConfig, SamplingConfig
-from models.data import Message, Prompt
-from models.engines import Completion, Request, StepSums
+from models.config.engines import EngineConfig, SamplingConfig
+from models.config.judges import ChoiceVerdict, LogprobVerdict, VerdictConfig
+from models.data.problems import Message, Prompt
 from models.engines.build import build_engine
+from models.engines.protocol import Completion, Request, StepSums
 from models.engines.sampling import uniforms
-from models.judges import Answer, Question
-from models.records import FinishReason, PolicyVersion
-from models.rewards.config import ChoiceVerdict, LogprobVerdict, VerdictConfig
-from models.roles.tokenizer import load_tokenizer, render
+from models.judges.protocol import Answer, Question
+from models.records.schemas import FinishReason
+from models.records.versions import PolicyVersion
+from models.text.tokenizer import load_tokenizer, render
 
 _WEIGHED: Final = 1  # tokens of an answer that is chosen rather than written: one decision, one forward pass
 _UNREAD: Final = Answer(text=None, probabilities=None, tokens=0, error=None)

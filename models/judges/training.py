@@ -3,11 +3,14 @@
 from random import Random
 
 from infra.errors import BadInput
-from models.config import DataConfig, WarmupConfig
-from models.data import Example, Problem, identity, load_problems, right_completion, wrong_completion
+from models.config.data import DataConfig
+from models.config.judges import ChoiceVerdict, JudgeReward, LogprobVerdict, VerdictConfig
+from models.config.training import WarmupConfig
+from models.data.arithmetic import right_completion, wrong_completion
+from models.data.load import Example, load_problems
+from models.data.problems import Problem, identity
 from models.judges.prompts import question_text
-from models.rewards.config import ChoiceVerdict, JudgeReward, LogprobVerdict, VerdictConfig
-from models.seeds import derive_seed
+from models.records.seeds import derive_seed
 
 
 def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, seed: int) -> list[Example]:

@@ -5,7 +5,7 @@ The weights are those of a whole minibatch, whatever part of it a rank or a forw
 
 from collections.abc import Sequence
 
-from models.objectives.config import Aggregation, ConstantMean, SequenceMean, TokenMean
+from models.config.objectives import Aggregation, ConstantMean, SequenceMean, TokenMean
 
 
 def token_weights(aggregation: Aggregation, lengths: Sequence[int]) -> list[float]:

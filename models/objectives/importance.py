@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.objectives.config import Correction, MaskedImportance, NoCorrection, TruncatedImportance, UpdateConfig
+from models.config.objectives import Correction, MaskedImportance, NoCorrection, TruncatedImportance, UpdateConfig
 
 
 class Mismatch(NamedTuple):

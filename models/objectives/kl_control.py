@@ -2,7 +2,7 @@
 
 import math
 
-from models.objectives.config import AdaptiveKl
+from models.config.objectives import AdaptiveKl
 
 MAX_ERROR = 0.2
 """A relative error counts at most so much (arXiv 1909.08593, section 2.2)."""

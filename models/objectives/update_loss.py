@@ -6,12 +6,12 @@ Shapes: N completion tokens of one pass.
 import torch
 from torch import Tensor
 
-from models.objectives.config import KlPenalty, UpdateConfig
+from models.config.objectives import KlPenalty, UpdateConfig
 from models.objectives.importance import Corrected, correct, mismatch
 from models.objectives.kl import kl_estimate
-from models.objectives.pass_tokens import PassTokens, PolicyTerms
-from models.objectives.policy_loss import policy_loss
-from models.objectives.tally import Tally
+from models.objectives.loss_inputs import PassTokens, PolicyTerms
+from models.objectives.metrics import Tally
+from models.objectives.policy_losses import policy_loss
 
 
 def update_loss(

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import cast
 
 from infra.errors import BadInput, WorkerFailed
-from models.rewards.config import ScoringConfig
+from models.config.rewards import ScoringConfig
 from models.rewards.values import Case, Value, build_valuer, value_of
 
 START_SECONDS = 120.0

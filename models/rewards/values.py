@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, cast
 
-from models.protocols import Reward, StepReward, TokenReward
-from models.rewards.build import build_reward
-from models.rewards.config import RuleReward, Segmentation, TargetReward
-from models.steps import StepValues, segment
+from models.config.reward_terms import RuleReward, Segmentation, TargetReward
+from models.rewards.protocols import Reward, StepReward, TokenReward
+from models.rewards.rules import build_reward
+from models.text.steps import StepValues, segment
 
 Value = float | StepValues
 UNSPELT: Final = "the completion's tokens do not spell its text"

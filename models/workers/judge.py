@@ -9,25 +9,19 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from infra.errors import BadInput
+from infra.statistics import order_statistics
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
-from models.engines import StepSums
-from models.judges import Answer, Judge
-from models.judges.ballots import Ballot, Judged, with_canaries
-from models.judges.counters import count
+from models.config.judges import DirectoryJudge, EndpointJudge, JudgeReward, StepsVerdict, TrainedJudge
+from models.engines.protocol import StepSums
+from models.judges.protocol import Answer, Judge
 from models.judges.verdicts import Judgement, read_verdict, worst
-from models.records import VERDICT_SCHEMA, Outcome, PolicyVersion
-from models.rewards.config import (
-    DirectoryJudge,
-    EndpointJudge,
-    JudgeReward,
-    StepsVerdict,
-    TrainedJudge,
-)
-from models.statistics import order_statistics
-from models.steps import segment
-from models.work import JudgeWork
+from models.judges.votes import Ballot, Judged, count, with_canaries
+from models.records.schemas import VERDICT_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import JudgeWork
+from models.text.steps import segment
 
 if TYPE_CHECKING:
     from models.judges.local import LocalJudge
@@ -170,7 +164,7 @@ def _local_judge(model: DirectoryJudge | TrainedJudge, reward: JudgeReward, thre
 def _endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
     from models.judges import endpoint
 
-    return endpoint.EndpointJudge(model, sampling=reward.sampling, verdict=reward.verdict)
+    return endpoint.ChatJudge(model, sampling=reward.sampling, verdict=reward.verdict)
 
 
 def _completions(rollouts: pa.Table) -> list[Judged]:

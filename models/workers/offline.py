@@ -8,24 +8,31 @@ from transformers import AutoConfig
 
 from infra.store.bundles import fetch_bundle
 from infra.store.storage import Store
-from models.config import DataConfig, PreferencesConfig, WarmupConfig
-from models.data import Example, Preference, load_preferences, warmup_examples
+from models.config.data import DataConfig, PreferencesConfig
+from models.config.objectives import UpdateConfig
+from models.config.training import WarmupConfig
+from models.data.load import Example, load_preferences, warmup_examples
+from models.data.preferences import Preference
 from models.judges.training import judge_examples
-from models.objectives.bradley_terry import PairTerms, bradley_terry
-from models.objectives.config import UpdateConfig
-from models.objectives.dpo import DpoTerms, dpo
-from models.records import Outcome, PolicyVersion
-from models.roles.critic import TokenValues, critic_from_policy
-from models.roles.learner import Build, Learner
-from models.roles.logprobs import TokenLogprobs
-from models.roles.pairs import SequencePair, policy_pairs, reward_pairs
-from models.roles.policy import load_policy, policy_shape
-from models.roles.preferences import PairLearning, PairNumbers, learn_preferences
-from models.roles.ranks import Ranks
-from models.roles.supervised import Learnt, imitate
-from models.roles.tokenizer import load_tokenizer
-from models.roles.trainer import Trainer
-from models.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, WarmupWork
+from models.modeling.critic import TokenValues, critic_from_policy
+from models.modeling.logprobs import TokenLogprobs
+from models.modeling.policy import load_policy, policy_shape
+from models.objectives.preference_losses import DpoTerms, PairTerms, bradley_terry, dpo
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, WarmupWork
+from models.text.tokenizer import load_tokenizer
+from models.training.preferences import (
+    PairLearning,
+    PairNumbers,
+    SequencePair,
+    learn_preferences,
+    policy_pairs,
+    reward_pairs,
+)
+from models.training.ranks import Ranks
+from models.training.supervised import Learnt, imitate
+from models.training.trainer import Trainer
+from models.training.versions import Build, Learner
 
 
 class OfflineTrainer:

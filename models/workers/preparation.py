@@ -12,16 +12,18 @@ from transformers import AutoConfig
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
-from models.config import DirectoryPolicy
-from models.data import Problem, load_problems
-from models.records import PROMPT_SCHEMA, Outcome, PolicyVersion
-from models.roles.critic import write_critic
-from models.roles.directory import check_directory, copy_directory
-from models.roles.policy import build_scratch, policy_shape, save_policy, scratch_tokenizer
-from models.roles.served import write_served_model
-from models.roles.teacher import check_teacher
-from models.roles.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_prompts
-from models.work import CriticWork, JudgePreparation, PolicyWork, PromptWork, TeacherWork
+from models.config.policy import DirectoryPolicy
+from models.data.load import load_problems
+from models.data.problems import Problem
+from models.modeling.critic import write_critic
+from models.modeling.directory import check_directory, copy_directory
+from models.modeling.judge import write_served_model
+from models.modeling.policy import build_scratch, policy_shape, save_policy, scratch_tokenizer
+from models.modeling.teacher import check_teacher
+from models.records.schemas import PROMPT_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import CriticWork, JudgePreparation, PolicyWork, PromptWork, TeacherWork
+from models.text.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_prompts
 
 
 class PreparationWorker:

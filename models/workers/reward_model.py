@@ -7,15 +7,16 @@ import pyarrow as pa
 import torch
 
 from infra.errors import BadInput
+from infra.statistics import order_statistics
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
-from models.engines import StepSums
-from models.records import VERDICT_SCHEMA, Outcome, PolicyVersion
-from models.rewards.config import ModelReward
-from models.roles.reward_model import RewardModel, Scored, encode, load_reward_model, score
-from models.statistics import order_statistics
-from models.work import JudgeWork
+from models.config.judges import ModelReward
+from models.engines.protocol import StepSums
+from models.modeling.reward_model import RewardModel, Scored, encode, load_reward_model, score
+from models.records.schemas import VERDICT_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import JudgeWork
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,16 @@ import torch
 from pydantic import JsonValue
 
 from infra.errors import BadInput
+from infra.statistics import order_statistics
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
-from models.config import EngineConfig
+from models.config.engines import EngineConfig
 from models.engines.build import build_engine
-from models.groups import Group, fresh_groups, groups_of, table_of
-from models.records import PROMPT_SCHEMA, FinishReason, Outcome, PolicyVersion
-from models.statistics import order_statistics
-from models.work import RolloutWork
+from models.records.schemas import PROMPT_SCHEMA, FinishReason
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import RolloutWork
+from models.rollouts.groups import Group, fresh_groups, groups_of, table_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,23 +12,24 @@ from infra.errors import BadInput, Quarantined
 from infra.store.bundles import fetch_file
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
-from models.algorithms.config import AlgorithmConfig
-from models.columns import counted, lengths_of
-from models.comparison import compare_advantages, compare_rewards, read_samples, rewards_of
-from models.credit import ROLLOUT_COLUMNS, Credit, CreditRule, assign_credit
-from models.judges.tally import tally, tally_steps
+from models.config.algorithms import AlgorithmConfig
+from models.config.judges import JudgeReward, ServedReward, StepsVerdict
+from models.config.rewards import ScoringConfig
+from models.credit.assign import ROLLOUT_COLUMNS, Credit, CreditRule, assign_credit
+from models.credit.comparison import compare_advantages, compare_rewards, read_samples, rewards_of
+from models.credit.inputs import term_columns
+from models.credit.selection import Wanted, informative_prompts
 from models.judges.verdicts import Judgement
-from models.offsets import open_tokenizer, token_starts, token_texts
-from models.readable import Excerpts, read_excerpts
-from models.records import Outcome
-from models.rewards.config import JudgeReward, ScoringConfig, ServedReward, StepsVerdict
+from models.judges.votes import tally, tally_steps
+from models.records.columns import counted, lengths_of
+from models.records.versions import Outcome
+from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from models.rewards.evaluate import Evaluator
+from models.rewards.scores import joined, score_metrics, score_table
 from models.rewards.values import Case
-from models.score_columns import term_columns
-from models.scores import joined, score_metrics, score_table
-from models.selection import Wanted, informative_prompts
-from models.steps import StepValues
-from models.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
+from models.rollouts.preview import Excerpts, read_excerpts
+from models.text.steps import StepValues
+from models.text.token_offsets import open_tokenizer, token_starts, token_texts
 
 PLACES = ("prompt_row", "sample")
 TEXTS = ("prompt", "completion", "answer")

@@ -9,21 +9,21 @@ import torch
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
 from infra.store.storage import open_store
-from models.algorithms.config import AlgorithmConfig, Ppo, TeacherConfig, TeacherEndpoint
-from models.laps import Laps
-from models.objectives.config import KlPenalty, UpdateConfig
-from models.records import Outcome, PolicyVersion
-from models.roles.critic_steps import take_value_steps, value_metrics
-from models.roles.estimates import Ask, ask_model, write_estimates
-from models.roles.loaded import LoadedModels
-from models.roles.ranks import join_ranks
-from models.roles.step_plans import critic_steps, policy_steps
-from models.roles.teacher import ask_endpoint
-from models.roles.trainer import frozen_forward
-from models.roles.update_steps import StepPasses, StepsTaken, extra_logprobs, take_steps
-from models.samples import Samples, open_samples
-from models.work import EstimateWork, JudgeWarmupWork, PreferenceWork, RewardModelWork, UpdateWork, WarmupWork
+from models.config.algorithms import AlgorithmConfig, Ppo, TeacherConfig, TeacherEndpoint
+from models.config.objectives import KlPenalty, UpdateConfig
+from models.modeling.batching import AuxiliaryPass
+from models.modeling.teacher import ask_endpoint
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import EstimateWork, JudgeWarmupWork, PreferenceWork, RewardModelWork, UpdateWork, WarmupWork
+from models.training.auxiliary import ask_model, write_estimates
+from models.training.critic_update import take_value_steps, value_metrics
+from models.training.policy_update import StepPasses, StepsTaken, critic_steps, extra_logprobs, policy_steps, take_steps
+from models.training.ranks import join_ranks
+from models.training.samples import Samples, open_samples
+from models.training.trainer import frozen_forward
+from models.training.versions import LoadedModels
 from models.workers.offline import OfflineTrainer
+from models.workers.timing import Laps
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class UpdateWorker:
         return self._progress
 
     def estimate(self, work: EstimateWork) -> Outcome:
-        """Ask models about every token of an iteration's rollouts before credit; nothing is learnt."""
+        """AuxiliaryPass models about every token of an iteration's rollouts before credit; nothing is learnt."""
         models, laps = self._joined(), Laps()
         asks = self._asks(work, models)
         laps.end("load")
@@ -134,7 +134,7 @@ class UpdateWorker:
         models.close()
         return OfflineTrainer(self._store, self._update, ranks=models.ranks, beat=self._beat)
 
-    def _asks(self, work: EstimateWork, models: LoadedModels) -> dict[str, Ask]:
+    def _asks(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryPass]:
         """Load the models that are asked; by column of the estimates."""
         forwards = {}
         if self._algorithm.distillation is not None:
@@ -148,7 +148,7 @@ class UpdateWorker:
             asks["teacher"] = self._teacher(work, self._algorithm.distillation.teacher, models)
         return asks
 
-    def _teacher(self, work: EstimateWork, teacher: TeacherConfig, models: LoadedModels) -> Ask:
+    def _teacher(self, work: EstimateWork, teacher: TeacherConfig, models: LoadedModels) -> AuxiliaryPass:
         if isinstance(teacher, TeacherEndpoint):
             directory = fetch_bundle(self._store, work.policy.weights)
             return ask_endpoint(teacher, directory=directory, beat=self._beat)

@@ -7,7 +7,8 @@ import numpy as np
 import pyarrow as pa
 
 from models.algorithms.advantages import informative_groups, token_advantages
-from models.algorithms.config import (
+from models.algorithms.experience import Estimates, Experience, ScoredGroups, Spans, Term
+from models.config.algorithms import (
     AlgorithmConfig,
     Capo,
     Distillation,
@@ -21,12 +22,10 @@ from models.algorithms.config import (
     Rloo,
     TeacherDirectory,
 )
-from models.algorithms.experience import Estimates, Experience, ScoredGroups, Spans, Term
-from models.algorithms.groups import Integers
-from models.columns import lists
-from models.credit import CreditRule, assign_credit
-from models.records import score_schema
-from models.score_columns import TermColumns
+from models.credit.assign import CreditRule, assign_credit
+from models.credit.inputs import TermColumns
+from models.records.columns import Integers, lists
+from models.records.schemas import score_schema
 from tests.bench.tables import Table
 
 COMPLETIONS, GROUP, MEAN_TOKENS, SIGMA = 100_000, 8, 100, 0.8

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from infra.store.bundles import BundleRef
-from models.config import SamplingConfig, TransformersEngine
-from models.engines import Request
-from models.engines.transformers import HuggingFaceEngine
-from models.records import PolicyVersion
-from models.seeds import derive_seed, sample_seed
+from models.config.engines import SamplingConfig, TransformersEngine
+from models.engines.local.engine import HuggingFaceEngine
+from models.engines.protocol import Request
+from models.records.seeds import derive_seed, sample_seed
+from models.records.versions import PolicyVersion
 from tests.bench.tables import Table
 from tests.policies import VOCABULARY, write_policy
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from infra.environments.find import find_python
 from infra.errors import BadInput
-from models.config import DrawnLengths
+from models.config.engines import DrawnLengths
 from tests.bench.decoders import BYTES, QWEN3_0_6B, QWEN3_1_7B, TINY, Decoder, DType, write_decoder
 from tests.bench.device import Measured, has_gpu, measured_device
 from tests.bench.gpu_tables import Taken, against_limit, beside_trl, seconds_per_stage

@@ -15,8 +15,7 @@ import torch
 
 from infra.store.bundles import fetch_bundle
 from infra.store.storage import open_store
-from models.config import ScratchPolicy
-from models.objectives.config import (
+from models.config.objectives import (
     Cispo,
     Gspo,
     KlPenalty,
@@ -27,15 +26,15 @@ from models.objectives.config import (
     TruncatedImportance,
     UpdateConfig,
 )
-from models.records import PolicyVersion
-from models.roles.logprobs import TokenLogprobs
-from models.roles.policy import load_policy
-from models.roles.ranks import Ranks, join_ranks
-from models.roles.step_plans import policy_steps
-from models.roles.trainer import Trainer
-from models.roles.update_steps import StepPasses, extra_logprobs, take_steps
-from models.samples import open_samples
-from models.work import UpdateWork
+from models.config.policy import ScratchPolicy
+from models.modeling.logprobs import TokenLogprobs
+from models.modeling.policy import load_policy
+from models.records.versions import PolicyVersion
+from models.records.work import UpdateWork
+from models.training.policy_update import StepPasses, extra_logprobs, policy_steps, take_steps
+from models.training.ranks import Ranks, join_ranks
+from models.training.samples import open_samples
+from models.training.trainer import Trainer
 from tests.bench.tables import Table
 from tests.test_update_worker import free_port
 from tests.training import publish_scratch, write_samples

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from infra.store.shards import ShardRef, read_shard, verify_shard, write_shard
 from infra.store.storage import open_store
-from models.records import ROLLOUT_SCHEMA
+from models.records.schemas import ROLLOUT_SCHEMA
 from tests.bench.tables import Table
 
 ROUNDS = 5

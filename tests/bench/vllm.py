@@ -26,10 +26,11 @@ from infra.pools.worker import PoolSpec
 from infra.store.bundles import publish_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
-from models.config import DrawnLengths, SamplingConfig, VllmEngine
-from models.records import PROMPT_SCHEMA, Outcome, PolicyVersion
-from models.roles.tokenizer import load_tokenizer
-from models.work import RolloutWork
+from models.config.engines import DrawnLengths, SamplingConfig, VllmEngine
+from models.records.schemas import PROMPT_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import RolloutWork
+from models.text.tokenizer import load_tokenizer
 from tests.bench.decoders import MIDDLE, TINY, Decoder, write_decoder
 from tests.bench.tables import Table
 from tests.bench.vllm_raw import Raw, RawRound, RawWorkload, running_raw

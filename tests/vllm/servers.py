@@ -12,8 +12,8 @@ import numpy as np
 
 from infra.environments.find import find_python
 from infra.processes.server import LOOPBACK, Launch, free_ports, start
-from models.config import VllmEngine
-from models.engines.vllm.server import INSIDE, command, environment, lora_rank, platform_of
+from models.config.engines import VllmEngine
+from models.engines.vllm.server import PLUGIN, command, environment, lora_rank, platform_of
 
 CONFIG = VllmEngine.model_validate({"cache_gib": 0.1, "python": os.environ.get("VLLM_PYTHON")})
 KEY = "a key for tests"
@@ -128,7 +128,7 @@ def meddling_server(directory, *, adapter_rank=0):
     launch = Launch(
         what="a server for tests",
         command=arguments,
-        environment={**environment(KEY), "PYTHONPATH": f"{INSIDE}{os.pathsep}{MEDDLING}", "OMP_NUM_THREADS": "1"},
+        environment={**environment(KEY), "PYTHONPATH": f"{PLUGIN}{os.pathsep}{MEDDLING}", "OMP_NUM_THREADS": "1"},
         ready=answers,
         start_seconds=240,
     )

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from infra.errors import WorkerLost
-from models.config import DrawnLengths, SamplingConfig, VllmEngine
-from models.engines.vllm.drafts import drawn_length
+from models.config.engines import DrawnLengths, SamplingConfig, VllmEngine
+from models.engines.vllm.completions import drawn_length
 from models.engines.vllm.engine import ServedEngine
-from models.records import FinishReason
+from models.records.schemas import FinishReason
 from tests.engines import *  # noqa: F403  # every claim there is one here
 from tests.engines import MIXED, RANK, SAMPLING, Loaded, Published, publish, request, require_plain_logprobs, written_by
 

@@ -14,7 +14,7 @@ import pytest
 
 from infra.environments.find import find_python
 from infra.errors import WorkerFailed
-from models.config import VllmEngine
+from models.config.engines import VllmEngine
 from models.engines.vllm.server import command, start_server
 from tests.policies import CONTEXT, write_policy
 

@@ -139,7 +139,7 @@ def test_a_judge_on_vllm_gives_the_verdicts_that_it_gives_on_transformers(tmp_pa
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_demo_learns_with_vllm_as_with_transformers(tmp_path, seed):
     own = () if GIVEN is None else (f"rollout.engine.python={GIVEN}",)
-    engines = {"vllm": own, "inside": ("rollout.engine.kind=transformers",)}
+    engines = {"vllm": own, "plugin": ("rollout.engine.kind=transformers",)}
     for name, overrides in engines.items():
         (tmp_path / name).mkdir()
         told = demo(tmp_path / name, f"seed={seed}", *overrides, config="configs/vllm.toml")

@@ -1,1 +1,1 @@
-"""Generation by a vLLM server. `inside/` runs in the server, in vLLM's own environment; the rest asks it over HTTP."""
+"""Generation by a vLLM server. `plugin/` runs in the server, in vLLM's own environment; the rest asks it over HTTP."""

@@ -12,15 +12,14 @@ import numpy as np
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
-from models.config import SamplingConfig, VllmEngine
-from models.engines import Completion, Request, StepSums
-from models.engines.rows import end_tokens, require_context, require_room, rows_of
-from models.engines.vllm.client import Client, Stale
-from models.engines.vllm.drafts import Draft, completions_of, drafts_of
-from models.engines.vllm.serving import find_servers, require_fit
-from models.engines.vllm.wire import About, Ask, Done, Stops
-from models.records import PolicyVersion
-from models.roles.tokenizer import load_tokenizer
+from models.config.engines import SamplingConfig, VllmEngine
+from models.engines.protocol import Completion, Request, StepSums
+from models.engines.requests import end_tokens, require_context, require_room, rows_of
+from models.engines.vllm.client import About, Ask, Client, Done, Stale, Stops
+from models.engines.vllm.completions import Draft, completions_of, drafts_of
+from models.engines.vllm.servers import find_servers, require_fit
+from models.records.versions import PolicyVersion
+from models.text.tokenizer import load_tokenizer
 
 R = TypeVar("R")
 T = TypeVar("T")

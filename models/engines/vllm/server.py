@@ -16,11 +16,11 @@ import httpx
 from infra.environments.find import Platform, find_python
 from infra.errors import BadInput
 from infra.processes.server import LOOPBACK, Launch, OwnedProcess, free_ports, last_lines, start
-from models.config import CPU_CACHE_GIB, LORA_RANKS, VllmEngine
+from models.config.engines import CPU_CACHE_GIB, LORA_RANKS, VllmEngine
 
 logger = logging.getLogger(__name__)
 
-INSIDE = Path(__file__).parent / "inside"
+PLUGIN = Path(__file__).parent / "plugin"
 ABOUT_SECONDS = 2.0
 ASK_SECONDS = 120.0
 """How long a Python may take to say what is installed: on a cold disk many times the usual 50 ms."""
@@ -169,7 +169,7 @@ def environment(key: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not unwanted.match(name)}
     return {
         **kept,
-        "PYTHONPATH": str(INSIDE),
+        "PYTHONPATH": str(PLUGIN),
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
         "VLLM_API_KEY": key,

@@ -1,0 +1,109 @@
+"""Advantages relative to the group of a prompt: Dr. GRPO, GRPO and RLOO, over one reward or several terms.
+
+Shapes: N completions, G groups, T completion tokens. A missing reward is NaN; it counts in no mean and its advantage is
+NaN.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from models.algorithms.experience import Advantages, Experience, ScoredGroups
+from models.algorithms.ragged import MIN_STD, group_statistics
+from models.algorithms.shaping import penalties
+from models.config.algorithms import DrGrpo, GroupRelative, Grpo, Rloo
+from models.records.columns import Floats, Integers, Mask
+
+
+def dr_grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
+    """Centre rewards on their group's mean (Dr. GRPO, arXiv 2503.20783, section 3.2).
+
+    Equal rewards teach nothing: exactly 0, whatever floats make of the mean.
+
+    >>> dr_grpo(np.array([1.0, 0.0, 5.0]), np.array([0, 0, 1]), 2)
+    array([ 0.5, -0.5,  0. ])
+    """
+    groups = group_statistics(rewards_N, group_N, num_groups)
+    centred_N: Floats = rewards_N - groups.mean_G[group_N]
+    centred_N[np.isfinite(rewards_N) & ~groups.differ[group_N]] = 0.0
+    return centred_N
+
+
+EPSILON = 1e-6
+"""Added to the standard deviation in the denominator."""
+
+
+def grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
+    """Centre rewards on their group's mean, over its population deviation (GRPO, arXiv 2402.03300, section 4.1.2).
+
+    Equal rewards teach nothing: 0.
+
+    >>> grpo(np.array([1.0, 0.0, 5.0, 5.0]), np.array([0, 0, 1, 1]), 2).round(3)
+    array([ 1., -1.,  0.,  0.])
+    """
+    std_G = group_statistics(rewards_N, group_N, num_groups).std_G
+    standardised_N: Floats = dr_grpo(rewards_N, group_N, num_groups) / (std_G + EPSILON)[group_N]
+    return standardised_N
+
+
+def rloo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
+    """Subtract from each reward the mean of its group's others (RLOO, arXiv 2402.14740, eq. 8).
+
+    That is n / (n - 1) times what the group's mean leaves.
+
+    >>> rloo(np.array([3.0, 0.0, 0.0]), np.array([0, 0, 0]), 1)
+    array([ 3. , -1.5, -1.5])
+    """
+    count_G = group_statistics(rewards_N, group_N, num_groups).count_G
+    factor_G = count_G / np.maximum(count_G - 1, 1)
+    left_out_N: Floats = dr_grpo(rewards_N, group_N, num_groups) * factor_G[group_N]
+    return left_out_N
+
+
+Relative = Callable[[Floats, Integers, int], Floats]
+
+
+def group_relative(experience: Experience, algorithm: GroupRelative) -> Advantages:
+    """Give all tokens of a completion its advantage among its group.
+
+    Where terms are normalised one by one, what is taken for length and divergence is centred alone: dividing it by its
+    own deviation would undo its factor.
+    """
+    scored = experience.scored
+    relative, taken_N = _relative(algorithm), penalties(experience, algorithm, algorithm.kl)
+    if algorithm.combine == "sum_then_normalise":
+        advantages_N = relative(scored.total_N - taken_N, scored.group_N, scored.num_groups)
+    else:
+        unscaled = dr_grpo if relative is grpo else relative
+        taken_N[~scored.is_scored] = np.nan
+        advantages_N = _sum_of_terms(scored, relative) - unscaled(taken_N, scored.group_N, scored.num_groups)
+    return Advantages(np.repeat(advantages_N, scored.lengths_N))
+
+
+def informative(scored: ScoredGroups, algorithm: GroupRelative) -> Mask:
+    """Find the groups whose rewards, as they were given, make advantages other than 0."""
+    if algorithm.combine == "sum_then_normalise":
+        return group_statistics(scored.total_N, scored.group_N, scored.num_groups).differ
+    teaches_N = np.abs(_sum_of_terms(scored, _relative(algorithm))) >= MIN_STD
+    informative_G: Mask = np.bincount(scored.group_N[teaches_N], minlength=scored.num_groups) > 0
+    return informative_G
+
+
+def _relative(algorithm: GroupRelative) -> Relative:
+    match algorithm:
+        case Grpo():
+            return grpo
+        case DrGrpo():
+            return dr_grpo
+        case Rloo():
+            return rloo
+        case _:
+            raise AssertionError(f"{algorithm!r} is no algorithm whose baseline is the group")
+
+
+def _sum_of_terms(scored: ScoredGroups, relative: Relative) -> Floats:
+    sum_N = np.where(scored.is_scored, 0.0, np.nan)
+    for term in scored.terms:
+        rewards_N = np.where(scored.is_scored, term.rewards_N, np.nan)  # who lacks another term has left the group
+        sum_N += term.weight * relative(rewards_N, scored.group_N, scored.num_groups)
+    return sum_N

@@ -1,0 +1,115 @@
+"""Arithmetic of ragged columns: statistics of groups, spans to tokens, sums to the end, normalisation over a batch.
+
+Shapes: N completions, G groups, T completion tokens of all completions one after the other, S spans likewise. A missing
+value is NaN; it counts in no mean.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.algorithms.experience import Spans
+from models.records.columns import Floats, Integers, Mask
+
+MIN_STD = 1e-6
+"""Spread below which values are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatistics:
+    """Count, mean and population standard deviation of the values that each group has."""
+
+    count_G: Integers
+    mean_G: Floats
+    std_G: Floats
+
+    @property
+    def differ(self) -> Mask:
+        """Whether a group tells better from worse: at least two values, not all equal."""
+        differ_G: Mask = (self.count_G >= 2) & (self.std_G >= MIN_STD)
+        return differ_G
+
+
+def group_statistics(values_N: Floats, group_N: Integers, num_groups: int) -> GroupStatistics:
+    """Gather values by the index of their group; groups may interleave. One without values has 0 everywhere."""
+    found_N = np.isfinite(values_N)
+    if not found_N.all():
+        group_N, values_N = group_N[found_N], values_N[found_N]
+    count_G = np.bincount(group_N, minlength=num_groups)
+    divisor_G = np.maximum(count_G, 1)
+    mean_G = np.bincount(group_N, weights=values_N, minlength=num_groups) / divisor_G
+    squares_N = (values_N - mean_G[group_N]) ** 2
+    std_G = np.sqrt(np.bincount(group_N, weights=squares_N, minlength=num_groups) / divisor_G)
+    return GroupStatistics(count_G=count_G, mean_G=mean_G, std_G=std_G)
+
+
+def last_tokens(lengths_N: Integers) -> Integers:
+    """Return the index of the last token of each completion that has one."""
+    last_N: Integers = np.cumsum(lengths_N)[lengths_N > 0] - 1
+    return last_N
+
+
+def sums_per_completion(values_T: Floats, lengths_N: Integers) -> Floats:
+    """Add up each completion's tokens."""
+    row_T = np.repeat(np.arange(len(lengths_N)), lengths_N)
+    return np.bincount(row_T, weights=values_T, minlength=len(lengths_N)).astype(np.float64)
+
+
+def discounted_sums(values_T: Floats, lengths_N: Integers, factor: float) -> Floats:
+    """Add up each completion from every token to its end, the value k tokens ahead times factor^k.
+
+    Longest completions stand first, so that a step back from the ends touches only those that reach so far: the work
+    is the number of tokens, in as many numpy calls as the longest completion has tokens.
+    """
+    order_N = np.argsort(-lengths_N, kind="stable")
+    last_N = (np.cumsum(lengths_N) - 1)[order_N]
+    reaching_L = len(lengths_N) - np.cumsum(np.bincount(lengths_N))[:-1]  # L: completions longer than 0, 1, 2, …
+    sums_N, sums_T = np.zeros(len(lengths_N)), np.empty(len(values_T))
+    for back, count in enumerate(reaching_L):
+        index = last_N[:count] - back
+        sums_N[:count] *= factor
+        sums_N[:count] += values_T[index]
+        sums_T[index] = sums_N[:count]
+    return sums_T
+
+
+def normalised(values_T: Floats, lengths_N: Integers, counted_N: Mask) -> Floats:
+    """Centre on the mean, over the population deviation, of the tokens of counted completions; equal ones give 0."""
+    counted_T = values_T if counted_N.all() else values_T[np.repeat(counted_N, lengths_N)]
+    if not len(counted_T):
+        return np.zeros_like(values_T)
+    centred_T: Floats = values_T - counted_T.mean()
+    std = float(counted_T.std())
+    if std < MIN_STD:
+        return np.zeros_like(values_T)
+    centred_T /= std
+    return centred_T
+
+
+def span_bounds(spans: Spans, lengths_N: Integers) -> tuple[Integers, Integers]:
+    """Return each span's first token and the one behind its last, as indices of all tokens."""
+    begins_S = spans.starts_S + np.repeat(np.cumsum(lengths_N) - lengths_N, spans.counts_N)
+    ends_S = np.empty_like(begins_S)
+    ends_S[:-1] = begins_S[1:]
+    ends_S[last_tokens(spans.counts_N)] = np.cumsum(lengths_N)[spans.counts_N > 0]
+    return begins_S, ends_S
+
+
+def values_on_tokens(spans: Spans, lengths_N: Integers) -> Floats:
+    """Give every token its span's value; NaN where a completion has no spans."""
+    begins_S, ends_S = span_bounds(spans, lengths_N)
+    valued_N = spans.counts_N > 0
+    valued_T = np.repeat(spans.values_S, ends_S - begins_S)
+    if valued_N.all():
+        return valued_T
+    values_T = np.full(int(lengths_N.sum()), np.nan)
+    values_T[np.repeat(valued_N, lengths_N)] = valued_T
+    return values_T
+
+
+def values_on_last_tokens(spans: Spans, lengths_N: Integers) -> Floats:
+    """Give the last token of every span its value, and the others 0."""
+    _, ends_S = span_bounds(spans, lengths_N)
+    values_T = np.zeros(int(lengths_N.sum()))
+    values_T[ends_S - 1] = spans.values_S
+    return values_T

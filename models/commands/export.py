@@ -1,0 +1,46 @@
+"""Write a policy as one directory for others: `python -m models.commands.export`.
+
+Reads an `ExportWork` as JSON on stdin; prints `{"error": ""}`, or the error in one line with exit code 2. A process of
+its own, since flows may not load what reads models.
+"""
+
+import contextlib
+import json
+import os
+import sys
+
+from pydantic import TypeAdapter
+
+from infra.errors import BadInput
+from models.records.work import ExportWork
+
+
+def export(work: ExportWork) -> None:
+    """Merge and write, or copy where there is nothing to merge."""
+    import torch
+
+    from models.modeling.directory import copy_directory, write_merged
+
+    if work.adapter is None and work.dtype is None:
+        copy_directory(work.base, work.target)
+        return
+    dtype = getattr(torch, work.dtype or "float32")
+    write_merged(work.base, work.adapter, work.target, dtype=dtype)
+
+
+def main() -> int:
+    """Answer one request on stdin with one line on stdout."""
+    answer = os.fdopen(os.dup(1), "w")
+    with contextlib.redirect_stdout(sys.stderr):  # libraries may print; the answer stands alone
+        error = ""
+        try:
+            export(TypeAdapter(ExportWork).validate_json(sys.stdin.read()))
+        except BadInput as found:
+            error = " ".join(str(found).split())
+    with answer:
+        answer.write(json.dumps({"error": error}) + "\n")
+    return 2 if error else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

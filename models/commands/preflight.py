@@ -1,0 +1,255 @@
+"""Check everything that can be wrong with a run's inputs, before anything is written.
+
+`python -m models.commands.preflight`, or `python -m models.commands.preflight scoring` for the rewards alone.
+
+Reads a run's configuration as JSON on stdin; prints `{"ok": true, "error": "", "facts": {…}}`, or `ok` false with the
+error in one line and exit code 2. A process of its own, since flows may not load what reads tokenizers and models.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.config import PoolsConfig
+from infra.errors import BadInput
+from models.config.algorithms import AlgorithmConfig, Ppo
+from models.config.data import DataConfig, PreferencesConfig
+from models.config.judges import JudgeReward
+from models.config.objectives import UpdateConfig
+from models.config.policy import DirectoryPolicy, PolicyConfig
+from models.config.reward_terms import NumericReward
+from models.config.rewards import ScoringConfig
+from models.config.rollout import RolloutConfig
+from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
+from models.data.load import load_preferences, load_problems, warmup_examples
+from models.data.problems import Problem, identity
+from models.engines.checks import BYTES, check_engine, check_environments
+from models.judges.checks import check_judge
+from models.records.versions import PolicyShape
+from models.rewards.rules import build_reward, check_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+ADAM_BYTES = 8  # two float32 moments per parameter
+MASTER_BYTES = 4  # DeepSpeed's float32 copy beside bfloat16 weights
+
+
+class Inputs(BaseModel):
+    """The parts of a run's configuration that can be wrong by themselves or against each other."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    seed: int
+    data: DataConfig
+    policy: PolicyConfig
+    warmup: WarmupConfig | None
+    preferences: PreferencesConfig | None
+    dpo: DpoConfig | None
+    rollout: RolloutConfig
+    scoring: ScoringConfig
+    algorithm: AlgorithmConfig
+    update: UpdateConfig
+    pools: PoolsConfig
+    evaluation: EvaluationConfig
+
+
+def check(inputs: Inputs) -> dict[str, float]:
+    """Return counts, lengths and memory estimates (bytes per worker). Raises BadInput in one line."""
+    _check_rewards(inputs)
+    check_environments(inputs.rollout, scoring=inputs.scoring, pools=inputs.pools)
+    train = load_problems(inputs.data, "train", inputs.seed)
+    heldout = load_problems(inputs.data, "heldout", inputs.seed)
+    _check_data(inputs, train, heldout)
+    return {
+        "train_problems": len(train),
+        "heldout_problems": len(heldout),
+        **_check_policy(inputs, train, heldout),
+        **_check_served(inputs, train),
+    }
+
+
+def check_scoring(inputs: Inputs) -> dict[str, float]:
+    """Check the rewards alone, for rollouts that are stored: the policy's directory may be gone by now.
+
+    So may the data, unless the model behind a reward is still to be made.
+    """
+    _check_rewards(inputs)
+    check_environments(None, scoring=inputs.scoring, pools=inputs.pools)
+    return _check_served(inputs, load_problems(inputs.data, "train", inputs.seed)) if inputs.scoring.local else {}
+
+
+def _check_rewards(inputs: Inputs) -> None:
+    for rule in inputs.scoring.rules:
+        check_reward(rule)
+    for term, served in inputs.scoring.served.items():
+        if isinstance(served, JudgeReward):
+            check_judge(term, served, inputs.data)
+
+
+def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> None:
+    if inputs.rollout.prompts > len(train):
+        raise BadInput(
+            f"rollout.prompts {inputs.rollout.prompts} exceeds the {len(train)} training problems: "
+            "an iteration would ask one twice"
+        )
+    if inputs.evaluation.problems > len(heldout):
+        raise BadInput(
+            f"evaluation.problems {inputs.evaluation.problems} exceeds the {len(heldout)} held-out problems: "
+            f"set evaluation.problems={len(heldout)}, or keep more back"
+        )
+    known = {identity(problem.prompt) for problem in train}
+    for problem in heldout:
+        if identity(problem.prompt) in known:
+            raise BadInput(f"{problem.source}: this held-out problem is a training problem too; remove one of them")
+    if inputs.warmup is not None:
+        warmup_examples(inputs.data, inputs.warmup.model_copy(update={"steps": 1}), inputs.seed)
+    numeric = [build_reward(reward) for reward in inputs.scoring.rewards if isinstance(reward, NumericReward)]
+    for problem in (*train, *heldout):
+        for reward in numeric:
+            try:
+                reward("", "", problem.answer)
+            except ValueError as error:
+                raise BadInput(f"{problem.source}: the numeric reward finds {error}") from error
+
+
+def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
+    # Imported here: what is wrong with rewards and data is said before the seconds that transformers takes.
+    from models.modeling.directory import check_directory, meta_policy
+    from models.modeling.policy import meta_scratch, policy_shape, scratch_shape, scratch_tokenizer
+    from models.text.tokenizer import require_room, tokenize_prompts
+
+    if isinstance(inputs.policy, DirectoryPolicy):
+        config, tokenizer, parameters = check_directory(inputs.policy.path)
+        shape = policy_shape(config, parameters=parameters, source=str(inputs.policy.path))
+        model = meta_policy(inputs.policy.path)
+    else:
+        tokenizer = scratch_tokenizer(inputs.policy, train)
+        shape = scratch_shape(inputs.policy, tokenizer)
+        model = meta_scratch(inputs.policy, tokenizer)
+    problems = [*train, *heldout]
+    prompts = tokenize_prompts(problems, tokenizer)
+    new_tokens = inputs.rollout.sampling.max_new_tokens
+    if new_tokens >= shape.context:
+        raise BadInput(
+            f"rollout.sampling.max_new_tokens {new_tokens} leaves no room for a prompt: "
+            f"the policy's context is {shape.context} tokens"
+        )
+    require_room(problems, prompts, max_tokens=shape.context - new_tokens)
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    return {
+        "parameters": shape.parameters,
+        "context": shape.context,
+        "longest_prompt_tokens": longest,
+        **check_engine(inputs.rollout.engine, shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker),
+        **_update_memory(inputs, model, parameters=shape.parameters),
+        **_check_critic(inputs, model, tokenizer, longest_tokens=longest + new_tokens),
+        **_check_teacher(inputs, tokenizer, longest_tokens=longest + new_tokens),
+        **_check_preferences(inputs, tokenizer, heldout, shape=shape),
+    }
+
+
+def _update_memory(inputs: Inputs, model: "PreTrainedModel", *, parameters: int) -> dict[str, float]:
+    """What each rank holds of the policy; gradients and optimizer are of what is trained alone."""
+    from models.modeling.adapters import count_trained
+
+    update, ranks = inputs.update, inputs.pools.update_ranks
+    trained = parameters if update.lora is None else count_trained(model, update.lora)
+    held = parameters if update.lora is None else parameters + trained
+    state = ADAM_BYTES + (MASTER_BYTES if update.dtype == "bfloat16" else 0)
+    return {
+        "trained_parameters": trained,
+        "update_weights_bytes": held * BYTES[update.dtype] // (ranks if update.zero_stage >= 3 else 1),
+        "update_gradient_bytes": trained * BYTES[update.dtype] // (ranks if update.zero_stage >= 2 else 1),
+        "update_optimizer_bytes": trained * state // (ranks if update.zero_stage >= 1 else 1),
+    }
+
+
+def _check_critic(
+    inputs: Inputs, policy: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", *, longest_tokens: int
+) -> dict[str, float]:
+    """A critic is trained as the policy is, beside it."""
+    from models.modeling.critic import check_critic
+
+    if not isinstance(inputs.algorithm, Ppo):
+        return {}
+    critic = check_critic(inputs.algorithm.critic.path, policy.config, tokenizer, longest_tokens=longest_tokens)
+    held = _update_memory(inputs, critic, parameters=critic.num_parameters())
+    return {
+        "critic_parameters": critic.num_parameters(),
+        "update_critic_bytes": sum(value for name, value in held.items() if name.endswith("_bytes")),
+    }
+
+
+def _check_teacher(inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", *, longest_tokens: int) -> dict[str, float]:
+    """Every update rank holds the whole teacher, whatever ZeRO divides of the policy."""
+    from models.modeling.teacher import check_teacher
+
+    distillation = inputs.algorithm.distillation
+    if distillation is None:
+        return {}
+    parameters = check_teacher(distillation.teacher, tokenizer, longest_tokens=longest_tokens)
+    if not parameters:
+        return {}
+    return {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}
+
+
+def _check_preferences(
+    inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", heldout: list[Problem], *, shape: PolicyShape
+) -> dict[str, float]:
+    """Read every pair as those models will that learn from them; reward models are as large as the policy."""
+    from models.training.preferences import policy_pairs, reward_pairs
+
+    if inputs.preferences is None:
+        return {}
+    train, kept = (
+        load_preferences(inputs.preferences, inputs.data, split=split, seed=inputs.seed)
+        for split in ("train", "heldout")
+    )
+    known = {identity(problem.prompt) for problem in heldout}
+    for pair in train:
+        if identity(pair.prompt) in known:
+            raise BadInput(f"{pair.source}: this pair to learn from is about a held-out problem; remove one of them")
+    if inputs.dpo is not None:
+        policy_pairs([*train, *kept], tokenizer, context=shape.context)
+    trained = inputs.scoring.trained_reward_models
+    for reward in trained.values():
+        reward_pairs([*train, *kept], tokenizer, template=reward.template, context=shape.context)
+    sizes = {f"{term}_parameters": shape.parameters for term in trained}
+    return {"train_pairs": len(train), "heldout_pairs": len(kept), **sizes}
+
+
+def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
+    from models.modeling.judge import check_served_model
+
+    return {
+        f"{term}_parameters": check_served_model(
+            term, reward, problems=train, seed=inputs.seed, gpus=reward.slots * inputs.pools.gpus_per_worker
+        )
+        for term, reward in inputs.scoring.local.items()
+        if term not in inputs.scoring.trained_reward_models
+    }
+
+
+def main() -> int:
+    """Answer one question on stdin with one line on stdout."""
+    answer = os.fdopen(os.dup(1), "w")
+    with contextlib.redirect_stdout(sys.stderr):  # rewards and libraries may print; the answer stands alone
+        inputs = Inputs.model_validate_json(sys.stdin.read())
+        error, facts = "", dict[str, float]()
+        try:
+            facts = check_scoring(inputs) if sys.argv[1:] == ["scoring"] else check(inputs)
+        except BadInput as found:
+            error = " ".join(str(found).split())
+    with answer:
+        answer.write(json.dumps({"ok": not error, "error": error, "facts": facts}) + "\n")
+    return 2 if error else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

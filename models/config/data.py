@@ -1,0 +1,78 @@
+"""Configuration of problems and of preferences between completions. Torch-free."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from infra.config import Positive, Settings
+
+
+# ---- data
+class ArithmeticData(Settings):
+    """Templated word problems made from a seed; their answers are checked by a program."""
+
+    kind: Literal["arithmetic"] = "arithmetic"
+    operations: Annotated[int, Field(ge=1, le=8)] = 4
+    """Additions or subtractions per problem."""
+    train_problems: Positive = 4096
+    """Problems to learn from."""
+    heldout_problems: Positive = 256
+    """Problems kept for evaluation; a hash of the question decides which, so the two never meet."""
+
+
+class FileData(Settings):
+    """Problems from a JSON Lines, Parquet or Arrow file."""
+
+    kind: Literal["file"] = "file"
+    path: Path
+    """Training problems: .jsonl, .parquet or .arrow."""
+    heldout_path: Path | None = None
+    """Evaluation problems; none keeps `heldout_fraction` of the training file back."""
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of problems kept for evaluation when there is no second file, chosen by a hash of the prompt."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
+    answer_column: str | None = "answer"
+    """Column with the reference answer; none where no reward needs one."""
+    template: str = "{prompt}"
+    """How plain text becomes a prompt; `{prompt}` is the column's text. Chat messages use the tokenizer's template."""
+    limit: Positive | None = None
+    """Read at most so many problems per file."""
+
+
+DataConfig = Annotated[ArithmeticData | FileData, Field(discriminator="kind")]
+
+
+# ---- preferences
+class ArithmeticPreferences(Settings):
+    """Pairs made from arithmetic problems: a right completion is preferred to a wrong one."""
+
+    kind: Literal["arithmetic"] = "arithmetic"
+    train_pairs: Positive = 8192
+    """Pairs to learn from."""
+    heldout_pairs: Positive = 256
+    """Pairs of held-out problems, for pair accuracy."""
+
+
+class FilePreferences(Settings):
+    """Pairs from a JSON Lines, Parquet or Arrow file."""
+
+    kind: Literal["file"] = "file"
+    path: Path
+    """Training pairs."""
+    heldout_path: Path | None = None
+    """Evaluation pairs; none keeps `heldout_fraction` of the training file back."""
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of pairs kept for evaluation when there is no second file, chosen by a hash of the prompt."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
+    chosen_column: str = "chosen"
+    """Column with the better completion."""
+    rejected_column: str = "rejected"
+    """Column with the worse completion."""
+    template: str = "{prompt}"
+    """How plain text becomes a prompt; `{prompt}` is the column's text."""
+
+
+PreferencesConfig = Annotated[ArithmeticPreferences | FilePreferences, Field(discriminator="kind")]

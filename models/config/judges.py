@@ -1,0 +1,207 @@
+"""Configuration of rewards that models give: generative judges and discriminative reward models. Torch-free."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from infra.config import Fraction, Positive, Settings
+from models.config.endpoints import Endpoint
+from models.config.engines import EngineConfig, SamplingConfig, TransformersEngine
+from models.config.policy import ScratchPolicy
+from models.config.reward_terms import BlankLines, RewardTerm, Segmentation
+from models.config.training import WarmupConfig
+
+
+# ---- generative reward models
+class ScoreVerdict(Settings):
+    """A number in a range; the reward is its place in the range, 0 to 1."""
+
+    kind: Literal["score"] = "score"
+    low: float = 0
+    """Worst score."""
+    high: float = 10
+    """Best score."""
+    pattern: str = r"(?i)score(?:\s*[:=])?\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose first group is the score; it must occur exactly once in the judge's answer."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> "ScoreVerdict":
+        if not self.low < self.high:
+            raise ValueError(f"expected low below high, got {self.low:g} and {self.high:g}")
+        return self
+
+
+class ChoiceVerdict(Settings):
+    """One of several answers."""
+
+    kind: Literal["choice"] = "choice"
+    choices: Annotated[dict[str, float], Field(min_length=2)] = {"yes": 1.0, "no": 0.0}
+    """The answers and their rewards."""
+    constrained: bool = True
+    """Let the engine write nothing but one of the answers; engines that cannot are refused."""
+
+
+class LogprobVerdict(Settings):
+    """How sure the judge is of one answer against another: P(yes) / (P(yes) + P(no)), nothing is sampled."""
+
+    kind: Literal["logprob"] = "logprob"
+    yes: str = "yes"
+    """The answer that earns 1."""
+    no: str = "no"
+    """The answer that earns 0."""
+
+
+class StepsVerdict(Settings):
+    """Which steps of the completion are wrong (CAPO, arXiv 2508.02298): a flagged step is worth -1, others 0.
+
+    The completion is shown with each step in `<step_k>` tags; the last `<incorrect_steps>` tag of the answer names the
+    wrong ones. An answer that cannot be read is left out of the vote, never taken for "no errors".
+    """
+
+    kind: Literal["steps"] = "steps"
+    steps: Segmentation = BlankLines()
+    """What a step is."""
+    prompt: Literal["audit", "published"] = "audit"
+    """What is asked where no template is set: to audit every step always, or, as published, to name wrong steps only
+    if the solution is wrong."""
+    reference: bool = True
+    """Show the reference answer to the judge."""
+    flags: Literal["intersection", "majority", "union", "average"] = "intersection"
+    """Steps that count as wrong: named by all votes, by half of them, by any; or each by its share of the votes."""
+    ties: Literal["flag", "pass"] = "flag"
+    """What half of the votes do to a step under `majority`."""
+    aggregate: Literal["mean", "sum", "min"] = "mean"
+    """How the values of steps become one where a number per completion is wanted."""
+
+
+VerdictConfig = Annotated[ScoreVerdict | ChoiceVerdict | LogprobVerdict | StepsVerdict, Field(discriminator="kind")]
+
+
+class DirectoryJudge(Settings):
+    """Any causal language model directory in Hugging Face format; the run keeps a copy."""
+
+    kind: Literal["directory"] = "directory"
+    path: Path
+    """Directory with config.json, safetensors and tokenizer."""
+    engine: EngineConfig = TransformersEngine()
+    """What runs it."""
+
+
+class TrainedJudge(Settings):
+    """A small judge that the warm-up flow trains on the data's problems: right and wrong completions, with verdicts."""
+
+    kind: Literal["trained"] = "trained"
+    shape: ScratchPolicy = ScratchPolicy()
+    """The decoder."""
+    warmup: WarmupConfig = WarmupConfig()
+    """Its training."""
+    engine: EngineConfig = TransformersEngine()
+    """What runs it."""
+
+
+class EndpointJudge(Endpoint):
+    """A model behind an OpenAI-compatible endpoint."""
+
+    kind: Literal["endpoint"] = "endpoint"
+    guided: Literal["none", "vllm"] = "none"
+    """How a constrained choice is asked for: not at all, or by vLLM's structured outputs."""
+
+
+JudgeModel = Annotated[DirectoryJudge | TrainedJudge | EndpointJudge, Field(discriminator="kind")]
+
+
+class Canaries(Settings):
+    """Known-bad answers mixed in among the completions, to notice a judge that lets everything pass."""
+
+    answers: Annotated[tuple[str, ...], Field(min_length=1)] = ("I do not know.", "The answer is correct.")
+    """The bad answers; where steps are judged, each needs a step that is plainly wrong."""
+    per_shard: Positive = 2
+    """Canaries judged with each shard; they cost as much as completions."""
+    passing: float = 0.5
+    """A canary passes from this reward on; where steps are judged, it passes when none is flagged."""
+    max_passing: Fraction = 0.2
+    """Share of an iteration's canaries that may pass; above it the iteration fails."""
+
+
+class JudgeReward(RewardTerm):
+    """The verdict of a generative reward model."""
+
+    kind: Literal["judge"] = "judge"
+    model: JudgeModel
+    """Which model judges."""
+    template: str | None = None
+    """What it is asked; none asks what the verdict needs. `{prompt}`, `{completion}` and `{answer}` are filled in,
+    escaped; `{fence}` is a delimiter that no completion can guess. A verdict of kind `steps` has `{steps}`, the
+    completion in tags, in place of `{completion}`."""
+    verdict: VerdictConfig = ChoiceVerdict()
+    """How its answer becomes a number."""
+    votes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Answers per completion."""
+    vote: Literal["mean", "median", "majority"] = "mean"
+    """How valid answers become one reward."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=512)
+    """How its answers are drawn."""
+    retries: Annotated[int, Field(ge=0, le=8)] = 1
+    """How often an answer without one valid verdict is asked for again; then it is invalid, never 0."""
+    max_invalid: Fraction = 0.05
+    """Share of an iteration's answers that may be invalid, or of its completions that may have no valid answer where
+    the verdict is of kind `steps`; above it the iteration fails."""
+    canaries: Canaries | None = None
+    """Known-bad answers mixed in."""
+    slots: Annotated[int, Field(ge=1, le=64)] = 1
+    """Worker slots that one replica takes, each with `pools.threads` threads or its GPUs."""
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether the model runs elsewhere."""
+        return isinstance(self.model, EndpointJudge)
+
+
+class DirectoryRewardModel(Settings):
+    """Any sequence classifier directory in Hugging Face format with one output; the run keeps a copy."""
+
+    kind: Literal["directory"] = "directory"
+    path: Path
+    """Directory with config.json, safetensors and tokenizer."""
+
+
+class TrainedRewardModel(Settings):
+    """The initial policy with a head of one output, trained on the run's preferences (Bradley and Terry, 1952)."""
+
+    kind: Literal["trained"] = "trained"
+    steps: Positive = 600
+    """Optimizer steps."""
+    batch_size: Positive = 32
+    """Pairs per step."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate; linear over 5% of the steps, then cosine to a tenth. Pretrained policies take 1e-5."""
+    centering: Annotated[float, Field(ge=0)] = 0.01
+    """Factor of the squared sum of a pair's rewards, which keeps them around zero (arXiv 2312.09244, section 3)."""
+
+
+RewardModelConfig = Annotated[DirectoryRewardModel | TrainedRewardModel, Field(discriminator="kind")]
+
+
+class ModelReward(RewardTerm):
+    """The score of a discriminative reward model: a sequence classifier with one output."""
+
+    kind: Literal["model"] = "model"
+    model: RewardModelConfig
+    """Which model scores."""
+    template: str | None = None
+    """What it reads, with `{prompt}` and `{completion}`; none takes the chat template, or both one after the other."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights and activations."""
+    batch_tokens: Positive = 16384
+    """Tokens, padding included, in one forward pass."""
+    slots: Annotated[int, Field(ge=1, le=64)] = 1
+    """Worker slots that one replica takes."""
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether the model runs elsewhere: never."""
+        return False
+
+
+ServedReward = JudgeReward | ModelReward

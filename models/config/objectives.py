@@ -1,0 +1,200 @@
+"""Configuration of the update: losses, penalties, corrections, optimizer. Torch-free; defaults are our recipe."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from infra.config import Positive, Settings
+
+# ---- aggregation
+
+
+class TokenMean(Settings):
+    """Mean over all tokens of the batch (DAPO)."""
+
+    kind: Literal["token"] = "token"
+
+
+class SequenceMean(Settings):
+    """Mean over sequences of the mean over each sequence's tokens (GRPO)."""
+
+    kind: Literal["sequence"] = "sequence"
+
+
+class ConstantMean(Settings):
+    """Sum over tokens divided by the number of sequences times a fixed length (Dr. GRPO)."""
+
+    kind: Literal["constant"] = "constant"
+    length: Positive
+    """The fixed length in tokens."""
+
+
+Aggregation = Annotated[TokenMean | SequenceMean | ConstantMean, Field(discriminator="kind")]
+
+
+# ---- losses
+
+
+class PolicyLoss(Settings):
+    """What all losses share."""
+
+    aggregation: Aggregation = TokenMean()
+    """How token losses become one number."""
+
+
+class PpoClip(PolicyLoss):
+    """Clipped surrogate (PPO, arXiv 1707.06347) with separate bounds (clip-higher, DAPO, 2503.14476)."""
+
+    kind: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """The ratio is clipped above 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Where the advantage is negative, the loss is at most -dual_clip x advantage (arXiv 1912.09729, eq. 5)."""
+
+
+class Gspo(PolicyLoss):
+    """Clipped ratio of whole sequences, exp(mean token log-ratio) (GSPO, arXiv 2507.18071, eq. 5 and 7)."""
+
+    kind: Literal["gspo"] = "gspo"
+    aggregation: Aggregation = SequenceMean()
+    """How token losses become one number."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 4e-4
+    """The ratio is clipped above 1 + clip_high."""
+
+
+class Cispo(PolicyLoss):
+    """Log-prob times a clipped importance weight without gradient (CISPO, arXiv 2506.13585, eq. 4)."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The weight is at least 1 - clip_low; at 1 it has no lower bound."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """The weight is at most 1 + clip_high."""
+
+
+class PolicyGradient(PolicyLoss):
+    """Log-prob times advantage (REINFORCE): nothing is clipped; take one minibatch, or correct by importance."""
+
+    kind: Literal["policy_gradient"] = "policy_gradient"
+
+
+LossConfig = Annotated[PpoClip | Gspo | Cispo | PolicyGradient, Field(discriminator="kind")]
+
+
+# ---- divergence from the reference
+
+
+class AdaptiveKl(Settings):
+    """Controller of a KL coefficient (arXiv 1909.08593, section 2.2); its state is part of the run and resumes."""
+
+    target: Annotated[float, Field(gt=0)]
+    """Divergence aimed at, in nats per token."""
+    horizon: Positive = 10_000
+    """Completions in which an error of 1 changes the coefficient by about a factor of e; errors are cut at 0.2."""
+
+
+class NoKl(Settings):
+    """No penalty and no reference model."""
+
+    kind: Literal["none"] = "none"
+
+
+class KlPenalty(Settings):
+    """Penalty on the divergence from the initial policy, in the loss."""
+
+    kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the divergence per token."""
+    coefficient: Annotated[float, Field(gt=0)] = 1e-3
+    """Factor in the loss; the first one where it adapts."""
+    adaptive: AdaptiveKl | None = None
+    """What changes the coefficient from iteration to iteration; none keeps it."""
+
+
+Kl = Annotated[NoKl | KlPenalty, Field(discriminator="kind")]
+
+
+class NoCorrection(Settings):
+    """Behaviour log-probs are taken as the old policy's; the mismatch is measured all the same, in the first step."""
+
+    kind: Literal["none"] = "none"
+
+
+class TruncatedImportance(Settings):
+    """The loss is weighted by min(π_old / π_behaviour, cap); π_old is computed by the trainer."""
+
+    kind: Literal["truncated"] = "truncated"
+    cap: Annotated[float, Field(ge=1)] = 2.0
+    """Largest weight."""
+
+
+class MaskedImportance(Settings):
+    """The loss is weighted by π_old / π_behaviour, and by 0 where that is outside a band."""
+
+    kind: Literal["masked"] = "masked"
+    low: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Smallest weight that counts."""
+    high: Annotated[float, Field(gt=1)] = 2.0
+    """Largest weight that counts."""
+
+
+Correction = Annotated[NoCorrection | TruncatedImportance | MaskedImportance, Field(discriminator="kind")]
+
+
+# ---- low-rank adapters
+
+
+class LoraConfig(Settings):
+    """Low-rank adapters in place of full weights (LoRA, arXiv 2106.09685); the base stays as it is."""
+
+    rank: Positive = 16
+    """Rank of each adapter."""
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """The delta is alpha / rank x B A."""
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the layers that get one: all linear ones but the head, or the ends of their names."""
+
+
+# ---- the update
+
+
+class UpdateConfig(Settings):
+    """The optimizer steps of an iteration."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate over the run after its warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's first moment decay."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """AdamW's second moment decay."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this global norm."""
+    minibatches: Positive = 4
+    """Optimizer steps per iteration; groups are dealt to them by the seed."""
+    microbatch_tokens: Positive = 16384
+    """Tokens (padding included) per rank in one forward pass; gradients accumulate over the passes of a step."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """DeepSpeed ZeRO stage; part of a run's identity."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights and activations; optimizer moments and master weights are float32."""
+    lora: LoraConfig | None = None
+    """Train adapters; none trains every weight."""
+    loss: LossConfig = PpoClip()
+    """The policy loss."""
+    kl: Kl = NoKl()
+    """Divergence from the initial policy."""
+    correction: Correction = TruncatedImportance()
+    """What corrects the mismatch between the engine's log-probs and the trainer's."""
+    stale_correction: Correction | None = None
+    """The same for tokens that an earlier policy version wrote; none treats them alike."""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Tokens written more versions ago have no weight in the loss; none keeps them all."""

@@ -1,0 +1,50 @@
+"""Configuration of the policy that a run starts from. Torch-free."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from infra.config import Positive, Settings
+
+
+# ---- policy
+class ScratchPolicy(Settings):
+    """A small decoder built from nothing, with a byte-level BPE trained on the data's text."""
+
+    kind: Literal["scratch"] = "scratch"
+    architecture: Literal["llama", "qwen3"] = "llama"
+    """Shape of the decoder."""
+    vocab_size: Annotated[int, Field(ge=300)] = 354
+    """Tokens of the tokenizer, 256 bytes and the special ones included."""
+    hidden_size: Annotated[int, Field(ge=8)] = 32
+    """Width."""
+    intermediate_size: Annotated[int, Field(ge=8)] = 96
+    """Width of the MLP."""
+    layers: Positive = 2
+    """Decoder blocks."""
+    heads: Positive = 4
+    """Attention heads."""
+    kv_heads: Positive = 4
+    """Key-value heads."""
+    context: Annotated[int, Field(ge=16)] = 256
+    """Longest sequence in tokens."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "ScratchPolicy":
+        if self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of heads {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        return self
+
+
+class DirectoryPolicy(Settings):
+    """Any causal language model directory in Hugging Face format."""
+
+    kind: Literal["directory"] = "directory"
+    path: Path
+    """Directory with config.json, safetensors and tokenizer."""
+
+
+PolicyConfig = Annotated[ScratchPolicy | DirectoryPolicy, Field(discriminator="kind")]

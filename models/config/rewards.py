@@ -1,0 +1,72 @@
+"""Configuration of scoring: which terms make a reward. Torch-free."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from infra.config import Fraction, Settings
+from models.config.judges import JudgeReward, ModelReward, ServedReward, StepsVerdict, TrainedRewardModel
+from models.config.reward_terms import NumericReward, RewardTerm, RuleReward, TargetReward
+
+RewardConfig = Annotated[RuleReward | ServedReward, Field(discriminator="kind")]
+
+
+def is_process(reward: RewardTerm) -> bool:
+    """Whether a reward values steps or tokens rather than whole completions."""
+    if isinstance(reward, TargetReward):
+        return reward.per != "completion"
+    return isinstance(reward, JudgeReward) and isinstance(reward.verdict, StepsVerdict)
+
+
+class ScoringConfig(Settings):
+    """Which rewards are added up, and how long one may take."""
+
+    rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
+    """Reward terms; the total is their weighted sum."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 10
+    """Longest time for one completion, in seconds; then its score is missing."""
+    max_missing: Fraction = 0.05
+    """Share of missing scores in an iteration above which it fails."""
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Column names of the reward terms, in order."""
+        return tuple(reward.name or reward.kind for reward in self.rewards)
+
+    @property
+    def rules(self) -> tuple[RuleReward, ...]:
+        """Rewards that are functions, computed by the scoring workers themselves."""
+        return tuple(reward for reward in self.rewards if not isinstance(reward, ServedReward))
+
+    @property
+    def process_terms(self) -> tuple[str, ...]:
+        """Column names of the terms that value steps or tokens, in order."""
+        return tuple(term for term, reward in zip(self.terms, self.rewards, strict=True) if is_process(reward))
+
+    @property
+    def rule_terms(self) -> tuple[str, ...]:
+        """Column names of the rules, in order."""
+        return tuple(term for term in self.terms if term not in self.served)
+
+    @property
+    def served(self) -> dict[str, ServedReward]:
+        """Rewards that models serve, by term."""
+        pairs = zip(self.terms, self.rewards, strict=True)
+        return {term: reward for term, reward in pairs if isinstance(reward, ServedReward)}
+
+    @property
+    def local(self) -> dict[str, ServedReward]:
+        """Served rewards whose model runs in worker slots; one behind an endpoint is elsewhere."""
+        return {term: reward for term, reward in self.served.items() if not reward.is_endpoint}
+
+    @property
+    def trained_reward_models(self) -> dict[str, ModelReward]:
+        """Rewards whose model the run trains on its preferences, by term."""
+        models = {term: reward for term, reward in self.served.items() if isinstance(reward, ModelReward)}
+        return {term: reward for term, reward in models.items() if isinstance(reward.model, TrainedRewardModel)}
+
+    @model_validator(mode="after")
+    def _terms_differ(self) -> "ScoringConfig":
+        if len(set(self.terms)) < len(self.terms):
+            raise ValueError(f"reward terms need different names, found {', '.join(self.terms)}: set `name`")
+        return self

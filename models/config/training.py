@@ -1,0 +1,56 @@
+"""Configuration of supervised warm-up, preference learning, evaluation and retention. Torch-free."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from infra.config import Fraction, Positive, Settings
+
+
+class WarmupConfig(Settings):
+    """Supervised warm-up before the first iteration."""
+
+    steps: Positive = 1200
+    """Optimizer steps."""
+    batch_size: Positive = 32
+    """Sequences per step."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-2
+    """Peak learning rate; linear over 5% of the steps, then cosine to a tenth. Pretrained policies take 1e-5."""
+    worked_fraction: Fraction = 0.3
+    """Share of arithmetic examples that show the worked answer; the others show a bare guess."""
+
+
+class DpoConfig(Settings):
+    """Direct preference optimisation of the policy after its warm-up (DPO, arXiv 2305.18290, eq. 7)."""
+
+    steps: Positive = 200
+    """Optimizer steps."""
+    batch_size: Positive = 32
+    """Pairs per step."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """Peak learning rate; linear over 5% of the steps, then cosine to a tenth. Pretrained policies take 5e-7."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How closely the policy is held to where it starts."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs that are taken to be the wrong way round (conservative DPO)."""
+
+
+# ---- evaluation
+class EvaluationConfig(Settings):
+    """Held-out evaluation before, during and after a run."""
+
+    problems: Positive = 256
+    """Held-out problems used, the first so many."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Iterations between evaluations; 0 evaluates only at the start and the end."""
+    temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Softmax temperature; 0 is greedy."""
+
+
+class RetentionConfig(Settings):
+    """Which policy versions keep their files; manifests always stay."""
+
+    keep_last: Annotated[int, Field(ge=2)] = 2
+    """Newest versions kept; resuming needs them."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Every n-th version is kept for good; 0 keeps none but the first and the newest."""

@@ -1,0 +1,225 @@
+"""From rollouts and their scores to training samples, and to metrics of them: pure functions over tables.
+
+Shapes: N completions, G groups, T completion tokens.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from infra.errors import Damaged
+from models.algorithms.advantages import informative_groups, keeps_uninformative, token_advantages
+from models.algorithms.experience import Experience, ScoredGroups
+from models.algorithms.ragged import group_statistics
+from models.config.algorithms import AlgorithmConfig
+from models.credit.inputs import TermColumns, check_needed, not_finite, read_estimates, scored_groups, unusable
+from models.credit.samples import sample_table
+from models.credit.selection import Selection, Wanted, select_groups
+from models.records.columns import Floats, Mask, flat, floats, integers, lengths_of
+from models.records.schemas import FinishReason
+
+
+def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float]:
+    """Describe rewards and groups; a group is counted with two rewards, and a mean over nothing is left out."""
+    groups = group_statistics(scored.total_N, scored.group_N, scored.num_groups)
+    missing, completions = int((~scored.is_scored).sum()), len(scored.total_N)
+    comparable_G = groups.count_G >= 2
+    metrics = {
+        "prompts": float(scored.num_groups),
+        "completions": float(completions),
+        "missing": float(missing),
+        "missing_fraction": missing / max(completions, 1),
+        "groups": float(comparable_G.sum()),
+        "informative_groups": float(informative_G.sum()),
+        **_mean("reward_mean", scored.total_N),
+        **({"reward_std": float(scored.total_N[scored.is_scored].std())} if scored.is_scored.any() else {}),
+        **_mean("group_reward_std_mean", groups.std_G[comparable_G]),
+    }
+    for term in scored.terms:
+        metrics |= _mean(f"term_{term.name}_mean", term.rewards_N)
+    return metrics
+
+
+def length_metrics(rollouts: pa.Table) -> dict[str, float]:
+    """Describe all completions, missing ones too."""
+    lengths_N = lengths_of(rollouts["completion_tokens"]).astype(np.float64)
+    return _mean("length_mean", lengths_N) | _mean("truncated_fraction", truncated(rollouts).astype(np.float64))
+
+
+def truncated(rollouts: pa.Table) -> Mask:
+    """Find completions that the length limit ended."""
+    truncated_N: Mask = pc.equal(rollouts["finish_reason"], FinishReason.LENGTH.value).to_numpy()
+    return truncated_N
+
+
+def missing_reasons(scores: pa.Table, unusable: Mapping[str, Mask]) -> Counter[str]:
+    """Count why completions are missing, each for the first reason that it has."""
+    missing_N = np.isnan(floats(scores["reward"]))
+    reasons = Counter(error for error, missing in zip(scores["error"].to_pylist(), missing_N, strict=True) if missing)
+    for reason, bad_N in unusable.items():
+        reasons += Counter({reason: int((bad_N & ~missing_N).sum())})
+        missing_N = missing_N | bad_N
+    return reasons
+
+
+def _mean(name: str, values_N: Floats) -> dict[str, float]:
+    """Name the mean of what is not missing; where all is, there is none to name."""
+    found_N = values_N[np.isfinite(values_N)]
+    return {name: float(found_N.mean())} if len(found_N) else {}
+
+
+ROLLOUT_COLUMNS = (
+    "prompt_row", "sample", "prompt_tokens", "completion_tokens", "logprobs", "finish_reason", "segments",
+)  # fmt: skip
+"""Columns of the rollout shards that credit reads."""
+
+BAD_LOGPROBS = "rollout: behaviour log-probs are not finite"
+
+BAD_ESTIMATES = "estimate: a model's numbers are not finite"
+"""The reasons that a completion without usable numbers is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditRule:
+    """How credit is given."""
+
+    terms: tuple[TermColumns, ...]
+    algorithm: AlgorithmConfig
+    wanted: Wanted | None = None
+    """Groups that dynamic sampling wants; none takes every group that the algorithm learns from."""
+    policy_version: int = 0
+    """Version that learns from the samples."""
+    max_new_tokens: int = 0
+    """Length limit of completions."""
+    kl_coefficient: float = 0.0
+    """Of the penalty in the reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Training samples, what they were made from in numbers, and what went missing."""
+
+    samples: pa.Table
+    metrics: dict[str, float]
+    errors: Counter[str]
+    """Reasons of the missing completions, each with its count."""
+    surplus: tuple[tuple[int, ...], ...] = ()
+    """Prompt rows of informative groups beyond the target, by pair of tables."""
+
+
+def assign_credit(
+    rollouts: Sequence[pa.Table],
+    scores: Sequence[pa.Table],
+    rule: CreditRule,
+    *,
+    estimates: Sequence[pa.Table] = (),
+) -> Credit:
+    """Give each token of each scored completion its advantage.
+
+    Tables of a position must list the same completions in the same order. Missing completions are left out, and so are
+    groups that teach nothing, unless the algorithm keeps them. Where sampling is dynamic, the groups that are wanted
+    are trained, whatever the algorithm would keep.
+    """
+    _check_paired(rollouts, scores, "scores")
+    if estimates:
+        _check_paired(rollouts, estimates, "estimates")
+    _check_apart(rollouts)
+    table, judged = pa.concat_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
+    lengths_N = lengths_of(table["completion_tokens"])
+    models = read_estimates(estimates, lengths_N)
+    check_needed(models, rule.algorithm)
+    bad = {BAD_LOGPROBS: not_finite(table["logprobs"], lengths_N), BAD_ESTIMATES: unusable(models, lengths_N)}
+    scored = scored_groups(judged, lengths_N, rule.terms, unusable_N=bad[BAD_LOGPROBS] | bad[BAD_ESTIMATES])
+    chosen = _chosen(table, scored, rule)
+    experience = Experience(
+        scored=scored,
+        logprobs_T=flat(table["logprobs"]).astype(np.float64),
+        counted_N=chosen.kept_N & ~chosen.filling_N,
+        estimates=models,
+        max_new_tokens=rule.max_new_tokens,
+        kl_coefficient=rule.kl_coefficient,
+    )
+    made = token_advantages(experience, rule.algorithm)
+    samples = sample_table(
+        table,
+        made,
+        models.values_T,
+        kept_N=chosen.kept_N,
+        emptied_N=chosen.filling_N | chosen.masked_N,
+        policy_version=rule.policy_version,
+    )
+    metrics = {
+        "samples": float(samples.num_rows),
+        "tokens": float(lengths_of(samples["tokens"]).sum()),
+        "bad_logprobs": float(bad[BAD_LOGPROBS].sum()),
+        **({"bad_estimates": float(bad[BAD_ESTIMATES].sum())} if estimates else {}),
+        **reward_metrics(scored, chosen.informative_G),
+        **length_metrics(table),
+        **made.metrics,
+        **({"masked": float(chosen.masked_N.sum())} if rule.algorithm.mask_truncated else {}),
+        **(chosen.selection.metrics() if chosen.selection else {}),
+    }
+    surplus = _surplus(rollouts, chosen.selection) if chosen.selection else ()
+    return Credit(samples=samples, metrics=metrics, errors=missing_reasons(judged, bad), surplus=surplus)
+
+
+def _check_paired(rollouts: Sequence[pa.Table], others: Sequence[pa.Table], what: str) -> None:
+    for position, (rollout, other) in enumerate(zip(rollouts, others, strict=True)):
+        for name in ("prompt_row", "sample"):
+            if not rollout[name].equals(other[name]):
+                raise Damaged(
+                    f"pair {position} of {rollout.num_rows} rollouts and {other.num_rows} {what}: their {name} differ"
+                )
+
+
+def _check_apart(rollouts: Sequence[pa.Table]) -> None:
+    """Refuse a prompt in two tables: its groups would be taken for one."""
+    seen: set[int] = set()
+    for position, rollout in enumerate(rollouts):
+        rows = set(pc.unique(rollout["prompt_row"]).to_pylist())
+        if seen & rows:
+            raise Damaged(f"pair {position}: prompt row {min(seen & rows)} is in an earlier pair too")
+        seen |= rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What becomes of completions."""
+
+    informative_G: Mask
+    kept_N: Mask
+    """Become samples."""
+    filling_N: Mask
+    """Of these, who only fill."""
+    masked_N: Mask
+    """Of these, who are left out of the loss for their length."""
+    selection: Selection | None
+
+
+def _chosen(rollouts: pa.Table, scored: ScoredGroups, rule: CreditRule) -> _Chosen:
+    algorithm, scored_N, group_N = rule.algorithm, scored.is_scored, scored.group_N
+    informative_G = informative_groups(scored, algorithm)
+    selection = None if rule.wanted is None else select_groups(scored, algorithm, rule.wanted)
+    if selection is not None:
+        filling_N = selection.filling_G[group_N]
+        kept_N = scored_N & (selection.trained_G[group_N] | filling_N)
+    else:
+        kept_N = scored_N if keeps_uninformative(algorithm) else scored_N & informative_G[group_N]
+        filling_N = np.zeros_like(kept_N)
+    masked_N = kept_N & truncated(rollouts) if algorithm.mask_truncated else np.zeros_like(kept_N)
+    return _Chosen(informative_G, kept_N, filling_N=filling_N, masked_N=masked_N, selection=selection)
+
+
+def _surplus(rollouts: Sequence[pa.Table], selection: Selection) -> tuple[tuple[int, ...], ...]:
+    begin = 0
+    surplus: list[tuple[int, ...]] = []
+    for rollout in rollouts:
+        first = np.sort(selection.first_G[selection.surplus_G])
+        mine = first[(first >= begin) & (first < begin + rollout.num_rows)] - begin
+        surplus.append(tuple(integers(rollout["prompt_row"])[mine].tolist()))
+        begin += rollout.num_rows
+    return tuple(surplus)

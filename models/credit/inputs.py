@@ -1,0 +1,139 @@
+"""Tables of scores and of auxiliary passes as the columns that algorithms read.
+
+Shapes: N completions, G groups, S spans and T completion tokens of all completions one after the other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from infra.errors import BadInput, Damaged
+from models.algorithms.advantages import needs_of
+from models.algorithms.experience import Estimates, ScoredGroups, Spans, Term
+from models.config.algorithms import AlgorithmConfig
+from models.config.rewards import ScoringConfig, is_process
+from models.records.columns import Floats, Integers, Mask, Numbers, flat, floats, integers, lengths_of
+
+
+@dataclass(frozen=True, slots=True)
+class TermColumns:
+    """Which columns a reward term has in a score table, and its factor in the total."""
+
+    name: str
+    weight: float = 1.0
+    is_process: bool = False
+
+
+def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:
+    """Name the terms of a configuration."""
+    pairs = zip(scoring.terms, scoring.rewards, strict=True)
+    return tuple(TermColumns(name, reward.weight, is_process(reward)) for name, reward in pairs)
+
+
+def scored_groups(
+    scores: pa.Table, lengths_N: Integers, terms: Sequence[TermColumns], *, unusable_N: Mask | None = None
+) -> ScoredGroups:
+    """Gather what completions of the given lengths earned; those that are unusable earned nothing.
+
+    Raises Damaged where spans of a completion that has a reward do not fit its tokens.
+    """
+    prompts_G, group_N = np.unique(integers(scores["prompt_row"]), return_inverse=True)
+    total_N = floats(scores["reward"])
+    if unusable_N is not None:
+        total_N[unusable_N] = np.nan
+    return ScoredGroups(
+        prompts_G=prompts_G,
+        group_N=group_N,
+        lengths_N=lengths_N,
+        total_N=total_N,
+        terms=tuple(_term(scores, term, lengths_N, np.isfinite(total_N)) for term in terms),
+    )
+
+
+def _term(scores: pa.Table, term: TermColumns, lengths_N: Integers, scored_N: Mask) -> Term:
+    spans = _spans(scores, term.name, lengths_N, scored_N) if term.is_process else None
+    return Term(term.name, term.weight, floats(scores[f"reward_{term.name}"]), spans)
+
+
+def _spans(scores: pa.Table, term: str, lengths_N: Integers, scored_N: Mask) -> Spans:
+    starts, values = scores[f"spans_{term}"], scores[f"values_{term}"]
+    counts_N, values_S = lengths_of(starts), flat(values).astype(np.float64)
+    if not np.array_equal(lengths_of(values), counts_N) or not np.isfinite(values_S).all():
+        raise Damaged(f"spans of {term!r}: expected one finite value per span, found others")
+    spans = Spans(starts_S=flat(starts).astype(np.int64), counts_N=counts_N, values_S=values_S)
+    row_S = np.repeat(np.arange(len(lengths_N)), spans.counts_N)
+    first_S = np.diff(row_S, prepend=-1) > 0
+    fits_S = np.where(first_S, spans.starts_S == 0, spans.starts_S > np.roll(spans.starts_S, 1))
+    fits_S &= spans.starts_S < lengths_N[row_S]
+    covered_N = (spans.counts_N > 0) | (lengths_N == 0) | ~scored_N
+    fits_N = covered_N & (np.bincount(row_S[~fits_S], minlength=len(lengths_N)) == 0)
+    _refuse(scores, ~fits_N, f"spans of {term!r}: expected ascending starts from 0 below the number of tokens")
+    return spans
+
+
+def _refuse(scores: pa.Table, wrong_N: Mask, expected: str) -> None:
+    if wrong_N.any():
+        row = int(np.flatnonzero(wrong_N)[0])
+        name = f"prompt row {scores['prompt_row'][row]}, sample {scores['sample'][row]}"
+        raise Damaged(f"{expected}, found others in {name}")
+
+
+def read_estimates(tables: Sequence[pa.Table], lengths_N: Integers) -> Estimates:
+    """Read what models say of tokens; a column without any number was not asked for."""
+    if not tables:
+        return Estimates()
+    table = pa.concat_tables(tables).combine_chunks()
+    return Estimates(
+        policy_T=_column(table, "policy", lengths_N),
+        reference_T=_column(table, "reference", lengths_N),
+        teacher_T=_column(table, "teacher", lengths_N),
+        values_T=_column(table, "values", lengths_N),
+    )
+
+
+def check_needed(estimates: Estimates, algorithm: AlgorithmConfig) -> None:
+    """Raise BadInput if the algorithm needs an estimate that nobody made."""
+    needs = needs_of(algorithm)
+    needed = {
+        "policy": (needs.teacher, estimates.policy_T),
+        "reference": (needs.reference, estimates.reference_T),
+        "teacher": (needs.teacher, estimates.teacher_T),
+        "values": (needs.critic, estimates.values_T),
+    }
+    if lacking := [name for name, (is_needed, found_T) in needed.items() if is_needed and found_T is None]:
+        found = ", ".join(name for name, (_, found_T) in needed.items() if found_T is not None) or "none"
+        raise BadInput(f"algorithm {algorithm.kind!r}: expected estimates of {', '.join(lacking)}, found {found}")
+
+
+def not_finite(column: pa.ChunkedArray, lengths_N: Integers) -> Mask:
+    """Find completions with log-probs that would poison the update."""
+    if not np.array_equal(lengths_of(column), lengths_N):
+        raise Damaged("rollouts: expected one log-prob per completion token, found other lengths")
+    return _with_wrong_numbers(flat(column), lengths_N)
+
+
+def unusable(estimates: Estimates, lengths_N: Integers) -> Mask:
+    """Find completions of which a model says what is no number."""
+    bad_N = np.zeros(len(lengths_N), np.bool_)
+    for values_T in (estimates.policy_T, estimates.reference_T, estimates.teacher_T, estimates.values_T):
+        if values_T is not None:
+            bad_N |= _with_wrong_numbers(values_T, lengths_N)
+    return bad_N
+
+
+def _column(table: pa.Table, name: str, lengths_N: Integers) -> Floats | None:
+    column = table[name]
+    if len(column) and column.null_count == len(column):
+        return None
+    if not np.array_equal(lengths_of(column), lengths_N):
+        raise Damaged(f"estimates: expected one number of {name!r} per completion token, found other lengths")
+    return flat(column).astype(np.float64)
+
+
+def _with_wrong_numbers(values_T: Numbers | Floats, lengths_N: Integers) -> Mask:
+    wrong = np.flatnonzero(~np.isfinite(values_T))
+    bad_N = np.zeros(len(lengths_N), np.bool_)
+    bad_N[np.searchsorted(np.cumsum(lengths_N), wrong, side="right")] = True
+    return bad_N

@@ -1,0 +1,94 @@
+"""Which groups an iteration trains on where sampling is dynamic (DAPO, arXiv 2503.14476, section 3.2).
+
+Shapes: N completions, G groups in the order of their prompt rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from models.algorithms.advantages import informative_groups, told_apart
+from models.algorithms.experience import ScoredGroups
+from models.config.algorithms import AlgorithmConfig
+from models.credit.inputs import TermColumns, scored_groups
+from models.records.columns import Integers, Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What an iteration wants of its groups."""
+
+    target: int
+    """Informative groups."""
+    metric: str
+    """Raw reward term by which a group is informative."""
+    fill: bool
+    """Whether uninformative groups make up for informative ones that are wanting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What becomes of each group; where none of the masks is true, it was looked at and taught nothing."""
+
+    informative_G: Mask
+    trained_G: Mask
+    filling_G: Mask
+    """Stand in a minibatch without any weight."""
+    surplus_G: Mask
+    first_G: Integers
+    """Index of each group's first completion."""
+    shortfall: int
+
+    def metrics(self) -> dict[str, float]:
+        """Count groups by what becomes of them."""
+        return {
+            "issued_groups": float(len(self.first_G)),
+            "informative_groups": float(self.informative_G.sum()),
+            "trained_groups": float(self.trained_G.sum()),
+            "filling_groups": float(self.filling_G.sum()),
+            "surplus_groups": float(self.surplus_G.sum()),
+            "shortfall_groups": float(self.shortfall),
+        }
+
+
+def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, wanted: Wanted) -> Selection:
+    """Train on the first informative groups in the order of completions, as many as are wanted."""
+    informative_G = informative_by(scored, algorithm, wanted.metric)
+    first_G = scored.first_completions
+    trained_G = _earliest(informative_G, first_G, wanted.target)
+    shortfall = wanted.target - int(trained_G.sum())
+    has_rewards_G = np.bincount(scored.group_N[scored.is_scored], minlength=scored.num_groups) > 0
+    return Selection(
+        informative_G=informative_G,
+        trained_G=trained_G,
+        filling_G=_earliest(~informative_G & has_rewards_G, first_G, shortfall if wanted.fill else 0),
+        surplus_G=informative_G & ~trained_G,
+        first_G=first_G,
+        shortfall=shortfall,
+    )
+
+
+def informative_by(scored: ScoredGroups, algorithm: AlgorithmConfig, metric: str) -> Mask:
+    """Find the groups that all rewards together and the raw metric alone tell better from worse (G)."""
+    return informative_groups(scored, algorithm) & told_apart(scored, algorithm, metric)
+
+
+def informative_prompts(
+    scores: pa.Table, lengths_N: Integers, *, terms: Sequence[TermColumns], algorithm: AlgorithmConfig, metric: str
+) -> list[int]:
+    """Return the prompt rows of a score table's informative groups; `lengths_N` counts completion tokens.
+
+    A completion without a total reward cannot be trained and does not count.
+    """
+    scored = scored_groups(scores, lengths_N, terms)
+    rows: list[int] = scored.prompts_G[informative_by(scored, algorithm, metric)].tolist()
+    return rows
+
+
+def _earliest(among_G: Mask, first_G: Integers, count: int) -> Mask:
+    order = np.argsort(first_G)
+    chosen_G = np.zeros_like(among_G)
+    chosen_G[order[among_G[order]][:count]] = True
+    return chosen_G

@@ -1,0 +1,67 @@
+"""Problems to learn from and to be tested on, and preferences between completions, made or read."""
+
+from random import Random
+
+from infra.errors import BadInput
+from models.config.data import ArithmeticData, ArithmeticPreferences, DataConfig, PreferencesConfig
+from models.config.training import WarmupConfig
+from models.data.arithmetic import arithmetic_problems, bare_guess, right_completion, wrong_completion
+from models.data.files import file_problems
+from models.data.preferences import Preference, arithmetic_preferences, file_preferences
+from models.data.problems import Message, Problem, Prompt, identity, is_heldout
+
+__all__ = [
+    "Example",
+    "Message",
+    "Preference",
+    "Problem",
+    "Prompt",
+    "identity",
+    "is_heldout",
+    "load_preferences",
+    "load_problems",
+    "right_completion",
+    "warmup_examples",
+    "wrong_completion",
+]
+
+Example = tuple[Prompt, str]
+"""A prompt and the completion that warm-up imitates."""
+
+
+def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
+    """Load the `train` or `heldout` problems in a fixed order; no prompt is in both."""
+    assert split in ("train", "heldout"), split
+    if isinstance(data, ArithmeticData):
+        return arithmetic_problems(data, split, seed)
+    return file_problems(data, split)
+
+
+def load_preferences(preferences: PreferencesConfig, data: DataConfig, *, split: str, seed: int) -> list[Preference]:
+    """Load the `train` or `heldout` pairs in a fixed order; no prompt is in both."""
+    if not isinstance(preferences, ArithmeticPreferences):
+        return file_preferences(preferences, split)
+    if not isinstance(data, ArithmeticData):
+        raise BadInput("preferences.kind 'arithmetic' is made from arithmetic problems, but data.kind is 'file'")
+    wanted = preferences.train_pairs if split == "train" else preferences.heldout_pairs
+    return arithmetic_preferences(load_problems(data, split, seed), wanted, Random(f"{seed}/preferences/{split}"))
+
+
+def warmup_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[Example]:
+    """Draw the examples of all warm-up steps, in training order: the training problems, shuffled anew each pass."""
+    problems = load_problems(data, "train", seed)
+    if not isinstance(data, ArithmeticData) and data.answer_column is None:
+        raise BadInput("warmup needs answers to imitate: set data.answer_column, or remove [warmup]")
+    rng = Random(f"{seed}/warmup")
+    wanted = warmup.steps * warmup.batch_size
+    examples: list[Example] = []
+    while len(examples) < wanted:
+        passing = rng.sample(problems, k=min(len(problems), wanted - len(examples)))
+        examples.extend((problem.prompt, _completion(problem, warmup.worked_fraction, rng)) for problem in passing)
+    return examples
+
+
+def _completion(problem: Problem, worked_fraction: float, rng: Random) -> str:
+    if problem.worked is None:
+        return problem.answer
+    return problem.worked if rng.random() < worked_fraction else bare_guess(rng)

@@ -1,0 +1,260 @@
+"""Decoding one batch with a KV cache, and how likely given continuations are.
+
+B live rows, R all rows of the batch, E end tokens, P prompts, T (padded) prompt tokens, V vocabulary, C continuations,
+L tokens of the longest continuation.
+
+A row is one completion. Each prompt is prefilled once and its cache rows are repeated for its completions, or for those
+continuations that have more than one token; one that is continued is prefilled with what it has. Finished rows leave
+the batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
+
+from infra.errors import Quarantined
+from models.config.engines import SamplingConfig
+from models.engines.protocol import Completion
+from models.engines.requests import Row, stop_window, texts_of, unstopped
+from models.engines.sampling import draw, uniforms
+from models.records.schemas import FinishReason
+
+_KEEP_SHARE: Final = 0.75  # with fewer live rows than this, copying the cache is cheaper than decoding dead rows on
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPolicy:
+    """A policy ready to generate."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    digest: str
+    eos_E: Tensor
+    """Every token that ends a completion."""
+    context: int | None
+    """Longest sequence in tokens; none where the architecture sets no limit."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """The rows still in the batch. Rows that ended stay until enough have, and are not `alive`."""
+
+    rows_B: Tensor
+    alive_B: Tensor
+    mask_BT: Tensor
+    """1 where the cache holds, or will hold, a real token; as wide as the cache may grow."""
+    width: int
+    """Tokens in the cache, padding included."""
+    lengths_B: Tensor
+    """Real tokens in the cache, thus the position of the next one."""
+    cache: Cache
+
+    def keep_alive(self) -> None:
+        kept_B = self.alive_B.nonzero().squeeze(1)
+        self.rows_B, self.mask_BT, self.lengths_B = self.rows_B[kept_B], self.mask_BT[kept_B], self.lengths_B[kept_B]
+        self.alive_B = self.alive_B[kept_B]
+        self.cache.reorder_cache(kept_B)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What has been drawn, by row of the batch; entries past a row's length mean nothing."""
+
+    tokens_RT: Tensor
+    """Begins with the row's prefix."""
+    logprobs_RT: Tensor
+    begun_R: Tensor
+    """Length of the prefix."""
+    limits_R: Tensor
+    lengths_R: Tensor
+    stopped_R: Tensor
+
+
+@torch.inference_mode()
+def decode(
+    policy: LoadedPolicy, rows: Sequence[Row], sampling: SamplingConfig, *, on_step: Callable[[int], None]
+) -> list[Completion]:
+    """Return one completion per row; rows of one prompt must be neighbours.
+
+    `on_step` is called after every forward with the number of sequences that it brought forward, 0 after the prefill.
+    """
+    num_steps = max(row.limit - len(row.prefix) for row in rows)
+    width = max(len(row.prefix) for row in rows) + num_steps  # rows that ended may run on as long as any other
+    written = _written(rows, width, device=policy.model.device)
+    uniforms_RT = torch.from_numpy(np.stack([uniforms(row.seed, width) for row in rows])).to(policy.model.device)
+    logits_BV, live = _prefill(policy, rows, num_steps)
+    on_step(0)
+    for step in range(num_steps):
+        _require_finite(logits_BV, live, policy, rows)
+        at_B = written.begun_R[live.rows_B] + step
+        tokens_B, logprobs_B = draw(logits_BV, uniforms_RT[live.rows_B, at_B], sampling)
+        written.tokens_RT[live.rows_B, at_B] = tokens_B
+        written.logprobs_RT[live.rows_B, at_B] = logprobs_B
+        _end_rows(live, written, at_B, policy, sampling.stop)
+        num_alive = int(live.alive_B.sum())
+        if num_alive == 0:
+            break
+        if num_alive < _KEEP_SHARE * len(live.rows_B):
+            live.keep_alive()
+        logits_BV = _forward(policy, live, written.tokens_RT[live.rows_B, written.begun_R[live.rows_B] + step])
+        on_step(num_alive)
+    return _completions(written, policy, sampling.max_new_tokens)
+
+
+def _written(rows: Sequence[Row], width: int, *, device: torch.device) -> _Written:
+    limits_R = torch.tensor([row.limit for row in rows], device=device)
+    return _Written(
+        tokens_RT=torch.tensor([[*row.prefix, *[0] * (width - len(row.prefix))] for row in rows], device=device),
+        logprobs_RT=torch.zeros(len(rows), width, device=device),
+        begun_R=torch.tensor([len(row.prefix) for row in rows], device=device),
+        limits_R=limits_R,
+        lengths_R=limits_R.clone(),
+        stopped_R=torch.zeros(len(rows), dtype=torch.bool, device=device),
+    )
+
+
+def _prefill(policy: LoadedPolicy, rows: Sequence[Row], num_steps: int) -> tuple[Tensor, _Live]:
+    """Run each prompt once, padded on the left, and repeat what it left in the cache for each of its rows."""
+    device = policy.model.device
+    firsts = [index for index, row in enumerate(rows) if index == 0 or not _shares_cache(row, rows[index - 1])]
+    counts = np.diff([*firsts, len(rows)])
+    prompts = [rows[index].given for index in firsts]
+    logits_PV, mask_PT, cache = read_prompts(policy, prompts)
+    prompt_B = torch.arange(len(prompts), device=device).repeat_interleave(torch.from_numpy(counts).to(device))
+    cache.reorder_cache(prompt_B)
+    room_BT = mask_PT.new_ones(len(rows), num_steps)
+    live = _Live(
+        rows_B=torch.arange(len(rows), device=device),
+        alive_B=torch.ones(len(rows), dtype=torch.bool, device=device),
+        mask_BT=torch.cat([mask_PT[prompt_B], room_BT], dim=1),
+        width=mask_PT.shape[1],
+        lengths_B=mask_PT.sum(dim=1)[prompt_B],
+        cache=cache,
+    )
+    return logits_PV[prompt_B], live
+
+
+def read_prompts(policy: LoadedPolicy, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Cache]:
+    """Run prompts once, padded on the left; return the logits of the next token, the mask and the filled cache."""
+    device, width = policy.model.device, max(map(len, prompts))
+    tokens_PT = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask_PT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    output = policy.model(
+        input_ids=tokens_PT,
+        attention_mask=mask_PT,
+        position_ids=(mask_PT.cumsum(dim=1) - 1).clamp(min=0),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1], mask_PT, output.past_key_values
+
+
+def _shares_cache(row: Row, other: Row) -> bool:
+    return row.request == other.request and row.prefix == other.prefix
+
+
+def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
+    """Append one token to every row and return the logits of the next."""
+    live.width += 1
+    output = policy.model(
+        input_ids=tokens_B[:, None],
+        attention_mask=live.mask_BT[:, : live.width],
+        position_ids=live.lengths_B[:, None],
+        past_key_values=live.cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    live.lengths_B = live.lengths_B + live.alive_B  # a row that ended stays inside the policy's context
+    logits_BV: Tensor = output.logits[:, -1]
+    return logits_BV
+
+
+def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: Sequence[Row]) -> None:
+    finite_B = logits_BV.isfinite().all(dim=1)
+    if not finite_B.all():
+        row = rows[int(live.rows_B[~finite_B][0])]
+        raise Quarantined(
+            f"policy {policy.digest}: logits that are not finite at prompt row {row.prompt_row}, sample {row.sample}"
+        )
+
+
+def _end_rows(live: _Live, written: _Written, at_B: Tensor, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
+    """Note which rows ended with the token just written."""
+    ended_B = torch.isin(written.tokens_RT[live.rows_B, at_B], policy.eos_E)
+    if stop:
+        ended_B |= _says_stop(live, written, at_B, policy.tokenizer, stop)
+    ended_B &= live.alive_B
+    ended_rows = live.rows_B[ended_B]
+    written.lengths_R[ended_rows] = at_B[ended_B] + 1
+    written.stopped_R[ended_rows] = True
+    live.alive_B &= ~ended_B & (at_B + 1 < written.limits_R[live.rows_B])
+
+
+def _says_stop(
+    live: _Live, written: _Written, at_B: Tensor, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
+) -> Tensor:
+    """Look for a stop text in the last tokens."""
+    window = stop_window(stop)
+    back_W = torch.arange(window - 1, -1, -1, device=at_B.device)
+    recent_BW = written.tokens_RT[live.rows_B[:, None], (at_B[:, None] - back_W).clamp(min=0)]
+    counts = (at_B + 1).clamp(max=window).tolist()
+    recent = [tokens[window - count :] for tokens, count in zip(recent_BW.tolist(), counts, strict=True)]
+    texts = texts_of(tokenizer, recent)
+    return torch.tensor([any(end in text for end in stop) for text in texts], device=at_B.device)
+
+
+def _completions(written: _Written, policy: LoadedPolicy, longest: int) -> list[Completion]:
+    begun, lengths = written.begun_R.tolist(), written.lengths_R.tolist()
+    tokens = [row[:length] for row, length in zip(written.tokens_RT.tolist(), lengths, strict=True)]
+    logprobs = [row[:length] for row, length in zip(written.logprobs_RT.tolist(), lengths, strict=True)]
+    texts, stopped = texts_of(policy.tokenizer, tokens), written.stopped_R.tolist()
+    return [
+        Completion(
+            tokens=tuple(tokens[row][begun[row] :]),
+            logprobs=tuple(logprobs[row][begun[row] :]),
+            text=texts[row],
+            finish_reason=FinishReason.STOP if stopped[row] else unstopped(lengths[row], longest),
+        )
+        for row in range(len(tokens))
+    ]
+
+
+@torch.inference_mode()
+def continuation_logprobs(
+    policy: LoadedPolicy, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+) -> Tensor:
+    """Return the log-probability of each continuation after each prompt, at temperature 1: P x C in float64."""
+    device, longest = policy.model.device, max(map(len, continuations))
+    logits_PV, mask_PT, cache = read_prompts(policy, prompts)
+    first_C = torch.tensor([tokens[0] for tokens in continuations], device=device)
+    logprobs_PC = _log_softmax(logits_PV, policy)[:, first_C]
+    if longest == 1:
+        return logprobs_PC
+    # Padded on the right, where causal attention never looks; padding's own log-probs are masked.
+    tokens_CL = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in continuations], device=device)
+    real_CL = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in continuations]).to(device)
+    row_R = torch.arange(len(prompts), device=device).repeat_interleave(len(continuations))
+    cache.reorder_cache(row_R)
+    tokens_RL, real_RL = tokens_CL.repeat(len(prompts), 1), real_CL.repeat(len(prompts), 1)
+    steps_L = torch.arange(longest - 1, device=device)
+    logits_RLV = policy.model(
+        input_ids=tokens_RL[:, :-1],
+        attention_mask=torch.cat([mask_PT[row_R], real_RL[:, :-1]], dim=1),
+        position_ids=mask_PT.sum(dim=1)[row_R][:, None] + steps_L,
+        past_key_values=cache,
+        use_cache=True,
+    ).logits
+    later_RL = _log_softmax(logits_RLV, policy).gather(2, tokens_RL[:, 1:, None]).squeeze(2)
+    later_R = later_RL.masked_fill(real_RL[:, 1:] == 0, 0).sum(dim=1)
+    return logprobs_PC + later_R.view(len(prompts), len(continuations))
+
+
+def _log_softmax(logits: Tensor, policy: LoadedPolicy) -> Tensor:
+    if not logits.isfinite().all():
+        raise Quarantined(f"policy {policy.digest}: logits that are not finite while continuations were compared")
+    return logits.double().log_softmax(dim=-1)

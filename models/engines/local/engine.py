@@ -1,0 +1,112 @@
+"""Generation inside the worker with Hugging Face transformers."""
+
+import gc
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from models.config.engines import SamplingConfig, TransformersEngine
+from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
+from models.engines.protocol import Completion, Request, StepSums
+from models.engines.requests import end_tokens, require_context, require_room, rows_of
+from models.modeling.merging import load_merged
+from models.modeling.policy import load_policy
+from models.records.versions import PolicyVersion
+from models.text.tokenizer import load_tokenizer
+
+
+class HuggingFaceEngine:
+    """Decode with a KV cache any causal language model that transformers knows without code of its own.
+
+    Rows are decoded in the order of their lengths so far, then of the requests, `max_batch_rows` at a time: which
+    rows share a batch follows from the work alone, never from timing. The same work gives the same completions, bit
+    for bit, in every process of one build with as many threads. With other neighbours or another `max_batch_rows` a
+    completion still draws the same random numbers, but sums may round otherwise in the last bits of float32.
+    """
+
+    def __init__(self, config: TransformersEngine) -> None:
+        self.progress = 0
+        self._config = config
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._policy: LoadedPolicy | None = None
+        self._steps = StepSums()
+        self._stepped = 0.0  # when the last forward pass ended
+
+    def producer(self) -> str:
+        return self._config.kind
+
+    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> int:
+        self.sleep()  # the old weights go before the new ones come: two policies may not fit
+        dtype = getattr(torch, self._config.dtype)
+        if adapter is None:
+            model = load_policy(directory, device=self._device, dtype=dtype).eval()
+        else:
+            model = load_merged(directory, adapter, device=self._device, dtype=dtype).eval()
+        tokenizer = load_tokenizer(directory)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._policy = LoadedPolicy(
+            model=model,
+            tokenizer=tokenizer,
+            digest=policy.digest,
+            eos_E=torch.tensor(end_tokens(tokenizer, model.generation_config), device=self._device),
+            context=context,
+        )
+        self.progress += 1
+        return policy.weights.bytes + (policy.adapter.bytes if policy.adapter is not None else 0)
+
+    def serves(self) -> str:
+        return "" if self._policy is None else self._policy.digest
+
+    def sleep(self) -> None:
+        left = None if self._policy is None else weakref.ref(self._policy.model)
+        self._policy = None
+        if left is not None and left() is not None:  # a cycle holds it; looking for cycles takes 0.1 s
+            gc.collect()
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self.sleep()
+
+    def steps(self) -> StepSums:
+        return self._steps
+
+    def likelihoods(
+        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, ...]]:
+        assert self._policy is not None, "likelihoods before load"
+        longest = max(map(len, continuations))
+        require_context(prompts, longest, context=self._policy.context)
+        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # stable, as in `generate`
+        size = max(1, self._config.max_batch_rows // (len(continuations) if longest > 1 else 1))
+        found: dict[int, tuple[float, ...]] = {}
+        self._stepped = time.perf_counter()
+        for batch in (order[start : start + size] for start in range(0, len(order), size)):
+            logprobs_PC = continuation_logprobs(self._policy, [prompts[row] for row in batch], continuations)
+            found |= zip(batch, map(tuple, logprobs_PC.tolist()), strict=True)
+            self._step(len(batch))
+        return [found[row] for row in range(len(prompts))]
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+        assert self._policy is not None, "generate before load"
+        require_room(requests, sampling, context=self._policy.context)
+        rows = rows_of(requests, longest=sampling.max_new_tokens)
+        rows.sort(key=lambda row: len(row.given))  # stable: requests of equal length stay in their order
+        groups: list[dict[int, Completion]] = [{} for _ in requests]
+        size = self._config.max_batch_rows
+        self._stepped = time.perf_counter()
+        for batch in (rows[start : start + size] for start in range(0, len(rows), size)):
+            for row, completion in zip(batch, decode(self._policy, batch, sampling, on_step=self._step), strict=True):
+                groups[row.request][row.sample] = completion
+        return [[group[sample] for sample in range(len(group))] for group in groups]
+
+    def _step(self, sequences: int) -> None:
+        """Add a forward pass that brought `sequences` forward, since the last; a prefill (0) is no decoding step."""
+        self.progress += 1
+        now = time.perf_counter()
+        seconds, self._stepped = now - self._stepped, now
+        if sequences:
+            self._steps = self._steps.plus(sequences, seconds)

@@ -1,0 +1,109 @@
+"""What every rollout engine is: weights in, completions out. Torch-free."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from models.config.engines import SamplingConfig
+from models.records.schemas import FinishReason
+from models.records.versions import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and the seeds of the completions that are wanted of it."""
+
+    row: int
+    """Row of the prompt in its shard; names the prompt in messages."""
+    tokens: tuple[int, ...]
+    seeds: tuple[int, ...]
+    prefixes: tuple[tuple[int, ...], ...] = ()
+    """What each completion already has, where it continues one; its draws go on after those of the prefix."""
+    budget: int | None = None
+    """New tokens after which a completion is cut for now; none lets each come to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the policy answered: its tokens, how likely each was, and why it ended. Tokens of a prefix are not here."""
+
+    tokens: tuple[int, ...]
+    """Ends with an EOS token, or with the token that completed a stop text, when the reason is `stop`."""
+    logprobs: tuple[float, ...]
+    """float32 values, one per token: log-softmax at the sampling temperature (at 1 when greedy), untruncated."""
+    text: str
+    """The tokens' text without special tokens; with a prefix, the whole text."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """Sufficient statistics of step time on batch size: differences of two readings describe what lies between."""
+
+    steps: int = 0
+    sequences: float = 0.0
+    """Sum of the batch sizes."""
+    sequences_squared: float = 0.0
+    seconds: float = 0.0
+    sequence_seconds: float = 0.0
+    """Sum of batch size x step time."""
+
+    def plus(self, sequences: int, seconds: float, *, steps: int = 1) -> "StepSums":
+        """Add steps over a batch of so many sequences, which took so long together."""
+        return StepSums(
+            steps=self.steps + steps,
+            sequences=self.sequences + steps * sequences,
+            sequences_squared=self.sequences_squared + steps * sequences**2,
+            seconds=self.seconds + seconds,
+            sequence_seconds=self.sequence_seconds + sequences * seconds,
+        )
+
+    def since(self, earlier: "StepSums") -> dict[str, float]:
+        """Name what came after an earlier reading, as a unit of work reports it among its timings."""
+        return {
+            "steps": self.steps - earlier.steps,
+            "step_sequences": self.sequences - earlier.sequences,
+            "step_sequences_squared": self.sequences_squared - earlier.sequences_squared,
+            "step_seconds": self.seconds - earlier.seconds,
+            "step_sequence_seconds": self.sequence_seconds - earlier.sequence_seconds,
+        }
+
+
+class Engine(Protocol):
+    """Generates with the weights it loaded last.
+
+    `progress` moves while work advances. The same weights, requests and sampling give the same completions, whatever
+    the engine did before: bit for bit, or up to float rounding where its batches follow from timing.
+    """
+
+    progress: int
+
+    def producer(self) -> str:
+        """Name the engine and what else its numbers depend on; shards keep it."""
+
+    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> int:
+        """Take the policy in `directory`, and its adapter, whose files were verified to be those of its digest.
+
+        Returns the bytes that were moved.
+        """
+
+    def serves(self) -> str:
+        """Return the digest of the policy that would generate now, empty where none would or it cannot be proven."""
+
+    def sleep(self) -> None:
+        """Give the memory of weights and cache back; who wants to use the engine again loads it again."""
+
+    def close(self) -> None:
+        """End whatever runs for the engine, for good."""
+
+    def steps(self) -> StepSums:
+        """Sums over all decoding steps so far, from which their time is regressed on the batch."""
+
+    def likelihoods(
+        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, ...]]:
+        """Return for each prompt the log-probability of each continuation after it, at temperature 1."""
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+        """Return one list per request, with one completion per seed, in order."""

@@ -1,0 +1,110 @@
+"""What engines share: from requests to rows and their checks, what ends a completion, and its text. Torch-free."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from infra.errors import BadInput
+from models.config.engines import SamplingConfig
+from models.engines.protocol import Request
+from models.records.schemas import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One completion to be made: the prompt (`request`-th of the work) and the seed of its draws."""
+
+    request: int
+    sample: int
+    prompt_row: int
+    prompt: tuple[int, ...]
+    seed: int
+    prefix: tuple[int, ...]
+    """Tokens that the completion already has."""
+    limit: int
+    """Tokens, those of the prefix included, at which it ends for now."""
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """What is prefilled."""
+        return self.prompt + self.prefix
+
+
+def rows_of(requests: Iterable[Request], *, longest: int) -> list[Row]:
+    """Say of each wanted completion what it has and where it ends; those of one request are neighbours."""
+    return [row for index, request in enumerate(requests) for row in _rows(index, request, longest)]
+
+
+def _rows(index: int, request: Request, longest: int) -> list[Row]:
+    prefixes = request.prefixes or ((),) * len(request.seeds)
+    budget = longest if request.budget is None else request.budget
+    return [
+        Row(
+            request=index,
+            sample=sample,
+            prompt_row=request.row,
+            prompt=request.tokens,
+            seed=seed,
+            prefix=prefix,
+            limit=min(longest, len(prefix) + budget),
+        )
+        for sample, (seed, prefix) in enumerate(zip(request.seeds, prefixes, strict=True))
+    ]
+
+
+def require_room(
+    requests: Sequence[Request], sampling: SamplingConfig, *, context: int | None, whose: str = "the policy"
+) -> None:
+    """Refuse an empty prompt, and one that leaves no room for its completions in the context of policy or server."""
+    for request in requests:
+        length = len(request.tokens)
+        if length == 0:
+            raise BadInput(f"prompt row {request.row}: expected at least one token, found none")
+        longest = max(map(len, request.prefixes), default=0)
+        if longest >= sampling.max_new_tokens:
+            raise BadInput(
+                f"prompt row {request.row}: a completion of {longest} tokens cannot go on, max_new_tokens is "
+                f"{sampling.max_new_tokens}"
+            )
+        if context is not None and length + sampling.max_new_tokens > context:
+            raise BadInput(
+                f"prompt row {request.row}: {length} prompt tokens and max_new_tokens {sampling.max_new_tokens} make "
+                f"{length + sampling.max_new_tokens}, more than {whose}'s context of {context}"
+            )
+
+
+def require_context(
+    prompts: Sequence[Sequence[int]], longest: int, *, context: int | None, whose: str = "the policy"
+) -> None:
+    """Refuse an empty prompt, and one after which a continuation of `longest` tokens does not fit."""
+    for row, tokens in enumerate(prompts):
+        if not tokens or (context is not None and len(tokens) + longest > context):
+            raise BadInput(
+                f"prompt {row}: {len(tokens)} tokens and a continuation of {longest}, expected at least one token "
+                f"and no more than {whose}'s context of {context}"
+            )
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerFast, settings: GenerationConfig) -> tuple[int, ...]:
+    """Return every token that ends a completion, in order: the tokenizer's EOS and those of the model's settings."""
+    stated = settings.eos_token_id
+    ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])} - {None}
+    return tuple(sorted(ends))
+
+
+def stop_window(stop: Collection[str]) -> int:
+    """Return how many of the last tokens surely hold all of a stop text: each spells at least a byte."""
+    # 4 more: the first tokens may be the rest of a character, which decodes as another one.
+    return max(len(text.encode()) for text in stop) + 4
+
+
+def texts_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[Sequence[int]]) -> list[str]:
+    """Spell rows of tokens without special ones."""
+    texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return texts
+
+
+def unstopped(length: int, longest: int) -> FinishReason:
+    """Say why a completion ended that nothing stopped: the length limit, or the budget."""
+    return FinishReason.LENGTH if length == longest else FinishReason.CUT

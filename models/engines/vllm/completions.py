@@ -1,0 +1,145 @@
+"""Completions while they are made: what a server is asked for each, what came, and how it ended."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Final
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
+from models.config.engines import DrawnLengths, SamplingConfig
+from models.engines.protocol import Completion
+from models.engines.requests import Row, stop_window, texts_of, unstopped
+from models.engines.sampling import uniforms
+from models.engines.vllm.client import Ask, Chunk
+from models.records.schemas import FinishReason
+from models.records.seeds import derive_seed
+
+MAX_ABORTS: Final = 8
+"""Interruptions after which a completion is not continued any more: something else keeps loading weights."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """One completion. What is `fresh` came in answer to the request under way, and goes if that fails."""
+
+    row: Row
+    end: int
+    """Length, that of the prefix included, at which it ends if nothing stops it before."""
+    at_end: FinishReason
+    """Why it ended then."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    fresh_tokens: list[int] = field(default_factory=list)
+    fresh_logprobs: list[float] = field(default_factory=list)
+    finish: FinishReason | None = None
+    seams: list[int] = field(default_factory=list)
+    """Lengths, that of the prefix included, at which another request went on."""
+
+    def ask(self, number: int) -> Ask:
+        """Ask for the rest; a request that goes on draws by another seed than the one before it."""
+        given = len(self.row.prefix) + len(self.tokens)
+        return Ask(
+            id=number,
+            tokens=(*self.row.given, *self.tokens),
+            seed=derive_seed("continued", self.row.seed, given) if given else self.row.seed,
+            max_tokens=self.end - given,
+        )
+
+    def add(self, chunk: Chunk) -> None:
+        """Append what came."""
+        tokens = np.frombuffer(chunk.tokens, "<i4").tolist()
+        logprobs = np.frombuffer(chunk.logprobs, "<f4").tolist()
+        if len(tokens) != len(logprobs):
+            raise EndpointDown(f"vLLM server: {len(tokens)} tokens came with {len(logprobs)} log-probabilities")
+        self.fresh_tokens += tokens
+        self.fresh_logprobs += logprobs
+        if chunk.finish is not None:
+            self._end(chunk.finish)
+
+    def _end(self, reason: str) -> None:
+        self.tokens += self.fresh_tokens
+        self.logprobs += self.fresh_logprobs
+        self.forget_fresh()
+        length = len(self.row.prefix) + len(self.tokens)
+        if length > self.end or (reason == "length" and length != self.end) or not (self.tokens or reason == "abort"):
+            raise WorkerFailed(f"vLLM server: expected a completion of {self.end} tokens, found {length} ({reason})")
+        if length == self.end and reason != "stop":
+            self.finish = self.at_end
+        elif reason == "stop":
+            self.finish = FinishReason.STOP
+        elif len(self.seams) == MAX_ABORTS:
+            raise WorkerLost(
+                f"vLLM server: a completion was interrupted {MAX_ABORTS + 1} times; who else loads weights?"
+            )
+        else:
+            self.seams.append(length)
+
+    def forget_fresh(self) -> None:
+        """Drop what a request brought that did not come to its end: asked again, it brings the same."""
+        self.fresh_tokens, self.fresh_logprobs = [], []
+
+    def forget(self) -> None:
+        """Begin anew: nothing that came is trusted."""
+        self.forget_fresh()
+        self.tokens, self.logprobs, self.seams, self.finish = [], [], [], None
+
+
+def drafts_of(rows: Sequence[Row], sampling: SamplingConfig, *, lengths: DrawnLengths | None) -> list[Draft]:
+    """Begin one draft per row."""
+    longest = sampling.max_new_tokens
+    drafts = []
+    for row in rows:
+        end, at_end = row.limit, unstopped(row.limit, longest)
+        if lengths is not None:
+            drawn = max(drawn_length(lengths, row.seed), len(row.prefix) + 1)
+            end, at_end = (drawn, FinishReason.STOP) if drawn <= row.limit else (end, at_end)
+        drafts.append(Draft(row=row, end=end, at_end=at_end))
+    return drafts
+
+
+def drawn_length(lengths: DrawnLengths, seed: int) -> int:
+    """Draw a completion's length, in tokens; its seed alone decides."""
+    deviation = NormalDist().inv_cdf(float(uniforms(seed, 1)[0]) + 2.0**-54)  # a uniform may be 0
+    return max(1, round(lengths.median_tokens * math.exp(lengths.sigma * deviation)))
+
+
+def completions_of(
+    drafts: Sequence[Draft], tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...], *, digest: str
+) -> list[Completion]:
+    """Read finished drafts. Raises Quarantined where a log-probability is no number."""
+    for draft in drafts:
+        if stop:
+            _cut_at_seams(draft, tokenizer, stop)
+        if not np.isfinite(draft.logprobs).all():
+            raise Quarantined(
+                f"policy {digest}: log-probabilities that are not finite at prompt row {draft.row.prompt_row}, "
+                f"sample {draft.row.sample}"
+            )
+    texts = texts_of(tokenizer, [[*draft.row.prefix, *draft.tokens] for draft in drafts])
+    return [_completion(draft, text) for draft, text in zip(drafts, texts, strict=True)]
+
+
+def _completion(draft: Draft, text: str) -> Completion:
+    assert draft.finish is not None, "a completion is read when it has ended"
+    return Completion(tuple(draft.tokens), tuple(draft.logprobs), text, draft.finish)
+
+
+def _cut_at_seams(draft: Draft, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]) -> None:
+    """End a completion at a stop text that began in one request and was completed in the next: neither server saw it.
+
+    Only the tokens just after a seam need a look.
+    """
+    window, begun = stop_window(stop), len(draft.row.prefix)
+    whole = [*draft.row.prefix, *draft.tokens]
+    for seam in ([begun] if begun else []) + draft.seams:
+        ends = range(seam + 1, min(len(whole), seam + window) + 1)
+        texts = texts_of(tokenizer, [whole[max(0, end - window) : end] for end in ends])
+        for end, text in zip(ends, texts, strict=True):
+            if any(said in text for said in stop):
+                draft.tokens, draft.logprobs = draft.tokens[: end - begun], draft.logprobs[: end - begun]
+                draft.finish = FinishReason.STOP
+                return

@@ -1,0 +1,155 @@
+"""The servers that an engine asks: one of its own, or some that run already."""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+from urllib.parse import urlsplit
+
+from blake3 import blake3
+from transformers import AutoConfig
+
+from infra.errors import BadInput, EndpointDown
+from models.config.engines import VllmEngine
+from models.engines.vllm.client import About, Client
+from models.engines.vllm.server import Server, start_server
+
+logger = logging.getLogger(__name__)
+
+_PASSING: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Of a model's configuration, what may change while a server runs."""
+
+
+class Servers(Protocol):
+    """Servers that one engine asks."""
+
+    def clients(self, directory: Path) -> tuple[Client, ...]:
+        """Return those that can serve a model of the shape in `directory`, started where need be."""
+
+    def running(self) -> tuple[Client, ...]:
+        """Return those that run now."""
+
+    def mend(self, error: EndpointDown) -> None:
+        """Make way for `clients` after one did not answer, or raise where nothing can be done about it here."""
+
+    def cause(self) -> str:
+        """Return the line of a log that says why it died; empty where none does."""
+
+    def sleep(self) -> None:
+        """Give memory back."""
+
+    def close(self) -> None:
+        """End what was started."""
+
+
+class OwnServer:
+    """One server that this process starts when it is first needed, and again after it died."""
+
+    def __init__(self, config: VllmEngine, *, adapter_rank: int, beat: Callable[[], None]) -> None:
+        self._config, self._adapter_rank, self._beat = config, adapter_rank, beat
+        self._server: Server | None = None
+        self._shape = ""
+
+    def clients(self, directory: Path) -> tuple[Client, ...]:
+        shape = _shape(directory)
+        if self._server is not None and (shape != self._shape or not self._server.alive()):
+            self.close()
+        if self._server is None:
+            self._server = start_server(self._config, directory, adapter_rank=self._adapter_rank, beat=self._beat)
+            self._shape = shape
+        return self.running()
+
+    def running(self) -> tuple[Client, ...]:
+        if self._server is None or not self._server.alive():
+            return ()
+        return (Client(self._server.url, self._server.key),)
+
+    def mend(self, error: EndpointDown) -> None:
+        logger.warning("vLLM's server is started again: %s %s", error, self.cause())
+        self.close()
+
+    def cause(self) -> str:
+        return "" if self._server is None else self._server.cause()
+
+    def sleep(self) -> None:
+        for client in self.running():
+            try:
+                client.sleep()
+            except EndpointDown as error:
+                logger.warning("the server to be put to sleep is gone: %s", error)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+
+class RunningServers:
+    """Servers of somebody else. They are loaded, but neither started nor put to sleep nor ended."""
+
+    def __init__(self, config: VllmEngine) -> None:
+        key = ""
+        if config.api_key_variable is not None:
+            key = os.environ.get(config.api_key_variable, "")
+            if not key:
+                raise BadInput(
+                    f"engine.api_key_variable: expected the servers' key in {config.api_key_variable}, found nothing"
+                )
+        self._clients = tuple(Client(_address(url), key) for url in config.base_urls)
+
+    def clients(self, directory: Path) -> tuple[Client, ...]:
+        return self._clients
+
+    def running(self) -> tuple[Client, ...]:
+        return self._clients
+
+    def mend(self, error: EndpointDown) -> None:
+        raise EndpointDown(f"{error}; `rheostat engine serve vllm` starts it (engine.base_urls)") from error
+
+    def cause(self) -> str:
+        return ""
+
+    def sleep(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def find_servers(config: VllmEngine, *, adapter_rank: int, beat: Callable[[], None]) -> Servers:
+    """Choose by the configuration; starts nothing."""
+    if config.base_urls:
+        return RunningServers(config)
+    return OwnServer(config, adapter_rank=adapter_rank, beat=beat)
+
+
+def require_fit(client: Client, about: About, config: VllmEngine, *, adapter_rank: int) -> None:
+    """Refuse a server that computes otherwise than the configuration says."""
+    for name, expected, found in (
+        ("dtype", config.dtype, about.dtype),
+        ("logprobs", config.logprobs, about.logprobs),
+    ):
+        if expected != found:
+            raise BadInput(f"engine.{name}: expected {expected!r}, but {client} was started with {found!r}")
+    if about.lora_rank < adapter_rank:
+        raise BadInput(
+            f"update.lora.rank: {client} takes adapters up to rank {about.lora_rank}, expected at least {adapter_rank}"
+        )
+
+
+def _address(url: str) -> str:
+    place = urlsplit(url)
+    if place.scheme not in ("http", "https") or not place.hostname:
+        raise BadInput(f"engine.base_urls: expected addresses such as 'http://127.0.0.1:8000', found {url!r}")
+    return url
+
+
+def _shape(directory: Path) -> str:
+    """Name what a server cannot change while it runs: the architecture, and the tokenizer that stop texts need."""
+    # Read by transformers: what is trained is saved with its defaults spelt out, a directory from elsewhere without.
+    settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).to_dict()
+    lasting = {name: value for name, value in settings.items() if name not in _PASSING}
+    tokenizer = (directory / "tokenizer.json").read_bytes()
+    return blake3(json.dumps(lasting, sort_keys=True, default=str).encode() + tokenizer).hexdigest()

@@ -1,0 +1,124 @@
+"""What can be wrong with a judge before anything runs, and when it cannot be trusted any more. Torch-free.
+
+Alarms are pure functions over the metrics of an iteration.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from infra.errors import BadInput, Quarantined
+from models.config.data import ArithmeticData, DataConfig
+from models.config.judges import (
+    ChoiceVerdict,
+    EndpointJudge,
+    JudgeReward,
+    LogprobVerdict,
+    ScoreVerdict,
+    StepsVerdict,
+    TrainedJudge,
+    VerdictConfig,
+)
+from models.config.rewards import ScoringConfig
+from models.judges.endpoint import ChatJudge as AskedJudge
+from models.judges.prompts import fields_of
+from models.judges.training import verdict_texts
+
+
+def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
+    """Raise BadInput, naming the term, for what needs no model to be seen."""
+    try:
+        _check_template(reward)
+        _check_verdict(reward.verdict)
+        match reward.model:
+            case EndpointJudge() as model:
+                AskedJudge(model, sampling=reward.sampling, verdict=reward.verdict)
+            case TrainedJudge():
+                _check_training(reward, data)
+            case _:
+                pass
+    except BadInput as error:
+        raise BadInput(f"reward {term}: {error}") from error
+
+
+def _check_template(reward: JudgeReward) -> None:
+    if reward.template is None:
+        return
+    judges_steps = isinstance(reward.verdict, StepsVerdict)
+    shown, other = ("steps", "completion") if judges_steps else ("completion", "steps")
+    fields = fields_of(reward.template)
+    if shown not in fields:
+        raise BadInput(f"its template {reward.template!r:.200} has no {{{shown}}}: every verdict would be the same")
+    if other in fields:
+        why = "steps are judged by their numbers" if judges_steps else "only a verdict of kind steps fills it in"
+        raise BadInput(f"its template {reward.template!r:.200} has {{{other}}}: {why}; use {{{shown}}}")
+
+
+def _check_verdict(verdict: VerdictConfig) -> None:
+    match verdict:
+        case ScoreVerdict():
+            try:
+                groups = re.compile(verdict.pattern).groups
+            except re.error as error:
+                raise BadInput(f"its pattern {verdict.pattern!r} is not a regular expression: {error}") from error
+            if not groups:
+                raise BadInput(f"its pattern {verdict.pattern!r}: expected a group around the score, found none")
+        case ChoiceVerdict() | LogprobVerdict():
+            _check_texts(tuple(verdict.choices) if isinstance(verdict, ChoiceVerdict) else (verdict.yes, verdict.no))
+
+
+def _check_texts(texts: tuple[str, ...]) -> None:
+    if not all(text.strip() for text in texts):
+        raise BadInput(f"its verdicts {texts}: expected a text for each, found an empty one")
+    alike = {text.strip() if len(text.strip()) == 1 else text.strip().casefold() for text in texts}
+    if len(alike) < len(texts):
+        raise BadInput(f"its verdicts {texts}: expected different texts, capitals and spaces aside")
+
+
+def _check_training(reward: JudgeReward, data: DataConfig) -> None:
+    verdict_texts(reward.verdict)
+    if not isinstance(data, ArithmeticData) and data.answer_column is None:
+        raise BadInput("a judge is trained on right and wrong answers: set data.answer_column")
+
+
+def check_judges(
+    scoring: ScoringConfig, verdicts: Mapping[str, Sequence[Mapping[str, float]]], *, iteration: int
+) -> None:
+    """Raise Quarantined if too many of a judge's answers cannot be used, or too many known-bad answers pass.
+
+    `verdicts` has by term the metrics of each shard of verdicts of the iteration, as the workers returned them.
+    """
+    for term, reward in scoring.served.items():
+        if isinstance(reward, JudgeReward):
+            _check_judge(term, reward, _sums(verdicts.get(term, ())), iteration)
+
+
+def _check_judge(term: str, reward: JudgeReward, sums: Mapping[str, float], iteration: int) -> None:
+    invalid, answers = sums["invalid"], sums["answers"]
+    if isinstance(reward.verdict, StepsVerdict):
+        _check_critiques(term, reward, sums, iteration)
+    elif invalid > reward.max_invalid * answers:
+        raise Quarantined(
+            f"iteration {iteration}: {invalid:.0f} of {answers:.0f} answers of judge {term} have no valid verdict "
+            f"after {reward.retries} retries, expected at most {reward.max_invalid:.1%} (max_invalid)"
+        )
+    passed, canaries = sums["canaries_passed"], sums["canaries"]
+    if reward.canaries is not None and passed > reward.canaries.max_passing * canaries:
+        raise Quarantined(
+            f"iteration {iteration}: judge {term} let {passed:.0f} of {canaries:.0f} known-bad answers pass, "
+            f"expected at most {reward.canaries.max_passing:.1%} (canaries.max_passing)"
+        )
+
+
+def _check_critiques(term: str, reward: JudgeReward, sums: Mapping[str, float], iteration: int) -> None:
+    """Count completions, not answers: the votes that can be read make up for one that cannot."""
+    unusable, completions = sums["unusable"], sums["completions"]
+    if unusable > reward.max_invalid * completions:
+        raise Quarantined(
+            f"iteration {iteration}: {unusable:.0f} of {completions:.0f} completions have no critique of judge {term} "
+            f"that can be read, after {reward.retries} retries, expected at most {reward.max_invalid:.1%} (max_invalid)"
+        )
+
+
+def _sums(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = ("answers", "invalid", "canaries", "canaries_passed", "completions", "unusable")
+    return {name: sum(shard.get(name, 0.0) for shard in metrics) for name in names}

@@ -1,0 +1,150 @@
+"""Low-rank adapters under training (LoRA, arXiv 2106.09685): peft's layers in a model, saved in peft's format.
+
+The base stays as it is; a classifier's head is trained in full beside the adapters. Shapes: R rank, I inputs.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from infra.errors import BadInput
+from infra.plugins import nearest_name
+from infra.store.bundles import BundleRef, fetch_bundle
+from infra.store.storage import Store
+from models.config.objectives import LoraConfig
+from models.modeling.merging import PREFIX, SETTINGS, TENSORS
+from models.records.seeds import derive_seed
+from models.records.versions import PolicyVersion
+
+_NAME: Final = "default"  # peft's name for the only adapter of a model; it stands in parameters' names, not in files
+_HEADS: Final = ("score", "classifier")
+
+
+def load_trainable(
+    store: Store, version: PolicyVersion, *, load: Callable[[Path], PreTrainedModel], lora: LoraConfig | None
+) -> PreTrainedModel:
+    """Load a version's weights for training, in float32; with `lora` its adapters too, or fresh ones."""
+    model = load(fetch_bundle(store, version.weights))
+    if lora is None:
+        assert version.adapter is None, "a version with an adapter is trained with adapters"
+        return model
+    put_adapters(model, lora, base=version.weights)
+    if version.adapter is not None:
+        _load_adapters(model, fetch_bundle(store, version.adapter))
+    return model
+
+
+def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -> None:
+    """Freeze a float32 model and add adapters that change nothing yet: B is 0, A follows from the base's digest."""
+    import peft  # it imports DeepSpeed, which chooses its accelerator then: not before the ranks have joined
+
+    layers = adapted_layers(model, lora)
+    head = _head_name(model)
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # annotated as int, used as any number
+        lora_dropout=0.0,  # log-probs must be those of the policy that generated
+        target_modules=list(layers),
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
+        task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
+        base_model_name_or_path=f"../../{base.key}",  # from the adapter's bundle, wherever the store lies
+        inference_mode=False,
+    )
+    with torch.random.fork_rng(devices=[]):  # peft draws numbers too, which are replaced
+        peft.inject_adapter_in_model(settings, model)
+    generator = torch.Generator().manual_seed(derive_seed("adapter", base.digest) >> 1)
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:
+            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)  # as peft begins
+        elif ".lora_B." in name:
+            nn.init.zeros_(parameter)
+        elif head is not None and name.startswith(f"{head}."):
+            parameter.requires_grad_(True)
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Whether adapters are what is trained of a model."""
+    return hasattr(model, "peft_config")
+
+
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that training changes."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def save_adapters(model: PreTrainedModel, directory: Path) -> None:
+    """Write adapters, and a head that is trained in full, as peft would."""
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in _named_as_peft(model)}
+    save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
+    settings = model.peft_config[_NAME].to_dict() | {"inference_mode": True}
+    settings["target_modules"] = _shortest(model, settings["target_modules"])
+    if head := _head_name(model):
+        settings["modules_to_save"] = [head]  # peft loads it as a copy; under training it needs none
+    # Written here, in order: peft writes a set, whose order differs from process to process.
+    (directory / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True))
+
+
+def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear | Conv1D]:
+    """The layers that get an adapter, by name. Raises BadInput where a target names none."""
+    head = model.get_output_embeddings() or getattr(model, _head_name(model) or "", None)
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    }
+    if lora.targets == "all-linear":
+        return linear
+    for target in lora.targets:
+        if not any(_is_named(name, target) for name in linear):
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            raise BadInput(
+                f"lora.targets {target!r}: no linear layer of {type(model).__name__} has that name; expected some of "
+                f"{', '.join(known)}{nearest_name(target, [*known, *linear])}"
+            )
+    return {name: layer for name, layer in linear.items() if any(_is_named(name, target) for target in lora.targets)}
+
+
+def count_trained(model: PreTrainedModel, lora: LoraConfig) -> int:
+    """Parameters that training would change, of a model without adapters: it may be on the `meta` device."""
+    sizes = (sum(layer.weight.shape) * lora.rank for layer in adapted_layers(model, lora).values())
+    head = getattr(model, _head_name(model) or "", None)
+    return sum(sizes) + (0 if head is None else sum(weight.numel() for weight in head.parameters()))
+
+
+def _load_adapters(model: PreTrainedModel, directory: Path) -> None:
+    """Continue with what `save_adapters` wrote of an equal model."""
+    tensors, parameters = load_file(directory / TENSORS), dict(_named_as_peft(model))
+    assert tensors.keys() == parameters.keys(), f"{directory}: adapters of another configuration"
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def _named_as_peft(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield f"{PREFIX}{name.replace(f'.{_NAME}.', '.')}", parameter
+
+
+def _shortest(model: PreTrainedModel, layers: set[str]) -> list[str]:
+    """The ends of the layers' names where those name no other module, as people write them; else the whole names."""
+    ends = {name.rpartition(".")[2] for name in layers}
+    others = (name for name, _ in model.named_modules() if name not in layers)
+    return sorted(layers if ends & {name.rpartition(".")[2] for name in others} else ends)
+
+
+def _head_name(model: PreTrainedModel) -> str | None:
+    """A classifier's head; none for a language model, whose head stays as it is."""
+    return next((name for name in _HEADS if isinstance(getattr(model, name, None), nn.Module)), None)
+
+
+def _is_named(layer: str, target: str) -> bool:
+    return layer == target or layer.endswith(f".{target}")

@@ -1,0 +1,149 @@
+"""The critic: a sequence classifier with one output whose head is read at every token.
+
+Shapes: B rows, T padded width, N completion tokens, H hidden size.
+"""
+
+import copy
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from infra.errors import BadInput
+from models.modeling.logprobs import TokenModule
+from models.modeling.policy import load_policy, save_policy
+from models.modeling.reward_model import load_reward_model
+from models.modeling.weights import load_weights
+from models.text.tokenizer import load_tokenizer
+
+
+class TokenValues(TokenModule):
+    """A decoder with a value head that answers with the value of the states in which given tokens were drawn."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BT: Tensor, positions_N: Tensor, targets_N: Tensor) -> Tensor:
+        """Return the float32 value of each state named by its index into the flattened B·T; its token plays no part."""
+        states_BTH = self.model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        states_NH = states_BTH.flatten(0, 1).index_select(0, positions_N)
+        return cast(Tensor, self.model.score(states_NH)).float().squeeze(-1)
+
+
+def load_critic(directory: Path) -> PreTrainedModel:
+    """Load a published critic for training."""
+    return load_weights(AutoModelForSequenceClassification, directory, what="critic", device="cpu", dtype=torch.float32)
+
+
+def critic_from_policy(policy: Path) -> PreTrainedModel:
+    """Put a head of zeros on a policy's trunk: every value is 0."""
+    config = AutoConfig.from_pretrained(str(policy), local_files_only=True, trust_remote_code=False)
+    with torch.random.fork_rng(devices=[]):  # what is drawn here is overwritten
+        critic = _classifier(config)
+    critic.base_model.load_state_dict(load_policy(policy).base_model.state_dict())
+    for parameter in _head(critic, source=f"of {config.model_type}").parameters():
+        nn.init.zeros_(parameter)
+    return critic
+
+
+def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
+    """Load a classifier that reads the policy's own tokens. Raises BadInput in one line."""
+    found = load_reward_model(path)
+    check_tokenizer(found.tokenizer, load_tokenizer(policy), source=str(path))
+    _head(found.model, source=str(path))
+    _check_causal(found.model, source=str(path))
+    return found.model
+
+
+def check_critic(
+    source: Path | None, policy: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int
+) -> PreTrainedModel:
+    """Refuse a critic that could not value the policy's sequences; return its shape, without weights."""
+    try:
+        if source is None:
+            with torch.device("meta"):
+                critic = _classifier(copy.deepcopy(policy))
+            _head(critic, source=f"of {policy.model_type}")
+            return critic
+        found = load_reward_model(source, device="meta")
+        check_tokenizer(found.tokenizer, tokenizer, source=str(source))
+        _head(found.model, source=str(source))
+        if found.context < longest_tokens:
+            raise BadInput(
+                f"critic {source}: its context is {found.context} tokens, expected at least {longest_tokens}: the "
+                "longest prompt and max_new_tokens"
+            )
+    except BadInput as error:
+        raise BadInput(f"algorithm.critic: {error}") from error
+    return found.model
+
+
+def write_critic(source: Path | None, policy: Path, directory: Path) -> int:
+    """Write the first critic and the policy's tokenizer into a directory; return its number of parameters."""
+    critic = critic_from_policy(policy) if source is None else critic_from_classifier(source, policy)
+    save_policy(critic, load_tokenizer(policy), directory)
+    return int(critic.num_parameters())
+
+
+def check_tokenizer(found: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast, *, source: str) -> None:
+    """Refuse a critic to which the policy's token ids mean something else."""
+    theirs, ours = found.get_vocab(), policy.get_vocab()
+    differing = sorted(token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token))
+    if differing:
+        first = differing[0]
+        raise BadInput(
+            f"critic {source}: expected the policy's tokenizer ({len(ours)} tokens), found one of {len(theirs)}; "
+            f"{len(differing)} differ, first {first!r}: {_id(theirs, first)} there, {_id(ours, first)} in the policy's"
+        )
+
+
+def _classifier(config: PretrainedConfig) -> PreTrainedModel:
+    """Initialise a classifier with one output and the given trunk; the configuration becomes its own."""
+    if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise BadInput(
+            f"transformers knows no sequence classifier of the policy's model_type {config.model_type!r}; set "
+            "algorithm.critic.path to a classifier that has the policy's tokenizer"
+        )
+    config.num_labels = 1
+    config.dtype = torch.float32
+    return cast(PreTrainedModel, AutoModelForSequenceClassification.from_config(config))
+
+
+def _id(vocabulary: dict[str, int], token: str) -> str:
+    return f"id {vocabulary[token]}" if token in vocabulary else "none"
+
+
+def _head(model: PreTrainedModel, *, source: str) -> nn.Linear:
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise BadInput(
+            f"critic {source}: expected a decoder with a linear layer `score` over its hidden states, found "
+            f"{type(model).__name__}, which has none"
+        )
+    return head
+
+
+@torch.no_grad()
+def _check_causal(model: PreTrainedModel, *, source: str) -> None:
+    """Refuse a model whose value of a state depends on what comes later, or is not its head's output alone."""
+    pad = model.config.get_text_config().pad_token_id  # classifiers read the last token that is not this one
+    tokens_BT = torch.tensor([[token for token in range(5) if token != pad][:4]])
+    whole_N = TokenValues(model)(tokens_BT, torch.arange(4), tokens_BT[0])
+    for end in range(1, 5):
+        expected = model(input_ids=tokens_BT[:, :end], use_cache=False).logits.float()[0, 0]
+        if not torch.allclose(whole_N[end - 1], expected, rtol=1e-2, atol=1e-2):
+            raise BadInput(
+                f"critic {source}: {type(model).__name__} says {float(expected):.4g} of a text and "
+                f"{float(whole_N[end - 1]):.4g} of the same text inside a longer one; expected a causal decoder whose "
+                "score is a linear layer of the hidden states"
+            )

@@ -1,0 +1,122 @@
+"""Policies from elsewhere: directories in Hugging Face format, checked before anything is loaded, and never run."""
+
+import json
+from pathlib import Path
+from shutil import copyfile
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from infra.errors import BadInput
+from infra.store.bundles import CONTENTS
+from models.modeling.merging import base_of, check_fits, is_adapter, load_merged, read_adapter
+from models.modeling.policy import load_policy
+from models.text.tokenizer import load_tokenizer
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
+"""What an imported directory keeps beside its weights: configuration and tokenizer; never code or pickles."""
+
+
+def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerFast, int]:
+    """Refuse a directory that cannot be trained and sampled from; return what it has, and its number of parameters.
+
+    Names, shapes and sizes of all weights are compared with the configuration; the weights themselves are not read.
+    An adapter in peft's format counts as its base with the adapter merged.
+    """
+    if not directory.is_dir():
+        raise BadInput(f"policy {directory}: no such directory (looked in {Path.cwd()})")
+    if is_adapter(directory):
+        checked = check_directory(base_of(directory))
+        check_fits(meta_policy(directory), read_adapter(directory))
+        return checked
+    config = _causal_config(directory)
+    weight_files(directory)
+    tokenizer = load_tokenizer(directory)
+    model = meta_policy(directory)
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        raise BadInput(
+            f"policy {directory}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
+            f"{model.get_input_embeddings().weight.shape[0]}: they do not belong together"
+        )
+    return config, tokenizer, model.num_parameters()
+
+
+def meta_policy(directory: Path) -> PreTrainedModel:
+    """Names and shapes of a policy's weights, or of those of an adapter's base."""
+    return load_policy(base_of(directory) if is_adapter(directory) else directory, device="meta")
+
+
+def copy_directory(source: Path, target: Path) -> None:
+    """Copy what a policy consists of, and nothing that could run; an adapter is merged with its base."""
+    if is_adapter(source):
+        write_merged(base_of(source), source, target, dtype=torch.float32)
+        return
+    for path in (*weight_files(source), source / INDEX):
+        if path.is_file():
+            copyfile(path, target / path.name)
+    _copy_beside_weights(source, target)
+
+
+def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch.dtype) -> None:
+    """Write a policy as one directory: base and adapter summed in float32, then cast once."""
+    model = load_policy(base) if adapter is None else load_merged(base, adapter)
+    for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in float32
+        parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(target)
+    _copy_beside_weights(base, target)
+
+
+def _copy_beside_weights(source: Path, target: Path) -> None:
+    for path in (path for pattern in KEPT for path in sorted(source.glob(pattern))):
+        # A policy that lies in a run has its own list of contents, which the copy's replaces.
+        written = path.name in (CONTENTS, INDEX) or (target / path.name).exists()
+        if path.is_file() and not path.name.startswith(".") and not written:
+            copyfile(path, target / path.name)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Name the safetensors files that make up the weights."""
+    index = directory / INDEX
+    names = {SINGLE}
+    if index.is_file():
+        files = _read_object(index).get("weight_map")
+        names = {str(name) for name in files.values()} if isinstance(files, dict) else set()
+    for name in sorted(names):
+        if not (directory / name).is_file() or "/" in name:
+            pickled = any(directory.glob("*.bin"))
+            hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
+            raise BadInput(f"policy {directory}: no {name}{hint}")
+    return [directory / name for name in sorted(names)]
+
+
+def _causal_config(directory: Path) -> PretrainedConfig:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise BadInput(f"policy {directory}: no config.json: not a model directory in Hugging Face format")
+    kind = _read_object(path).get("model_type")
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
+    if causal is None:
+        raise BadInput(f"{path}: model_type {kind!r} is no causal language model that transformers knows")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+        raise BadInput(f"{path}: does not load: {str(error).strip().splitlines()[0]}") from error
+    expected = {causal} if isinstance(causal, str) else set(causal)
+    if config.architectures and not expected & set(config.architectures):
+        raise BadInput(f"{path}: expected a causal language model ({causal}), found {', '.join(config.architectures)}")
+    return config
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise BadInput(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content

@@ -1,0 +1,144 @@
+"""Models that say one number of each token; log-probs without ever holding the logits of a whole batch.
+
+Shapes: B rows, T padded width, N named completion tokens, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from transformers import PreTrainedModel
+
+from infra.errors import BadInput
+
+
+class TokenModule(nn.Module):
+    """A model that says one float32 number of each of the named tokens; rows are padded on the right.
+
+    Its `forward(tokens_BT, positions_N, targets_N)` returns a number for each state named by its index into the
+    flattened B·T, and the token that follows it.
+    """
+
+    model: PreTrainedModel
+    """What is saved."""
+
+
+CHUNK_ELEMENTS = 1 << 26
+"""Float32 logits held at once: 256 MiB, and as much again for their gradient."""
+
+
+class TokenLogprobs(TokenModule):
+    """A causal language model that answers with the log-probs of given tokens instead of logits."""
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+        super().__init__()
+        self.model = model
+        self.head = _Head(model, temperature=temperature, chunk_elements=chunk_elements)
+
+    def forward(self, tokens_BT: Tensor, positions_N: Tensor, targets_N: Tensor) -> Tensor:
+        """Return log π(target) in float32 for each state named by its index into the flattened B·T.
+
+        Rows are padded on the right: causal attention never sees the padding, so no mask is needed.
+        """
+        states_BTH = self.model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        states_NH = states_BTH.flatten(0, 1).index_select(0, positions_N)
+        return cast(Tensor, self.head(states_NH, targets_N))
+
+
+class _Head(nn.Module):
+    """The language-model head on completion positions alone; it shares the model's own parameters."""
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float, chunk_elements: int) -> None:
+        super().__init__()
+        head = _linear_head(model)
+        # Registered here too, so that ZeRO-3 gathers them around this module's forward and backward.
+        self.weight = head.weight
+        self.bias = head.bias
+        self.temperature = temperature
+        self.rows = max(1, chunk_elements // head.weight.shape[0])
+
+    def forward(self, states_NH: Tensor, targets_N: Tensor) -> Tensor:
+        if len(states_NH) <= self.rows:
+            logits_NV = F.linear(states_NH, self.weight, self.bias).float()
+            if self.temperature != 1:
+                logits_NV = logits_NV / self.temperature
+            return -F.cross_entropy(logits_NV, targets_N, reduction="none")
+        chunked = cast(_Chunked, _ChunkedLogprobs.apply)
+        return chunked(states_NH, self.weight, self.bias, targets_N, self.temperature, self.rows)
+
+
+_Chunked = Callable[[Tensor, Tensor, Tensor | None, Tensor, float, int], Tensor]
+
+
+class _Saved(FunctionCtx):
+    """What the forward pass leaves for the backward pass."""
+
+    saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor]
+    temperature: float
+    rows: int
+    needs_input_grad: tuple[bool, ...]
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Chunk after chunk of tokens; the backward pass computes the logits again rather than keep them."""
+
+    @staticmethod
+    def forward(
+        ctx: _Saved,
+        states_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        temperature: float,
+        rows: int,
+    ) -> Tensor:
+        ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), targets_N)  # none is allowed
+        ctx.temperature, ctx.rows = temperature, rows
+        chunks = [
+            -F.cross_entropy(F.linear(states, weight_VH, bias_V).float() / temperature, targets, reduction="none")
+            for states, targets in zip(torch.split(states_NH, rows), torch.split(targets_N, rows), strict=True)
+        ]
+        return torch.cat(chunks)
+
+    @staticmethod
+    def backward(ctx: _Saved, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        states_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
+        grad_states_NH = torch.empty_like(states_NH)
+        # Beside adapters the head is frozen, and its gradient would be as large as the head.
+        grad_weight_VH, grad_bias_V = (
+            torch.zeros_like(parameter, dtype=torch.float32) if needed and parameter is not None else None
+            for parameter, needed in zip((weight_VH, bias_V), ctx.needs_input_grad[1:3], strict=True)
+        )
+        for start in range(0, len(states_NH), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            grad_logits = F.linear(states_NH[part], weight_VH, bias_V).float().div_(ctx.temperature).softmax(-1)
+            grad_logits[torch.arange(len(grad_logits), device=grad_logits.device), targets_N[part]] -= 1
+            grad_logits.mul_(-gradients[0][part, None] / ctx.temperature)
+            low = grad_logits.to(states_NH.dtype)
+            grad_states_NH[part] = low @ weight_VH
+            if grad_weight_VH is not None:
+                grad_weight_VH += low.T @ states_NH[part]
+            if grad_bias_V is not None:
+                grad_bias_V += grad_logits.sum(0)
+        grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
+        grad_bias = None if bias_V is None or grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_states_NH, grad_weight, grad_bias, None, None, None
+
+
+def _linear_head(model: PreTrainedModel) -> nn.Linear:
+    """Return the output layer after checking that logits are that layer and nothing else (no soft cap, no scale)."""
+    head = model.get_output_embeddings()
+    tokens_BT = torch.arange(4, device=model.device)[None]
+    if isinstance(head, nn.Linear):
+        with torch.no_grad():
+            expected = model(input_ids=tokens_BT, use_cache=False).logits
+            found = head(model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state)
+        if torch.allclose(expected.float(), found.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
+            return head
+    raise BadInput(
+        f"model {type(model).__name__}: expected logits that are a linear layer of the last hidden states, found "
+        "something after it (a scale or a soft cap); the update worker cannot train it"
+    )

@@ -1,0 +1,186 @@
+"""A policy whose base and adapter are two directories: read, checked, and merged into one model.
+
+Shapes: R rank, I inputs and O outputs of a layer.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from infra.errors import BadInput
+from models.modeling.policy import load_policy
+
+SETTINGS: Final = "adapter_config.json"
+TENSORS: Final = "adapter_model.safetensors"
+PREFIX: Final = "base_model.model."
+"""What peft writes before the names of the base model's parts."""
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+class AdapterSettings(BaseModel):
+    """adapter_config.json as peft writes it: what is needed to add the deltas, and what would add them otherwise."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    peft_type: str
+    base_model_name_or_path: str | None
+    r: Annotated[int, Field(ge=1)]
+    lora_alpha: float
+    use_rslora: bool = False
+    use_dora: bool = False
+    bias: str = "none"
+    fan_in_fan_out: bool = False
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is added to one layer: scale x B A."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A directory in peft's format, read and checked."""
+
+    directory: Path
+    scale: float
+    """alpha / rank."""
+    deltas: dict[str, Delta]
+    """By the layer's name in the base."""
+    replaced: dict[str, Tensor]
+    """Parameters of the base that were trained in full, such as a critic's head."""
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds an adapter rather than a whole model."""
+    return (directory / SETTINGS).is_file() and not (directory / "config.json").is_file()
+
+
+def base_of(directory: Path) -> Path:
+    """The directory that an adapter belongs to, as its settings name it: absolute, or relative to the adapter."""
+    named = _settings(directory).base_model_name_or_path
+    base = directory / (named or "")
+    if not named or not (base / "config.json").is_file():
+        raise BadInput(
+            f"adapter {directory}: expected base_model_name_or_path in {SETTINGS} to name a model directory, "
+            f"found {named!r}"
+        )
+    return base.resolve()
+
+
+def read_adapter(directory: Path) -> Adapter:
+    """Read an adapter that is plain LoRA. Raises BadInput in one line where it is something else."""
+    settings = _settings(directory)
+    other = {
+        "peft_type": settings.peft_type != "LORA",
+        "use_rslora": settings.use_rslora,
+        "use_dora": settings.use_dora,
+        "bias": settings.bias != "none",
+        "rank_pattern": bool(settings.rank_pattern),
+        "alpha_pattern": bool(settings.alpha_pattern),
+    }
+    if any(other.values()):
+        raise BadInput(
+            f"adapter {directory}: expected plain LoRA of one rank, found "
+            f"{', '.join(name for name, found in other.items() if found)} in {SETTINGS}"
+        )
+    try:
+        tensors = load_file(directory / TENSORS)
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"adapter {directory}: {TENSORS} does not load: {error}") from error
+    named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    layers = [name.removesuffix(_A) for name in named if name.endswith(_A)]
+    if lonely := [name for name in layers if f"{name}{_B}" not in named]:
+        raise BadInput(f"adapter {directory}: {lonely[0]} has A and no B")
+    return Adapter(
+        directory=directory,
+        scale=settings.lora_alpha / settings.r,
+        deltas={name: Delta(a_RI=named[f"{name}{_A}"], b_OR=named[f"{name}{_B}"]) for name in layers},
+        replaced={name: tensor for name, tensor in named.items() if not name.endswith((_A, _B))},
+    )
+
+
+def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Refuse an adapter of another model; the model may be on the `meta` device."""
+    embeddings = model.get_input_embeddings().weight
+    for name, delta in adapter.deltas.items():
+        layer = _layer(model, name)
+        if layer is None or layer.weight is embeddings:
+            raise BadInput(f"adapter {adapter.directory}: its base has no linear layer {name} with weights of its own")
+        shape_OI = (delta.b_OR.shape[0], delta.a_RI.shape[1])
+        found_OI = tuple(layer.weight.shape)[:: -1 if isinstance(layer, Conv1D) else 1]
+        if found_OI != shape_OI:
+            raise BadInput(f"adapter {adapter.directory}: its {name} is for weights {shape_OI}, the base's {found_OI}")
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
+    for name, tensor in adapter.replaced.items():
+        if shapes.get(name) != tuple(tensor.shape):
+            raise BadInput(
+                f"adapter {adapter.directory}: its {name} is {tuple(tensor.shape)}, the base's {shapes.get(name)}"
+            )
+
+
+@torch.no_grad()
+def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
+    """Add the deltas to a float32 model on the CPU, and return the parameters that are another now, by name.
+
+    Each is `W + (alpha / rank) * (B @ A)`, all in float32; where a layer stores its weight as inputs x outputs, the
+    delta is transposed. The same expression on the same files gives the same bits.
+    """
+    check_fits(model, adapter)
+    changed = dict(_merged(model, adapter))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in changed.items():
+        parameters[name].copy_(value)
+    return {name: parameters[name] for name in changed}
+
+
+def load_merged(
+    base: Path, adapter: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Load a policy's base and add its adapter: summed in float32 on the CPU, then cast, whatever is served in."""
+    wide = load_policy(base)
+    changed = merge(wide, read_adapter(adapter))
+    if dtype == torch.float32:
+        return wide.to(device)
+    # Loaded twice, so that all that has no delta is exactly what loading in this precision makes of it.
+    model = load_policy(base, device=device, dtype=dtype)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, value in changed.items():
+            parameters[name].copy_(value.to(parameters[name].dtype))
+    return model
+
+
+def _merged(model: PreTrainedModel, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
+    for name, delta in adapter.deltas.items():
+        layer = _layer(model, name)
+        assert layer is not None, "an adapter that fits names layers"
+        delta_OI = adapter.scale * (delta.b_OR.float() @ delta.a_RI.float())
+        yield f"{name}.weight", layer.weight + (delta_OI.T if isinstance(layer, Conv1D) else delta_OI)
+    yield from adapter.replaced.items()
+
+
+def _layer(model: PreTrainedModel, name: str) -> nn.Linear | Conv1D | None:
+    layer = dict(model.named_modules()).get(name)
+    return layer if isinstance(layer, nn.Linear | Conv1D) else None
+
+
+def _settings(directory: Path) -> AdapterSettings:
+    try:
+        return AdapterSettings.model_validate(json.loads((directory / SETTINGS).read_text()))
+    except (OSError, ValueError, ValidationError) as error:
+        raise BadInput(f"adapter {directory}: {SETTINGS} is not peft's: {' '.join(str(error).split())}") from error

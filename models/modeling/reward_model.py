@@ -1,0 +1,184 @@
+"""Discriminative reward models: a sequence classifier with one output, loaded from a directory and never run as code.
+
+Shapes: B rows of one pass, T its padded width.
+"""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import jinja2
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from infra.errors import BadInput
+from models.modeling.batching import pack
+from models.modeling.directory import weight_files
+from models.modeling.weights import first_line, load_weights
+
+_FIELD: Final = re.compile(r"\{(prompt|completion)\}")
+ENDLESS: Final = 10**9
+"""Tokenizers that know no limit state one above this."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """A classifier in memory."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    context: int
+    """Longest sequence in tokens."""
+
+    @property
+    def pad(self) -> int | None:
+        """The token by which a decoder finds a sequence's end; with none, each sequence needs its own pass."""
+        pad: int | None = self.model.config.get_text_config().pad_token_id
+        return pad
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a model says of one text: a finite score, or why there is none."""
+
+    value: float | None
+    error: str | None
+
+
+def check_reward_model(path: Path, template: str | None = None) -> int:
+    """Refuse a directory or template that cannot score; return the number of parameters, without reading them."""
+    require_completion(template, source=f"reward model {path}")
+    return int(load_reward_model(path, device="meta").model.num_parameters())
+
+
+def require_completion(template: str | None, *, source: str) -> None:
+    """Refuse a template that leaves out what is to be scored."""
+    if template is not None and "completion" not in _FIELD.findall(template):
+        raise BadInput(f"{source}: its template {template!r} has no {{completion}}: all would score alike")
+
+
+def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> RewardModel:
+    """Load weights and tokenizer; on the `meta` device only names and shapes. Raises BadInput in one line."""
+    if not path.is_dir():
+        raise BadInput(f"reward model {path}: no such directory (looked in {Path.cwd()})")
+    config = _config(path)
+    try:
+        weight_files(path)
+    except BadInput as error:
+        raise BadInput(f"reward model: {error}") from error
+    tokenizer = _tokenizer(path)
+    model = load_weights(AutoModelForSequenceClassification, path, what="reward model", device=device, dtype=dtype)
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        raise BadInput(
+            f"reward model {path}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
+            f"{model.get_input_embeddings().weight.shape[0]}: they do not belong together"
+        )
+    limits = (getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length)
+    known = [int(limit) for limit in limits if isinstance(limit, int) and limit < ENDLESS]
+    if not known:
+        raise BadInput(f"reward model {path}: neither config.json nor the tokenizer says how long a text may be")
+    return RewardModel(model=model.eval(), tokenizer=tokenizer, context=min(known))
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: str, completion: str) -> list[int]:
+    """Turn a prompt and its completion into what the model reads. Raises ValueError where that cannot be done.
+
+    Only the template's own braces are filled in, never those of what is filled in.
+    """
+    forged = [token for token in tokenizer.all_special_tokens if token in completion]
+    if forged:  # it would be read as the token: a policy could end its turn and begin another
+        raise ValueError(f"the completion spells the special token {forged[0]!r}")
+    texts = {"prompt": prompt, "completion": completion}
+    if template is not None:
+        filled = _FIELD.sub(lambda field: texts[field[1]], template)
+        return list(tokenizer(filled)["input_ids"])
+    if not tokenizer.chat_template:
+        return list(tokenizer(prompt + completion)["input_ids"])
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    try:
+        chat = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except (jinja2.TemplateError, TypeError) as error:
+        raise ValueError(f"the chat template refuses it: {error}") from error
+    return list(tokenizer(chat, add_special_tokens=False)["input_ids"])
+
+
+def score(
+    reward: RewardModel, sequences: Sequence[Sequence[int]], *, batch_tokens: int, on_pass: Callable[[int, float], None]
+) -> list[Scored]:
+    """Score token sequences in order, those of like length together; `on_pass` is told each pass's rows and seconds.
+
+    A sequence that is empty or longer than the context has no score.
+    """
+    scores = [_unfit(len(tokens), reward.context) for tokens in sequences]
+    fit = tuple(row for row, scored in enumerate(scores) if scored.error is None)
+    budget = batch_tokens if reward.pad is not None else 0
+    for rows in pack(fit, [len(tokens) for tokens in sequences], budget=budget):
+        began = time.perf_counter()
+        values_B = _forward(reward, [sequences[row] for row in rows])
+        on_pass(len(rows), time.perf_counter() - began)
+        for row, value, finite in zip(rows, values_B.tolist(), values_B.isfinite().tolist(), strict=True):
+            scores[row] = Scored(value, None) if finite else Scored(None, f"the model's score is {value}")
+    return scores
+
+
+def _unfit(length: int, context: int) -> Scored:
+    if 0 < length <= context:
+        return Scored(None, None)
+    return Scored(None, f"the text has {length} tokens, expected 1 to {context}")
+
+
+@torch.inference_mode()
+def _forward(reward: RewardModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return one float32 score per row; padding is on the right and masked."""
+    shape = len(sequences), max(map(len, sequences))
+    tokens_BT = torch.full(shape, reward.pad or 0)
+    mask_BT = torch.zeros(shape, dtype=torch.int64)
+    for row, tokens in enumerate(sequences):
+        tokens_BT[row, : len(tokens)] = torch.tensor(tokens)
+        mask_BT[row, : len(tokens)] = 1
+    device = reward.model.device
+    found = reward.model(input_ids=tokens_BT.to(device), attention_mask=mask_BT.to(device))
+    values_B: torch.Tensor = found.logits.float().squeeze(-1).cpu()
+    return values_B
+
+
+def _config(path: Path) -> PretrainedConfig:
+    where = path / "config.json"
+    if not where.is_file():
+        raise BadInput(f"reward model {path}: no config.json: not a model directory in Hugging Face format")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, OSError, ImportError, RecursionError) as error:
+        raise BadInput(f"{where}: does not load: {first_line(error)}") from error
+    classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    if classifier is None:
+        raise BadInput(f"{where}: model_type {config.model_type!r} is no sequence classifier that transformers knows")
+    if config.architectures != [classifier]:
+        found = ", ".join(config.architectures or ["no architecture"])
+        raise BadInput(f"{where}: expected a sequence classifier ({classifier}), found {found}")
+    if config.num_labels != 1:
+        raise BadInput(f"{where}: expected a classifier with one output, found {config.num_labels} labels")
+    return config
+
+
+def _tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    if not (path / "tokenizer.json").is_file():
+        raise BadInput(f"reward model {path}: no tokenizer.json; save its fast tokenizer there with save_pretrained")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+        raise BadInput(f"reward model {path}: its tokenizer does not load: {first_line(error)}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise BadInput(f"reward model {path}: expected a fast tokenizer, found {type(tokenizer).__name__}")
+    return tokenizer

@@ -1,0 +1,95 @@
+"""Policy losses per token. Shapes: N completion tokens of one pass, of any number of sequences; B sequences."""
+
+import torch
+from torch import Tensor
+
+from models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
+from models.objectives.loss_inputs import PassTokens, PolicyTerms
+
+
+def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor, config: PpoClip) -> PolicyTerms:
+    """Take the pessimistic of the plain and the clipped surrogate (PPO, arXiv 1707.06347, eq. 7; DAPO's bounds).
+
+    The dual clip bounds that pessimism where the advantage is negative (arXiv 1912.09729, eq. 5).
+    """
+    ratio_N = torch.exp(logprobs_N - old_N)
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    loss_N = torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(low, high) * advantages_N)
+    seen_N, bad_N = ratio_N.detach(), advantages_N < 0
+    dual_clipped_N = None
+    if config.dual_clip is not None:
+        dual_clipped_N = (seen_N > config.dual_clip) & bad_N
+        loss_N = torch.where(dual_clipped_N, -config.dual_clip * advantages_N, loss_N)
+    return PolicyTerms(
+        loss_N=loss_N,
+        ratio_N=seen_N,
+        clipped_low_N=(seen_N < low) & bad_N,
+        clipped_high_N=(seen_N > high) & (advantages_N > 0),
+        dual_clipped_N=dual_clipped_N,
+    )
+
+
+def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: PassTokens, config: Gspo) -> PolicyTerms:
+    """Clip the sequence's ratio, in its token form (GSPO, arXiv 2507.18071, eq. 13 and 14).
+
+    Every token has its sequence's ratio as value and its own log-prob's gradient times that ratio. Where all tokens of
+    a sequence have one advantage, their mean has the value and gradient of the form per sequence (eq. 5).
+    """
+    sequence_N = sequence_ratio(logprobs_N.detach(), old_N, rows_N=tokens.rows_N, lengths_B=tokens.lengths_B)
+    ratio_N = sequence_N * torch.exp(logprobs_N - logprobs_N.detach())
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    advantages_N = tokens.advantages_N
+    return PolicyTerms(
+        loss_N=torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(low, high) * advantages_N),
+        ratio_N=sequence_N,
+        clipped_low_N=(sequence_N < low) & (advantages_N < 0),
+        clipped_high_N=(sequence_N > high) & (advantages_N > 0),
+    )
+
+
+def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, *, rows_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """Return exp(mean log-ratio) of each token's sequence (eq. 7).
+
+    By segments, whose sums have one order: `index_add` on an accelerator adds in another one every time.
+    """
+    sums_B = torch.segment_reduce(logprobs_N - old_N, "sum", lengths=lengths_B, unsafe=True)
+    return torch.exp(sums_B / lengths_B.clamp(min=1)).index_select(0, rows_N)
+
+
+def cispo(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor, config: Cispo) -> PolicyTerms:
+    """Weigh log-probs by the clipped ratio, a constant to the gradient (CISPO, arXiv 2506.13585, eq. 4 and 5).
+
+    No token is dropped: where the ratio is out of bounds, its weight stops growing or falling.
+    """
+    ratio_N = torch.exp(logprobs_N.detach() - old_N)
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    return PolicyTerms(
+        loss_N=-ratio_N.clamp(low, high) * advantages_N * logprobs_N,
+        ratio_N=ratio_N,
+        clipped_low_N=ratio_N < low,
+        clipped_high_N=ratio_N > high,
+    )
+
+
+def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor) -> PolicyTerms:
+    """Log-prob times advantage (REINFORCE, Williams, 1992); the ratio is measured and changes nothing."""
+    never_N = torch.zeros_like(advantages_N, dtype=torch.bool)
+    return PolicyTerms(
+        loss_N=-advantages_N * logprobs_N,
+        ratio_N=torch.exp(logprobs_N.detach() - old_N),
+        clipped_low_N=never_N,
+        clipped_high_N=never_N,
+    )
+
+
+def policy_loss(logprobs_N: Tensor, old_N: Tensor, *, tokens: PassTokens, config: LossConfig) -> PolicyTerms:
+    """The loss that is configured; `old_N` are the log-probs that the policy is compared with."""
+    match config:
+        case PpoClip():
+            return ppo_clip(logprobs_N, old_N, advantages_N=tokens.advantages_N, config=config)
+        case Gspo():
+            return gspo(logprobs_N, old_N, tokens=tokens, config=config)
+        case Cispo():
+            return cispo(logprobs_N, old_N, advantages_N=tokens.advantages_N, config=config)
+        case PolicyGradient():
+            return policy_gradient(logprobs_N, old_N, advantages_N=tokens.advantages_N)

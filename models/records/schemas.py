@@ -1,0 +1,112 @@
+"""Schemas of the Arrow tables that stages exchange."""
+
+from enum import StrEnum
+
+import pyarrow as pa
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended: the policy stopped it, the length limit did, or this iteration's budget, for now."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CUT = "cut"
+
+
+PROMPT_SCHEMA = pa.schema(
+    [
+        ("prompt_id", pa.string()),  # stable name of the problem: the BLAKE3 of its text, 16 hex digits
+        ("text", pa.string()),  # the rendered prompt, as the tokenizer saw it
+        ("tokens", pa.list_(pa.int32())),
+        ("answer", pa.string()),  # the reference answer, given to rewards
+    ]
+)
+"""Prompts of a data set, one row each; a prompt's row number is its name inside a run."""
+
+ROLLOUT_SCHEMA = pa.schema(
+    [
+        ("prompt_row", pa.int32()),  # row in the prompts shard
+        ("sample", pa.int16()),  # index of the completion inside its group
+        ("prompt_id", pa.string()),
+        ("prompt", pa.string()),
+        ("completion", pa.string()),
+        ("answer", pa.string()),
+        ("prompt_tokens", pa.list_(pa.int32())),
+        ("completion_tokens", pa.list_(pa.int32())),  # ends with EOS when finish_reason is stop
+        (
+            "logprobs",
+            pa.list_(pa.float32()),
+        ),  # behaviour log-probs, one per completion token
+        ("finish_reason", pa.string()),
+        ("seed", pa.uint64()),
+        # Which policy versions wrote it, in order: more than one where it was continued in a later iteration.
+        ("segments", pa.list_(pa.struct([("policy_version", pa.int32()), ("tokens", pa.int32())]))),
+    ]
+)
+"""Completions, one row each, ordered by (prompt_row, sample)."""
+
+SAMPLE_SCHEMA = pa.schema(
+    [
+        ("prompt_row", pa.int32()),
+        ("sample", pa.int16()),
+        ("tokens", pa.list_(pa.int32())),  # prompt and completion; without completion the sample has no weight
+        ("num_prompt_tokens", pa.int32()),
+        # one of each per completion token
+        ("logprobs", pa.list_(pa.float32())),  # behaviour log-probs
+        ("advantages", pa.list_(pa.float32())),
+        ("staleness", pa.list_(pa.int16())),  # versions between who wrote the token and who learns from it
+        ("values", pa.list_(pa.float32())),  # the critic's values before the update; null without a critic
+        ("returns", pa.list_(pa.float32())),  # what the critic learns; null without a critic
+    ]
+)
+"""Training samples, one row each: all that the update reads."""
+
+ESTIMATE_SCHEMA = pa.schema(
+    [
+        ("prompt_row", pa.int32()),
+        ("sample", pa.int16()),
+        # one of each per completion token; null where nobody asked
+        (
+            "policy",
+            pa.list_(pa.float32()),
+        ),  # log-probs under the policy before the update, by the trainer
+        ("reference", pa.list_(pa.float32())),  # log-probs under the initial policy
+        ("teacher", pa.list_(pa.float32())),  # log-probs under the teacher
+        ("values", pa.list_(pa.float32())),  # the critic's value of the state that the token was drawn in
+    ]
+)
+"""What models say of each token of scored rollouts, row by row in the order of the rollout shard."""
+
+VERDICT_SCHEMA = pa.schema(
+    [
+        ("prompt_row", pa.int32()),  # -1 for a canary
+        ("sample", pa.int16()),  # number of the canary in its shard
+        ("vote", pa.int16()),
+        ("attempt", pa.int16()),  # 0 is the first; only the last attempt of a vote counts
+        ("text", pa.string()),  # the judge's answer, shortened where it is very long; null where nothing is written
+        ("value", pa.float64()),  # the reward; null = invalid
+        ("steps", pa.list_(pa.int32())),  # steps found wrong, where steps are judged; null = invalid
+        ("error", pa.string()),  # why it is invalid
+        ("tokens", pa.int32()),  # of the answer
+    ]
+)
+"""Answers of a served reward, one row per vote and attempt, ordered by (prompt_row, sample, vote, attempt)."""
+
+
+def score_schema(terms: tuple[str, ...], process_terms: tuple[str, ...] = ()) -> pa.Schema:
+    """Columns of a score shard: the total reward (null = missing), one column per term, and the first error.
+
+    A process term also has the first completion token of each of its spans (steps or tokens), and a value for each.
+    Spans follow each other and cover the completion, so the first begins at token 0. Null where the term is missing.
+    """
+    return pa.schema(
+        [
+            ("prompt_row", pa.int32()),
+            ("sample", pa.int16()),
+            ("reward", pa.float64()),
+            *((f"reward_{term}", pa.float64()) for term in terms),
+            ("error", pa.string()),
+            *((f"spans_{term}", pa.list_(pa.int32())) for term in process_terms),
+            *((f"values_{term}", pa.list_(pa.float64())) for term in process_terms),
+        ]
+    )

@@ -1,0 +1,55 @@
+"""Records of model versions."""
+
+from dataclasses import dataclass
+
+from blake3 import blake3
+from pydantic import JsonValue
+
+from infra.store.bundles import BundleRef
+from infra.store.shards import ShardRef
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyVersion:
+    """A model after `version` updates: immutable weights, and the optimizer state beside them (none at the start)."""
+
+    version: int
+    weights: BundleRef
+    """With an adapter, those of its base."""
+    state: BundleRef | None = None
+    adapter: BundleRef | None = None
+    """Low-rank deltas that are added to the weights; none leaves them as they are."""
+
+    @property
+    def digest(self) -> str:
+        """What proves which model is served: of weights and adapter together."""
+        if self.adapter is None:
+            return self.weights.digest
+        return blake3(f"{self.weights.digest}+{self.adapter.digest}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyShape:
+    """What can be known of a policy without loading its weights."""
+
+    parameters: int
+    context: int
+    layers: int
+    kv_heads: int
+    head_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a worker hands back: references and numbers.
+
+    `metrics` are functions of the inputs alone and enter the manifest's digest; `timings` (seconds) do not.
+    """
+
+    shards: tuple[ShardRef, ...] = ()
+    policy: PolicyVersion | None = None
+    critic: PolicyVersion | None = None
+    metrics: dict[str, float] | None = None
+    detail: dict[str, JsonValue] | None = None
+    """Other facts that follow from the inputs alone: names and row numbers, never payloads."""
+    timings: dict[str, float] | None = None

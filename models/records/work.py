@@ -1,0 +1,259 @@
+"""One record per kind of work that a stage asks of a worker."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from infra.store.bundles import BundleRef
+from infra.store.shards import ShardRef
+from models.config.algorithms import CriticConfig, TeacherDirectory
+from models.config.data import DataConfig, PreferencesConfig
+from models.config.engines import SamplingConfig
+from models.config.judges import JudgeReward, ServedReward, TrainedRewardModel
+from models.config.policy import PolicyConfig
+from models.config.rollout import DynamicSampling, PartialRollout
+from models.config.training import DpoConfig, WarmupConfig
+from models.records.versions import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyWork:
+    """Make the policy that everything starts from: build it and train its tokenizer, or import it."""
+
+    policy: PolicyConfig
+    data: DataConfig
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class CriticWork:
+    """Make the first critic: from the initial policy, or from the directory that is configured."""
+
+    policy: PolicyVersion
+    critic: CriticConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWork:
+    """Render and tokenize a data set's split (`train` or `heldout`) into one prompts shard."""
+
+    data: DataConfig
+    split: str
+    policy: PolicyVersion
+    seed: int
+    max_new_tokens: int
+    """Room that completions need; a prompt that leaves less in the policy's context is bad input."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutWork:
+    """Generate `group_size` completions for each of the named prompts: one shard."""
+
+    iteration: int
+    policy: PolicyVersion
+    prompts: ShardRef
+    rows: tuple[int, ...]
+    group_size: int
+    sampling: SamplingConfig
+    seed: int
+    continued: ShardRef | None = None
+    """Groups that an earlier iteration cut; they go on where they were, with the seeds that they have."""
+    partial: PartialRollout | None = None
+    """Cut completions at its budget: finished groups come back as the first shard, the others as a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictShard:
+    """Answers of one served reward about one rollout shard."""
+
+    term: str
+    verdicts: ShardRef
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeWork:
+    """Have a served reward judge every completion of one rollout shard: one shard of verdicts."""
+
+    iteration: int
+    rollouts: ShardRef
+    model: PolicyVersion | None
+    """The model; none behind an endpoint."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringWork:
+    """Score every completion of one rollout shard: one shard of the same order."""
+
+    iteration: int
+    rollouts: ShardRef
+    verdicts: tuple[VerdictShard, ...] = ()
+    metric: str = ""
+    """Raw term by which a group counts as informative; empty where nobody asks."""
+    tokenizer: BundleRef | None = None
+    """Bundle of a policy with the run's tokenizer; none where no term values steps or tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredShard:
+    """Rollouts and their scores, paired in order."""
+
+    rollouts: ShardRef
+    scores: ShardRef
+    rows: tuple[int, ...] | None = None
+    """Prompt rows that count; none means all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExcerptWork:
+    """Shorten a few completions for a report: the first of each of some prompts."""
+
+    iteration: int
+    shards: tuple[ScoredShard, ...]
+    prompts: int
+    """Prompts shown, in order."""
+    characters: int
+    """Longest text shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateWork:
+    """Ask models about every token of an iteration's rollouts: one shard per rollout shard, in the same order.
+
+    Every rank gets the same record; a model that is none is not asked.
+    """
+
+    iteration: int
+    shards: tuple[ScoredShard, ...]
+    policy: PolicyVersion
+    reference: PolicyVersion | None = None
+    critic: PolicyVersion | None = None
+    teacher: PolicyVersion | None = None
+    """A teacher whose model the run holds; one behind an endpoint is known from the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditWork:
+    """Turn an iteration's scored rollouts, in order, into training samples."""
+
+    iteration: int
+    shards: tuple[ScoredShard, ...]
+    target: int | None = None
+    """Informative groups wanted: the first so many in order are trained, the others are surplus. None takes all."""
+    dynamic: DynamicSampling | None = None
+    policy_version: int = 0
+    """Version that learns from the samples; tokens of earlier ones are stale."""
+    max_new_tokens: int = 0
+    """Length limit of completions, for penalties near it."""
+    estimates: tuple[ShardRef, ...] = ()
+    """What models say of the tokens, one shard per pair; none where the algorithm needs none."""
+    kl_coefficient: float = 0.0
+    """Of the penalty in the reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonWork:
+    """Compare new scores or samples of an iteration with the stored ones; no shard is written."""
+
+    stored: tuple[ShardRef, ...]
+    new: tuple[ShardRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWork:
+    """Take the optimizer steps of one iteration; every rank gets the same record and reads its own rows."""
+
+    iteration: int
+    policy: PolicyVersion
+    reference: PolicyVersion
+    samples: tuple[ShardRef, ...]
+    total_iterations: int
+    seed: int
+    critic: PolicyVersion | None = None
+    """The value model before the update; none where the algorithm has none."""
+    learns: bool = True
+    """Whether the policy takes steps; while its critic warms up it does not."""
+    kl_coefficient: float = 0.0
+    """Of the penalty in the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupWork:
+    """Train a policy on worked examples before the first iteration; every rank gets the same record."""
+
+    policy: PolicyVersion
+    data: DataConfig
+    warmup: WarmupConfig
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class JudgePreparation:
+    """Make the model behind a served reward: build it and train its tokenizer, or import it."""
+
+    reward: ServedReward
+    data: DataConfig
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherWork:
+    """Copy the model that teaches into the run."""
+
+    teacher: TeacherDirectory
+    policy: PolicyVersion
+    """Whose tokens it must know."""
+    longest_tokens: int
+    """Prompt and completion that it must have room for, together."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeWarmupWork:
+    """Train a judge on the data's problems with right and wrong completions; every rank gets the same record."""
+
+    judge: PolicyVersion
+    """As it was built."""
+    reward: JudgeReward
+    data: DataConfig
+    warmup: WarmupConfig
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceWork:
+    """Train a policy directly on preferences (DPO); every rank gets the same record."""
+
+    policy: PolicyVersion
+    """Where it starts, and what it is compared with."""
+    data: DataConfig
+    preferences: PreferencesConfig
+    dpo: DpoConfig
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelWork:
+    """Give a policy a head of one output and train it on preferences; every rank gets the same record."""
+
+    policy: PolicyVersion
+    """Whose trunk it starts from."""
+    data: DataConfig
+    preferences: PreferencesConfig
+    training: TrainedRewardModel
+    template: str | None
+    """What it reads, as when it scores."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportWork:
+    """Write a policy as one directory for others."""
+
+    base: Path
+    """Directory of the weights."""
+    adapter: Path | None
+    """Directory of what is added to them."""
+    target: Path
+    """An empty directory."""
+    dtype: Literal["float32", "bfloat16"] | None
+    """Precision of the written weights; none is float32 where something is added, and that of the files otherwise."""

@@ -1,0 +1,137 @@
+"""Rewards that are rules: numbers, patterns, mathematical equality, and functions that users bring."""
+
+import functools
+import inspect
+import logging
+import re
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from typing import Final, assert_never
+
+from math_verify import parse, verify
+
+from infra.errors import BadInput
+from infra.plugins import find_target
+from models.config.reward_terms import MathReward, NumericReward, RegexReward, RuleReward, TargetReward
+from models.rewards.protocols import Reward
+
+
+def numeric_reward(config: NumericReward) -> Reward:
+    """Compare exactly, as decimals: `1,000` is `1000.0`. A completion without a number is a wrong answer."""
+    pattern = re.compile(config.pattern)
+
+    def reward(prompt: str, completion: str, answer: str) -> float:
+        bare = _number(answer)
+        expected = _last(pattern, answer) if bare is None else bare
+        if expected is None:
+            raise ValueError(f"no number in the reference {answer[-60:]!r}")
+        return float(_last(pattern, completion) == expected)
+
+    return reward
+
+
+def _last(pattern: re.Pattern[str], text: str) -> Decimal | None:
+    matches = list(pattern.finditer(text))
+    return _number(matches[-1][1] or "") if matches else None
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        number = Decimal(text.replace(",", ""))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+def pattern_reward(config: RegexReward) -> Reward:
+    """Find the pattern anywhere in the completion: 1 or 0."""
+    pattern = re.compile(config.pattern)
+
+    def reward(prompt: str, completion: str, answer: str) -> float:
+        return float(pattern.search(completion) is not None)
+
+    return reward
+
+
+PARTS: Final[dict[str, dict[str, list[str]]]] = {
+    "completion": {},
+    "step": {"steps": ["step"]},
+    "token": {"tokens": ["token"]},
+}
+"""What a function is given beside the completion, by what it values."""
+
+
+def target_reward(config: TargetReward) -> Reward:
+    """Import a user's function and prove that it takes (prompt, completion, answer, **options), and steps or tokens."""
+    where = f"reward target {config.target!r}"
+    found = find_target(config.target, where=where)
+    if not callable(found) or inspect.iscoroutinefunction(found):
+        raise BadInput(f"{where}: expected a function that returns a float, or several, found {found!r}")
+    _check_signature(found, config, where)
+    return functools.partial(found, **config.options)
+
+
+def _check_signature(function: Callable[..., object], config: TargetReward, where: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-ins do not tell; the call itself will
+        return
+    try:
+        signature.bind("prompt", "completion", "answer", **PARTS[config.per], **config.options)
+    except TypeError as error:
+        named = (f"{name}=…" for name in (*PARTS[config.per], *config.options))
+        wanted = ", ".join(("prompt", "completion", "answer", *named))
+        raise BadInput(f"{where}: expected to call it with ({wanted}), found {signature}: {error}") from error
+
+
+def build_reward(config: RuleReward) -> Reward:
+    """Make a reward; what cannot work is bad input here, before any completion exists."""
+    match config:
+        case NumericReward():
+            _check_pattern(config.pattern, groups=1)
+            return numeric_reward(config)
+        case RegexReward():
+            _check_pattern(config.pattern, groups=0)
+            return pattern_reward(config)
+        case MathReward():
+            # sympy: only runs that use it pay for it
+
+            return mathematics_reward()
+        case TargetReward():
+            return target_reward(config)
+        case _:
+            assert_never(config)
+
+
+def check_reward(config: RuleReward) -> None:
+    """Raise BadInput, naming what was meant where it can, if the reward cannot be built."""
+    build_reward(config)
+
+
+def _check_pattern(pattern: str, *, groups: int) -> None:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise BadInput(f"reward pattern {pattern!r} is not a regular expression: {error}") from error
+    if compiled.groups < groups:
+        raise BadInput(f"reward pattern {pattern!r}: expected a group around the number, found none")
+
+
+_DELIMITERS = ("$", r"\boxed", r"\(", r"\[", "\n")
+"""A reference with one of these is text that contains mathematics; any other is a formula itself."""
+
+
+def mathematics_reward() -> Reward:
+    """Parse the reference as LaTeX or plain text and compare; a completion without mathematics is a wrong answer."""
+    # It warns once that its own alarms are off; ours is the process that is killed (SIGALRM needs a main thread).
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return _reward
+
+
+def _reward(prompt: str, completion: str, answer: str) -> float:
+    is_text = any(mark in answer for mark in _DELIMITERS)
+    expected = parse(answer if is_text else f"${answer}$", parsing_timeout=None, raise_on_error=True)
+    if not expected:
+        raise ValueError(f"no mathematics in the reference {answer[-60:]!r}")
+    found = parse(completion, parsing_timeout=None, raise_on_error=True)
+    return float(verify(expected, found, timeout_seconds=None, raise_on_error=True))

@@ -1,0 +1,142 @@
+"""From what rewards found about completions to a score shard: pure functions over tables. Torch-free."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from models.config.judges import JudgeReward, StepsVerdict
+from models.config.reward_terms import TargetReward
+from models.config.rewards import RewardConfig, ScoringConfig, is_process
+from models.judges.verdicts import Judgement
+from models.records.schemas import score_schema
+from models.rewards.evaluate import Verdict
+from models.rewards.values import UNSPELT, Value
+from models.text.steps import Aggregate, Spans, StepValues, aggregate, spans_of
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What all terms found about one completion."""
+
+    values: tuple[float | Spans | None, ...]
+    """By term: a number, numbers of spans of tokens, or none where it is missing."""
+    error: str | None
+    """The first reason, as `term: why`."""
+
+
+def joined(
+    ruled: Sequence[Verdict],
+    served: Mapping[str, Sequence[Judgement | StepValues]],
+    scoring: ScoringConfig,
+    *,
+    starts: Sequence[Sequence[int] | None],
+) -> list[Scores]:
+    """Join what rules and served rewards found about each completion, in the order of the terms.
+
+    `starts` has the character at which each token of a completion begins; none where the tokens do not spell it.
+    """
+    return [
+        _joined(verdict, {term: found[row] for term, found in served.items()}, scoring, starts=starts[row])
+        for row, verdict in enumerate(ruled)
+    ]
+
+
+def score_table(rollouts: pa.Table, scores: Sequence[Scores], scoring: ScoringConfig) -> pa.Table:
+    """Put scores beside the completions they are about; one missing term makes the total missing."""
+    scalars = [
+        tuple(_scalar(value, reward) for value, reward in zip(row.values, scoring.rewards, strict=True))
+        for row in scores
+    ]
+    totals = [_total(values, row.error, scoring) for values, row in zip(scalars, scores, strict=True)]
+    columns = {
+        "prompt_row": rollouts["prompt_row"],
+        "sample": rollouts["sample"],
+        "reward": pa.array([reward for reward, _ in totals], pa.float64()),
+        **{
+            f"reward_{term}": pa.array([values[index] for values in scalars], pa.float64())
+            for index, term in enumerate(scoring.terms)
+        },
+        "error": pa.array([error for _, error in totals], pa.string()),
+    }
+    for index, term in enumerate(scoring.terms):
+        if term in scoring.process_terms:
+            spans = [row.values[index] for row in scores]
+            columns |= _process_columns(term, [span if isinstance(span, Spans) else None for span in spans])
+    return pa.table(columns, schema=score_schema(scoring.terms, scoring.process_terms))
+
+
+def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
+    """Count rows and missing scores, and sum what is there and its squares; sums, unlike means, add up over shards."""
+    scored = table.filter(pc.is_valid(table["reward"]))  # a term may have a value where a later one failed
+    values = {term: scored[f"reward_{term}"].to_pylist() for term in terms}
+    return {
+        "count": float(table.num_rows),
+        "missing": float(table["reward"].null_count),
+        "reward_sum": math.fsum(scored["reward"].to_pylist()),
+        **{f"term_{term}_sum": math.fsum(numbers) for term, numbers in values.items()},
+        **{f"term_{term}_squares": math.fsum(number**2 for number in numbers) for term, numbers in values.items()},
+    }
+
+
+def _joined(
+    verdict: Verdict,
+    served: Mapping[str, Judgement | StepValues],
+    scoring: ScoringConfig,
+    *,
+    starts: Sequence[int] | None,
+) -> Scores:
+    found: dict[str, Value | None] = dict(zip(scoring.rule_terms, verdict.values, strict=True))
+    errors = [verdict.error] if verdict.error else []
+    for term, judgement in served.items():
+        found[term] = judgement.value if isinstance(judgement, Judgement) else judgement
+        if isinstance(judgement, Judgement) and judgement.error:
+            errors.append(f"{term}: {judgement.error}")
+    values: list[float | Spans | None] = []
+    for term, reward in zip(scoring.terms, scoring.rewards, strict=True):
+        value = found[term]
+        if isinstance(value, StepValues) and starts is None:
+            errors.append(f"{term}: {UNSPELT}")
+            value = None
+        values.append(value if not isinstance(value, StepValues) else _spans(value, reward, starts or ()))
+    return Scores(tuple(values), errors[0] if errors else None)
+
+
+def _spans(found: StepValues, reward: RewardConfig, starts: Sequence[int]) -> Spans:
+    if isinstance(reward, TargetReward) and reward.per == "token":
+        return Spans(tuple(range(len(found.values))), found.values)
+    return spans_of(starts, found)
+
+
+def _scalar(value: float | Spans | None, reward: RewardConfig) -> float | None:
+    return aggregate(value.values, _aggregate(reward)) if isinstance(value, Spans) else value
+
+
+def _aggregate(reward: RewardConfig) -> Aggregate:
+    assert is_process(reward), "only process rewards have spans"
+    if isinstance(reward, JudgeReward):
+        assert isinstance(reward.verdict, StepsVerdict), "other verdicts are numbers"
+        return reward.verdict.aggregate
+    assert isinstance(reward, TargetReward), "no other reward values steps"
+    return reward.aggregate
+
+
+def _process_columns(term: str, spans: Sequence[Spans | None]) -> dict[str, pa.Array]:
+    return {
+        f"spans_{term}": pa.array([span and span.starts for span in spans], pa.list_(pa.int32())),
+        f"values_{term}": pa.array([span and span.values for span in spans], pa.list_(pa.float64())),
+    }
+
+
+def _total(
+    values: Sequence[float | None], error: str | None, scoring: ScoringConfig
+) -> tuple[float | None, str | None]:
+    weighted = [
+        reward.weight * value for reward, value in zip(scoring.rewards, values, strict=True) if value is not None
+    ]
+    if len(weighted) < len(scoring.rewards):
+        return None, error
+    total = sum(weighted)
+    return (total, None) if math.isfinite(total) else (None, f"total: the weighted sum is {total}")

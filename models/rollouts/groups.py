@@ -1,0 +1,170 @@
+"""Groups of completions on their way: begun in one iteration, perhaps ended in a later one. Torch-free."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+from typing import TypedDict
+
+import pyarrow as pa
+
+from models.config.rollout import PartialRollout
+from models.engines.protocol import Completion, Request
+from models.records.schemas import ROLLOUT_SCHEMA, FinishReason
+from models.records.seeds import sample_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """So many tokens, written by one policy version."""
+
+    policy_version: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A completion as far as it is written; it goes on while its reason is `cut`."""
+
+    seed: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason = FinishReason.CUT
+    segments: tuple[Segment, ...] = ()
+
+    def continued(self, completion: Completion, version: int) -> "Draft":
+        """Append what policy `version` wrote."""
+        return replace(
+            self,
+            tokens=self.tokens + completion.tokens,
+            logprobs=self.logprobs + completion.logprobs,
+            text=completion.text,
+            finish_reason=completion.finish_reason,
+            segments=(*self.segments, Segment(policy_version=version, tokens=len(completion.tokens))),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt and its completions, in the order of their samples."""
+
+    prompt_row: int
+    prompt_id: str
+    prompt: str
+    answer: str
+    prompt_tokens: tuple[int, ...]
+    drafts: tuple[Draft, ...]
+
+    @property
+    def finished(self) -> bool:
+        """Whether no completion goes on."""
+        return all(draft.finish_reason is not FinishReason.CUT for draft in self.drafts)
+
+    def request(self, version: int, partial: PartialRollout | None) -> Request:
+        """Ask policy `version` for what is wanting; a group begun long enough ago is brought to its end."""
+        open_drafts = [draft for draft in self.drafts if draft.finish_reason is FinishReason.CUT]
+        begun = min((segment.policy_version for draft in self.drafts for segment in draft.segments), default=version)
+        cut = partial is not None and version - begun < partial.max_staleness
+        return Request(
+            row=self.prompt_row,
+            tokens=self.prompt_tokens,
+            seeds=tuple(draft.seed for draft in open_drafts),
+            prefixes=tuple(draft.tokens for draft in open_drafts),
+            budget=partial.tokens if partial is not None and cut else None,
+        )
+
+    def continued(self, completions: Sequence[Completion], version: int) -> "Group":
+        """Put what policy `version` answered to the request where it belongs; finished completions stay as they are."""
+        written = iter(completions)
+        drafts = tuple(
+            draft.continued(next(written), version) if draft.finish_reason is FinishReason.CUT else draft
+            for draft in self.drafts
+        )
+        return replace(self, drafts=drafts)
+
+
+def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, seed: int, iteration: int) -> list[Group]:
+    """Begin a group for each of the prompts; `rows` are their numbers in the shard they were taken from."""
+    return [
+        Group(
+            prompt_row=row,
+            prompt_id=prompt["prompt_id"],
+            prompt=prompt["text"],
+            answer=prompt["answer"],
+            prompt_tokens=tuple(prompt["tokens"]),
+            drafts=tuple(
+                Draft(seed=sample_seed(seed, iteration, prompt_row=row, sample=sample)) for sample in range(group_size)
+            ),
+        )
+        for row, prompt in zip(rows, prompts.to_pylist(), strict=True)
+    ]
+
+
+def groups_of(rollouts: pa.Table) -> list[Group]:
+    """Read groups back from a table of rollouts."""
+    rows = groupby(rollouts.to_pylist(), key=itemgetter("prompt_row"))
+    return [_group([*members]) for _, members in rows]
+
+
+def table_of(groups: Sequence[Group]) -> pa.Table:
+    """Lay groups out as rollouts, one row per completion, ordered by (prompt_row, sample)."""
+    ordered = sorted(groups, key=lambda group: group.prompt_row)
+    pairs = [(group, sample, draft) for group in ordered for sample, draft in enumerate(group.drafts)]
+    columns = {
+        "prompt_row": [group.prompt_row for group, _, _ in pairs],
+        "sample": [sample for _, sample, _ in pairs],
+        "prompt_id": [group.prompt_id for group, _, _ in pairs],
+        "prompt": [group.prompt for group, _, _ in pairs],
+        "completion": [draft.text for _, _, draft in pairs],
+        "answer": [group.answer for group, _, _ in pairs],
+        "prompt_tokens": [group.prompt_tokens for group, _, _ in pairs],
+        "completion_tokens": [draft.tokens for _, _, draft in pairs],
+        "logprobs": [draft.logprobs for _, _, draft in pairs],
+        "finish_reason": [draft.finish_reason.value for _, _, draft in pairs],
+        "seed": [draft.seed for _, _, draft in pairs],
+        "segments": [
+            [{"policy_version": segment.policy_version, "tokens": segment.tokens} for segment in draft.segments]
+            for _, _, draft in pairs
+        ],
+    }
+    return pa.table(columns, schema=ROLLOUT_SCHEMA)
+
+
+class _Row(TypedDict):
+    """A row of a rollout shard."""
+
+    prompt_row: int
+    prompt_id: str
+    prompt: str
+    completion: str
+    answer: str
+    prompt_tokens: list[int]
+    completion_tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    seed: int
+    segments: list[dict[str, int]]
+
+
+def _group(rows: list[_Row]) -> Group:
+    first = rows[0]
+    return Group(
+        prompt_row=first["prompt_row"],
+        prompt_id=first["prompt_id"],
+        prompt=first["prompt"],
+        answer=first["answer"],
+        prompt_tokens=tuple(first["prompt_tokens"]),
+        drafts=tuple(map(_draft, rows)),
+    )
+
+
+def _draft(row: _Row) -> Draft:
+    return Draft(
+        seed=row["seed"],
+        tokens=tuple(row["completion_tokens"]),
+        logprobs=tuple(row["logprobs"]),
+        text=row["completion"],
+        finish_reason=FinishReason(row["finish_reason"]),
+        segments=tuple(Segment(**segment) for segment in row["segments"]),
+    )

@@ -1,0 +1,87 @@
+"""Completions as people read them: a few rows of a rollout shard beside their scores. Torch-free."""
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from infra.config import Settings
+from infra.store.shards import ShardRef, read_shard
+from infra.store.storage import Store
+from models.records.work import ExcerptWork
+
+COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reason")
+TEXTS = ("prompt", "completion", "answer")
+
+
+class Sample(Settings):
+    """One completion as a person reads it."""
+
+    iteration: int
+    """Iteration that generated it."""
+    prompt_id: str
+    """Stable name of the problem."""
+    sample: int
+    """Index inside its group."""
+    prompt: str
+    """Rendered prompt."""
+    completion: str
+    """What the policy wrote."""
+    answer: str | None
+    """Reference answer."""
+    reward: float | None
+    """Total reward; none if it is missing."""
+    finish_reason: str
+    """`stop` or `length`."""
+    tokens: int
+    """Length of the completion in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpts:
+    """What a worker hands back of payloads, for a report: few completions, each text shortened."""
+
+    samples: tuple[Sample, ...]
+
+
+def read_samples(
+    store: Store, rollouts: ShardRef, scores: ShardRef | None, *, iteration: int, limit: int | None = None
+) -> list[Sample]:
+    """Read the first `limit` completions whole; without scores, rewards are missing."""
+    table, rewards = read_shard(store, rollouts), _rewards(store, rollouts, scores)
+    return _samples(table.slice(0, limit), rewards.slice(0, limit), iteration)
+
+
+def read_excerpts(store: Store, work: ExcerptWork) -> list[Sample]:
+    """Read the first completion of each of the first prompts; a text that is longer ends in `…`."""
+    samples: list[Sample] = []
+    for shard in work.shards:
+        table = read_shard(store, shard.rollouts)
+        first = pc.indices_nonzero(pc.equal(table["sample"], 0)).slice(0, work.prompts - len(samples))
+        rewards = _rewards(store, shard.rollouts, shard.scores).take(first)
+        samples += _samples(_shortened(table.take(first), work.characters), rewards, work.iteration)
+    return samples
+
+
+def _shortened(table: pa.Table, characters: int) -> pa.Table:
+    for name in TEXTS:
+        short = pc.utf8_slice_codeunits(table[name], 0, characters)
+        longer = pc.greater(pc.utf8_length(table[name]), characters)
+        shown = pc.if_else(longer, pc.binary_join_element_wise(short, "…", ""), short)
+        table = table.set_column(table.column_names.index(name), name, shown)
+    return table
+
+
+def _rewards(store: Store, rollouts: ShardRef, scores: ShardRef | None) -> pa.ChunkedArray:
+    if scores is None:
+        return pa.chunked_array([pa.nulls(rollouts.rows, pa.float64())])
+    return read_shard(store, scores, ["reward"])["reward"]
+
+
+def _samples(table: pa.Table, rewards: pa.ChunkedArray, iteration: int) -> list[Sample]:
+    lengths = pc.list_value_length(table["completion_tokens"]).to_pylist()
+    rows = table.select(list(COLUMNS)).to_pylist()
+    return [
+        Sample(iteration=iteration, tokens=length, reward=reward, **row)
+        for row, length, reward in zip(rows, lengths, rewards.to_pylist(), strict=True)
+    ]

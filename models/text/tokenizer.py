@@ -1,0 +1,114 @@
+"""The tokenizer beside a policy: trained from text, or loaded and checked; it turns prompts into tokens."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from infra.errors import BadInput
+from models.data.problems import Problem, Prompt
+
+EOS = "<|eos|>"
+PAD = "<|pad|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt as the policy sees it."""
+
+    text: str
+    tokens: list[int]
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE: any text can be spelt, and the same texts give the same tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=context,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """Load a policy's tokenizer; it must be a fast one that can end and pad a sequence."""
+    if not (directory / "tokenizer.json").is_file():
+        raise BadInput(
+            f"policy {directory}: no tokenizer.json; save the model's fast tokenizer there with save_pretrained"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+        raise BadInput(f"policy {directory}: its tokenizer does not load: {_first_line(error)}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise BadInput(f"policy {directory}: expected a fast tokenizer, found {type(tokenizer).__name__}")
+    if tokenizer.eos_token_id is None:
+        raise BadInput(f"policy {directory}: the tokenizer has no EOS token; set eos_token in tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        raise BadInput(
+            f"policy {directory}: the tokenizer has no pad token; set pad_token in tokenizer_config.json, "
+            f"at best to a token that texts never contain, in need to its EOS {json.dumps(str(tokenizer.eos_token))}"
+        )
+    return tokenizer
+
+
+def tokenize_prompts(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> list[TokenizedPrompt]:
+    """Render and tokenize; chat templates write their own special tokens, plain text gets the tokenizer's."""
+    texts = [render(problem.prompt, tokenizer, source=problem.source) for problem in problems]
+    plain = [isinstance(problem.prompt, str) for problem in problems]
+    tokens: list[list[int]] = [[] for _ in problems]
+    for special in (True, False):
+        rows = [row for row, is_plain in enumerate(plain) if is_plain == special]
+        encoded = tokenizer([texts[row] for row in rows], add_special_tokens=special)["input_ids"] if rows else []
+        for row, ids in zip(rows, encoded, strict=True):
+            tokens[row] = ids
+    return [TokenizedPrompt(text, ids) for text, ids in zip(texts, tokens, strict=True)]
+
+
+def render(prompt: Prompt, tokenizer: PreTrainedTokenizerFast, *, source: str) -> str:
+    """Spell the prompt out: plain text as it is, a chat by the tokenizer's template up to the assistant's turn."""
+    if isinstance(prompt, str):
+        return prompt
+    if not tokenizer.chat_template:
+        raise BadInput(f"{source}: chat messages, but the policy's tokenizer has no chat template; use plain text")
+    messages = [{"role": message.role, "content": message.content} for message in prompt]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise BadInput(f"{source}: the policy's chat template refuses it: {_first_line(error)}") from error
+
+
+def require_room(problems: Sequence[Problem], prompts: Sequence[TokenizedPrompt], *, max_tokens: int) -> None:
+    """Refuse a prompt that is empty or leaves no room for a completion."""
+    for problem, prompt in zip(problems, prompts, strict=True):
+        if not 0 < len(prompt.tokens) <= max_tokens:
+            raise BadInput(
+                f"{problem.source}: the prompt has {len(prompt.tokens)} tokens, expected 1 to {max_tokens}: context "
+                "less rollout.sampling.max_new_tokens; shorten it, remove it, or leave more room"
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

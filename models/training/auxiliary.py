@@ -1,0 +1,118 @@
+"""What models say of every token of scored rollouts: all of them read the very same padded passes.
+
+Shapes: N completion tokens of one pass, T those of a rank, C columns.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import Store
+from models.modeling.batching import AuxiliaryPass, MicroBatch, StepPlan, TokenSequence, lay_out, plan_step
+from models.records.columns import counted, lengths_of
+from models.records.schemas import ESTIMATE_SCHEMA
+from models.records.work import EstimateWork
+from models.training.ranks import Ranks, broadcast_bytes, gather_bytes
+
+_COLUMNS = ("prompt_row", "sample", "prompt_tokens", "completion_tokens")
+_REFS = TypeAdapter(tuple[ShardRef, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What an iteration's rollouts were asked about, on disk."""
+
+    shards: tuple[ShardRef, ...]
+    sequences: int
+    tokens: int
+
+
+def ask_model(forward: Callable[[MicroBatch], Tensor], beat: Callable[[], None]) -> AuxiliaryPass:
+    """AuxiliaryPass a model that is loaded on this rank; `beat` is called after every pass."""
+
+    @torch.no_grad()
+    def ask(passes: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
+        found: list[NDArray[np.float32]] = []
+        for batch in passes:
+            found.append(forward(batch).float().cpu().numpy())
+            beat()
+        return found
+
+    return ask
+
+
+def write_estimates(
+    store: Store, work: EstimateWork, asks: Mapping[str, AuxiliaryPass], *, microbatch_tokens: int, ranks: Ranks
+) -> TokenScores:
+    """Ask about every token, by column of the estimates, and have rank 0 write one shard per rollout shard."""
+    tables = [counted(read_shard(store, shard.rollouts, _COLUMNS), shard.rows) for shard in work.shards]
+    table = pa.concat_tables([part.replace_schema_metadata(None) for part in tables]).combine_chunks()
+    prompts, completions = lengths_of(table["prompt_tokens"]), lengths_of(table["completion_tokens"])
+    rows = tuple(range(table.num_rows))
+    lengths = (prompts + completions).tolist()
+    plan = plan_step(rows, lengths, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
+    passes = _passes(table, plan, rank=ranks.rank)
+    said = [np.concatenate([np.zeros(0, np.float32), *asks[name](passes)]) for name in asks]
+    gathered = gather_bytes(np.stack(said).tobytes() if said else b"", ranks)
+    encoded = b""
+    if ranks.rank == 0:
+        columns = dict(zip(asks, _in_order(gathered, plan, completions, num_columns=len(said)), strict=True))
+        encoded = _REFS.dump_json(_write(store, work, tables, columns))
+    shards = _REFS.validate_json(broadcast_bytes(encoded, ranks))
+    return TokenScores(shards=shards, sequences=len(rows), tokens=int(completions.sum()))
+
+
+def _passes(table: pa.Table, plan: StepPlan, *, rank: int) -> list[MicroBatch]:
+    prompts, completions = table["prompt_tokens"], table["completion_tokens"]
+
+    def sequence(row: int) -> TokenSequence:
+        prompt, completion = (column[row].values.to_numpy() for column in (prompts, completions))
+        nothing = np.zeros(len(completion), np.float32)
+        return TokenSequence(
+            tokens=np.concatenate([prompt, completion]),
+            num_prompt_tokens=len(prompt),
+            logprobs=nothing,
+            advantages=nothing,
+            staleness=nothing.astype(np.int16),
+        )
+
+    return [lay_out([sequence(row) for row in rows], [0.0] * len(rows)) for rows in plan.passes[rank]]
+
+
+def _in_order(
+    gathered: Sequence[bytes], plan: StepPlan, completions: NDArray[np.int64], *, num_columns: int
+) -> list[pa.ListArray]:
+    """Turn what the ranks said, in the order of their passes, into one column each in the order of the rows."""
+    parts = [np.frombuffer(data, np.float32).reshape(num_columns, -1) for data in gathered]
+    said_CT = np.concatenate(parts, axis=1)
+    order = np.array([row for passes in plan.passes for rows in passes for row in rows], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(completions[order])]).astype(np.int32)
+    back = pa.array(np.argsort(order))
+    return [pa.ListArray.from_arrays(pa.array(offsets), pa.array(said_T)).take(back) for said_T in said_CT]
+
+
+def _write(
+    store: Store, work: EstimateWork, tables: Sequence[pa.Table], columns: Mapping[str, pa.ListArray]
+) -> tuple[ShardRef, ...]:
+    refs: list[ShardRef] = []
+    begin = 0
+    for shard, table in zip(work.shards, tables, strict=True):
+        names = {name: table[name] for name in ("prompt_row", "sample")}
+        said = {name: column.slice(begin, table.num_rows) for name, column in columns.items()}
+        absent = {
+            name: pa.nulls(table.num_rows, ESTIMATE_SCHEMA.field(name).type)
+            for name in ESTIMATE_SCHEMA.names
+            if name not in names | said
+        }
+        whole = pa.table(names | said | absent).select(ESTIMATE_SCHEMA.names).cast(ESTIMATE_SCHEMA)
+        metadata = {"iteration": str(work.iteration), "rollouts": shard.rollouts.digest}
+        refs.append(write_shard(store, whole, kind="estimates", metadata=metadata))
+        begin += table.num_rows
+    return tuple(refs)

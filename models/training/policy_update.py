@@ -1,0 +1,205 @@
+"""The optimizer steps of one iteration on one rank: their passes and learning rates, and what each pass learns from.
+
+Shapes: N completion tokens of one pass.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.config.objectives import UpdateConfig
+from models.modeling.batching import MicroBatch, Rows, StepPlan, TokenSequence, lay_out, plan_steps
+from models.modeling.logprobs import TokenLogprobs
+from models.objectives.aggregation import token_weights
+from models.objectives.importance import needs_old
+from models.objectives.loss_inputs import PassTokens
+from models.objectives.metrics import Tally
+from models.objectives.update_loss import tally_mismatch, update_loss
+from models.records.work import UpdateWork
+from models.training.ranks import Ranks, sum_and_max
+from models.training.samples import Samples, read_rows, weighted_lengths
+from models.training.schedule import learning_rate
+from models.training.trainer import Trainer, frozen_forward
+
+Beat = Callable[[], None]
+"""Called after every pass: progress, not life."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPasses:
+    """One optimizer step of this rank."""
+
+    batches: tuple[MicroBatch, ...]
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Log-probs per [step][pass] that passes need beside their own."""
+
+    old: list[list[Tensor | None]]
+    reference: list[list[Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepsTaken:
+    """Statistics over all ranks; where they are not finite the weights are spoilt."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    grad_norms: tuple[float, ...]
+
+    @property
+    def finite(self) -> bool:
+        """Whether every loss, gradient, and all that they were made from was finite."""
+        return not self.sums["not_finite"] and all(map(isfinite, (*self.grad_norms, *self.sums.values())))
+
+    @classmethod
+    def over_ranks(cls, tally: Tally, grad_norms: Sequence[float], ranks: Ranks) -> Self:
+        """Add up what the ranks counted; all of them must have counted the same names."""
+        sums, maxima = tally.packed()
+        sum_and_max(sums, maxima)
+        named_sums, named_maxima = tally.unpacked(sums, maxima)
+        return cls(sums=named_sums, maxima=named_maxima, grad_norms=tuple(grad_norms))
+
+
+def prepare(
+    samples: Samples, plans: Sequence[StepPlan], *, config: UpdateConfig, rank: int
+) -> list[tuple[MicroBatch, ...]]:
+    """Lay out this rank's passes of every step; only its own rows are read."""
+    mine = [row for plan in plans for rows in plan.passes[rank] for row in rows]
+    sequences = read_rows(samples, mine)
+    return [_lay_out_step(plan, samples, sequences, config=config, rank=rank) for plan in plans]
+
+
+def extra_logprobs(
+    trainer: Trainer,
+    steps: Sequence[StepPasses],
+    *,
+    config: UpdateConfig,
+    reference: TokenLogprobs | None,
+    beat: Beat,
+) -> Extras:
+    """Compute old log-probs of all steps but the first, and the reference's of all, before anything is learnt."""
+    old: list[list[Tensor | None]] = []
+    against: list[list[Tensor | None]] = []
+    corrects = needs_old(config)
+    for index, step in enumerate(steps):
+        old.append([None] * len(step.batches))
+        against.append([None] * len(step.batches))
+        for number, batch in enumerate(step.batches):
+            if index and corrects:
+                with torch.no_grad():
+                    old[-1][number] = trainer.forward(batch)
+                beat()
+            if reference is not None:
+                against[-1][number] = frozen_forward(reference, batch)
+                beat()
+    return Extras(old=old, reference=against)
+
+
+def take_steps(
+    trainer: Trainer,
+    steps: Sequence[StepPasses],
+    extras: Extras,
+    *,
+    config: UpdateConfig,
+    kl_coefficient: float,
+    ranks: Ranks,
+    beat: Beat,
+) -> StepsTaken:
+    """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
+    tally = Tally()
+    norms: list[float] = []
+    for index, step in enumerate(steps):
+        for number, batch in enumerate(step.batches):
+            tokens = _on_device(
+                batch, old=extras.old[index][number], reference=extras.reference[index][number], device=ranks.device
+            )
+            logprobs_N = trainer.forward(batch)
+            before_N = tokens.old_N if index else logprobs_N.detach()
+            if before_N is not None:
+                tally_mismatch(before_N, tokens, tally=tally)
+            loss = update_loss(logprobs_N, tokens, config=config, kl_coefficient=kl_coefficient, tally=tally)
+            trainer.backward(loss, last=number + 1 == len(step.batches))
+            beat()
+        norms.append(trainer.step(step.learning_rate))
+        if not isfinite(norms[-1]):
+            break
+    return StepsTaken.over_ranks(tally, norms, ranks)
+
+
+def _lay_out_step(
+    plan: StepPlan, samples: Samples, sequences: dict[int, TokenSequence], *, config: UpdateConfig, rank: int
+) -> tuple[MicroBatch, ...]:
+    rows = plan.rows
+    lengths = [samples.completion_lengths[row] for row in rows]
+    weights = dict(zip(rows, token_weights(config.loss.aggregation, lengths), strict=True))
+
+    def batch(part: Rows) -> MicroBatch:
+        whole = lay_out([sequences[row] for row in part], [weights[row] for row in part])
+        return whole if config.max_staleness is None else _without_stale(whole, config.max_staleness)
+
+    return tuple(batch(part) for part in plan.passes[rank])
+
+
+def _without_stale(batch: MicroBatch, max_staleness: int) -> MicroBatch:
+    """Take the weight of tokens that are too stale; what losses are divided by stays."""
+    return replace(batch, weights_N=np.where(batch.staleness_N > max_staleness, np.float32(0), batch.weights_N))
+
+
+def _on_device(batch: MicroBatch, *, old: Tensor | None, reference: Tensor | None, device: torch.device) -> PassTokens:
+    lengths_B = np.bincount(batch.rows_N, minlength=len(batch.tokens_BT))
+    return PassTokens(
+        behaviour_N=torch.from_numpy(batch.behaviour_N).to(device),
+        advantages_N=torch.from_numpy(batch.advantages_N).to(device),
+        staleness_N=torch.from_numpy(batch.staleness_N).to(device),
+        weights_N=torch.from_numpy(batch.weights_N).to(device),
+        rows_N=torch.from_numpy(batch.rows_N).to(device),
+        lengths_B=torch.from_numpy(lengths_B).to(device),
+        old_N=old,
+        reference_N=reference,
+    )
+
+
+def policy_steps(samples: Samples, work: UpdateWork, *, config: UpdateConfig, ranks: Ranks) -> list[StepPasses]:
+    """Plan the iteration's steps and lay this rank's passes out; a step without a token in the loss is left out."""
+    planned = plan_steps(
+        samples.groups,
+        samples.lengths,
+        minibatches=config.minibatches,
+        ranks=ranks.world_size,
+        microbatch_tokens=config.microbatch_tokens,
+        seed=work.seed,
+    )
+    # Where tokens without weight are all that a step has, only momentum would move the weights.
+    weighted = weighted_lengths(samples, config.max_staleness)
+    plans = [plan for plan in planned if any(weighted[row] for row in plan.rows)]
+    batches = prepare(samples, plans, config=config, rank=ranks.rank)
+    rates = _rates(work, len(plans), config=config)
+    return [StepPasses(batches=part, learning_rate=rate) for part, rate in zip(batches, rates, strict=True)]
+
+
+def critic_steps(steps: Sequence[StepPasses], work: UpdateWork, *, config: UpdateConfig) -> list[StepPasses]:
+    """The same passes with learning rates of the critic's own; `config` has its peak."""
+    rates = _rates(work, len(steps), config=config)
+    return [replace(step, learning_rate=rate) for step, rate in zip(steps, rates, strict=True)]
+
+
+def _rates(work: UpdateWork, steps: int, *, config: UpdateConfig) -> list[float]:
+    first = work.policy.version * config.minibatches
+    return [
+        learning_rate(
+            first + index,
+            work.total_iterations * config.minibatches,
+            peak=config.learning_rate,
+            warmup_steps=config.warmup_steps,
+            schedule=config.schedule,
+        )
+        for index in range(steps)
+    ]

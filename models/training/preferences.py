@@ -1,0 +1,243 @@
+"""Learning from preferences: optimizer steps over pairs of completions, of which a model says one number each.
+
+A policy's number is the log-prob of the whole completion, a reward model's its reward at the last token. Shapes: N
+tokens of one pass, P pairs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from random import Random
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from infra.errors import BadInput, Quarantined
+from models.config.judges import TrainedRewardModel
+from models.config.training import DpoConfig
+from models.data.preferences import Preference
+from models.modeling.batching import MicroBatch, Rows, TokenSequence, lay_out, plan_step
+from models.modeling.reward_model import encode, require_completion
+from models.objectives.preference_losses import DpoTerms, PairTerms
+from models.text.tokenizer import render
+from models.training.ranks import Ranks, sum_and_max
+from models.training.schedule import learning_rate
+from models.training.supervised import LAST_STEPS, Learnt, example_sequences, sequence_of
+from models.training.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePair:
+    """The better and the worse completion of a prompt."""
+
+    chosen: TokenSequence
+    rejected: TokenSequence
+
+    @property
+    def size(self) -> int:
+        """Tokens that the two take in a pass, padding included."""
+        return 2 * max(len(self.chosen.tokens), len(self.rejected.tokens))
+
+
+def policy_pairs(
+    preferences: Sequence[Preference], tokenizer: PreTrainedTokenizerFast, *, context: int
+) -> list[SequencePair]:
+    """Tokenize prompts as for generation, and completions with EOS at their end."""
+    source = f"preferences from {preferences[0].source}" if preferences else "preferences"
+    examples = [(pair.prompt, text) for pair in preferences for text in (pair.chosen, pair.rejected)]
+    sequences = example_sequences(examples, tokenizer, source=source)
+    return _paired(preferences, sequences, context=context)
+
+
+def reward_pairs(
+    preferences: Sequence[Preference],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    template: str | None,
+    context: int,
+) -> list[SequencePair]:
+    """Tokenize as for scoring; a model is asked for its number of the last token that is not padding."""
+    require_completion(template, source="reward model")
+    sequences: list[TokenSequence] = []
+    for pair in preferences:
+        prompt = render(pair.prompt, tokenizer, source=pair.source)
+        for completion in (pair.chosen, pair.rejected):
+            try:
+                tokens = encode(tokenizer, template, prompt=prompt, completion=completion)
+            except ValueError as error:
+                raise BadInput(f"{pair.source}: {error}") from error
+            sequences.append(_last_token(tokens, tokenizer.pad_token_id))
+    return _paired(preferences, sequences, context=context + 1)
+
+
+def lay_out_pairs(pairs: Sequence[SequencePair]) -> MicroBatch:
+    """Lay out one pass: all chosen completions, then all rejected ones."""
+    sequences = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
+    return lay_out(sequences, [1.0] * len(sequences))
+
+
+def _last_token(tokens: list[int], pad: int | None) -> TokenSequence:
+    """Ask for the number of the last token: it is read where the token after it would be predicted, here anything."""
+    read = len(tokens)
+    while read and tokens[read - 1] == pad:
+        read -= 1
+    return sequence_of(tokens[:read], [0])
+
+
+def _paired(
+    preferences: Sequence[Preference], sequences: Sequence[TokenSequence], *, context: int
+) -> list[SequencePair]:
+    found = []
+    for pair, chosen, rejected in zip(preferences, sequences[::2], sequences[1::2], strict=True):
+        for name, sequence in (("chosen", chosen), ("rejected", rejected)):
+            length = len(sequence.tokens)
+            if not 0 < sequence.num_prompt_tokens < length <= context:
+                raise BadInput(
+                    f"{pair.source}: prompt and {name} completion have {length} tokens, expected at most {context}: "
+                    "the policy's context"
+                )
+        found.append(SequencePair(chosen, rejected))
+    return found
+
+
+class PairNumbers(NamedTuple):
+    """What a model says of the pairs of one pass."""
+
+    chosen_P: Tensor
+    rejected_P: Tensor
+
+
+PairLoss = Callable[[PairNumbers, PairNumbers], PairTerms | DpoTerms]
+"""Takes the numbers of the model, and those that it is compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairLearning:
+    """What is learnt; the same on every rank."""
+
+    train: Sequence[SequencePair]
+    heldout: Sequence[SequencePair]
+    schedule: DpoConfig | TrainedRewardModel
+    """Steps, pairs per step, and the peak learning rate."""
+    loss: PairLoss
+    against: Literal["start", "nothing"]
+    """What the model's numbers are compared with: its own before the first step, or zeros."""
+    seed: int
+
+
+def learn_preferences(
+    trainer: Trainer, work: PairLearning, *, microbatch_tokens: int, ranks: Ranks, beat: Callable[[], None]
+) -> Learnt:
+    """Take all steps over the training pairs; then measure the held-out ones. A loss that is not finite is refused."""
+    learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, beat=beat)
+    steps = [learner.passes(rows, work.train) for rows in _draw(work)]
+    heldout = learner.passes(tuple(range(len(work.heldout))), work.heldout)
+    start = [learner.start(passes, work.train) for passes in steps]
+    heldout_start = learner.start(heldout, work.heldout)
+    tallies = [learner.step(index, passes, start[index]) for index, passes in enumerate(steps)]
+    sums_S3 = torch.stack([*tallies, learner.measure(heldout, heldout_start)])
+    sum_and_max(sums_S3, torch.zeros(1, device=ranks.device))
+    return _summary(sums_S3.cpu(), work)
+
+
+def _draw(work: PairLearning) -> Iterator[Rows]:
+    """Deal the training pairs to steps: all of them in a new order, again and again."""
+    rng, size, rows = Random(f"{work.seed}/pairs"), work.schedule.batch_size, list[int]()
+    for _ in range(work.schedule.steps):
+        while len(rows) < size:
+            rows += rng.sample(range(len(work.train)), k=len(work.train))
+        yield tuple(rows[:size])
+        rows = rows[size:]
+
+
+class _Pairs:
+    """One rank's part of the work."""
+
+    def __init__(
+        self, trainer: Trainer, work: PairLearning, *, microbatch_tokens: int, ranks: Ranks, beat: Callable[[], None]
+    ) -> None:
+        self._trainer = trainer
+        self._work = work
+        self._microbatch_tokens = microbatch_tokens
+        self._ranks = ranks
+        self._beat = beat
+
+    def passes(self, rows: Rows, pairs: Sequence[SequencePair]) -> tuple[Rows, ...]:
+        """This rank's passes over some of the pairs; both completions of a pair are always in the same pass."""
+        places = tuple(range(len(rows)))  # a pair that comes twice in a step is there twice
+        sizes = [pairs[row].size for row in rows]
+        plan = plan_step(places, sizes, ranks=self._ranks.world_size, microbatch_tokens=self._microbatch_tokens)
+        return tuple(tuple(rows[place] for place in part) for part in plan.passes[self._ranks.rank])
+
+    @torch.no_grad()
+    def start(self, passes: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairNumbers]:
+        """What the model is compared with, by the very passes in which it learns."""
+        if self._work.against == "start":
+            return [self._numbers([pairs[row] for row in rows]) for rows in passes]
+        zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in passes]
+        return [PairNumbers(zeros_P, zeros_P) for zeros_P in zeros]
+
+    def step(self, index: int, passes: Sequence[Rows], start: Sequence[PairNumbers]) -> Tensor:
+        """Take one optimizer step and return this rank's share of its loss, right pairs and margin."""
+        schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
+        for number, rows in enumerate(passes):
+            terms = self._work.loss(self._numbers([self._work.train[row] for row in rows]), start[number])
+            self._trainer.backward(terms.loss_P.sum() / schedule.batch_size, last=number + 1 == len(passes))
+            total += _tally(terms) / schedule.batch_size
+        rate = learning_rate(
+            index,
+            schedule.steps,
+            peak=schedule.learning_rate,
+            warmup_steps=round(schedule.steps * 0.05),
+            schedule="cosine",
+            floor=0.1,
+        )
+        if not isfinite(norm := self._trainer.step(rate)):
+            raise Quarantined(f"pairs, step {index}: expected finite gradients, found a norm of {norm}; lower its rate")
+        return total
+
+    @torch.no_grad()
+    def measure(self, passes: Sequence[Rows], start: Sequence[PairNumbers]) -> Tensor:
+        """Return this rank's share of the held-out pairs' loss, right pairs and margin."""
+        heldout = self._work.heldout
+        total = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
+        for rows, began in zip(passes, start, strict=True):
+            total += _tally(self._work.loss(self._numbers([heldout[row] for row in rows]), began)) / len(heldout)
+        return total
+
+    def _numbers(self, pairs: Sequence[SequencePair]) -> PairNumbers:
+        """One pass: the sum of what the model says of each completion's tokens."""
+        batch = lay_out_pairs(pairs)
+        found_N = self._trainer.forward(batch)
+        rows_N = torch.from_numpy(batch.rows_N).to(found_N.device)
+        sums = torch.zeros(2 * len(pairs), device=found_N.device).index_add(0, rows_N, found_N)
+        self._beat()
+        return PairNumbers(sums[: len(pairs)], sums[len(pairs) :])
+
+
+def _tally(terms: PairTerms | DpoTerms) -> Tensor:
+    parts = (terms.loss_P.detach(), terms.right_P, terms.margins_P)
+    return torch.stack([part.double().sum() for part in parts])
+
+
+def _summary(sums_S3: Tensor, work: PairLearning) -> Learnt:
+    """Name the sums of all ranks: one row per step, and one of the held-out pairs."""
+    losses, *_ = sums_S3[:-1].T.tolist()
+    last = sums_S3[:-1][-LAST_STEPS:].mean(0).tolist()
+    heldout = sums_S3[-1].tolist()
+    metrics = {
+        "loss_first": losses[0],
+        "loss_last": last[0],
+        "accuracy": last[1],
+        "margin": last[2],
+        "heldout_loss": heldout[0],
+        "heldout_accuracy": heldout[1],
+        "heldout_margin": heldout[2],
+        "steps": float(work.schedule.steps),
+        "samples": float(work.schedule.steps * work.schedule.batch_size),
+        "pairs": float(len(work.train)),
+        "heldout_pairs": float(len(work.heldout)),
+    }
+    return Learnt(metrics=metrics, losses=losses)

@@ -1,0 +1,182 @@
+"""A model under training: one DeepSpeed engine, and where each ZeRO stage keeps the optimizer's state.
+
+Every rank holds one and they act together. Shapes: N completion tokens of one pass.
+"""
+
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from infra.errors import Damaged
+from models.config.objectives import UpdateConfig
+from models.modeling.adapters import has_adapters, save_adapters, trained_parameters
+from models.modeling.batching import MicroBatch
+from models.modeling.logprobs import TokenModule
+from models.training.ranks import Ranks
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+Moments = dict[str, Tensor]
+"""A rank's optimizer state by name: `exp_avg.0`, `exp_avg_sq.0`, `step.0`, and in bfloat16 `master.0`."""
+
+
+class Trainer:
+    """Forward, backward and optimizer steps over a model that DeepSpeed shards over the ranks."""
+
+    def __init__(self, module: TokenModule, update: UpdateConfig, *, ranks: Ranks) -> None:
+        import deepspeed
+
+        self._ranks = ranks
+        self._max_grad_norm = update.max_grad_norm
+        self._stage = zero_stage(update)
+        self._model = module.model
+        module = module.to(ranks.device)
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        optimizer = torch.optim.AdamW(
+            trained_parameters(module),
+            lr=0.0,
+            betas=(update.beta1, update.beta2),
+            weight_decay=update.weight_decay,
+            fused=True,
+        )
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_engine_config(update))
+        self._engine: DeepSpeedEngine = engine
+        self._engine.eval()  # no dropout: log-probs must be those of the policy that generated
+        for name, buffer in module.named_buffers():  # bfloat16 rotary frequencies would misplace distant tokens
+            buffer.data = buffers[name]
+        self._optimizer = optimizer
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """What the module says of the batch's completion tokens; every rank calls it as often."""
+        found_N = self._engine(*_inputs(batch, self._ranks.device))
+        return cast(Tensor, found_N)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradients of this rank's share of the loss; `last` ends the optimizer step's passes."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages over ranks, while shares add up.
+        self._engine.backward(loss * self._ranks.world_size, scale_wrt_gas=False)
+        if not last:
+            self._engine.step()
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, step, and return the gradients' global norm before clipping; not finite where a gradient is not."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm: float | None = None
+        if self._stage == 0:
+            norm = float(torch.nn.utils.clip_grad_norm_(self._engine.module.parameters(), self._max_grad_norm))
+        self._engine.step()
+        if norm is None:
+            norm = float(self._engine.get_global_grad_norm())
+        return norm if norm >= 0 else float("nan")  # DeepSpeed writes -1 for a norm that is not finite
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether the base stays as it is."""
+        return has_adapters(self._model)
+
+    def save_weights(self, directory: Path) -> None:
+        """Write the model as a Hugging Face directory on rank 0, or its adapters as peft does.
+
+        Under ZeRO-3 every rank holds all that is written meanwhile.
+        """
+        import deepspeed
+
+        written = trained_parameters(self._model) if self.trains_adapters else list(self._model.parameters())
+        with deepspeed.zero.GatheredParameters(written, enabled=self._stage == 3):
+            if self._ranks.rank == 0:
+                if self.trains_adapters:
+                    save_adapters(self._model, directory)
+                else:
+                    self._model.save_pretrained(directory)
+
+    def moments(self) -> Moments:
+        """This rank's part of the optimizer state."""
+        found: Moments = {}
+        for index, partition in enumerate(self._partitions()):
+            if self._stage and partition.dtype != next(self._model.parameters()).dtype:
+                found[f"master.{index}"] = partition.detach()
+            for name, value in self._optimizer.state[partition].items():
+                found[f"{name}.{index}"] = value
+        return found
+
+    def load_moments(self, moments: Moments) -> None:
+        """Continue with what `moments` returned on this rank of an equal engine."""
+        expected = 0
+        for index, partition in enumerate(self._partitions()):
+            state = {
+                name: moments[f"{name}.{index}"].clone()
+                for name in ("step", "exp_avg", "exp_avg_sq")
+                if f"{name}.{index}" in moments
+            }
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in state and state[name].shape != partition.shape:
+                    raise Damaged(
+                        f"optimizer state {name}.{index}: expected shape {tuple(partition.shape)}, "
+                        f"found {tuple(state[name].shape)}"
+                    )
+            if (master := moments.get(f"master.{index}")) is not None:
+                partition.data.copy_(master)
+                expected += 1
+            self._optimizer.state[partition] = {name: value.to(partition.device) for name, value in state.items()}
+            expected += len(state)
+        if expected != len(moments):
+            raise Damaged(f"optimizer state: expected {expected} tensors for this engine, found {len(moments)}")
+
+    def close(self) -> None:
+        """Give the memory back: DeepSpeed's hooks keep an engine alive after its last use, under ZeRO-3 for ever."""
+        optimizer = self._engine.optimizer
+        held = [*self._partitions(), *self._model.parameters()]
+        self._engine.destroy()
+        self._optimizer.state.clear()
+        for tensor in held:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        for name in ("lp_param_buffer", "grad_partitions_flat_buffer"):  # ZeRO-3 keeps views of them
+            if hasattr(optimizer, name):
+                getattr(optimizer, name).untyped_storage().resize_(0)
+        gc.collect()
+
+    def _partitions(self) -> list[Tensor]:
+        """The float32 tensors that this rank's optimizer steps, in the engine's order."""
+        optimizer = self._engine.optimizer
+        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+            if hasattr(optimizer, name):  # ZeRO-3; ZeRO-1 and 2
+                return list(getattr(optimizer, name))
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+
+def zero_stage(update: UpdateConfig) -> int:
+    """The stage that runs: at least 2 in bfloat16, since DeepSpeed sums gradients in float32 only from there on."""
+    return update.zero_stage if update.dtype == "float32" else max(2, update.zero_stage)
+
+
+@torch.no_grad()
+def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
+    """What a module that is not trained says of the batch's completion tokens."""
+    return cast(Tensor, module(*_inputs(batch, module.model.device)))
+
+
+def _inputs(batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    arrays = (batch.tokens_BT, batch.positions_N, batch.targets_N)
+    tokens_BT, positions_N, targets_N = (torch.from_numpy(array).to(device) for array in arrays)
+    return tokens_BT, positions_N, targets_N
+
+
+def _engine_config(update: UpdateConfig) -> dict[str, object]:
+    stage = zero_stage(update)
+    config: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": 1,  # accumulation is ours to end: see Trainer.backward
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": None,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": update.max_grad_norm if stage else 0.0,
+    }
+    if update.dtype == "bfloat16":
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    return config

@@ -1,0 +1,184 @@
+"""The models that an update rank keeps in memory, each at a published version; how a trained one becomes the next."""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.storage import Store
+from models.config.objectives import UpdateConfig
+from models.modeling.adapters import load_trainable
+from models.modeling.critic import TokenValues, load_critic
+from models.modeling.logprobs import TokenLogprobs, TokenModule
+from models.modeling.policy import load_policy
+from models.modeling.teacher import load_teacher
+from models.records.versions import PolicyVersion
+from models.training.optimizer_state import load_state, save_state
+from models.training.ranks import Ranks, any_rank, broadcast_bytes
+from models.training.trainer import Trainer
+
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+_VERSION = TypeAdapter(PolicyVersion)
+
+
+def publish_policy(
+    store: Store, trainer: Trainer, *, version: int, parent: PolicyVersion, state_of: UpdateConfig | None, ranks: Ranks
+) -> PolicyVersion:
+    """Publish from rank 0 and tell all ranks; without `state_of` the next update starts a fresh optimizer.
+
+    Where adapters are trained, the new version has its parent's weights and an adapter of its own.
+    """
+    with tempfile.TemporaryDirectory(prefix="rheostat-policy-") as temporary:
+        trained, state = Path(temporary, "trained"), Path(temporary, "state")
+        trained.mkdir()
+        state.mkdir()
+        trainer.save_weights(trained)
+        if state_of is not None:
+            save_state(trainer, state, update=state_of, ranks=ranks)
+        encoded = b""
+        if ranks.rank == 0:
+            adapter = None
+            if trainer.trains_adapters:
+                weights, adapter = parent.weights, publish_bundle(store, trained, prefix="adapters")
+            else:
+                _copy_beside_weights(fetch_bundle(store, parent.weights), trained)
+                weights = publish_bundle(store, trained, prefix=parent.weights.key.rpartition("/")[0])
+            published = PolicyVersion(
+                version=version,
+                weights=weights,
+                state=None if state_of is None else publish_bundle(store, state, prefix="states"),
+                adapter=adapter,
+            )
+            encoded = _VERSION.dump_json(published)
+        return _VERSION.validate_json(broadcast_bytes(encoded, ranks))
+
+
+def _copy_beside_weights(parent: Path, directory: Path) -> None:
+    """Copy the tokenizer and whatever else the parent has beside weights and what was written anew."""
+    for source in sorted(path for path in parent.iterdir() if path.is_file()):
+        target = directory / source.name
+        if source.name != "bundle.json" and not source.name.endswith(_WEIGHTS) and not target.exists():
+            shutil.copyfile(source, target)
+
+
+logger = logging.getLogger(__name__)
+
+Build = Callable[[PolicyVersion], TokenModule]
+"""Loads the verified weights of a version."""
+
+
+class Learner:
+    """Keeps one trainer hot between iterations; every rank holds one and they act together.
+
+    Whether it was hot or is loaded anew, the same version gives the same trainer, bit for bit.
+    """
+
+    def __init__(self, store: Store, build: Build, config: UpdateConfig, *, ranks: Ranks) -> None:
+        self._store = store
+        self._build = build
+        self._config = config
+        self._ranks = ranks
+        self._trainer: Trainer | None = None
+        self._at: PolicyVersion | None = None
+
+    def stand_at(self, version: PolicyVersion) -> Trainer:
+        """Return a trainer at the version, loading it on every rank unless every rank is there; it counts as left."""
+        hot = self._trainer is not None and self._at is not None and _same_model(self._at, version)
+        self._at = None
+        if any_rank(not hot, self._ranks):
+            trainer = self.begin_at(version)
+            if version.state is not None:
+                load_state(trainer, fetch_bundle(self._store, version.state), update=self._config, ranks=self._ranks)
+            return trainer
+        assert self._trainer is not None
+        return self._trainer
+
+    def asked_at(self, version: PolicyVersion) -> Trainer:
+        """Return a trainer at the version that is only asked and learns nothing, so that it stays there."""
+        trainer = self.stand_at(version)
+        self._at = version
+        return trainer
+
+    def begin_at(self, version: PolicyVersion) -> Trainer:
+        """Return a trainer with the version's weights and a fresh optimizer."""
+        self.close()
+        self._trainer = Trainer(self._build(version), self._config, ranks=self._ranks)
+        logger.info("loaded %s", version.digest)
+        return self._trainer
+
+    def publish(self, parent: PolicyVersion, *, version: int, with_state: bool = True) -> PolicyVersion:
+        """Publish what was learnt since `parent`; without state the next update starts a fresh optimizer."""
+        assert self._trainer is not None, "publish before stand_at"
+        published = publish_policy(
+            self._store,
+            self._trainer,
+            version=version,
+            parent=parent,
+            state_of=self._config if with_state else None,
+            ranks=self._ranks,
+        )
+        self._at = published
+        return published
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._trainer is not None:
+            self._trainer.close()
+        self._trainer = self._at = None
+
+
+def _same_model(one: PolicyVersion, other: PolicyVersion) -> bool:
+    """Whether only the count of updates differs, as after one that was discarded."""
+    return replace(one, version=other.version) == other
+
+
+class LoadedModels:
+    """Each is loaded when it is first asked for, and again where another version is asked for."""
+
+    def __init__(self, store: Store, update: UpdateConfig, *, temperature: float, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.policy = Learner(store, self._actor, update, ranks=ranks)
+        self.critic = Learner(store, self._valuer, update, ranks=ranks)
+        self._store = store
+        self._update = update
+        self._temperature = temperature
+        self._reference: tuple[str, TokenLogprobs] | None = None
+        self._teacher: tuple[str, TokenLogprobs] | None = None
+
+    def reference(self, version: PolicyVersion) -> TokenLogprobs:
+        """A policy that is compared with and never trained; it has no adapter."""
+        if self._reference is None or self._reference[0] != version.digest:
+            self._reference = None
+            model = load_policy(fetch_bundle(self._store, version.weights)).requires_grad_(False).eval()
+            policy = TokenLogprobs(model, temperature=self._temperature)
+            self._reference = (version.digest, policy.to(self.ranks.device))
+        return self._reference[1]
+
+    def teacher(self, version: PolicyVersion) -> TokenLogprobs:
+        """A model that is asked and never trained; every rank holds all of it."""
+        if self._teacher is None or self._teacher[0] != version.digest:
+            self._teacher = None
+            directory = fetch_bundle(self._store, version.weights)
+            teacher = load_teacher(
+                directory, dtype=self._update.dtype, temperature=self._temperature, device=self.ranks.device
+            )
+            self._teacher = (version.digest, teacher)
+        return self._teacher[1]
+
+    def close(self) -> None:
+        """Give the memory of what is trained back."""
+        self.policy.close()
+        self.critic.close()
+
+    def _actor(self, version: PolicyVersion) -> TokenLogprobs:
+        model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
+        return TokenLogprobs(model, temperature=self._temperature)
+
+    def _valuer(self, version: PolicyVersion) -> TokenValues:
+        return TokenValues(load_trainable(self._store, version, load=load_critic, lora=self._update.lora))
