@@ -46,7 +46,7 @@ format: $(VENV)/.dev
 	@$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.base  ## write the generated pages again
-	@$(BIN)/python -m flows.reference > docs/configuration.md
+	@$(BIN)/python -m tasks.config.reference > docs/configuration.md
 
 bench: $(VENV)/.bench  ## compare with other trainers on this machine
 	@$(BIN)/python -m tests.bench $(ARGS)

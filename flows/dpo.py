@@ -2,16 +2,15 @@
 
 from prefect import flow
 
-from flows.beginning import begin
-from flows.config import RunConfig
-from flows.measuring import measured
-from flows.running import hold
-from flows.scopes import measured_by_rules, require_part
+from flows.measurement import measured
+from flows.session import hold, measured_by_rules, require_part
 from flows.sft import fine_tuning
-from tasks.offline import is_fine_tuned, prefer
-from tasks.offline_reports import TrainedPolicy, report_policy
-from tasks.plan import BASE, DPO, SFT
-from tasks.session import RunRef
+from tasks.config.run import RunConfig
+from tasks.offline_training import is_fine_tuned, prefer
+from tasks.preparation import begin
+from tasks.reporting import TrainedPolicy, report_policy
+from tasks.run.batch import BASE, DPO, SFT
+from tasks.run.session import RunRef
 
 
 @flow(name="preference-learning", flow_run_name="preference learning")

@@ -2,14 +2,14 @@
 
 from prefect import flow
 
-from flows.config import RunConfig
 from flows.generation import generate_and_score
-from flows.running import hold
+from flows.session import hold
 from flows.warmup import warmup
-from tasks.batches import plan_evaluation
+from tasks.config.run import RunConfig
 from tasks.evaluation import summarise_evaluation
-from tasks.reports import Accuracy
-from tasks.session import RunRef
+from tasks.plan import plan_evaluation
+from tasks.run.session import RunRef
+from tasks.views.metrics import Accuracy
 
 
 @flow(name="evaluation", flow_run_name="eval-{number:04d}")

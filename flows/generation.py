@@ -3,13 +3,13 @@
 import asyncio
 
 from flows.rollout import rollout
-from flows.running import controllers_of, launch
 from flows.scoring import scoring
+from flows.session import controllers_of, launch
 from placement.shards import deal
-from tasks.correction import correct_placement
-from tasks.placement import learn, place_stage, place_turn
-from tasks.plan import BatchPlan
-from tasks.session import RunRef
+from tasks.placement.rebalance import correct_placement
+from tasks.placement.stage import learn, place_stage, place_turn
+from tasks.run.batch import BatchPlan
+from tasks.run.session import RunRef
 
 
 async def generate_and_score(run: RunRef, plan: BatchPlan) -> None:

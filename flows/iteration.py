@@ -3,16 +3,16 @@
 from prefect import flow
 
 from flows.generation import generate_and_score
-from flows.running import launch
+from flows.session import launch
 from flows.update import update
 from infra.store.manifests import Manifest
-from tasks.batches import plan_iteration, plan_next_wave
-from tasks.estimates import estimate
-from tasks.placement import place_update
-from tasks.plan import BatchPlan
-from tasks.scoring import assign_credit
-from tasks.sealing import retire_policies, seal_iteration
-from tasks.session import RunRef
+from tasks.auxiliary import estimate
+from tasks.commit import retire_policies, seal_iteration
+from tasks.credit import assign_credit
+from tasks.placement.stage import place_update
+from tasks.plan import plan_iteration, plan_next_wave
+from tasks.run.batch import BatchPlan
+from tasks.run.session import RunRef
 
 
 @flow(name="iteration", flow_run_name="it-{number:04d}")

@@ -5,22 +5,23 @@ import time
 
 from prefect import flow
 
-from flows.requests import Recredit, Rescoring
-from flows.running import controllers_of, reopened
-from tasks.derived import Derived
-from tasks.judges import make_judge, served_terms, train_judge
-from tasks.plan import BatchPlan
-from tasks.recrediting import begin_recredit, credit_again, seal_recredit
+from flows.session import controllers_of, reopened
+from tasks.offline_training import make_judge, served_terms, train_judge
 from tasks.rescoring import (
     adopt_judges,
+    begin_recredit,
     begin_rescoring,
+    credit_again,
     iterations_left,
+    seal_recredit,
     seal_rescoring,
     wake_judges,
     waves_to_rescore,
 )
+from tasks.run.batch import BatchPlan
+from tasks.run.rescorings import Derived, Recredit, Rescoring
+from tasks.run.session import RunRef
 from tasks.scoring import judge_shard, score_shard
-from tasks.session import RunRef
 
 
 @flow(name="rescore", flow_run_name="{request.config.name} {request.name}")

@@ -5,8 +5,8 @@ from datetime import datetime
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.config import RunConfig
 from flows.train import train
+from tasks.config.run import RunConfig
 from tasks.reporting import RunSummary
 
 

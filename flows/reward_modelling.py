@@ -2,16 +2,14 @@
 
 from prefect import flow
 
-from flows.beginning import begin
-from flows.config import RunConfig
 from flows.dpo import preference_learning
-from flows.running import hold
-from flows.scopes import require_part
+from flows.session import hold, require_part
 from flows.sft import fine_tuning
-from tasks.judges import local_terms, make_judge, train_judge
-from tasks.offline import begin_with, is_fine_tuned, is_preferring
-from tasks.offline_reports import TrainedRewards, report_rewards
-from tasks.session import RunRef
+from tasks.config.run import RunConfig
+from tasks.offline_training import begin_with, is_fine_tuned, is_preferring, local_terms, make_judge, train_judge
+from tasks.preparation import begin
+from tasks.reporting import TrainedRewards, report_rewards
+from tasks.run.session import RunRef
 
 
 @flow(name="reward-modelling", flow_run_name="reward modelling")

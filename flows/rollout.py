@@ -4,10 +4,10 @@ import asyncio
 
 from prefect import flow
 
-from flows.running import joined
-from tasks.batches import read_plan
+from flows.session import joined
+from tasks.plan import read_plan
 from tasks.rollout import generate_shard
-from tasks.session import RunRef
+from tasks.run.session import RunRef
 
 
 @flow(name="rollout", flow_run_name="{batch} rollout {controller}", persist_result=True, result_serializer="json")

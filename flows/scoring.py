@@ -4,11 +4,11 @@ import asyncio
 
 from prefect import flow
 
-from flows.running import joined
-from tasks.batches import read_plan
-from tasks.judges import served_terms
+from flows.session import joined
+from tasks.offline_training import served_terms
+from tasks.plan import read_plan
+from tasks.run.session import RunRef
 from tasks.scoring import judge_shard, score_shard
-from tasks.session import RunRef
 
 
 @flow(name="scoring", flow_run_name="{batch} scoring {controller}", persist_result=True, result_serializer="json")

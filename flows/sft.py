@@ -2,15 +2,14 @@
 
 from prefect import flow
 
-from flows.beginning import begin
-from flows.config import RunConfig
-from flows.measuring import measured
-from flows.running import hold
-from flows.scopes import measured_by_rules, require_part
-from tasks.offline import fine_tune
-from tasks.offline_reports import TrainedPolicy, report_policy
-from tasks.plan import BASE, SFT
-from tasks.session import RunRef
+from flows.measurement import measured
+from flows.session import hold, measured_by_rules, require_part
+from tasks.config.run import RunConfig
+from tasks.offline_training import fine_tune
+from tasks.preparation import begin
+from tasks.reporting import TrainedPolicy, report_policy
+from tasks.run.batch import BASE, SFT
+from tasks.run.session import RunRef
 
 
 @flow(name="fine-tuning", flow_run_name="fine-tuning")

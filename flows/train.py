@@ -2,11 +2,11 @@
 
 from prefect import flow
 
-from flows.config import RunConfig
 from flows.evaluation import evaluation
 from flows.iteration import iteration
-from flows.running import hold
+from flows.session import hold
 from flows.warmup import warmup
+from tasks.config.run import RunConfig
 from tasks.preparation import start_pools
 from tasks.reporting import RunSummary, report_iteration, report_run, resume_point
 

@@ -2,11 +2,11 @@
 
 from prefect import flow
 
-from flows.running import joined
-from tasks.batches import read_plan
-from tasks.session import RunRef
+from flows.session import joined
+from tasks.plan import read_plan
+from tasks.run.session import RunRef
+from tasks.run.versions import policy_of
 from tasks.update import update_policy
-from tasks.versions import policy_of
 
 
 @flow(name="update", flow_run_name="{batch} update", persist_result=True, result_serializer="json")

@@ -2,16 +2,13 @@
 
 from prefect import flow
 
-from flows.beginning import begin
 from flows.dpo import preference_learning
 from flows.reward_modelling import reward_modelling
 from flows.sft import fine_tuning
-from tasks.critic import has_critic, make_critic
-from tasks.judges import local_terms
-from tasks.offline import begin_with, is_fine_tuned, is_preferring
-from tasks.preparation import release_preparation
-from tasks.session import RunRef
-from tasks.teacher import holds_teacher, make_teacher
+from tasks.auxiliary import has_critic, holds_teacher, make_critic, make_teacher
+from tasks.offline_training import begin_with, is_fine_tuned, is_preferring, local_terms
+from tasks.preparation import begin, release_preparation
+from tasks.run.session import RunRef
 
 
 @flow(name="warmup", flow_run_name="warm-up")

@@ -4,10 +4,10 @@ import logging
 
 from prefect import task
 
-from tasks.plan import BatchPlan, plan_key
-from tasks.reports import Accuracy, accuracy_of
-from tasks.session import RunRef, session_of
-from tasks.stages import record, required
+from tasks.run.batch import BatchPlan, plan_key
+from tasks.run.session import RunRef, session_of
+from tasks.run.stages import record, required
+from tasks.views.metrics import Accuracy, accuracy_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,129 +1,139 @@
-"""A batch: an iteration's prompts, or an evaluation's. Committed first, so that every controller reads the same."""
+"""Plan a batch: which prompts, which shards, which policy. What is planned is committed before it is done."""
 
-from typing import Literal, Self
+from math import floor
 
-from infra.config import Settings
+from prefect import task
+
 from infra.store.manifests import Manifest
-from infra.store.runs import Run
 from models.config.engines import SamplingConfig
-from models.data.curriculum import Cursor
-from placement.shards import cut
-
-BASE, SFT, DPO = "policy/base", "policy/sft", "policy/dpo"
-"""Keys of the manifests that committed the policy before, and after, each stage of training on data alone."""
-PROMPTS = {"train": "prompts/train", "heldout": "prompts/heldout"}
-"""Keys of the manifests that committed the prompts of each split."""
-
-
-class BatchPlan(Settings):
-    """The prompts of one batch and how they are cut into shards."""
-
-    key: str
-    """`it-0003`, `it-0003/wave-2` or `eval-0010`: the prefix of its manifests."""
-    number: int
-    """Iteration, or the number of iterations after which the policy is evaluated."""
-    split: Literal["train", "heldout"]
-    """Which prompts shard the rows are of."""
-    rows: tuple[int, ...]
-    """Rows of the prompts, in order."""
-    group_size: int
-    """Completions per prompt."""
-    shard_prompts: int
-    """Prompts per shard."""
-    sampling: SamplingConfig
-    """How completions are drawn."""
-    policy: str
-    """Key of the manifest that committed the policy."""
-    wave: int = 1
-    """Number among the batches of its iteration; there is more than one where sampling is dynamic."""
-    carried: tuple[str, ...] = ()
-    """Rollout manifests of the iteration before whose cut groups go on here: the first shards, one each."""
-    cursor: Cursor | None = None
-    """Where the stream of prompts stands after this batch; none for evaluations."""
-    rescoring: str = ""
-    """`rescore/strict/` where stored rollouts are scored again: a prefix of `key`, and of their judges' models."""
-
-    @classmethod
-    def read(cls, manifest: Manifest) -> Self:
-        """The plan that a manifest carries."""
-        return cls.model_validate(manifest.detail)
-
-    @property
-    def num_shards(self) -> int:
-        """Shards of the batch, those of carried groups first."""
-        return len(self.carried) + len(self._fresh)
-
-    def shard_rows(self, shard: int) -> tuple[int, ...]:
-        """Rows of one shard's new prompts; none where it only continues carried groups."""
-        fresh = shard - len(self.carried)
-        return tuple(self.rows[position] for position in self._fresh[fresh]) if fresh >= 0 else ()
-
-    @property
-    def _fresh(self) -> tuple[range, ...]:
-        return cut(len(self.rows), shard_prompts=self.shard_prompts)
-
-    def shard_key(self, stage: str, shard: int) -> str:
-        """Key of the manifest that commits one shard of a stage."""
-        return f"{self.key}/{stage}/{shard:04d}"
-
-    def rollout_key(self, shard: int) -> str:
-        """Key of the manifest that committed the rollouts of one shard."""
-        return self.shard_key("rollout", shard).removeprefix(self.rescoring)
+from models.data.curriculum import take
+from models.rollouts.dynamic_sampling import Sampling, another_wave, wave_size
+from tasks.run.batch import (
+    PROMPTS,
+    BatchPlan,
+    evaluation_key,
+    measurement_key,
+    plan_key,
+    policy_key,
+    wave_key,
+    waves_of,
+)
+from tasks.run.carry_over import handover_before
+from tasks.run.session import RunRef, session_of
+from tasks.run.stages import record, required
 
 
-def plan_key(batch: str) -> str:
-    """Key of a batch's plan."""
-    return f"{batch}/plan"
+async def plan_iteration(run: RunRef, number: int) -> BatchPlan:
+    """Plan an iteration's first batch: what was carried over, and the prompts that come next."""
+    session = session_of(run)
+    before = handover_before(session.run, number)
+    rollout = session.settings.rollout
+    gap = max(0, rollout.prompts - sum(len(groups.rows) for groups in before.kept))
+    ema, margin = (before.sampling or Sampling()).ema, 1.0 if rollout.dynamic is None else rollout.dynamic.margin
+    over_dispatch = 0.0 if rollout.partial is None else rollout.partial.over_dispatch
+    going_on = sum(len(groups.rows) for groups in before.carried)
+    wanted = wave_size(gap, ema, margin, over_dispatch=over_dispatch) - going_on
+    return await plan_wave(run, number, 1, wanted)
 
 
-def iteration_key(number: int) -> str:
-    """Prefix of an iteration's manifests; iterations count from 1."""
-    return f"it-{number:04d}"
+async def plan_next_wave(run: RunRef, plan: BatchPlan) -> BatchPlan | None:
+    """Plan another batch if informative groups are wanting and waves are left (DAPO, arXiv 2503.14476)."""
+    session = session_of(run)
+    rollout = session.settings.rollout
+    dynamic = rollout.dynamic
+    if dynamic is None:
+        return None
+    before = handover_before(session.run, plan.number)
+    ema = (before.sampling or Sampling()).ema
+    informative, cut = sum(len(groups.rows) for groups in before.kept), 0
+    for wave in waves_of(session.run, plan.number)[: plan.wave]:
+        scores = [required(run, wave.shard_key("scoring", shard)) for shard in range(wave.num_shards)]
+        informative += sum(int(manifest.metrics["informative_groups"]) for manifest in scores)
+        rollouts = [required(run, wave.shard_key("rollout", shard)) for shard in range(wave.num_shards)]
+        cut += sum(int(manifest.metrics["carried_groups"]) for manifest in rollouts)
+    gap = rollout.prompts - informative - floor(cut / ema)  # of those that go on later, as many as usual will count
+    if not another_wave(plan.wave, gap, max_extra_waves=dynamic.max_extra_waves):
+        return None
+    wanted = wave_size(gap, ema, dynamic.margin)
+    following = await plan_wave(run, plan.number, plan.wave + 1, wanted)
+    return following if following.num_shards else None
 
 
-def wave_key(number: int, wave: int) -> str:
-    """Prefix of the manifests of one of an iteration's batches."""
-    return iteration_key(number) if wave == 1 else f"{iteration_key(number)}/wave-{wave}"
+@task(task_run_name="plan eval-{number:04d}")
+async def plan_evaluation(run: RunRef, number: int) -> BatchPlan:
+    """Take the first held-out problems for the policy after `number` iterations."""
+    return _plan_heldout(run, evaluation_key(number), number, policy=policy_key(number))
 
 
-def waves_of(run: Run, number: int) -> list[BatchPlan]:
-    """Batches of an iteration that have been planned so far, in order."""
-    waves: list[BatchPlan] = []
-    while (planned := run.find(plan_key(wave_key(number, len(waves) + 1)))) is not None:
-        waves.append(BatchPlan.read(planned))
-    return waves
+@task(task_run_name="plan measurement of {policy}")
+async def plan_measurement(run: RunRef, policy: str) -> BatchPlan:
+    """Take the first held-out problems for a policy that comes before the first iteration."""
+    return _plan_heldout(run, measurement_key(policy), 0, policy=policy)
 
 
-def rollouts_of(run: Run, number: int) -> list[Manifest]:
-    """Manifests of an iteration's rollouts that have been committed so far, of all its batches."""
-    return [manifest for manifest in run.manifests(f"{iteration_key(number)}/") if "/rollout/" in manifest.key]
+def _plan_heldout(run: RunRef, key: str, number: int, *, policy: str) -> BatchPlan:
+    settings = session_of(run).settings
+    sampling = settings.rollout.sampling
+    problems = min(settings.evaluation.problems, _num_prompts(required(run, PROMPTS["heldout"])))
+    plan = BatchPlan(
+        key=key,
+        number=number,
+        split="heldout",
+        rows=tuple(range(problems)),
+        group_size=1,
+        # As many completions per shard as in training, so that a shard costs the same.
+        shard_prompts=settings.rollout.shard_prompts * settings.rollout.group_size,
+        sampling=SamplingConfig(
+            temperature=settings.evaluation.temperature, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop
+        ),
+        policy=policy,
+    )
+    return _commit(run, plan, required(run, policy))
 
 
-def credit_key(number: int) -> str:
-    """Key of the manifest that committed an iteration's training samples."""
-    return f"{iteration_key(number)}/credit"
+def read_plan(run: RunRef, batch: str) -> BatchPlan:
+    """The plan that was committed for a batch: small parameters and the store, rather than the plan itself, travel."""
+    return BatchPlan.read(required(run, plan_key(batch)))
 
 
-def evaluation_key(number: int) -> str:
-    """Prefix of the manifests of the evaluation after `number` iterations."""
-    return f"eval-{number:04d}"
+@task(task_run_name="plan it-{number:04d} wave {wave}")
+async def plan_wave(run: RunRef, number: int, wave: int, wanted: int) -> BatchPlan:
+    """Take so many of the next prompts, as far as there are: none that the iteration has already, none left out."""
+    session = session_of(run)
+    before = handover_before(session.run, number)
+    rollout = session.settings.rollout
+    policy = required(run, policy_key(number - 1))
+    earlier = waves_of(session.run, number)[: wave - 1]
+    taken = before.rows().union(*(plan.rows for plan in earlier))
+    num_prompts = _num_prompts(required(run, PROMPTS["train"]))
+    cursor = earlier[-1].cursor if earlier else before.cursor
+    assert cursor is not None, "an iteration's batches have a cursor"
+    count = max(0, min(wanted, num_prompts - len(taken)))
+    rows, after = tuple[int, ...](), cursor
+    if count:
+        rows, after = take(cursor, count, taken=taken, num_prompts=num_prompts, seed=session.settings.seed)
+    plan = BatchPlan(
+        key=wave_key(number, wave),
+        number=number,
+        split="train",
+        rows=rows,
+        group_size=rollout.group_size,
+        shard_prompts=rollout.shard_prompts,
+        sampling=rollout.sampling,
+        policy=policy.key,
+        wave=wave,
+        carried=tuple(groups.rollouts for groups in before.carried) if wave == 1 else (),
+        cursor=after,
+    )
+    return _commit(run, plan, policy)
 
 
-def measurement_key(policy: str) -> str:
-    """Prefix of the manifests of a measurement of one of the policies that come before the first iteration."""
-    return f"{policy}/{evaluation_key(0)}"
+def _commit(run: RunRef, plan: BatchPlan, policy: Manifest) -> BatchPlan:
+    prompts = required(run, PROMPTS[plan.split])
+    return BatchPlan.read(
+        record(run, plan_key(plan.key), parents=[policy, prompts], detail=plan.model_dump(mode="json"))
+    )
 
 
-def policy_key(number: int) -> str:
-    """Key of the manifest that committed the policy after `number` iterations."""
-    return f"{iteration_key(number)}/update" if number else "policy/initial"
-
-
-def estimates_key(number: int) -> str:
-    """Key of the manifest that committed what models say of an iteration's tokens."""
-    return f"{iteration_key(number)}/estimates"
-
-
-def critic_key(number: int) -> str:
-    """Key of the manifest that committed the critic after `number` iterations, where there is one."""
-    return policy_key(number) if number else "critic/initial"
+def _num_prompts(prompts: Manifest) -> int:
+    return prompts.shards[0].rows

@@ -1,13 +1,18 @@
-"""The initial policy and the prompts: made once per run."""
+"""What every run has first: checked inputs, the initial policy and the tokenized prompts, each made once per run.
+
+The check is a task, so that a run started from anywhere else than the command line is checked too.
+"""
 
 from prefect import task
+from pydantic import BaseModel
 
 from infra.store.manifests import Manifest
 from models.records.work import PolicyWork, PromptWork
-from tasks.plan import BASE, PROMPTS, policy_key
-from tasks.session import RunRef, session_of
-from tasks.stages import is_transient, once, required
-from tasks.versions import policy_of
+from tasks.run.batch import BASE, PROMPTS, policy_key
+from tasks.run.session import RunRef, session_of
+from tasks.run.stages import is_transient, once, required
+from tasks.run.subprocesses import preflight
+from tasks.run.versions import policy_of
 
 
 @task(task_run_name="initial policy", retries=2, retry_condition_fn=is_transient)
@@ -47,3 +52,16 @@ def start_pools(run: RunRef) -> None:
 async def release_preparation(run: RunRef) -> None:
     """End the preparation worker: nothing later needs it."""
     await session_of(run).release("preparation")
+
+
+@task(task_run_name="check inputs")
+async def check_inputs(config: BaseModel) -> dict[str, float]:
+    """Return what the check found out (sizes and memory estimates). Raises BadInput in one line."""
+    return await preflight(config)
+
+
+async def begin(run: RunRef) -> None:
+    """Make the policy, and both splits of the prompts."""
+    await make_policy(run)
+    await make_prompts(run, "train")
+    await make_prompts(run, "heldout")

@@ -4,10 +4,10 @@ from prefect import task
 
 from infra.store.manifests import Manifest
 from models.records.work import RolloutWork
-from tasks.plan import PROMPTS, BatchPlan
-from tasks.session import RunRef, session_of
-from tasks.stages import is_transient, once, required
-from tasks.versions import policy_of
+from tasks.run.batch import PROMPTS, BatchPlan
+from tasks.run.session import RunRef, session_of
+from tasks.run.stages import is_transient, once, required
+from tasks.run.versions import policy_of
 
 
 @task(task_run_name="{plan.key} generate {shard:04d}", retries=2, retry_condition_fn=is_transient)

@@ -161,8 +161,8 @@ def plant(spec: PoolSpec) -> PoolSpec:
 
 
 if __name__ == "__main__":
-    from flows.cli import main
-    from tasks import session
+    from flows.cli.app import main
+    from tasks.run import session
 
     make_spec = session._spec
     session._spec = lambda *args, **options: plant(make_spec(*args, **options))

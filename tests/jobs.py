@@ -260,7 +260,7 @@ def prefect_server(home: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener, (home / "output").open("wb") as output:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(
-            [sys.executable, "-m", "flows.server", str(listener.fileno()), str(os.getpid())],
+            [sys.executable, "-m", "flows.cli.server", str(listener.fileno()), str(os.getpid())],
             pass_fds=[listener.fileno()],
             cwd=ROOT,
             env=environment,

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from flows.config import load_config
 from infra.errors import BadInput
 from infra.store.runs import create_run, open_run
 from models.commands.preflight import Inputs, check
+from tasks.config.run import load_config
 from tests.jobs import RHEOSTAT, ROOT
 from tests.policies import write_policy
 from tests.processes import process

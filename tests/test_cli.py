@@ -13,11 +13,11 @@ import httpx
 import pyarrow.dataset as ds
 import pytest
 
-from flows.cli import main
-from flows.launcher import run_flow
-from flows.reading import RunDescription
+from flows.cli.app import main
+from flows.cli.train import run_flow
 from infra.errors import ApiFailed, Damaged
 from infra.store.runs import create_run
+from tasks.views.runs import RunDescription
 from tests.environments import leave_vllm
 from tests.jobs import RHEOSTAT, ROOT, files_of
 
@@ -235,7 +235,7 @@ def test_commands_that_read_load_neither_prefect_nor_torch_and_change_nothing(re
     calls = [["runs"], ["show", "tiny"], ["rollouts", "tiny"], ["verify", "tiny"], ["rollouts", "tiny", "--json"]]
     code = f"""
 import sys
-from flows.cli import main
+from flows.cli.app import main
 codes = [main([*call, "--store", {str(copied)!r}]) for call in {calls!r}]
 heavy = [name for name in ("prefect", "torch", "transformers", "ray", "matplotlib") if name in sys.modules]
 sys.exit(str(heavy or codes) if heavy or any(codes) else 0)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from flows.config import RunConfig, override_config
 from infra.errors import BadInput
+from tasks.config.run import RunConfig, override_config
 
 KEEP = ("rollout.dynamic.surplus=keep",)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import RunConfig, load_config, override_config, parse_config
 from infra.errors import BadInput
+from tasks.config.run import RunConfig, load_config, override_config, parse_config
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import main
+from flows.cli.app import main
 from infra.environments import find
 from infra.environments.find import (
     DISTRIBUTIONS,

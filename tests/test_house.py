@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.reference import reference
+from tasks.config.reference import reference
 
 HOME = Path(__file__).parent.parent
 ROOMS = ("flows", "tasks", "models", "placement", "infra")
@@ -35,7 +35,7 @@ def test_the_top_level_holds_nothing_unexpected():
     assert {name.split("/")[0] for name in TRACKED} <= expected
 
 
-@pytest.mark.parametrize("module", ["flows.cli", "flows.config", "flows.reading", "flows.launcher"])
+@pytest.mark.parametrize("module", ["flows.cli.app", "tasks.config.run", "tasks.views.runs", "flows.cli.train"])
 def test_what_the_command_line_needs_to_start_loads_neither_prefect_nor_torch(module):
     code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('prefect', 'torch', 'ray')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=HOME, check=False).returncode == 0

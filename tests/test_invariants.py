@@ -25,11 +25,11 @@ from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWor
 from models.rollouts.dynamic_sampling import Sampling, another_wave, wave_size
 from models.workers.rollout import RolloutWorker
 from models.workers.scoring import ScoringWorker
-from tasks.derived import credited_pairs
-from tasks.handover import Handover, handover_after, handover_before
-from tasks.invariants import check_invariants
-from tasks.plan import BatchPlan, iteration_key, plan_key, policy_key, wave_key, waves_of
-from tasks.versions import bundles_of
+from tasks.run.batch import BatchPlan, iteration_key, plan_key, policy_key, wave_key, waves_of
+from tasks.run.carry_over import Handover, handover_after, handover_before
+from tasks.run.rescorings import credited_pairs
+from tasks.run.versions import bundles_of
+from tasks.verification.iterations import check_invariants
 from tests.policies import small_tokenizer, write_policy
 
 DYNAMIC = DynamicSampling(surplus="keep", max_extra_waves=1, margin=1.5)

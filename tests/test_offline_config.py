@@ -2,9 +2,9 @@
 
 import pytest
 
-from flows.config import load_config, override_config
-from flows.parts import run_part
+from flows.cli.train import run_part
 from infra.errors import BadInput
+from tasks.config.run import load_config, override_config
 from tests.jobs import ROOT
 
 TRAINED = 'scoring.rewards=[{kind="numeric"},{kind="model",name="liked",model={kind="trained"}}]'

@@ -4,7 +4,7 @@ import json
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks.sealing import kept_versions
+from tasks.commit import kept_versions
 
 
 def weights(run, key):

@@ -19,11 +19,11 @@ import yaml
 from prefect import flow, task
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
-from flows.config import RunConfig, load_config
 from flows.retrain import dated
 from infra.errors import Damaged, WorkerFailed, WorkerLost
 from infra.store.runs import open_run
-from tasks.stages import is_transient
+from tasks.config.run import RunConfig, load_config
+from tasks.run.stages import is_transient
 from tests.jobs import PATIENCE, ROOT, TINY, Job, alive, family_of, kill, manifests_of, wait_for
 from tests.test_controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
 

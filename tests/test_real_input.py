@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.config import load_config
 from infra.store.runs import open_run
 from infra.store.shards import read_shard
 from models.config.data import FileData
 from models.data.load import load_problems
 from models.data.problems import Message
+from tasks.config.run import load_config
 from tests.jobs import RHEOSTAT, ROOT
 from tests.policies import write_policy
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from flows.cli import main
-from flows.reading import verify_run
+from flows.cli.app import main
 from infra.store.checksums import seal
 from infra.store.manifests import decode_manifest
 from infra.store.retention import collect_garbage
 from infra.store.runs import open_run
+from tasks.verification.iterations import verify_run
 from tests.jobs import ROOT, Fault, Job, files_of
 
 pytestmark = pytest.mark.timeout(1200)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from flows.simulating import add_arguments, simulate
+from flows.cli.simulate import add_arguments, simulate
 from infra.errors import BadInput
 from placement.config import AdaptivePlacement, FixedPlacement
 from placement.policies.build import build_policy

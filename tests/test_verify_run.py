@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from flows.reading import verify_run
 from infra.errors import RheostatError
+from tasks.verification.iterations import verify_run
 from tests.jobs import Job
 
 pytestmark = pytest.mark.timeout(1000)  # the fixture is a whole job

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from tasks.plan import policy_key
-from tasks.reports import evaluations_of, reports_of
+from tasks.run.batch import policy_key
+from tasks.views.metrics import evaluations_of, reports_of
 from tests.bench.jobs import DEMO, finished_job
 from tests.bench.tables import Table
 

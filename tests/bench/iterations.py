@@ -8,7 +8,7 @@ from operator import itemgetter
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import read_shard
-from tasks.plan import iteration_key
+from tasks.run.batch import iteration_key
 from tests.bench.cycles import cycles_of
 from tests.bench.limits import Generated
 

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from flows.config import RunConfig, load_config
 from infra.store.manifests import Provenance
 from infra.store.runs import Run
 from placement.measurements import Measurements, Role
@@ -29,8 +28,9 @@ from placement.records import Decision, DrainInputs, Plan
 from placement.simulator.runs import play
 from placement.simulator.stage import Stage, View
 from placement.simulator.workload import StageWork, Workload, role_work
-from tasks.observing import observed
-from tasks.plan import BatchPlan, waves_of
+from tasks.config.run import RunConfig, load_config
+from tasks.placement.demand import observed
+from tasks.run.batch import BatchPlan, waves_of
 from tests.bench.jobs import finished_job
 from tests.bench.tables import Table
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.store.runs import Run
-from tasks.plan import iteration_key
+from tasks.run.batch import iteration_key
 from tests.bench.cycles import cycles_of
 from tests.bench.inputs import GROUP, LEARNING_RATE, MINIBATCHES, PROMPTS, REWARD_PATTERN, write_inputs
 from tests.bench.jobs import finished_job

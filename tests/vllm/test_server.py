@@ -155,7 +155,7 @@ def _words(process):
 
 def test_nothing_of_a_server_in_the_foreground_survives_its_sigkill(directory):
     words = ["engine", "serve", "vllm", str(directory), "cache_gib=0.1", "max_batch_rows=8"]
-    program = f"import sys; from flows.cli import main; sys.exit(main({words!r}))"
+    program = f"import sys; from flows.cli.app import main; sys.exit(main({words!r}))"
     serving = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         lines = [serving.stdout.readline() for _ in range(3)]

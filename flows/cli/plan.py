@@ -1,0 +1,162 @@
+"""What a run would do: sizes, workers and memory, before anything is written."""
+
+import asyncio
+
+from flows.cli.placement import first_placement
+from infra.config import Settings
+from infra.store.runs import Run, list_runs, open_run
+from infra.store.storage import open_store
+from models.config.algorithms import Distillation, TeacherEndpoint
+from models.config.engines import PacedEngine, VllmEngine
+from models.config.judges import EndpointJudge, JudgeReward
+from tasks.config.run import RunConfig
+from tasks.run.batch import judge_role
+from tasks.run.subprocesses import preflight
+from tasks.views.metrics import sealed_iterations
+
+
+class RunPlan(Settings):
+    """What a run would do."""
+
+    lines: dict[str, str]
+    """For people."""
+    facts: dict[str, float]
+    """What the input check counted and estimated; bytes are per worker."""
+
+
+def find_run(config: RunConfig) -> Run | None:
+    """The configured run where it was begun before; RunChanged if that was by another configuration."""
+    if config.name not in list_runs(config.store):
+        return None
+    run = open_run(config.store, config.name)
+    run.check_identity(config.identity(), config.fingerprint())
+    return run
+
+
+def plan_run(config: RunConfig) -> RunPlan:
+    """Say what a run would do. Raises BadInput as the run itself would."""
+    run = find_run(config)
+    facts = asyncio.run(preflight(config))
+    sealed = 0 if run is None else len(sealed_iterations(run))
+    pools, rollout, update = config.pools, config.rollout, config.update
+    prompts, completions = rollout.prompts, rollout.prompts * rollout.group_size
+    shards = -(-prompts // rollout.shard_prompts)
+    left = max(0, config.iterations - sealed)
+    lines = {
+        "run": f"{config.name} in {open_store(config.store).uri.removeprefix('file://')}",
+        "state": "new" if run is None else f"continues after iteration {sealed}",
+        "iterations": f"{config.iterations}, {left} to do",
+        "each": f"{prompts} prompts x {rollout.group_size} = {completions:,} completions in {shards} shards"
+        f"{_waves(config)}",
+        "problems": f"{facts['train_problems']:,.0f} training, {facts['heldout_problems']:,.0f} held out",
+        "policy": f"{facts['parameters']:,.0f} parameters, context {facts['context']:,.0f} tokens",
+        **_adapter(config, facts),
+        "longest": f"{facts['longest_prompt_tokens']:,.0f} prompt + {rollout.sampling.max_new_tokens} new tokens",
+        "warm-up": "none" if config.warmup is None else f"{config.warmup.steps:,} steps",
+        **_preferences(config, facts),
+        "optimizer steps": f"{update.minibatches} per iteration, {left * update.minibatches:,} to do",
+        "evaluations": f"{_evaluations(config)}, {config.evaluation.problems:,} problems each",
+        "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
+        "worker slots": f"{pools.workers}{_sharing(config)}",
+        "rollout": f"{_count(pools.workers, 'worker')} at most, of {_megabytes(facts, 'rollout')}",
+        "engine": _engine(config),
+        **{f"judge {term}": _judge(config, term, facts) for term in config.scoring.served},
+        "scoring": _count(pools.scoring_workers, "worker"),
+        **(
+            {} if config.algorithm.distillation is None else {"teacher": _teacher(config.algorithm.distillation, facts)}
+        ),
+        "update": f"{_count(pools.update_ranks, 'rank')} of {_megabytes(facts, 'update')}, "
+        f"ZeRO {update.zero_stage}, {update.dtype}",
+        "threads": f"{pools.threads} per worker",
+        "fingerprint": config.fingerprint(),
+    }
+    if paced := _paced(config):
+        lines["paced"] = f"{', '.join(paced)}: sleeps instead of computing, for experiments; its texts mean nothing"
+    return RunPlan(lines=lines, facts=facts)
+
+
+def _adapter(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
+    lora = config.update.lora
+    if lora is None:
+        return {}
+    return {"adapter": f"rank {lora.rank}, {facts['trained_parameters']:,.0f} trained parameters"}
+
+
+def _preferences(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
+    if config.preferences is None:
+        return {}
+    dpo = {} if config.dpo is None else {"DPO": f"{config.dpo.steps:,} steps of {config.dpo.batch_size} pairs"}
+    return {"preferences": f"{facts['train_pairs']:,.0f} pairs, {facts['heldout_pairs']:,.0f} held out", **dpo}
+
+
+def _evaluations(config: RunConfig) -> str:
+    every = config.evaluation.every
+    return "at the start and the end" + (f", every {every} iterations" if every else "")
+
+
+def _paced(config: RunConfig) -> list[str]:
+    """Name the roles whose engine has no model."""
+    engines = {"rollout": config.rollout.engine}
+    for term, reward in config.scoring.local.items():
+        if isinstance(reward, JudgeReward) and not isinstance(reward.model, EndpointJudge):
+            engines[judge_role(term)] = reward.model.engine
+    return [role for role, engine in engines.items() if isinstance(engine, PacedEngine)]
+
+
+def _engine(config: RunConfig) -> str:
+    engine = config.rollout.engine
+    if isinstance(engine, PacedEngine):
+        return engine.kind
+    if not isinstance(engine, VllmEngine):
+        return f"{engine.kind}, {engine.dtype}"
+    where = f"at {', '.join(engine.base_urls)}" if engine.base_urls else "a server for each worker"
+    spread = f" over {engine.tensor_parallel} GPUs" if engine.tensor_parallel > 1 else ""
+    cache = ""
+    if engine.cache_gib is None and config.pools.gpus_per_worker and not engine.base_urls:
+        cache = f", cache up to {engine.gpu_memory_share:.0%} of the memory of each GPU"
+    return f"{engine.kind}, {engine.dtype}, {where}{spread}, {engine.logprobs} log-probs{cache}"
+
+
+def _waves(config: RunConfig) -> str:
+    dynamic, partial = config.rollout.dynamic, config.rollout.partial
+    more = "" if dynamic is None else f", up to {1 + dynamic.max_extra_waves} waves for as many informative groups"
+    return more + ("" if partial is None else f", {partial.tokens} new tokens of each at a time")
+
+
+def _sharing(config: RunConfig) -> str:
+    """Who shares the slots, and how the first stage would deal them."""
+    if not config.scoring.local:
+        return ", all for rollout"
+    return f", {config.placement.kind}: {first_placement(config).decision.reason}"
+
+
+def _judge(config: RunConfig, term: str, facts: dict[str, float]) -> str:
+    reward = config.scoring.served[term]
+    size = f"{facts[f'{term}_parameters']:,.0f} parameters, " if f"{term}_parameters" in facts else ""
+    if reward.kind == "model":
+        return f"{size}{_count(reward.slots, 'slot')} each"
+    answers = f"{_count(reward.votes, 'vote')} by {reward.verdict.kind}"
+    where = reward.model.base_url if reward.model.kind == "endpoint" else f"{_count(reward.slots, 'slot')} each"
+    return f"{size}{reward.model.kind}, {answers}, {where}"
+
+
+def _teacher(distillation: Distillation, facts: dict[str, float]) -> str:
+    teacher = distillation.teacher
+    if isinstance(teacher, TeacherEndpoint):
+        return f"endpoint, {teacher.base_url}"
+    return f"{facts['teacher_parameters']:,.0f} parameters, {teacher.path}, on every update rank"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _megabytes(facts: dict[str, float], role: str) -> str:
+    """The estimate for one worker and what it is made of; activations come on top."""
+    parts = {
+        name.removeprefix(f"{role}_").removesuffix("_bytes"): value / 2**20
+        for name, value in facts.items()
+        if name.startswith(f"{role}_") and name.endswith("_bytes")
+    }
+    detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())
+    return f"{sum(parts.values()):,.1f} MiB ({detail}; activations and libraries not counted)"

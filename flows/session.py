@@ -1,0 +1,184 @@
+"""Which process holds a run, and where its controllers run.
+
+Pages that run a part of the job need a part of its configuration.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Concatenate, ParamSpec, TypeVar
+
+from prefect import get_client, tags
+from prefect.client.schemas.objects import FlowRun
+from prefect.deployments import arun_deployment
+from prefect.flows import Flow
+from prefect.runtime import deployment
+from prefect.states import Cancelling
+
+from infra.errors import BadInput, WorkerFailed, WorkerLost, first_cause
+from infra.store.runs import create_run, open_run
+from models.config.judges import JudgeReward, ServedReward, TrainedJudge
+from models.config.rewards import is_process
+from placement.config import AdaptivePlacement
+from tasks.config.run import ControllersConfig, RunConfig, parse_config
+from tasks.preparation import check_inputs
+from tasks.run.session import RunRef, is_open, open_session, session_of
+
+P = ParamSpec("P")
+
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+
+
+@asynccontextmanager
+async def hold(config: RunConfig, *, scope: RunConfig | None = None) -> AsyncIterator[RunRef]:
+    """Make or reopen the configured run, take it for this process, and open its pools.
+
+    `scope` is what the session works with where it needs less than the run.
+    Raises BadInput before anything is written, RunHeld if another process has it, RunChanged if it was made otherwise.
+    """
+    _log_progress()
+    with tags(config.name):
+        if deployment.id is not None:  # the command line has checked before it started anything
+            await check_inputs(config)
+        if config.controllers.where == "deployment" and isinstance(config.placement, AdaptivePlacement):
+            # Queues are in the controllers' own processes, so nobody can correct the placement inside a stage.
+            config = config.model_copy(update={"placement": config.placement.model_copy(update={"drain": False})})
+        run = create_run(config.store, config.name, json.dumps(config.identity()), config.fingerprint())
+        with run.hold():
+            async with open_session(run, scope or config, store=config.store) as ref:
+                yield ref
+
+
+@asynccontextmanager
+async def reopened(config: RunConfig) -> AsyncIterator[RunRef]:
+    """Take an existing run for this process, to make more of what it holds as `config` says; its record stays.
+
+    Raises RunHeld if another process has it.
+    """
+    _log_progress()
+    run = open_run(config.store, config.name)
+    with tags(config.name), run.hold():
+        async with open_session(run, config, store=config.store) as ref:
+            yield ref
+
+
+@asynccontextmanager
+async def joined(ref: RunRef) -> AsyncIterator[RunRef]:
+    """The run as a controller sees it: open in this process already, or joined by a process of its own.
+
+    Of the errors that a controller's tasks end with together it raises one, whose message the flow's state then shows.
+    """
+    try:
+        async with _joined(ref) as here:
+            yield here
+    except BaseExceptionGroup as several:
+        raise first_cause(several) from several
+
+
+@asynccontextmanager
+async def _joined(ref: RunRef) -> AsyncIterator[RunRef]:
+    if is_open(ref):
+        yield ref
+        return
+    _log_progress()
+    run = open_run(ref.store, ref.name)
+    config = parse_config({**run.record.config, "name": ref.name, "store": ref.store}, source=f"run {ref.name}")
+    if ref.pools is not None:
+        config = config.model_copy(update={"pools": ref.pools})
+    with tags(ref.name):
+        if ref.epoch is None:
+            with run.hold():
+                async with open_session(run, config, store=ref.store) as here:
+                    yield here
+        else:
+            async with open_session(run.join(ref.epoch), config, store=ref.store, join=ref.cluster) as here:
+                yield here
+
+
+def controllers_of(run: RunRef) -> ControllersConfig:
+    """How the run's controllers are configured."""
+    return session_of(run).settings.controllers
+
+
+async def launch(
+    role: Flow[Concatenate[RunRef, P], Coroutine[object, object, R]],
+    run: RunRef,
+    /,
+    *args: P.args,
+    **parameters: P.kwargs,
+) -> None:
+    """Run a role controller to its end, as a sub-flow here or as a run of its own deployment."""
+    if controllers_of(run).where == "nested":
+        with tags(role.name):
+            await role(run, *args, **parameters)
+        return
+    session = session_of(run)
+    for pool in session.pools_of(role.name):  # workers end with the process that started them: this one starts them
+        await session.ready(pool)
+    name, attempts = f"{role.name}/controller", session.settings.pools.max_restarts + 1
+    for attempt in range(1, attempts + 1):
+        ended = await _deployed(name, {"run": run, **parameters})
+        assert ended.state is not None
+        if ended.state.is_completed():
+            return
+        outcome = f"controller {name} ({ended.name}) ended as {ended.state.name}: {ended.state.message}"
+        if not ended.state.is_crashed():
+            raise WorkerFailed(outcome)
+        logger.warning("%s; attempt %d of %d", outcome, attempt, attempts)
+    raise WorkerLost(f"{outcome}; given up after attempt {attempts}")
+
+
+async def _deployed(name: str, parameters: dict[str, object]) -> FlowRun:
+    """Run a deployment to its end; who stops waiting for it stops it."""
+    async with get_client() as client:
+        child = await arun_deployment(name, client=client, parameters=parameters, timeout=0)
+        try:
+            while child.state is None or not child.state.is_final():
+                await asyncio.sleep(POLL_SECONDS)
+                child = await client.read_flow_run(child.id)
+        except asyncio.CancelledError:
+            await client.set_flow_run_state(child.id, Cancelling())
+            raise
+        return child
+
+
+def _log_progress() -> None:
+    """Let our reports through to handlers, such as Prefect's, which shows them with the run."""
+    for room in ("flows", "tasks", "models", "placement", "infra"):
+        logging.getLogger(room).setLevel(logging.INFO)
+
+
+def measured_by_rules(config: RunConfig) -> RunConfig:
+    """Score by the first reward alone, where that is a rule: models that score may not be there yet."""
+    first = config.scoring.rewards[0]
+    if isinstance(first, ServedReward) or is_process(first):
+        return config
+    scoring = config.scoring.model_copy(update={"rewards": (first,)})
+    rollout = config.rollout.model_copy(update={"dynamic": None})
+    # Controllers of other processes would read the run's own configuration.
+    controllers = ControllersConfig(count=config.controllers.count, where="nested")
+    return config.model_copy(update={"scoring": scoring, "rollout": rollout, "controllers": controllers})
+
+
+def require_part(command: str, config: RunConfig) -> None:
+    """Refuse a part that the job does not have."""
+    match command:
+        case "sft" if config.warmup is None:
+            raise BadInput(f"run {config.name!r} has no supervised warm-up: set [warmup]")
+        case "dpo" if config.dpo is None:
+            raise BadInput(f"run {config.name!r} has no preference optimisation: set [dpo] and [preferences]")
+        case "reward-model" if not _trains_rewards(config):
+            raise BadInput(
+                f"run {config.name!r} trains no reward model: set model.kind 'trained' in a reward of kind 'model'"
+            )
+
+
+def _trains_rewards(config: RunConfig) -> bool:
+    judges = [reward for reward in config.scoring.local.values() if isinstance(reward, JudgeReward)]
+    return bool(config.scoring.trained_reward_models) or any(isinstance(judge.model, TrainedJudge) for judge in judges)

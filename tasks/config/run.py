@@ -1,0 +1,275 @@
+"""The configuration of a run: one frozen model composed of the rooms' own, read from TOML and `dotted.key=value`."""
+
+import copy
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
+
+from infra.config import PoolsConfig, Settings
+from infra.errors import BadInput
+from models.config.algorithms import AlgorithmConfig, Grpo
+from models.config.data import ArithmeticData, DataConfig, PreferencesConfig
+from models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
+from models.config.objectives import UpdateConfig
+from models.config.policy import PolicyConfig, ScratchPolicy
+from models.config.rewards import ScoringConfig
+from models.config.rollout import RolloutConfig
+from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
+from placement.config import AdaptivePlacement, PlacementConfig
+from tasks.config.compatibility import reasons_against, reasons_against_engines, reasons_against_preferences
+from tasks.config.validation_errors import explain, nearest
+
+
+class ControllersConfig(Settings):
+    """The parallel controllers of the rollout and scoring roles."""
+
+    count: Annotated[int, Field(ge=1, le=256)] = 2
+    """Controllers per role; each owns a slice of the iteration's shards."""
+    where: Literal["nested", "deployment"] = "nested"
+    """Sub-flows of this process, or runs of the deployments `rollout/controller` and `scoring/controller`."""
+    silence_seconds: Annotated[float, Field(gt=0)] = 900
+    """Longest time a scoring controller waits for the next commit of its rollout peer, in seconds."""
+
+
+class RunConfig(Settings):
+    """Everything that a run is made from."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")] = "run"
+    """Name of the run in its store."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Root of every random choice of the run."""
+    store: str = "./runs"
+    """Where runs lie: a directory, or a file:// URI."""
+    iterations: Annotated[int, Field(ge=0, le=1_000_000)] = 24
+    """Iterations of rollout, scoring and update; a finished run goes on when this grows."""
+    data: DataConfig = ArithmeticData()
+    """The problems."""
+    policy: PolicyConfig = ScratchPolicy()
+    """The initial policy."""
+    warmup: WarmupConfig | None = None
+    """Supervised warm-up (SFT) of the initial policy; none leaves it as it is."""
+    preferences: PreferencesConfig | None = None
+    """Pairs of completions, for reward models that the run trains and for DPO."""
+    dpo: DpoConfig | None = None
+    """Direct preference optimisation after the warm-up; none leaves the policy as it is."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Generation."""
+    scoring: ScoringConfig = ScoringConfig()
+    """Rewards."""
+    algorithm: AlgorithmConfig = Grpo()
+    """From rewards to advantages."""
+    update: UpdateConfig = UpdateConfig()
+    """From advantages to a better policy."""
+    pools: PoolsConfig = PoolsConfig()
+    """Worker processes."""
+    placement: PlacementConfig = AdaptivePlacement()
+    """Which workers serve which role."""
+    controllers: ControllersConfig = ControllersConfig()
+    """Flow controllers."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out evaluation."""
+    retention: RetentionConfig = RetentionConfig()
+    """How long policies keep their files."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_stays_in_the_store(cls, name: str) -> str:
+        if ".." in name:
+            raise ValueError(f"expected a name without '..', got {name!r}")
+        return name
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "RunConfig":
+        if isinstance(self.data, ArithmeticData) and self.evaluation.problems > self.data.heldout_problems:
+            asked, made = self.evaluation.problems, self.data.heldout_problems
+            raise ValueError(f"evaluation.problems {asked} exceeds data.heldout_problems {made}")
+        if self.rollout.sampling.temperature == 0:
+            raise ValueError("rollout.sampling.temperature 0 makes every completion of a group the same: use above 0")
+        partial, longest = self.rollout.partial, self.rollout.sampling.max_new_tokens
+        if partial is not None and partial.tokens >= longest:
+            raise ValueError(f"rollout.partial.tokens {partial.tokens} never cuts: max_new_tokens is {longest}")
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_reward_terms(self) -> "RunConfig":
+        dynamic, terms, local = self.rollout.dynamic, self.scoring.terms, [*self.scoring.local]
+        if dynamic is not None and dynamic.metric is not None and dynamic.metric not in terms:
+            raise ValueError(
+                f"rollout.dynamic.metric {dynamic.metric!r}: expected a reward term, one of {', '.join(terms)}"
+                f"{nearest(dynamic.metric, terms)}"
+            )
+        for term in self.placement.replicas:
+            if term not in local:
+                known = ", ".join(local) or "none"
+                raise ValueError(
+                    f"placement.replicas.{term}: expected a reward that a model serves here, found {known}"
+                    f"{nearest(term, local)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> "RunConfig":
+        reasons = reasons_against(
+            self.algorithm,
+            update=self.update,
+            rollout=self.rollout,
+            scoring=self.scoring,
+            iterations=self.iterations,
+        )
+        for reason in reasons:
+            raise ValueError(reason)
+        return self
+
+    @model_validator(mode="after")
+    def _engines_can_serve(self) -> "RunConfig":
+        reasons = reasons_against_engines(self.rollout, update=self.update, scoring=self.scoring, pools=self.pools)
+        for reason in reasons:
+            raise ValueError(reason)
+        return self
+
+    @model_validator(mode="after")
+    def _preferences_have_a_use(self) -> "RunConfig":
+        reasons = reasons_against_preferences(self.preferences, dpo=self.dpo, data=self.data, scoring=self.scoring)
+        for reason in reasons:
+            raise ValueError(reason)
+        return self
+
+    @model_validator(mode="after")
+    def _roles_have_room(self) -> "RunConfig":
+        slots = sum(self.placement.replicas.get(term, 1) * reward.slots for term, reward in self.scoring.local.items())
+        if slots > self.pools.workers:
+            raise ValueError(f"pools.workers {self.pools.workers}: the reward models take at least {slots} slots")
+        if slots and slots == self.pools.workers and self.placement.kind in ("fixed", "proportional"):
+            raise ValueError(
+                f"pools.workers {self.pools.workers}: placement.kind {self.placement.kind!r} runs rollout beside the "
+                f"reward models, which take {slots} slots: raise pools.workers, or use 'colocated' or 'adaptive'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _requests_end_before_they_count_as_stalled(self) -> "RunConfig":
+        patience = self.pools.stall_seconds
+        for what, endpoint in self._endpoints():
+            if endpoint.timeout_seconds + MAX_PAUSE_SECONDS >= patience:
+                raise ValueError(
+                    f"{what}.timeout_seconds {endpoint.timeout_seconds:g} and a pause of {MAX_PAUSE_SECONDS:g} s reach "
+                    f"pools.stall_seconds {patience:g}: change one of them"
+                )
+        return self
+
+    def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
+        """Name the models that are asked over HTTP."""
+        for term, reward in self.scoring.served.items():
+            if reward.kind == "judge" and reward.model.kind == "endpoint":
+                yield f"reward {term!r}: model", reward.model
+        distillation = self.algorithm.distillation
+        if distillation is not None and distillation.teacher.kind == "endpoint":
+            yield "algorithm.distillation.teacher", distillation.teacher
+
+    def identity(self) -> dict[str, JsonValue]:
+        """What results depend on: a run continues only under the same identity."""
+        elsewhere = {"name", "store", "controllers", "retention", "pools", "placement"}
+        if self.update.schedule == "constant":
+            elsewhere.add("iterations")
+        identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere)
+        identity["pools"] = {"update_ranks": self.pools.update_ranks, "threads": self.pools.threads}
+        return identity
+
+    def fingerprint(self) -> str:
+        """Digest of the identity, 16 hex digits."""
+        return hashlib.blake2b(json.dumps(self.identity(), sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file, apply overrides and validate. Raises BadInput in one line."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"no configuration file {path} (looked in {Path.cwd()}){_near_file(path)}") from None
+    except OSError as error:
+        raise BadInput(f"configuration file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is not TOML: {error}") from None
+    return override_config(document, overrides, source=str(path))
+
+
+def override_config(document: Mapping[str, object], overrides: Sequence[str], *, source: str) -> RunConfig:
+    """Apply overrides to a document and validate it."""
+    return parse_config(overridden(document, overrides), source=source)
+
+
+def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
+    """Apply overrides to a document.
+
+    `dotted.key=value` sets, with the value in TOML or as bare text; `dotted.key=` goes back to the default. Another
+    `kind` begins its table anew, wherever it stands among the overrides: the keys of one variant do not fit another.
+    """
+    changed = copy.deepcopy(dict(document))
+    parsed = [_parse_override(override) for override in overrides]
+    for override in sorted(parsed, key=lambda override: override.keys[-1] != "kind"):
+        _apply(changed, override)
+    return changed
+
+
+def parse_config(document: Mapping[str, object], *, source: str) -> RunConfig:
+    """Validate a configuration document. Raises BadInput naming the key, what was expected and the nearest name."""
+    try:
+        return RunConfig.model_validate(document)
+    except ValidationError as error:
+        raise BadInput(f"{source}: {explain(error, RunConfig)}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Override:
+    text: str
+    keys: tuple[str, ...]
+    value: object
+    """None goes back to the default."""
+
+
+def _parse_override(text: str) -> _Override:
+    key, equals, written = text.partition("=")
+    keys = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(keys):
+        raise BadInput(f"override {text!r}: expected dotted.key=value, such as update.learning_rate=1e-4")
+    written = written.strip()
+    try:
+        value: object = tomllib.loads(f"value = {written}")["value"] if written else None
+    except tomllib.TOMLDecodeError as error:
+        if written[0] in "[{\"'":
+            raise BadInput(f"override {text!r}: its value is not TOML: {error}") from None
+        value = written
+    return _Override(text, keys, value)
+
+
+def _apply(document: dict[str, object], override: _Override) -> None:
+    *tables, last = override.keys
+    table = document
+    for name in tables:
+        inner = table.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise BadInput(f"override {override.text!r}: {name!r} is not a table")
+        table = inner
+    if last == "kind" and table.get("kind") != override.value:
+        table.clear()
+    if override.value is None:
+        table.pop(last, None)
+    else:
+        table[last] = override.value
+
+
+def _near_file(path: Path) -> str:
+    """The TOML file that was probably meant: of that name in configs/, or of a name like it."""
+    folders = (path.parent, path.parent / "configs")
+    found = {file.stem: str(file) for folder in folders for file in sorted(folder.glob("*.toml"))}
+    near = difflib.get_close_matches(path.stem, found, n=1)
+    if "=" in path.name:
+        return "; the configuration comes first: rheostat train CONFIG key=value"
+    return f"; did you mean {found[near[0]]}?" if near else ""

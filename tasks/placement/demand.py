@@ -1,0 +1,123 @@
+"""What the placement of an open run knows, what its batches measured, and what its decisions are made from."""
+
+from collections.abc import Iterator
+
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from models.config.engines import EngineConfig, PacedEngine
+from models.config.judges import ChoiceVerdict, JudgeReward, ScoreVerdict, ServedReward, VerdictConfig
+from placement.measurements import Measurements, Prior, Role, UnitObservation
+from placement.records import Demand, Pace, Plan
+from placement.slots import allot, least_slots
+from tasks.config.run import RunConfig
+from tasks.run.batch import BatchPlan, judge_role, waves_of
+
+
+def rollout_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
+    """What generation has to do: shards of so many completions."""
+    rollout = settings.rollout
+    prior = _prior(rollout.engine, most=rollout.sampling.max_new_tokens)
+    return measured.demand("rollout", units=shards, sequences=completions, prior=prior)
+
+
+def scoring_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
+    """What the reward models have to do, all together; none of them leaves nothing to do."""
+    local = settings.scoring.local
+    if not local:
+        return measured.demand("scoring", units=0, sequences=0)
+    slots = {term: reward.slots for term, reward in local.items()}
+    answers = sum(reward.votes if isinstance(reward, JudgeReward) else 1 for reward in local.values())
+    return measured.demand(
+        "scoring",
+        units=shards * len(local),
+        sequences=max(1, round(completions * answers / len(local))),
+        slots=max(1, round(sum(slots.values()) / len(local))),
+        least_slots=least_slots(slots, fixed=settings.placement.replicas),
+        prior=_served_prior(next(iter(local.values()))),
+    )
+
+
+def workers_of(settings: RunConfig, plan: Plan, turn: str | None) -> dict[str, int]:
+    """Workers by role under a plan; where roles take turns, of the one whose turn it is."""
+    terms = {term: reward.slots for term, reward in settings.scoring.local.items()}
+    workers: dict[str, int] = {}
+    if turn in (None, "rollout"):
+        workers["rollout"] = plan.rollout
+    if turn in (None, "scoring") and terms:
+        replicas = allot(plan.scoring, terms, fixed=settings.placement.replicas)
+        workers |= {judge_role(term): count for term, count in replicas.items()}
+    return workers
+
+
+def _served_prior(reward: ServedReward) -> Prior:
+    if not isinstance(reward, JudgeReward) or not _writes(reward.verdict):
+        return Prior(median_tokens=1, sigma=0, max_tokens=1)
+    assert reward.model.kind != "endpoint", "what runs elsewhere takes no slot"
+    return _prior(reward.model.engine, most=reward.sampling.max_new_tokens)
+
+
+def _writes(verdict: VerdictConfig) -> bool:
+    """Whether a judge writes its answer token by token, rather than weigh given ones."""
+    return isinstance(verdict, ScoreVerdict) or (isinstance(verdict, ChoiceVerdict) and not verdict.constrained)
+
+
+def _prior(engine: EngineConfig, *, most: int) -> Prior:
+    """Before the first measurement: completions take half the room they have."""
+    if isinstance(engine, PacedEngine):
+        pace = Pace(
+            base_seconds=engine.base_seconds,
+            per_sequence_seconds=engine.per_sequence_seconds,
+            setup_seconds=engine.setup_seconds,
+        )
+        return Prior(median_tokens=engine.median_tokens, sigma=engine.sigma, max_tokens=most, pace=pace)
+    return Prior(median_tokens=max(1.0, most / 2), max_tokens=most)
+
+
+STEPS = ("steps", "step_sequences", "step_sequences_squared", "step_seconds", "step_sequence_seconds")
+
+LOADING = "load"
+
+
+def observed(measured: Measurements, run: Run, plan: BatchPlan, stages: dict[str, Role]) -> Measurements:
+    """What is known after a batch; `stages` says which role each of its stages belongs to."""
+    return measured.observe(_units(run, plan, stages), moves=_moves(run, plan))
+
+
+def recalled(run: Run, stages: dict[str, Role], *, before: int, iterations: int) -> Measurements:
+    """What is known from the last iterations before one, as far as they are in the store."""
+    measured = Measurements()
+    for number in range(max(1, before - iterations), before):
+        for plan in waves_of(run, number):
+            measured = observed(measured, run, plan, stages)
+    return measured
+
+
+def _units(run: Run, plan: BatchPlan, stages: dict[str, Role]) -> Iterator[UnitObservation]:
+    for stage, role in stages.items():
+        for shard in range(plan.num_shards):
+            manifest = run.find(plan.shard_key(stage, shard))
+            if manifest is not None:
+                yield _unit(manifest, role)
+
+
+def _unit(manifest: Manifest, role: Role) -> UnitObservation:
+    seconds, lengths = manifest.provenance.seconds, manifest.detail.get("lengths", [])
+    assert isinstance(lengths, list)
+    return UnitObservation(
+        role=role,
+        sequences=int(manifest.metrics["sequences"]),
+        seconds=seconds["worker"] - seconds.get(LOADING, 0.0),
+        lengths=tuple(float(str(length)) for length in lengths),
+        **{name: seconds.get(name, 0.0) for name in STEPS},
+    )
+
+
+def _moves(run: Run, plan: BatchPlan) -> Iterator[float]:
+    """Seconds of the moves between roles that were made for a batch; starts of processes are no cost that recurs."""
+    for entry in run.journal(f"placement/{plan.key}/moves").values():
+        moves = entry["moves"]
+        assert isinstance(moves, list)
+        for move in moves:
+            assert isinstance(move, dict)
+            if move["how"] == "wake" and move["error"] is None:
+                yield float(str(move["seconds"]))

@@ -1,0 +1,171 @@
+"""Which workers serve which role: planned before each batch, from measurements. Every decision is in the journal."""
+
+import logging
+import time
+from dataclasses import asdict
+
+from prefect import task
+from prefect.artifacts import acreate_markdown_artifact
+from pydantic import JsonValue
+
+from infra.pools.fleet import Move
+from placement.measurements import Role
+from placement.policies.build import build_policy
+from placement.records import Decision, DrainInputs, Plan, PlanInputs
+from tasks.placement.demand import observed, recalled, rollout_demand, scoring_demand, workers_of
+from tasks.run.batch import BatchPlan, artifact_key, iteration_key, judge_role, model_key, waves_of
+from tasks.run.session import Placing, RunRef, Session, session_of
+from tasks.run.stages import required
+from tasks.run.versions import policy_of
+
+logger = logging.getLogger(__name__)
+
+PAST_ITERATIONS = 5
+"""Iterations that are read again on resume: measurements forget what is older."""
+
+
+@task(task_run_name="place {plan.key}")
+async def place_stage(run: RunRef, plan: BatchPlan) -> Plan:
+    """Deal the worker slots for a batch, and have its workers awake with the weights that it names."""
+    session = session_of(run)
+    workers = session.settings.pools.workers
+    if not session.settings.scoring.local:  # nobody to share with
+        await _arrange(run, plan, {"rollout": workers})
+        return Plan(mode="split", rollout=workers, scoring=0)
+    placing = placing_of(run, before=plan.number)
+    inputs = _inputs(session, placing, plan)
+    decision = _begun(session, plan, workers=workers)
+    if decision is None:
+        decision = placing.policy.plan(inputs)
+        again = f"-{session.run.epoch:04d}" if session.run.noted(f"placement/{plan.key}/plan") else ""
+        note_decision(session, f"placement/{plan.key}/plan{again}", inputs, decision)
+    if decision.plan != placing.current:
+        logger.info("placement of %s: %s", plan.key, decision.reason)
+    placing.current, placing.memory = decision.plan, decision.memory
+    await _publish(run, plan, decision)
+    turn = "rollout" if decision.plan.mode == "colocated" else None
+    await arrange(run, plan, decision.plan, turn=turn)
+    placing.began = time.monotonic()  # predictions begin with the first work
+    return decision.plan
+
+
+@task(task_run_name="turn of {role} {plan.key}")
+async def place_turn(run: RunRef, plan: BatchPlan, role: Role) -> None:
+    """Where roles take turns: put the others to sleep, and have this one awake on all slots."""
+    placing = session_of(run).placing
+    assert placing is not None and placing.current is not None, "a turn follows a plan"
+    await arrange(run, plan, placing.current, turn=role)
+
+
+async def place_update(run: RunRef, number: int) -> None:
+    """Put all workers of the slots to sleep, and note what that took: the update takes the machines."""
+    session = session_of(run)
+    fleet = await session.fleet()
+    started = time.monotonic()
+    moves = await fleet.arrange({})
+    if moves:
+        key = f"placement/{iteration_key(number)}/sleep-{session.run.epoch:04d}"
+        session.run.note(key, {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started})
+
+
+def learn(run: RunRef, plan: BatchPlan) -> None:
+    """Take in what a batch measured, and note how long it took."""
+    session = session_of(run)
+    placing = session.placing
+    if placing is None:
+        return
+    session.run.note(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placing.began})
+    if plan.split == "train":
+        placing.measurements = observed(placing.measurements, session.run, plan, stages_of(session))
+
+
+def placing_of(run: RunRef, *, before: int) -> Placing:
+    """The placement of a run; at first use it is recalled from the store."""
+    session = session_of(run)
+    if session.placing is None:
+        placing = Placing(policy=build_policy(session.settings.placement))
+        placing.measurements = recalled(session.run, stages_of(session), before=before, iterations=PAST_ITERATIONS)
+        last = [
+            decision for plan in waves_of(session.run, before - 1) if (decision := _begun(session, plan)) is not None
+        ]
+        if last:
+            placing.current, placing.memory = last[-1].plan, last[-1].memory
+        session.placing = placing
+    return session.placing
+
+
+def stages_of(session: Session) -> dict[str, Role]:
+    """Stages whose workers share the slots, and the roles that placement knows them by."""
+    judges: dict[str, Role] = {judge_role(term): "scoring" for term in session.settings.scoring.local}
+    return {"rollout": "rollout", **judges}
+
+
+async def arrange(run: RunRef, plan: BatchPlan, dealt: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
+    """Have the workers of a plan awake, and note what moving them took."""
+    return await _arrange(run, plan, workers_of(session_of(run).settings, dealt, turn))
+
+
+def note_decision(session: Session, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
+    """Keep a decision with all that it was made from, and by which policy."""
+    entry = {"inputs": inputs, "decision": decision, "policy": session.settings.placement}
+    session.run.note(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
+
+
+async def _arrange(run: RunRef, plan: BatchPlan, workers: dict[str, int]) -> tuple[Move, ...]:
+    session = session_of(run)
+    fleet = await session.fleet()
+    take: dict[str, object] = {"rollout": policy_of(required(run, plan.policy))}
+    for term in session.settings.scoring.local:
+        take[judge_role(term)] = policy_of(required(run, model_key(term)))
+    started = time.monotonic()
+    moves = await fleet.arrange(workers, take={role: take[role] for role in workers})
+    for move in moves:
+        if move.error is not None:
+            logger.warning("slot %d stays with %s: %s", move.slot, move.before, move.error)
+    if moves and session.placing is not None:
+        key = f"placement/{plan.key}/moves-{session.run.epoch:04d}-{session.placing.arranged:04d}"
+        session.placing.arranged += 1
+        entry: dict[str, JsonValue] = {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started}
+        session.run.note(key, entry)
+    return moves
+
+
+def _inputs(session: Session, placing: Placing, plan: BatchPlan) -> PlanInputs:
+    demand = {"shards": plan.num_shards, "completions": completions_of(plan)}
+    return PlanInputs(
+        workers=session.settings.pools.workers,
+        rollout=rollout_demand(session.settings, placing.measurements, **demand),
+        scoring=scoring_demand(session.settings, placing.measurements, **demand),
+        resize=placing.measurements.resize(),
+        current=placing.current,
+        memory=placing.memory,
+        seed=plan.number,
+    )
+
+
+def completions_of(plan: BatchPlan) -> int:
+    """Completions per shard."""
+    return max(1, min(plan.shard_prompts, len(plan.rows))) * plan.group_size
+
+
+def _begun(session: Session, plan: BatchPlan, *, workers: int | None = None) -> Decision | None:
+    """The last decision about a batch, of this process or one before, unless it was about another number of slots."""
+    entries = session.run.journal(f"placement/{plan.key}/plan")
+    if not entries:
+        return None
+    entry = entries[max(entries)]  # `plan`, and `plan-0003` where epoch 3 decided again
+    if workers not in (None, PlanInputs.model_validate(entry["inputs"]).workers):
+        return None
+    return Decision.model_validate(entry["decision"])
+
+
+async def _publish(run: RunRef, plan: BatchPlan, decision: Decision) -> None:
+    """Show the decision with the run in Prefect's UI."""
+    dealt = decision.plan
+    text = (
+        f"**{plan.key}**: {decision.reason}\n\n"
+        f"| mode | rollout | scoring | predicted | unchanged |\n|---|---|---|---|---|\n"
+        f"| {dealt.mode} | {dealt.rollout} | {dealt.scoring} | {decision.predicted_seconds:.1f} s "
+        f"| {decision.unchanged_seconds:.1f} s |\n"
+    )
+    await acreate_markdown_artifact(text, key=f"{artifact_key(run.name)}-placement", description=decision.reason)

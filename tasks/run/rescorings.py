@@ -1,0 +1,186 @@
+"""What was made of a run's stored rollouts later: other scores, other advantages. Keys and facts, from the store."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from infra.config import Settings
+from infra.errors import RunChanged
+from infra.store.manifests import Manifest
+from infra.store.runs import Run, difference
+from models.config.algorithms import AlgorithmConfig, TeacherConfig
+from models.config.rewards import ScoringConfig
+from tasks.config.run import RunConfig
+from tasks.run.batch import BatchPlan, iteration_key, waves_of
+from tasks.run.carry_over import handover_before
+
+Kind = Literal["rescore", "recredit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """Names one re-scoring or re-credit of a run."""
+
+    kind: Kind
+    name: str
+
+    @property
+    def prefix(self) -> str:
+        """What all its keys begin with."""
+        return f"{self.kind}/{self.name}/"
+
+    @property
+    def terms_key(self) -> str:
+        """Key of the manifest that says by which rewards or algorithm."""
+        return f"{self.prefix}terms"
+
+    def iteration_key(self, number: int) -> str:
+        """Prefix of its manifests of one iteration."""
+        return f"{self.prefix}{iteration_key(number)}"
+
+    def seal_key(self, number: int) -> str:
+        """Key of the manifest that makes its part of an iteration complete."""
+        return f"{self.iteration_key(number)}/seal"
+
+    @property
+    def label(self) -> str:
+        """As a person says it."""
+        return f"{'re-scoring' if self.kind == 'rescore' else 're-credit'} {self.name!r}"
+
+
+class RescoringTerms(Settings):
+    """By which rewards a re-scoring scores; the detail of its first manifest."""
+
+    scoring: ScoringConfig
+
+
+class RecreditTerms(Settings):
+    """By which algorithm a re-credit goes, and from which scores; the detail of its first manifest."""
+
+    algorithm: AlgorithmConfig
+    scores: str | None = None
+    """Name of a re-scoring; none are the run's own scores."""
+
+    @property
+    def teacher(self) -> TeacherConfig | None:
+        """Whose opinion the algorithm needs."""
+        return None if self.algorithm.distillation is None else self.algorithm.distillation.teacher
+
+
+class DerivedLine(Settings):
+    """A re-scoring or re-credit in a run's description."""
+
+    kind: Kind
+    """What was made."""
+    name: str
+    """Its name."""
+    iterations: tuple[int, ...]
+    """Iterations that are complete."""
+
+
+def derived_of(run: Run) -> list[DerivedLine]:
+    """Every re-scoring and re-credit of a run, with the iterations that it has."""
+    kinds: tuple[Kind, ...] = ("rescore", "recredit")
+    return [
+        DerivedLine(kind=kind, name=name, iterations=sealed_numbers(run, Derived(kind, name)))
+        for kind in kinds
+        for name in run.folders(kind)
+    ]
+
+
+def derived_line(lines: Sequence[DerivedLine]) -> str:
+    """Every re-scoring and re-credit with its iterations, in one line."""
+    words = {"rescore": "re-scored as", "recredit": "re-credited as"}
+    return "; ".join(f"{words[line.kind]} {line.name}: {iterations_text(line.iterations)}" for line in lines)
+
+
+def iterations_text(numbers: Sequence[int]) -> str:
+    """Iterations as `--iterations` takes them."""
+    firsts = [number for number in numbers if number - 1 not in numbers]
+    lasts = [number for number in numbers if number + 1 not in numbers]
+    spans = (f"{first}-{last}" if last > first else f"{first}" for first, last in zip(firsts, lasts, strict=True))
+    return f"iteration{'s' if len(numbers) > 1 else ''} {','.join(spans)}" if numbers else "no iteration yet"
+
+
+def sealed_numbers(run: Run, derived: Derived) -> tuple[int, ...]:
+    """Iterations that a re-scoring or re-credit has done."""
+    numbers = (int(m.removeprefix("it-")) for m in run.folders(derived.prefix) if m.startswith("it-"))
+    return tuple(number for number in numbers if run.find(derived.seal_key(number)) is not None)
+
+
+def rescoring_terms(run: Run, name: str) -> RescoringTerms | None:
+    """By which rewards a re-scoring scores; none where there is no such re-scoring."""
+    manifest = run.find(Derived("rescore", name).terms_key)
+    return None if manifest is None else RescoringTerms.model_validate(manifest.detail)
+
+
+def recredit_terms(run: Run, name: str) -> RecreditTerms | None:
+    """By which algorithm a re-credit goes; none where there is no such re-credit."""
+    manifest = run.find(Derived("recredit", name).terms_key)
+    return None if manifest is None else RecreditTerms.model_validate(manifest.detail)
+
+
+def own_terms(run: Run) -> RecreditTerms:
+    """By which algorithm the run itself goes."""
+    return RecreditTerms.model_validate({"algorithm": run.record.config["algorithm"]})
+
+
+def check_terms(run: Run, derived: Derived, terms: RescoringTerms | RecreditTerms) -> None:
+    """Raise RunChanged if the re-scoring or re-credit of that name was begun with other terms."""
+    begun = run.find(derived.terms_key)
+    if begun is None or begun.detail == terms.model_dump(mode="json"):
+        return
+    raise RunChanged(
+        f"{derived.label} of run {run.name!r} was begun with other terms: "
+        f"{difference(begun.detail, terms.model_dump(mode='json'))}; choose another name with --as"
+    )
+
+
+def rescored_waves(run: Run, name: str, number: int) -> list[BatchPlan]:
+    """The batches of a stored iteration, as a re-scoring goes over them."""
+    prefix = Derived("rescore", name).prefix
+    waves = waves_of(run, number)
+    return [wave.model_copy(update={"key": f"{prefix}{wave.key}", "rescoring": prefix}) for wave in waves]
+
+
+def rescored_pairs(run: Run, name: str, number: int) -> Iterator[tuple[Manifest, Manifest, Manifest]]:
+    """Rollouts, stored scores and new scores of a re-scored iteration, shard by shard. Damaged if one is missing."""
+    for wave in rescored_waves(run, name, number):
+        for shard in range(wave.num_shards):
+            scored = wave.shard_key("scoring", shard)
+            keys = (wave.rollout_key(shard), scored.removeprefix(wave.rescoring), scored)
+            rollouts, stored, new = (run.require(key) for key in keys)
+            yield rollouts, stored, new
+
+
+def credited_pairs(run: Run, number: int, scores: str | None) -> list[tuple[Manifest, Manifest]]:
+    """Rollouts and scores that an iteration's credit looks at, in order: groups kept before, then its own."""
+    prefix = "" if scores is None else Derived("rescore", scores).prefix
+    keys = [(groups.rollouts, groups.scores) for groups in handover_before(run, number).kept]
+    for wave in waves_of(run, number):
+        keys += [(wave.rollout_key(shard), wave.shard_key("scoring", shard)) for shard in range(wave.num_shards)]
+    return [(run.require(rollouts), run.require(f"{prefix}{scored}")) for rollouts, scored in keys]
+
+
+class Rescoring(Settings):
+    """Iterations of a run that are to be scored again."""
+
+    config: RunConfig
+    """The run's own configuration with the new rewards."""
+    name: str
+    """Name of the re-scoring."""
+    iterations: tuple[int, ...]
+    """Which iterations."""
+
+
+class Recredit(Settings):
+    """Iterations of a run that are to have other advantages."""
+
+    config: RunConfig
+    """The run's own configuration with the new algorithm, and with the rewards behind the scores."""
+    name: str
+    """Name of the re-credit."""
+    scores: str | None
+    """Re-scoring whose scores are taken; none takes the run's own."""
+    iterations: tuple[int, ...]
+    """Which iterations."""

@@ -1,0 +1,236 @@
+"""A run that is open in this process: its store, its lease, its settings, its worker pools.
+
+Flows and tasks hand each other a `RunRef`, small and serialisable; `session_of` finds the open session behind it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from infra.config import PoolsConfig, Settings
+from infra.errors import RheostatError
+from infra.pools.cluster import Cluster
+from infra.pools.fleet import Fleet
+from infra.pools.pool import Pool
+from infra.pools.ranks import RankGroup
+from infra.pools.worker import Done, PoolSpec
+from infra.store.runs import Run
+from models.config.judges import JudgeReward, ServedReward
+from models.records.versions import Outcome
+from placement.measurements import Measurements
+from placement.policies.protocol import Policy
+from placement.records import Memory, Plan
+from tasks.config.run import RunConfig
+from tasks.run.batch import judge_role
+
+
+@dataclass(slots=True)
+class Placing:
+    """The placement of a run that is open in this process."""
+
+    policy: Policy
+    measurements: Measurements = field(default_factory=Measurements)
+    current: Plan | None = None
+    """How the slots were last dealt."""
+    memory: Memory = field(default_factory=Memory)
+    arranged: int = 0
+    """How often workers were moved by this process: numbers the journal's entries."""
+    began: float = 0.0
+    """When the current stage was planned, on the monotonic clock."""
+
+
+R = TypeVar("R")
+
+
+class RunRef(Settings):
+    """Names a run that is held by a session of this process, or of the process that asks."""
+
+    store: str
+    """Where runs lie."""
+    name: str
+    """Name of the run."""
+    epoch: int | None = None
+    """Controller epoch of the holder; none makes the called flow take the run over itself."""
+    cluster: str | None = None
+    """Address of the Ray cluster that hosts the holder's pools; none starts an embedded one."""
+    pools: PoolsConfig | None = None
+    """The holder's worker processes, which who joins it shares; none takes those that the run was made with."""
+
+
+@dataclass(slots=True)
+class Session:
+    """An open run. Pools start when they are first asked for, in the background, and stay hot between stages."""
+
+    run: Run
+    settings: RunConfig
+    cluster: Cluster
+    _pools: dict[str, asyncio.Task[Pool | RankGroup]] = field(default_factory=dict)
+    _fleet: asyncio.Task[Fleet] | None = None
+    _starting: asyncio.Task[None] | None = None
+    placing: Placing | None = None
+    """What the placement knows, once it has been asked."""
+
+    def warm(self, *roles: str) -> None:
+        """Begin to start the pools of these roles without waiting for them."""
+        for role in roles:
+            if role not in self._pools:
+                self._pools[role] = asyncio.create_task(_start(self, role), name=f"start {role}")
+
+    def warm_slots(self) -> None:
+        """Begin to start the rollout workers, which are asked for first."""
+
+        async def start() -> None:
+            await (await self.fleet()).arrange({"rollout": self.settings.pools.workers})
+
+        if self._starting is None:
+            self._starting = asyncio.create_task(start(), name="start the slots")
+
+    async def ready(self, role: str) -> Pool | RankGroup:
+        """Wait until the pool of a role has started: processes that join then share its workers."""
+        self.warm(role)
+        starting = self._pools[role]
+        try:
+            return await asyncio.shield(starting)
+        except RheostatError:
+            if self._pools.get(role) is starting:  # who asks again, such as a retried task, starts it afresh
+                del self._pools[role]
+            raise
+
+    async def fleet(self) -> Fleet:
+        """The worker slots, which the placement deals to the roles that models serve."""
+        if self._fleet is None:
+            self._fleet = asyncio.create_task(_open_fleet(self), name="open the fleet")
+        opening = self._fleet
+        try:
+            return await asyncio.shield(opening)
+        except RheostatError:
+            if self._fleet is opening:
+                self._fleet = None
+            raise
+
+    async def perform(self, role: str, method: str, work: object) -> Done[Outcome]:
+        """Have a worker of the role, or all its ranks, do the work."""
+        return await self.ask(role, method, work, returns=Outcome)
+
+    async def ask(self, role: str, method: str, work: object, *, returns: type[R]) -> Done[R]:
+        """Have a worker do work whose result is not for the store, or is yet to be committed."""
+        if role in self.slot_roles:
+            pool: Pool | RankGroup = (await self.fleet()).role(role)
+        else:
+            pool = await self.ready(role)
+        return await pool.run(method, work, returns=returns)
+
+    @property
+    def slot_roles(self) -> dict[str, int]:
+        """Roles that share the worker slots, and the slots that one worker of each takes."""
+        local = self.settings.scoring.local
+        return {"rollout": 1} | {judge_role(term): reward.slots for term, reward in local.items()}
+
+    def pools_of(self, controller: str) -> tuple[str, ...]:
+        """Pools beside the slots that a controller of a role has work for."""
+        served = self.settings.scoring.served
+        elsewhere = tuple(judge_role(term) for term in served if judge_role(term) not in self.slot_roles)
+        return {"rollout": (), "scoring": ("scoring", *elsewhere)}.get(controller, (controller,))
+
+    async def release(self, role: str) -> None:
+        """Close the pool of a role that no later stage needs."""
+        if role in self._pools:
+            await (await self._pools.pop(role)).close()
+
+    async def close(self) -> None:
+        """Stop starting pools; those that are open end with the cluster."""
+        starting = [task for task in (*self._pools.values(), self._fleet, self._starting) if task is not None]
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+
+
+_OPEN: dict[tuple[str, str], Session] = {}
+
+
+def session_of(ref: RunRef) -> Session:
+    """The session that this process has open for a run; a task is only called inside one."""
+    return _OPEN[ref.store, ref.name]
+
+
+def is_open(ref: RunRef) -> bool:
+    """Whether this process already has the run open."""
+    return (ref.store, ref.name) in _OPEN
+
+
+@asynccontextmanager
+async def open_session(run: Run, settings: RunConfig, *, store: str, join: str | None = None) -> AsyncIterator[RunRef]:
+    """Open the run's cluster, or at `join` the one where another process has its pools, and register the run."""
+    address = join or settings.pools.ray_address
+    async with Cluster.open(f"rheostat-{run.name}", address=address) as cluster:
+        session = _OPEN[store, run.name] = Session(run=run, settings=settings, cluster=cluster)
+        try:
+            yield RunRef(store=store, name=run.name, epoch=run.epoch, cluster=cluster.address, pools=settings.pools)
+        finally:
+            del _OPEN[store, run.name]
+            await session.close()
+
+
+async def _start(session: Session, role: str) -> Pool | RankGroup:
+    """The one place that knows which class serves which role."""
+    settings, pools = session.settings, session.settings.pools
+    threads: dict[str, object] = {"threads": pools.threads}
+    match role:
+        case "preparation":
+            return await session.cluster.pool(
+                _spec(session, role, "models.workers.preparation:PreparationWorker", 1, options=threads)
+            )
+        case "scoring":
+            options: dict[str, object] = {"scoring": settings.scoring, "algorithm": settings.algorithm}
+            spec = _spec(session, role, "models.workers.scoring:ScoringWorker", pools.scoring_workers, options=options)
+            return await session.cluster.pool(spec)
+        case "update":
+            learning: dict[str, object] = {"update": settings.update, "algorithm": settings.algorithm}
+            options = {**threads, **learning, "temperature": settings.rollout.sampling.temperature}
+            spec = _spec(session, role, "models.workers.update:UpdateWorker", pools.update_ranks, options=options)
+            return await session.cluster.ranks(spec)
+    for term, reward in settings.scoring.served.items():
+        if role == judge_role(term):
+            return await session.cluster.pool(_judge_spec(session, term, reward, size=pools.scoring_workers))
+    raise AssertionError(f"no worker class serves the role {role!r}")
+
+
+async def _open_fleet(session: Session) -> Fleet:
+    """Name the workers that share the slots; none is started before the placement asks for it."""
+    pools, lora = session.settings.pools, session.settings.update.lora
+    options: dict[str, object] = {
+        "threads": pools.threads,
+        "engine": session.settings.rollout.engine,
+        "adapter_rank": 0 if lora is None else lora.rank,
+    }
+    specs = [_spec(session, "rollout", "models.workers.rollout:RolloutWorker", pools.workers, options=options)]
+    for term, reward in session.settings.scoring.local.items():
+        specs.append(_judge_spec(session, term, reward, size=pools.workers // reward.slots))
+    return await session.cluster.fleet(specs, slots=pools.workers, gpus_per_slot=pools.gpus_per_worker)
+
+
+def _judge_spec(session: Session, term: str, reward: ServedReward, *, size: int) -> PoolSpec:
+    threads = session.settings.pools.threads * reward.slots
+    options: dict[str, object] = {"term": term, "reward": reward, "threads": threads}
+    kind = "judge:JudgeWorker" if isinstance(reward, JudgeReward) else "reward_model:RewardModelWorker"
+    spec = _spec(session, judge_role(term), f"models.workers.{kind}", size, options=options)
+    return replace(spec, threads=threads, slots=reward.slots)
+
+
+def _spec(session: Session, role: str, target: str, size: int, *, options: dict[str, object]) -> PoolSpec:
+    pools = session.settings.pools
+    gpus = {"update": pools.gpus_per_update_rank}
+    home, _, name = session.run.store.uri.rstrip("/").rpartition("/")
+    return PoolSpec(
+        role=role,
+        target=target,
+        options={"store_uri": home, "run": name, **options},
+        size=size,
+        threads=pools.threads,
+        gpus=gpus.get(role, 0),
+        start_seconds=pools.start_seconds,
+        stall_seconds=pools.stall_seconds,
+        max_restarts=pools.max_restarts,
+    )

@@ -1,0 +1,88 @@
+"""A run's policy as one directory of its own; needs neither Prefect's API nor a worker.
+
+Base and adapter are merged in a process of its own: no flow process loads torch.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter
+
+from infra.config import Settings
+from infra.errors import BadInput, WorkerFailed
+from infra.store.bundles import fetch_bundle
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from models.records.work import ExportWork
+from tasks.run.batch import DPO, SFT, policy_key
+from tasks.run.versions import policy_of
+from tasks.views.metrics import sealed_iterations
+
+
+class PolicyExport(Settings):
+    """A policy that was written to a directory."""
+
+    run: str
+    """Name of its run."""
+    iteration: int
+    """Iterations after which it is the policy."""
+    digest: str
+    """Proves which policy of the run it is."""
+    merged: bool
+    """Whether an adapter was added to its base."""
+    path: str
+    """The directory, in Hugging Face format."""
+
+
+def export_policy(
+    run: Run, target: Path, *, iteration: int | None, dtype: Literal["float32", "bfloat16"] | None
+) -> PolicyExport:
+    """Write the policy after an iteration, by default the last sealed one, into a directory that is not there yet.
+
+    The directory appears when it is whole. Raises BadInput before anything is written.
+    """
+    sealed = len(sealed_iterations(run))
+    number = sealed if iteration is None else iteration
+    if not 0 <= number <= sealed:
+        raise BadInput(f"run {run.name!r}: no policy after iteration {number}, expected 0 to {sealed}")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadInput(f"{target}: expected a directory that is not there yet or is empty, found one with files in it")
+    policy = policy_of(_policy(run, number))
+    base = fetch_bundle(run.store, policy.weights)
+    adapter = None if policy.adapter is None else fetch_bundle(run.store, policy.adapter)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+        written = Path(scratch, "policy")
+        written.mkdir()
+        _ask(ExportWork(base=base, adapter=adapter, target=written, dtype=dtype))
+        written.replace(target)
+    return PolicyExport(
+        run=run.name, iteration=number, digest=policy.digest, merged=adapter is not None, path=str(target)
+    )
+
+
+def _policy(run: Run, number: int) -> Manifest:
+    """The policy's manifest. A run that was told to end after SFT or DPO has no initial policy yet, but that one."""
+    keys = [policy_key(number)] if number else [policy_key(0), DPO, SFT]
+    found = [manifest for key in keys if (manifest := run.find(key)) is not None]
+    return found[0] if found else run.require(keys[0])
+
+
+def _ask(work: ExportWork) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "models.commands.export"],
+        input=TypeAdapter(ExportWork).dump_json(work).decode(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        error = json.loads(done.stdout)["error"]
+    except ValueError:
+        raise WorkerFailed(f"the export ended with code {done.returncode}: {done.stderr[-2000:]}") from None
+    if error:
+        raise BadInput(error)

@@ -1,0 +1,250 @@
+"""What the commands that read show of runs; needs neither Prefect's API nor a worker."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+
+from infra.config import Settings
+from infra.errors import BadInput, Damaged
+from infra.store.parquet import export_parquet
+from infra.store.runs import Run, list_runs, open_run
+from infra.store.shards import read_metadata, read_shard
+from infra.store.storage import open_store
+from models.config.rewards import ScoringConfig
+from models.rollouts.preview import Sample
+from tasks.config.validation_errors import nearest
+from tasks.run.batch import iteration_key, policy_key, rollouts_of
+from tasks.run.rescorings import Derived, DerivedLine, derived_of, sealed_numbers
+from tasks.run.versions import directory_of, policy_of
+from tasks.views.metrics import (
+    Accuracy,
+    IterationReport,
+    evaluations_of,
+    report_of,
+    reports_of,
+    sealed_iterations,
+    shown,
+    small,
+)
+from tasks.views.rollouts import sample_rollouts
+
+
+def producers_of(run: Run) -> dict[str, list[str]]:
+    """Name the engines of each role in the newest iteration that has rollouts; several where one was changed in it."""
+    sealed = len(sealed_iterations(run))
+    number = sealed + 1 if rollouts_of(run, sealed + 1) else sealed
+    found: dict[str, set[str]] = {}
+    for manifest in run.manifests(f"{iteration_key(number)}/"):
+        for shard in manifest.shards:
+            producer = read_metadata(run.store, shard).get("producer")
+            if producer is not None:
+                found.setdefault(manifest.key.split("/")[-2], set()).add(producer)
+    return {role: sorted(names) for role, names in found.items()}
+
+
+STAGES = ("rollout", "scoring", "credit", "update", "total")
+
+
+class RunDescription(Settings):
+    """A run as the store knows it."""
+
+    name: str
+    """Name."""
+    created: str
+    """When it was made, UTC."""
+    fingerprint: str
+    """Digest of the configuration that results depend on."""
+    engines: dict[str, list[str]]
+    """What wrote the rollouts, and each judge's verdicts, of the newest iteration; by role, with versions."""
+    evaluations: list[Accuracy]
+    """Held-out evaluations, in order."""
+    iterations: list[IterationReport]
+    """Sealed iterations, in order."""
+    policy: str | None
+    """Directory of the last sealed policy, or of its adapter; none before there is one."""
+    base: str | None
+    """Directory of the weights to which the adapter is added; none where the policy's are its own."""
+    derived: list[DerivedLine]
+    """Re-scorings and re-credits of its rollouts."""
+
+
+class RunLine(Settings):
+    """A run in the list of a store's runs."""
+
+    run: str
+    """Name."""
+    created: str | None
+    """When it was made, UTC."""
+    iterations: int
+    """Sealed iterations."""
+    before: float | None
+    """Held-out accuracy of the initial policy; none before it was measured."""
+    after: float | None
+    """The last held-out accuracy."""
+    fingerprint: str | None
+    """Digest of the configuration that results depend on."""
+    damage: str | None = None
+    """Why the run cannot be read."""
+
+
+def describe_run(store: str, name: str) -> RunDescription:
+    """Read a run's seals and evaluations."""
+    run = open_known_run(store, name)
+    policy, base = _last_policy(run)
+    return RunDescription(
+        name=name,
+        created=run.record.created,
+        fingerprint=run.record.fingerprint,
+        engines=producers_of(run),
+        evaluations=evaluations_of(run),
+        iterations=reports_of(run, term=_terms(run)[0]),
+        policy=policy,
+        base=base,
+        derived=derived_of(run),
+    )
+
+
+def describe_runs(store: str) -> list[RunLine]:
+    """One line per run of a store; a damaged one does not hide the others."""
+    return [_line(store, name) for name in list_runs(store)]
+
+
+def _line(store: str, name: str) -> RunLine:
+    try:
+        run = describe_run(store, name)
+    except Damaged as error:
+        return RunLine(
+            run=name, created=None, iterations=0, before=None, after=None, fingerprint=None, damage=str(error)
+        )
+    means = [accuracy.mean for accuracy in run.evaluations]
+    return RunLine(
+        run=name,
+        created=run.created,
+        iterations=len(run.iterations),
+        before=means[0] if means else None,
+        after=means[-1] if len(means) > 1 else None,
+        fingerprint=run.fingerprint,
+    )
+
+
+def run_rows(runs: Sequence[RunLine]) -> list[dict[str, str]]:
+    """The runs of a store as rows of a terminal's table."""
+    return [
+        {
+            "run": run.run,
+            "created": run.created or "-",
+            "iterations": "damaged: see `rheostat verify`" if run.damage else str(run.iterations),
+            "accuracy before": "-" if run.before is None else f"{run.before:.3f}",
+            "after": "-" if run.after is None else f"{run.after:.3f}",
+            "fingerprint": run.fingerprint or "-",
+        }
+        for run in runs
+    ]
+
+
+def iteration_rows(description: RunDescription) -> list[dict[str, str]]:
+    """The iterations of a run as rows of a terminal's table."""
+    return [
+        {
+            "iteration": str(report.iteration),
+            "accuracy": shown(report.accuracy),
+            "reward": shown(report.reward),
+            "length": shown(report.length, digits=1),
+            "kl": f"{report.kl:.4f}",
+            "mismatch": small(report.mismatch),
+            "missing": str(report.missing),
+            **{f"{name} s": f"{report.seconds[name]:.2f}" for name in STAGES},
+            "policy": f"{report.policy[:16]}{' (quarantined)' if report.quarantined else ''}",
+        }
+        for report in description.iterations
+    ]
+
+
+def read_rollouts(
+    store: str, name: str, *, iteration: int | None, order: Literal["position", "reward", "length"], limit: int
+) -> list[Sample]:
+    """Completions of one iteration, by default the last sealed one."""
+    run = open_known_run(store, name)
+    if iteration is None:
+        sealed = sealed_iterations(run)
+        if not sealed:
+            raise BadInput(f"run {name!r} has no sealed iteration yet: name the one under way with --iteration")
+        iteration = report_of(sealed[-1], term=_terms(run)[0]).iteration
+    return sample_rollouts(run, iteration, limit=limit, order=order)
+
+
+def export_run(store: str, name: str, *, scores: str | None = None) -> list[Path]:
+    """Write one Parquet file per sealed iteration: rollouts with their scores; return the files.
+
+    `scores` names a re-scoring: then its iterations, with its scores.
+    """
+    run = open_known_run(store, name)
+    if scores is None:
+        numbers: Sequence[int] = [report.iteration for report in reports_of(run, term=_terms(run)[0])]
+        if not numbers:
+            raise BadInput(f"run {name!r} has no sealed iteration yet: nothing to export")
+        return [export_parquet(run, _scored(run, number), iteration_key(number)) for number in numbers]
+    derived = known_rescoring(run, scores)
+    numbers = sealed_numbers(run, derived)
+    if not numbers:
+        raise BadInput(f"{derived.label} of run {name!r} has no iteration that is complete: nothing to export")
+    return [
+        export_parquet(run, _scored(run, number, prefix=derived.prefix), derived.iteration_key(number))
+        for number in numbers
+    ]
+
+
+def known_rescoring(run: Run, name: str) -> Derived:
+    """A re-scoring by name, or say which one was probably meant."""
+    derived, known = Derived("rescore", name), run.folders("rescore")
+    if name in known and run.find(derived.terms_key) is not None:
+        return derived
+    raise BadInput(
+        f"--scores {name!r}: expected a re-scoring of run {run.name!r}, found {', '.join(known) or 'none'}"
+        f"{nearest(name, known)}"
+    )
+
+
+def open_known_run(store: str, name: str) -> Run:
+    """Open a run by name, or say which name or store was probably meant."""
+    if "/" in name:
+        path = Path(name)
+        hint = f"; try {path.name} --store {path.parent}" if (path / "run.json").is_file() else ""
+        raise BadInput(f"run {name!r}: expected a name, found a path{hint}")
+    known = list_runs(store)
+    if known and name not in known:
+        names = f"{', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
+        raise BadInput(f"no run {name!r} in {open_store(store).uri}: expected {names}{nearest(name, known)}")
+    if not known:
+        raise BadInput(f"no run {name!r} in {open_store(store).uri}: no runs lie there; name another with --store")
+    return open_run(store, name)
+
+
+def _scored(run: Run, number: int, *, prefix: str = "") -> Iterator[pa.Table]:
+    """An iteration's rollouts and scores side by side, shard by shard, with run and iteration as columns."""
+    for rollouts in rollouts_of(run, number):
+        table = read_shard(run.store, rollouts.shards[0])
+        scored = run.find(f"{prefix}{rollouts.key.replace('/rollout/', '/scoring/')}")
+        assert scored is not None, "a sealed iteration has scores for every rollout shard"
+        scores = read_shard(run.store, scored.shards[0])
+        for name in scores.column_names:
+            if name not in ("prompt_row", "sample"):
+                table = table.append_column(name, scores[name])
+        table = table.add_column(0, "iteration", pa.array([number] * table.num_rows, pa.int32()))
+        yield table.add_column(0, "run", pa.array([run.name] * table.num_rows, pa.string()))
+
+
+def _last_policy(run: Run) -> tuple[str | None, str | None]:
+    """Directory of the last policy or of its adapter, and of the adapter's base."""
+    committed = run.find(policy_key(len(sealed_iterations(run))))
+    if committed is None:
+        return None, None
+    policy = policy_of(committed)
+    base = directory_of(run, policy.weights)
+    return (base, None) if policy.adapter is None else (directory_of(run, policy.adapter), base)
+
+
+def _terms(run: Run) -> tuple[str, ...]:
+    return ScoringConfig.model_validate(run.record.config["scoring"]).terms
