@@ -49,19 +49,19 @@ docs: $(VENV)/.base  ## write the generated pages again
 	@$(BIN)/python -m tasks.config.reference > docs/configuration.md
 
 bench: $(VENV)/.bench  ## compare with other trainers on this machine
-	@$(BIN)/python -m tests.bench $(ARGS)
+	@$(BIN)/python -m bench $(ARGS)
 
 reality: $(VENV)/.bench  ## placement of real processes with paced engines, against the simulator (12 minutes)
-	@$(BIN)/python -m tests.bench --only reality $(ARGS)
+	@$(BIN)/python -m bench --only reality $(ARGS)
 
 curves: $(VENV)/.bench  ## learning curves of the algorithms on three seeds (forty runs of the demo)
-	@$(BIN)/python -m tests.bench --only curves $(ARGS)
+	@$(BIN)/python -m bench --only curves $(ARGS)
 
 bench-vllm: $(VENV)/.bench  ## tokens per second through the whole path, against vLLM alone
 	@$(BIN)/rheostat engine install vllm
-	@$(BIN)/python -m tests.bench --only vllm $(ARGS)
+	@$(BIN)/python -m bench --only vllm $(ARGS)
 
-$(VENV)-trl/.done: tests/bench/trl-vllm.txt
+$(VENV)-trl/.done: bench/trl-vllm.txt
 	@echo "installing TRL and its vLLM into $(VENV)-trl (some minutes)"
 	@$(BIN)/python -m venv --clear $(VENV)-trl
 	@$(VENV)-trl/bin/python -m pip --disable-pip-version-check install -q -r $<
@@ -69,4 +69,4 @@ $(VENV)-trl/.done: tests/bench/trl-vllm.txt
 
 bench-gpu: $(VENV)/.bench  ## whole iterations on one GPU, next to TRL with colocated vLLM; without network once installed
 	@if nvidia-smi -L >/dev/null 2>&1; then $(BIN)/rheostat engine install vllm && $(MAKE) -s $(VENV)-trl/.done; fi
-	@$(BIN)/python -m tests.bench --only gpu $(ARGS)
+	@$(BIN)/python -m bench --only gpu $(ARGS)

@@ -3,9 +3,9 @@
 from prefect import flow
 
 from flows.measurement import measured
-from flows.session import hold, measured_by_rules, require_part
+from flows.session import hold
 from flows.sft import fine_tuning
-from tasks.config.run import RunConfig
+from tasks.config.run import RunConfig, measured_by_rules, require_part
 from tasks.offline_training import is_fine_tuned, prefer
 from tasks.preparation import begin
 from tasks.reporting import TrainedPolicy, report_policy

@@ -3,9 +3,9 @@
 from prefect import flow
 
 from flows.dpo import preference_learning
-from flows.session import hold, require_part
+from flows.session import hold
 from flows.sft import fine_tuning
-from tasks.config.run import RunConfig
+from tasks.config.run import RunConfig, require_part
 from tasks.offline_training import begin_with, is_fine_tuned, is_preferring, local_terms, make_judge, train_judge
 from tasks.preparation import begin
 from tasks.reporting import TrainedRewards, report_rewards

@@ -3,8 +3,8 @@
 from prefect import flow
 
 from flows.measurement import measured
-from flows.session import hold, measured_by_rules, require_part
-from tasks.config.run import RunConfig
+from flows.session import hold
+from tasks.config.run import RunConfig, measured_by_rules, require_part
 from tasks.offline_training import fine_tune
 from tasks.preparation import begin
 from tasks.reporting import TrainedPolicy, report_policy

@@ -2,9 +2,9 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.engines")  # claims that several modules import
+pytest.register_assert_rewrite("tests.support.engines")  # claims that several modules import
 
-from tests.jobs import Job, prefect_server  # noqa: E402
+from tests.support.jobs import Job, prefect_server  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flows.cli.plan import find_run
-from flows.session import require_part
 from infra.errors import ApiFailed, BadInput, first_cause
 from infra.store.runs import open_run
 from models.config.policy import DirectoryPolicy
-from tasks.config.run import RunConfig, load_config, override_config
+from tasks.config.run import RunConfig, load_config, override_config, require_part
 from tasks.run.rescorings import Derived, sealed_numbers
 from tasks.run.subprocesses import preflight
 

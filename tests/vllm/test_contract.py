@@ -15,8 +15,18 @@ from models.config.engines import DrawnLengths, SamplingConfig, VllmEngine
 from models.engines.vllm.completions import drawn_length
 from models.engines.vllm.engine import ServedEngine
 from models.records.schemas import FinishReason
-from tests.engines import *  # noqa: F403  # every claim there is one here
-from tests.engines import MIXED, RANK, SAMPLING, Loaded, Published, publish, request, require_plain_logprobs, written_by
+from tests.support.engines import *  # noqa: F403  # every claim there is one here
+from tests.support.engines import (
+    MIXED,
+    RANK,
+    SAMPLING,
+    Loaded,
+    Published,
+    publish,
+    request,
+    require_plain_logprobs,
+    written_by,
+)
 
 pytestmark = pytest.mark.vllm
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from models.modeling.policy import save_policy
-from tests.engines import EOS, SHAPE, Published, publish, publish_adapter, publish_directory
-from tests.policies import CONTEXT, DECODER, VOCABULARY, small_tokenizer
+from tests.support.engines import EOS, SHAPE, Published, publish, publish_adapter, publish_directory
+from tests.support.policies import CONTEXT, DECODER, VOCABULARY, small_tokenizer
 from tests.vllm.servers import PLAIN, Asked, asked, collect, meddling_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

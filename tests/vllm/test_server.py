@@ -16,7 +16,7 @@ from infra.environments.find import find_python
 from infra.errors import WorkerFailed
 from models.config.engines import VllmEngine
 from models.engines.vllm.server import command, start_server
-from tests.policies import CONTEXT, write_policy
+from tests.support.policies import CONTEXT, write_policy
 
 pytestmark = pytest.mark.vllm
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tests.jobs import KILL_SERVER, Fault, Job, servers_of, wait_for
-from tests.test_demo import demo
+from tests.runs.test_demo import demo
+from tests.support.jobs import KILL_SERVER, Fault, Job, servers_of, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -116,7 +116,7 @@ def test_adapters_are_served_beside_their_base_which_moves_once(tmp_path, prefec
 def judged(engine: str) -> str:
     shape = "{kind = 'scratch', hidden_size = 32, intermediate_size = 32, heads = 1, kv_heads = 1, context = 192}"
     model = f"{{kind = 'trained', warmup = {{steps = 30}}, engine = {engine}, shape = {shape}}}"
-    even = "{kind = 'target', target = 'tests.rewards_for_tests:even', weight = 0.5}"
+    even = "{kind = 'target', target = 'tests.support.rewards:even', weight = 0.5}"
     return f"scoring.rewards=[{even}, {{kind = 'judge', model = {model}}}]"
 
 

@@ -1,0 +1,79 @@
+"""Measure this machine: `python -m bench [--only PART …] [--json FILE]`; progress goes to stderr.
+
+Each part is a module with a function `measure` that hands back tables. Nothing else should run meanwhile.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from bench.tables import Table
+from infra.errors import BadInput
+
+PARTS = (
+    "stages",
+    "minute",
+    "trl",
+    "advantages",
+    "shards",
+    "controllers",
+    "deployments",
+    "placement",
+    "losses",
+    "engine",
+)
+ALONE = ("reality", "curves", "vllm", "gpu")
+"""Parts that take long or need another environment, and run when they are named."""
+
+QUIET = 0.5
+"""Load average below which the machine is ours; what has just started or ended counts a little."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure this machine.")
+    parser.add_argument("--only", choices=(*PARTS, *ALONE), action="append", help="one part; may be given again")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    options = parser.parse_args(arguments)
+    document: dict[str, object] = {"machine": machine()}
+    for name in options.only or PARTS:
+        started, load = time.monotonic(), os.getloadavg()[0]
+        sys.stderr.write(f"--- {name} (load {load:.1f})\n")
+        tables: list[Table] = []
+        try:
+            for table in importlib.import_module(f"bench.{name}").measure():
+                tables.append(table)
+                sys.stdout.write(f"\n{table.text()}\n")
+                sys.stdout.flush()
+        except BadInput as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
+        seconds = time.monotonic() - started
+        if load > QUIET:
+            sys.stdout.write(f"  {name}: load was {load:.1f} when it began, so other processes shared the cores\n")
+        document[name] = {"seconds": seconds, "load_before": load, "tables": [table.json() for table in tables]}
+        sys.stderr.write(f"--- {name}: {seconds:.0f} s\n")
+        if options.json is not None:  # after every part, so that an interrupt loses little
+            options.json.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    return 0
+
+
+def machine() -> dict[str, object]:
+    """What the numbers were measured on."""
+    packages = ("torch", "transformers", "deepspeed", "ray", "prefect", "pyarrow", "trl")
+    return {
+        "cpus": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in packages},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

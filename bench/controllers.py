@@ -1,0 +1,186 @@
+"""Controllers as sub-flows, by their number and the payload of a sample: memory, CPU, and what lies in the driver.
+
+Each problem's reference answer, which every rollout carries from the prompts' shard to the rewards, holds up to 1 MB,
+as an image or a test suite would. All of it but its head, which the final report shows, repeats a random marker in
+every memory page: a process that holds payload has it in its memory, which is searched while the run goes on.
+"""
+
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from bench.inputs import GROUP, write_inputs
+from bench.processes import PAGE, Watched, cpu_seconds, holds_file, wait_for, watching
+from bench.tables import Table
+from tests.support.jobs import RHEOSTAT, ROOT, kill
+
+PAYLOADS = (4 * 1024, 1024 * 1024)
+"""Bytes per sample."""
+CONTROLLERS = (1, 2, 4, 8)
+PROMPTS, SHARD_PROMPTS = 16, 2
+ITERATIONS = 2
+SAMPLES = PROMPTS * GROUP
+"""Per iteration, in 8 shards of 16."""
+HITS = ("searches", "that found payload", "of workers", "that found it")
+NOTES = (
+    "peak: VmHWM, pages of mapped files included; ratio: to the smallest payload with as many controllers",
+    "searches: of the memory of the driver and all controllers while they ran; workers, which hold payload, are the "
+    "proof that the search finds it",
+    "Prefect's home, database and results included, was searched at the end: no file held payload",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run."""
+
+    controllers: int
+    payload_bytes: int
+    iterations: int
+    driver_cpu_seconds: float
+    """From the first plan to the last seal."""
+    processes: tuple[Watched, ...]
+    files: tuple[Path, ...]
+    """Files of Prefect that hold the marker: none."""
+
+    def of(self, kind: str) -> list[Watched]:
+        """Processes of one kind."""
+        return [process for process in self.processes if process.kind == kind]
+
+    @property
+    def flow_processes(self) -> list[Watched]:
+        """Driver and controllers."""
+        return [*self.of("driver"), *self.of("controller")]
+
+    def cpu_per_10_000(self, seconds: float) -> float:
+        """CPU seconds for 10,000 samples."""
+        return seconds * 10_000 / (SAMPLES * self.iterations)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where jobs run: Prefect's home, and the worker that starts controllers, if there is one."""
+
+    home: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    worker: int | None = None
+
+
+def measure() -> list[Table]:
+    """Run the same job with more and more controllers, each time with little payload and with much."""
+    runs = []
+    for controllers in CONTROLLERS:
+        for payload in PAYLOADS:
+            with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as home:
+                runs.append(run_job(Place(Path(home)), controllers, payload, iterations=ITERATIONS))
+    return [_table(runs)]
+
+
+def run_job(place: Place, controllers: int, payload: int, *, iterations: int) -> Measured:
+    """Run one job and watch its processes to their end."""
+    marker = secrets.token_hex(16).encode()
+    where = "nested" if place.worker is None else "deployment"
+    sys.stderr.write(f"{controllers} controllers, {where}, {payload} bytes per sample\n")
+    with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
+        directory = Path(name)
+        inputs = write_inputs(directory, shape={}, max_new_tokens=16, answer=_payload(marker, payload))
+        overrides = [f"iterations={iterations}", f"rollout.prompts={PROMPTS}", f"rollout.shard_prompts={SHARD_PROMPTS}"]
+        overrides += [f"data.limit={PROMPTS}", f"controllers.count={controllers}", f"controllers.where={where}"]
+        command = [RHEOSTAT, "train", str(inputs.config), *overrides, "--run", "bench", "--store", name]
+        manifests = directory / "bench" / "manifests"
+        driver = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment(place))
+        try:
+            with watching(lambda: _processes(driver.pid, place), marker=marker) as seen:
+                wait_for(manifests / "it-0001/plan.json", lambda: driver.poll() is not None)
+                before = cpu_seconds(driver.pid)
+                wait_for(manifests / f"it-{iterations:04d}/seal.json", lambda: driver.poll() is not None)
+                used = cpu_seconds(driver.pid) - before
+                driver.wait()
+        finally:
+            kill(driver)
+        if driver.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with code {driver.returncode}")
+        found = tuple(holds_file(place.home, marker))
+    return Measured(controllers, payload, iterations, used, tuple(seen.values()), found)
+
+
+def _payload(marker: bytes, size: int) -> str:
+    """Text that names itself in every memory page, but for what a report shows of it."""
+    head = "." * (PAGE // 2)
+    line = f"{marker.decode()}{'.' * (PAGE // 2 - len(marker))}"
+    return (head + line * (size // len(line)))[:size]
+
+
+def _processes(driver: int, place: Place) -> dict[int, str]:
+    """The driver, its workers, and the controllers below Prefect's worker."""
+    try:
+        below = psutil.Process(driver).children(recursive=True)
+        above = psutil.Process(place.worker).children(recursive=True) if place.worker else []
+    except psutil.NoSuchProcess:
+        return {}
+    found = {driver: "driver"}
+    for process in (*below, *above):
+        try:
+            line = " ".join(process.cmdline())
+        except psutil.NoSuchProcess:
+            continue
+        if line.startswith("ray::"):
+            found[process.pid] = "worker"
+        elif "-m prefect.engine" in line:
+            found[process.pid] = "controller"
+    return found
+
+
+def environment(place: Place) -> dict[str, str]:
+    """What a process of the place gets; Prefect's settings of this one are no part of it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return {**kept, "PREFECT_HOME": str(place.home), **place.environment}
+
+
+def _table(runs: Sequence[Measured]) -> Table:
+    return Table(
+        title=f"Controllers as sub-flows of the driver: {ITERATIONS} iterations of {SAMPLES} samples in 8 shards",
+        columns=("controllers", "KiB per sample", "driver's peak, MiB", "ratio", *HITS, "CPU s / 10,000 samples"),
+        rows=tuple(
+            (
+                str(run.controllers),
+                run.payload_bytes // 1024,
+                peak(run.of("driver")),
+                ratio(run, runs, "driver"),
+                *hits(run),
+                run.cpu_per_10_000(run.driver_cpu_seconds),
+            )
+            for run in runs
+        ),
+        notes=NOTES,
+    )
+
+
+def hits(run: Measured) -> tuple[int, int, int, int]:
+    """Searches of flow processes and of workers, and how many of each found payload; Prefect's files hold none."""
+    assert not run.files, f"payload in {', '.join(map(str, run.files))}"
+    flows, workers = run.flow_processes, run.of("worker")
+    return (
+        sum(process.searches for process in flows),
+        sum(process.hits for process in flows),
+        sum(process.searches for process in workers),
+        sum(process.hits for process in workers),
+    )
+
+
+def peak(processes: Sequence[Watched]) -> float:
+    """The largest peak in MiB."""
+    return max(process.peak_bytes for process in processes) / 2**20
+
+
+def ratio(run: Measured, runs: Sequence[Measured], kind: str) -> float:
+    """The peak beside that of the run with as many controllers and the least payload."""
+    small = next(other for other in runs if other.controllers == run.controllers)
+    return peak(run.of(kind)) / peak(small.of(kind))

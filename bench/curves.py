@@ -1,0 +1,180 @@
+"""Learning curves of the algorithms on the demo's problems: the same warmed-up policy, the same budget, three seeds."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from bench.jobs import DEMO, finished_job
+from bench.tables import Table
+from tasks.run.batch import policy_key
+from tasks.views.metrics import evaluations_of, reports_of
+
+SEEDS = (0, 1, 2)
+MORE_SEEDS = (3, 4)
+"""For the algorithms that are compared in pairs."""
+PLOT = Path(__file__).parents[1] / "docs" / "algorithms.png"
+CONFIGS = DEMO.parent
+COLORS = 10
+"""Of matplotlib's cycle; further lines are dashed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A configuration and what is changed in it; `{teacher}` stands for a policy that has seen worked answers only."""
+
+    overrides: tuple[str, ...]
+    config: Path = DEMO
+
+
+GRPO, CAPO = "GRPO", "CAPO with a step checker"
+RECIPES: Mapping[str, Recipe] = {
+    GRPO: Recipe(("algorithm.kind=grpo",)),
+    "Dr. GRPO": Recipe(
+        (
+            "algorithm.kind=dr_grpo",
+            "update.loss.kind=ppo_clip",
+            "update.loss.aggregation.kind=constant",
+            "update.loss.aggregation.length=32",
+        )
+    ),
+    "RLOO": Recipe(("algorithm.kind=rloo",)),
+    "REINFORCE++": Recipe(("algorithm.kind=reinforce_pp", "algorithm.kl.coefficient=1e-3")),
+    "REINFORCE++-baseline": Recipe(("algorithm.kind=reinforce_pp_baseline",)),
+    "PPO with a critic": Recipe(
+        (
+            "algorithm.kind=ppo",
+            "algorithm.lam=1",
+            "algorithm.critic.learning_rate=2e-3",
+            "algorithm.critic.warmup_iterations=1",
+        )
+    ),
+    CAPO: Recipe((), CONFIGS / "capo.toml"),
+    "GRPO, GSPO's loss": Recipe(("update.loss.kind=gspo", "update.loss.clip_low=0.05", "update.loss.clip_high=0.05")),
+    "GRPO, CISPO's loss": Recipe(("update.loss.kind=cispo",)),
+    "GRPO, adaptive KL": Recipe(
+        (
+            "update.kl.kind=k3",
+            "update.kl.coefficient=1e-2",
+            "update.kl.adaptive.target=0.3",
+            "update.kl.adaptive.horizon=5000",
+        )
+    ),
+    "GRPO, LoRA of rank 8": Recipe(("update.lora.rank=8", "update.lora.alpha=16", "update.learning_rate=5e-3")),
+    "distillation": Recipe(
+        ("algorithm.distillation.teacher.path={teacher}", "rollout.prompts=512", "rollout.shard_prompts=256"),
+        CONFIGS / "distill.toml",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One run: shares of problems solved."""
+
+    rollouts: tuple[float, ...]
+    """Of each iteration's completions."""
+    before: float
+    """Held out, greedy."""
+    after: float
+
+
+def measure() -> Iterator[Table]:
+    """Every recipe on every seed, and the plot in docs/; then two of them on more seeds, in pairs."""
+    curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
+    for seed in (*SEEDS, *MORE_SEEDS):
+        with warmed_up(seed) as start, warmed_up(seed, "warmup.worked_fraction=1") as teacher:
+            for name in RECIPES if seed in SEEDS else (GRPO, CAPO):
+                curves[name].append(curve(start, seed, RECIPES[name], teacher=teacher))
+                sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
+    shown = {name: runs[: len(SEEDS)] for name, runs in curves.items()}
+    draw(shown, PLOT)
+    yield table(f"Learning on the demo's problems, {len(SEEDS)} seeds", shown)
+    yield pairs(curves[GRPO], curves[CAPO])
+
+
+@contextmanager
+def warmed_up(seed: int, *overrides: str):
+    """The directory of the demo's policy after its warm-up, before any reinforcement."""
+    with finished_job(DEMO, (f"seed={seed}", "iterations=0", *overrides)) as job:
+        made = job.run.find(policy_key(0))
+        assert made is not None
+        yield Path(job.run.store.local(f"{made.bundles['weights'].key}/config.json")).parent
+
+
+def curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Curve:
+    """Train from a warmed-up policy."""
+    begun = ("warmup=", "policy.kind=directory", f"policy.path={start}", f"seed={seed}")
+    overrides = tuple(override.replace("{teacher}", str(teacher)) for override in recipe.overrides)
+    with finished_job(recipe.config, (*begun, *overrides)) as job:
+        evaluations = evaluations_of(job.run)
+        reports = reports_of(job.run, term="numeric")
+    return Curve(
+        rollouts=tuple(report.accuracy or 0.0 for report in reports),
+        before=evaluations[0].mean,
+        after=evaluations[-1].mean,
+    )
+
+
+def table(title: str, curves: Mapping[str, Sequence[Curve]]) -> Table:
+    """One row per recipe; ranges are over seeds."""
+    rows = []
+    for name, runs in curves.items():
+        after = [run.after for run in runs]
+        area = [fmean(run.rollouts) for run in runs]
+        half = len(runs[0].rollouts) // 2
+        rows.append(
+            (
+                name,
+                fmean(run.before for run in runs),
+                fmean(run.rollouts[half - 1] for run in runs),
+                fmean(run.rollouts[-1] for run in runs),
+                fmean(area),
+                fmean(after),
+                f"{min(after):.3f} to {max(after):.3f}",
+            )
+        )
+    return Table(
+        title=title,
+        columns=("", "before", "half-way", "last", "mean", "after", "after, over seeds"),
+        rows=tuple(rows),
+        notes=(
+            "before and after: held-out problems, greedy; half-way, last, mean: rollouts of those iterations, sampled",
+        ),
+    )
+
+
+def pairs(grpo: Sequence[Curve], capo: Sequence[Curve]) -> Table:
+    """One row per seed: both from the same policy, with the same prompts and budget."""
+    rows = [
+        (f"seed {seed}", fmean(a.rollouts), fmean(b.rollouts), a.after, b.after)
+        for seed, a, b in zip((*SEEDS, *MORE_SEEDS), grpo, capo, strict=True)
+    ]
+    gains = [row[2] - row[1] for row in rows]
+    error = stdev(gains) / len(gains) ** 0.5
+    return Table(
+        title="CAPO beside GRPO",
+        columns=("", "GRPO, mean", "CAPO, mean", "GRPO, after", "CAPO, after"),
+        rows=(*rows, ("mean", *(fmean(row[i] for row in rows) for i in range(1, 5)))),
+        notes=(f"CAPO's mean over training minus GRPO's: {fmean(gains):+.4f}, standard error {error:.4f} over seeds",),
+    )
+
+
+def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
+    """Plot the mean over seeds of each recipe's rollouts, with the range in a lighter shade."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for place, (name, runs) in enumerate(curves.items()):
+        columns = list(zip(*(run.rollouts for run in runs), strict=True))
+        numbers = range(1, len(columns) + 1)
+        color, style = f"C{place % COLORS}", "-" if place < COLORS else "--"
+        axes.plot(numbers, [fmean(column) for column in columns], color=color, linestyle=style, label=name)
+        axes.fill_between(numbers, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.05)
+    axes.set(xlabel="iteration", ylabel="share of rollouts that are right", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120, metadata={"Software": None})

@@ -1,0 +1,118 @@
+"""Tokens per second of the rollout engine, beside `generate` of transformers called for one group at a time.
+
+The model has the demo's shape and random weights; EOS is likely enough that completions end at different lengths.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bench.tables import Table
+from infra.store.bundles import BundleRef
+from models.config.engines import SamplingConfig, TransformersEngine
+from models.engines.local.engine import HuggingFaceEngine
+from models.engines.protocol import Request
+from models.records.seeds import derive_seed, sample_seed
+from models.records.versions import PolicyVersion
+from tests.support.policies import VOCABULARY, write_policy
+
+PROMPTS, GROUP, LONGEST, ROUNDS = 32, 8, 64, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one way to generate took."""
+
+    name: str
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def requests() -> list[Request]:
+    """Prompts of 30 to 60 random tokens."""
+    random = np.random.Generator(np.random.Philox(derive_seed("bench")))
+    return [
+        Request(
+            row=row,
+            tokens=tuple(int(token) for token in random.integers(2, VOCABULARY, size=int(random.integers(30, 61)))),
+            seeds=tuple(sample_seed(0, 0, prompt_row=row, sample=sample) for sample in range(GROUP)),
+        )
+        for row in range(PROMPTS)
+    ]
+
+
+def generate_groups(model: PreTrainedModel) -> int:
+    """Call `generate` once per prompt, with the scores its log-probs need, and return the tokens made."""
+    tokens = 0
+    for request in requests():
+        prompt = torch.tensor([request.tokens])
+        made = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=True,
+            top_k=0,
+            num_return_sequences=GROUP,
+            max_new_tokens=LONGEST,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        answers = made.sequences[:, prompt.shape[1] :]
+        logprobs = torch.stack(made.logits, dim=1).log_softmax(dim=-1).gather(2, answers[..., None])
+        ended = (answers == model.generation_config.eos_token_id).cumsum(dim=1)
+        kept = (ended.cumsum(dim=1) <= 1).sum()
+        assert logprobs.isfinite().all()
+        tokens += int(kept)
+    return tokens
+
+
+def compare(rounds: int) -> list[Result]:
+    """Measure both ways in turn, so that a busy machine slows both, and keep each one's median."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write_policy(directory)
+        engine = HuggingFaceEngine(TransformersEngine())
+        engine.load(directory, PolicyVersion(version=0, weights=BundleRef(key="bench", digest="bench", bytes=0)))
+        model = AutoModelForCausalLM.from_pretrained(name)
+    work, sampling = requests(), SamplingConfig(max_new_tokens=LONGEST)
+
+    def batched() -> int:
+        return sum(len(completion.tokens) for group in engine.generate(work, sampling) for completion in group)
+
+    ways: dict[str, Callable[[], int]] = {
+        "rollout engine": batched,
+        "transformers generate, by group": lambda: generate_groups(model),
+    }
+    taken: dict[str, list[Result]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, run in ways.items():
+            started = time.perf_counter()
+            tokens = run()
+            taken[way].append(Result(way, tokens, time.perf_counter() - started))
+    speed = {way: statistics.median_low(result.tokens_per_second for result in taken[way]) for way in ways}
+    return [next(result for result in taken[way] if result.tokens_per_second == speed[way]) for way in ways]
+
+
+def measure() -> list[Table]:
+    """Compare both ways on one thread, as a rollout worker runs."""
+    torch.set_num_threads(1)
+    ours, theirs = compare(ROUNDS)
+    rows = tuple((result.name, result.tokens, result.seconds, result.tokens_per_second) for result in (ours, theirs))
+    return [
+        Table(
+            title=f"Rollout engine on 1 thread: {PROMPTS} prompts × {GROUP}, up to {LONGEST} tokens",
+            columns=("", "tokens", "seconds", "tokens/s"),
+            rows=rows,
+            notes=(f"{ours.tokens_per_second / theirs.tokens_per_second:.1f} times as fast; median of {ROUNDS}",),
+        )
+    ]

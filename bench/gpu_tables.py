@@ -1,0 +1,148 @@
+"""What the part `gpu` prints: seconds per stage, what the device allows, and TRL beside it."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bench.decoders import Decoder
+from bench.device import Measured, peak_flops
+from bench.iterations import IterationSeconds
+from bench.limits import Generated, Limit, train_flops, utilisation
+from bench.tables import Cell, Table
+from bench.trl_workload import TrlIteration
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One iteration: what it took, what it wrote, and what the device would have needed for that."""
+
+    spent: IterationSeconds
+    made: Generated
+    limit: Limit
+
+    @property
+    def sequences(self) -> list[int]:
+        """Tokens of each sequence that was trained on."""
+        return [prompt + length for prompt, length in self.made.contexts]
+
+
+def seconds_per_stage(taken: Sequence[Taken], decoder: Decoder) -> Table:
+    """Where our iterations' time went."""
+    whole = _median(one.spent.seconds for one in taken)
+    stages: tuple[tuple[str, Callable[[IterationSeconds], float]], ...] = (
+        ("server wakes and loads weights", lambda spent: spent.load),
+        ("generate", lambda spent: spent.generate),
+        ("write the shard", lambda spent: spent.write),
+        ("score", lambda spent: spent.score),
+        ("server goes to sleep", lambda spent: spent.sleep),
+        ("credit", lambda spent: spent.credit),
+        ("update", lambda spent: spent.update),
+        ("  of it: log-probs of the old policy", lambda spent: spent.logprobs),
+        ("  of it: optimizer steps", lambda spent: spent.steps),
+        ("  of it: weights and state written", lambda spent: spent.save),
+        ("rest (flows, commits, starts)", lambda spent: spent.rest),
+        ("whole iteration", lambda spent: spent.seconds),
+    )
+    rows = [(name, seconds, 100 * seconds / whole) for name, of in stages for seconds in [_of(taken, of)]]
+    tokens = _median(one.made.tokens for one in taken)
+    return Table(
+        title=f"Seconds per stage, {decoder.name}: {_workload(taken)}",
+        columns=("stage", "seconds", "% of the iteration"),
+        rows=tuple(rows),
+        notes=(
+            f"{tokens:,.0f} completion tokens: {tokens / _of(taken, lambda spent: spent.generate):,.0f} per second of "
+            f"generation, {tokens / whole:,.0f} of the whole iteration",
+            f"{_of(taken, lambda spent: spent.weights_bytes):,.0f} bytes of weights taken by the server",
+            f"medians of {len(taken)} iterations",
+        ),
+    )
+
+
+def against_limit(taken: Sequence[Taken], decoder: Decoder, device: Measured) -> Table:
+    """How near the device's own limit the iterations come."""
+    stages: tuple[tuple[str, float, Cell], ...] = (
+        ("prefill and decode", _median(one.limit.prefill + one.limit.decode for one in taken), "generate"),
+        ("log-probs", _median(one.limit.logprobs for one in taken), "logprobs"),
+        ("train and optimizer", _median(one.limit.train + one.limit.optimizer for one in taken), "steps"),
+        ("whole iteration: eff_sync", _median(one.limit.seconds for one in taken), "seconds"),
+    )
+    rows = []
+    for name, least, measured in stages:
+        took = _median(getattr(one.spent, str(measured)) for one in taken)
+        rows.append((name, least, took, least / took))
+    peak, source = _peak(device)
+    mfu = _median(utilisation(train_flops(decoder, one.sequences), one.spent.steps, peak=peak) for one in taken)
+    whole = _median(utilisation(train_flops(decoder, one.sequences), one.spent.update, peak=peak) for one in taken)
+    return Table(
+        title=f"Against the physical limit, {decoder.name} on {device.name}",
+        columns=("", "limit, s", "measured, s", "share"),
+        rows=tuple(rows),
+        notes=(
+            f"the device was measured at {device.flops / 1e12:.3g} TFLOP/s and {device.bandwidth / 1e9:,.0f} GB/s",
+            f"MFU {100 * mfu:.1f}% in the optimizer steps, {100 * whole:.1f}% over the whole update: 6·N·tokens and "
+            f"attention against {peak / 1e12:.3g} TFLOP/s ({source})",
+        ),
+    )
+
+
+def beside_trl(taken: Sequence[Taken], theirs: Sequence[TrlIteration], decoder: Decoder, device: Measured) -> Table:
+    """Both on the same prompts, lengths and number of steps."""
+    peak, _ = _peak(device)
+    ours_update = _median(one.spent.steps + one.spent.logprobs for one in taken)
+    rows: list[tuple[Cell, ...]] = []
+
+    def compare(name: str, ours: float, trl: Callable[[TrlIteration], float]) -> None:
+        other = _median(map(trl, theirs)) if theirs else None
+        rows.append((name, ours, "" if other is None else other, "" if other is None else other / ours))
+
+    compare("whole iteration, s", _of(taken, lambda spent: spent.seconds), lambda one: one.seconds)
+    compare(
+        "generate, with waking, weights and sleep, s",
+        _of(taken, lambda spent: spent.generate + spent.load + spent.sleep + spent.write + spent.score),
+        lambda one: one.generation,
+    )
+    compare("of it: vLLM takes the weights, s", _of(taken, lambda spent: spent.load), lambda one: one.weights)
+    compare("log-probs and optimizer steps, s", ours_update, lambda one: one.seconds - one.generation)
+    mfu = [utilisation(train_flops(decoder, one.sequences), one.spent.steps, peak=peak) for one in taken]
+    eff = [one.limit.seconds / one.spent.seconds for one in taken]
+    pairs = list(zip(taken, theirs, strict=False))
+    their_mfu = [
+        utilisation(train_flops(decoder, one.sequences), trl.seconds - trl.generation - trl.old_logprobs, peak=peak)
+        for one, trl in pairs
+    ]
+    their_eff = [one.limit.seconds / trl.seconds for one, trl in pairs]
+    rows.append(("eff_sync", _median(eff), _median(their_eff) if pairs else "", ""))
+    rows.append(("MFU of the optimizer steps", _median(mfu), _median(their_mfu) if pairs else "", ""))
+    return Table(
+        title=f"Beside TRL's GRPOTrainer with colocated vLLM, {decoder.name}: {_workload(taken)}",
+        columns=("", "Rheostat", "TRL", "times as fast"),
+        rows=tuple(rows),
+        notes=(
+            "TRL computes the log-probs of the old policy for all samples, we for those of all steps but the first",
+            "we keep weights, optimizer state and completions durably; TRL keeps nothing",
+            *(() if theirs else ("TRL has no environment here, and was left out",)),
+        ),
+    )
+
+
+def _workload(taken: Sequence[Taken]) -> str:
+    made = taken[-1].made
+    lengths = [length for _, length in made.contexts]
+    group = len(made.lengths[0])
+    return (
+        f"{len(made.prompts)} prompts × {group}, mean length {statistics.mean(lengths):.0f}, longest {max(lengths):,}"
+    )
+
+
+def _peak(device: Measured) -> tuple[float, str]:
+    """The data sheet's, or where it is not known what was measured."""
+    peak = peak_flops(device.name) if device.cuda else None
+    return (device.flops, "measured: no data sheet is known here") if peak is None else (peak, "the data sheet's")
+
+
+def _of(taken: Sequence[Taken], of: Callable[[IterationSeconds], float]) -> float:
+    return _median(of(one.spent) for one in taken)
+
+
+def _median(values) -> float:
+    return statistics.median(values)

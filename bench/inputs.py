@@ -1,0 +1,83 @@
+"""Inputs of a job that another trainer can be given too: a policy directory, problem files, a configuration."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.policies import write_policy
+
+REWARD_PATTERN = "[02468]"
+"""An even digit in the completion: random policies earn it now and then, so that groups teach something."""
+PROMPTS, GROUP, MINIBATCHES = 64, 8, 4
+LEARNING_RATE = 1e-6  # so small that completions keep their length while we measure
+HELDOUT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Files of a job."""
+
+    config: Path
+    policy: Path
+    prompts: tuple[str, ...]
+    """Every training prompt; an iteration asks all of them."""
+    max_new_tokens: int
+
+
+def write_inputs(
+    directory: Path,
+    *,
+    shape: Mapping[str, object],
+    max_new_tokens: int = 32,
+    update_ranks: int = 1,
+    answer: str = "x",
+) -> Inputs:
+    """Write a random policy that ends its completions at different lengths, and problems of one or two dozen tokens.
+
+    Every problem has the same reference answer: payload that rollouts carry to the rewards.
+    """
+    write_policy(directory / "policy", changes=shape, eos_share=1 / max_new_tokens)
+    train = tuple(f"Ana has {row} pens, buys {row % 7} and sells {row % 5}. How many? " for row in range(PROMPTS))
+    _write_problems(directory / "train.jsonl", train, answer)
+    _write_problems(directory / "heldout.jsonl", tuple(f"Held out: {row}. " for row in range(HELDOUT)), answer)
+    config = directory / "config.toml"
+    config.write_text(_config(directory, max_new_tokens=max_new_tokens, update_ranks=update_ranks))
+    return Inputs(config=config, policy=directory / "policy", prompts=train, max_new_tokens=max_new_tokens)
+
+
+def _write_problems(path: Path, prompts: tuple[str, ...], answer: str) -> None:
+    lines = (json.dumps({"prompt": prompt, "answer": answer}) for prompt in prompts)
+    path.write_text("\n".join(lines))
+
+
+def _config(directory: Path, *, max_new_tokens: int, update_ranks: int) -> str:
+    return f"""
+iterations = 2
+[data]
+kind = "file"
+path = "{directory}/train.jsonl"
+heldout_path = "{directory}/heldout.jsonl"
+[policy]
+kind = "directory"
+path = "{directory}/policy"
+[rollout]
+prompts = {PROMPTS}
+group_size = {GROUP}
+shard_prompts = {PROMPTS // 2}
+[rollout.sampling]
+max_new_tokens = {max_new_tokens}
+[scoring]
+rewards = [{{ kind = "regex", pattern = "{REWARD_PATTERN}" }}]
+[algorithm]
+kind = "grpo"
+keep_uninformative = true
+[update]
+learning_rate = {LEARNING_RATE}
+minibatches = {MINIBATCHES}
+[pools]
+workers = 2
+update_ranks = {update_ranks}
+[evaluation]
+problems = {HELDOUT}
+"""

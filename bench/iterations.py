@@ -1,0 +1,92 @@
+"""Where the seconds of whole iterations went, stage by stage, and what each iteration wrote."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+
+from bench.cycles import cycles_of
+from bench.limits import Generated
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from infra.store.shards import read_shard
+from tasks.run.batch import iteration_key
+
+
+@dataclass(frozen=True, slots=True)
+class IterationSeconds:
+    """One turn of the loop. Stages do not overlap where one worker generates one shard: their sum is the whole."""
+
+    seconds: float
+    load: float
+    """The server wakes and takes the weights, each of whose files it verifies."""
+    generate: float
+    write: float
+    """The shard of completions, with digest and fsync."""
+    score: float
+    sleep: float
+    credit: float
+    update: float
+    logprobs: float
+    """A part of the update: log-probs of the policy that generated."""
+    steps: float
+    """A part of the update: forward, backward and optimizer."""
+    save: float
+    """A part of the update: weights and optimizer state into the store."""
+    weights_bytes: float
+    """Taken by the server."""
+
+    @property
+    def rest(self) -> float:
+        """Flows, tasks, commits, reports, and waiting for processes."""
+        stages = self.load + self.generate + self.write + self.score + self.sleep + self.credit + self.update
+        return self.seconds - stages
+
+
+def iterations_of(run: Run) -> list[IterationSeconds]:
+    """Every sealed iteration, in order."""
+    return [_iteration(run, cycle.number, seconds=cycle.seconds) for cycle in cycles_of(run)]
+
+
+def _iteration(run: Run, number: int, *, seconds: float) -> IterationSeconds:
+    key = iteration_key(number)
+    rollout, scoring = run.manifests(f"{key}/rollout/"), run.manifests(f"{key}/scoring/")
+    credit, update = run.require(f"{key}/credit"), run.require(f"{key}/update")
+    slept = run.journal(f"placement/{key}/sleep").values()
+    return IterationSeconds(
+        seconds=seconds,
+        load=_sum(rollout, "weights_seconds"),
+        generate=_sum(rollout, "generate"),
+        write=_sum(rollout, "write"),
+        score=_sum(scoring, "worker"),
+        sleep=sum(float(str(entry["seconds"])) for entry in slept),
+        credit=_seconds(credit)["worker"],
+        update=_seconds(update)["worker"],
+        logprobs=_seconds(update)["logprobs"],
+        steps=_seconds(update)["steps"],
+        save=_seconds(update)["save"],
+        weights_bytes=_sum(rollout, "weights_bytes"),
+    )
+
+
+def generated_by(run: Run, number: int) -> Generated:
+    """Read the lengths of an iteration's prompts and completions from its shards."""
+    prompts: list[int] = []
+    lengths: list[tuple[int, ...]] = []
+    for manifest in run.manifests(f"{iteration_key(number)}/rollout/"):
+        for shard in manifest.shards:
+            table = read_shard(run.store, shard, ["prompt_row", "prompt_tokens", "completion_tokens"])
+            rows = zip(*(table[name].to_pylist() for name in table.column_names), strict=True)
+            for _, group in groupby(rows, key=itemgetter(0)):  # shards are in the order of prompt rows
+                members = list(group)
+                prompts.append(len(members[0][1]))
+                lengths.append(tuple(len(completion) for _, _, completion in members))
+    return Generated(prompts=tuple(prompts), lengths=tuple(lengths))
+
+
+def _seconds(manifest: Manifest) -> Mapping[str, float]:
+    return manifest.provenance.seconds
+
+
+def _sum(manifests: list[Manifest], name: str) -> float:
+    return sum(_seconds(manifest).get(name, 0.0) for manifest in manifests)

@@ -1,0 +1,46 @@
+"""The real job, started as a user starts it."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.store.runs import Run, open_run
+
+DEMO = Path(__file__).parents[1] / "configs" / "demo.toml"
+NAME = "bench"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A finished run, still in its store."""
+
+    run: Run
+    seconds: float
+
+
+@contextmanager
+def finished_job(config: Path, overrides: Sequence[str] = ()):
+    """Run `rheostat train` to its end in a store of its own, which goes when the context ends."""
+    with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory:
+        store = f"{directory}/store"
+        command = [str(Path(sys.executable).with_name("rheostat")), "train", str(config), *overrides]
+        started = time.monotonic()
+        child = subprocess.Popen(
+            [*command, "--run", NAME, "--store", store],
+            stdout=sys.stderr,
+            env={**os.environ, "PREFECT_HOME": f"{directory}/prefect"},
+        )
+        try:
+            child.wait()
+        finally:
+            child.terminate()
+            child.wait()
+        if child.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with code {child.returncode}")
+        yield Job(run=open_run(store, NAME), seconds=time.monotonic() - started)

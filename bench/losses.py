@@ -1,0 +1,127 @@
+"""What each policy loss and correction costs in an update, beside PPO's clipped loss with the default correction.
+
+One trainer and one set of samples for all; the variants take turns, in another order each time, and the learning rate
+is 0. Time is the CPU's, on one thread: it counts the same when something else runs.
+"""
+
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from bench.tables import Table
+from infra.store.bundles import fetch_bundle
+from infra.store.storage import open_store
+from models.config.objectives import (
+    Cispo,
+    Gspo,
+    KlPenalty,
+    MaskedImportance,
+    NoCorrection,
+    PolicyGradient,
+    PpoClip,
+    TruncatedImportance,
+    UpdateConfig,
+)
+from models.config.policy import ScratchPolicy
+from models.modeling.logprobs import TokenLogprobs
+from models.modeling.policy import load_policy
+from models.records.versions import PolicyVersion
+from models.records.work import UpdateWork
+from models.training.policy_update import StepPasses, extra_logprobs, policy_steps, take_steps
+from models.training.ranks import Ranks, join_ranks
+from models.training.samples import open_samples
+from models.training.trainer import Trainer
+from tests.integration.training.test_update_worker import free_port
+from tests.support.training import publish_scratch, write_samples
+
+ROUNDS = 15
+PROMPTS, GROUP = 48, 8
+LIMIT = 1.10
+"""No algorithm's update may take longer than GRPO's by more than this factor."""
+BASE = UpdateConfig(learning_rate=0.0, minibatches=4, microbatch_tokens=2048)
+VARIANTS: dict[str, dict[str, object]] = {
+    "ppo_clip": {"loss": PpoClip()},
+    "ppo_clip, dual clip": {"loss": PpoClip(dual_clip=3.0)},
+    "gspo": {"loss": Gspo()},
+    "cispo": {"loss": Cispo()},
+    "policy_gradient": {"loss": PolicyGradient()},
+    "ppo_clip, masked": {"correction": MaskedImportance()},
+    "ppo_clip, stale ones masked": {"stale_correction": MaskedImportance(), "max_staleness": 2},
+    "gspo, stale ones masked": {"loss": Gspo(), "stale_correction": MaskedImportance(), "max_staleness": 2},
+    "ppo_clip, uncorrected": {"correction": NoCorrection()},
+    "ppo_clip, truncated, KL k3": {"correction": TruncatedImportance(), "kl": KlPenalty()},
+}
+"""By name; the first is what the others are compared with."""
+NOTES = (
+    "seconds: median CPU seconds of log-probs before the update and all steps; ratio: median over rounds",
+    f"expected: at most {LIMIT:.2f}, but for the KL penalty, whose reference is a second model, for every loss alike",
+    "uncorrected updates need no log-probs of the policy before the update",
+)
+
+
+def measure() -> list[Table]:
+    """Time all variants on two small models; overheads show most where the model is smallest."""
+    torch.set_num_threads(1)
+    ranks = join_ranks(0, 1, address="127.0.0.1", port=free_port())
+    policies = {"tiny model": ScratchPolicy(), "4 layers of width 128": ScratchPolicy(hidden_size=128, layers=4)}
+    return [_table(name, policy, ranks) for name, policy in policies.items()]
+
+
+def _table(name: str, policy: ScratchPolicy, ranks: Ranks) -> Table:
+    with tempfile.TemporaryDirectory() as directory:
+        seconds = _seconds(directory, publish_scratch(directory, Path(directory, "scratch"), policy=policy), ranks)
+    first, *_ = seconds.values()
+    rows = tuple(
+        (
+            variant,
+            statistics.median(taken),
+            statistics.median(one / base for one, base in zip(taken, first, strict=True)),
+        )
+        for variant, taken in seconds.items()
+    )
+    return Table(f"Losses, {name}, {PROMPTS * GROUP} samples", ("loss and correction", "seconds", "ratio"), rows, NOTES)
+
+
+def _seconds(store_uri: str, policy: PolicyVersion, ranks: Ranks) -> dict[str, list[float]]:
+    """CPU seconds of every round, by variant."""
+    store = open_store(store_uri)
+    shard = write_samples(store_uri, prompts=PROMPTS, group=GROUP, stalest=3)
+    samples = open_samples(store, (shard,))
+    work = UpdateWork(
+        iteration=0, policy=policy, reference=policy, samples=(shard,), total_iterations=1, seed=0, kl_coefficient=1e-3
+    )
+    trainer, reference = (_model(fetch_bundle(store, policy.weights)) for _ in range(2))
+    trained = Trainer(trainer, BASE, ranks=ranks)
+    configs = {name: BASE.model_copy(update=changes) for name, changes in VARIANTS.items()}
+    steps = {name: policy_steps(samples, work, config=config, ranks=ranks) for name, config in configs.items()}
+    found: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for turn in range(-1, ROUNDS):  # the first warms up
+        for name in random.Random(turn).sample(list(VARIANTS), len(VARIANTS)):
+            began = time.process_time()
+            _update(trained, reference, steps[name], config=configs[name], ranks=ranks)
+            if turn >= 0:
+                found[name].append(time.process_time() - began)
+        sys.stderr.write(f"    round {turn + 1} of {ROUNDS}\n")
+    trained.close()
+    return found
+
+
+def _update(
+    trainer: Trainer, reference: TokenLogprobs, steps: list[StepPasses], *, config: UpdateConfig, ranks: Ranks
+) -> None:
+    asked = reference if isinstance(config.kl, KlPenalty) else None
+    extras = extra_logprobs(trainer, steps, config=config, reference=asked, beat=_nothing)
+    take_steps(trainer, steps, extras, config=config, kl_coefficient=1e-3, ranks=ranks, beat=_nothing)
+
+
+def _model(directory: Path) -> TokenLogprobs:
+    return TokenLogprobs(load_policy(directory), temperature=1.0)
+
+
+def _nothing() -> None:
+    pass

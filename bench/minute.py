@@ -1,0 +1,42 @@
+"""The share of orchestration and data plane in an iteration that really takes about a minute."""
+
+from bench.cycles import cycles_of
+from bench.jobs import DEMO, finished_job
+from bench.tables import Table
+
+# Four times the demo's width, more layers and longer completions; one iteration is enough, since it is long.
+LONG = (
+    "warmup.steps=1",
+    "iterations=1",
+    "evaluation.problems=32",
+    "policy.hidden_size=128",
+    "policy.intermediate_size=384",
+    "policy.layers=6",
+    "policy.context=256",
+    "rollout.prompts=128",
+    "rollout.sampling.max_new_tokens=160",
+    "algorithm.keep_uninformative=true",
+)
+
+
+def measure() -> list[Table]:
+    """Run one long iteration."""
+    with finished_job(DEMO, LONG) as job:
+        (cycle,) = cycles_of(job.run)
+    return [
+        Table(
+            title="Share of orchestration and data plane in one long iteration, measured",
+            columns=("", "seconds", "% of the iteration"),
+            rows=tuple(
+                (name, seconds, 100 * seconds / cycle.seconds)
+                for name, seconds in (
+                    *cycle.stages.items(),
+                    ("orchestration", cycle.orchestration),
+                    ("data, a part of the stages", cycle.data),
+                    ("orchestration and data", cycle.overhead),
+                    ("whole iteration", cycle.seconds),
+                )
+            ),
+            notes=("rollout and scoring overlap", "the aim is 2% for orchestration and data"),
+        )
+    ]

@@ -1,0 +1,287 @@
+"""Real pools and flows under several placements, against what the simulator makes of the same work.
+
+`make reality` runs `tests/bench/reality.toml` once per placement: real processes, whose engines sleep as long as those
+of a measured model would decode. From each run's manifests the same units are built again, with the pace and the cost
+of moving that the run measured of itself. The simulator plays them twice: with the run's own decisions, which shows how
+well it knows what takes how long, and with the policy deciding anew.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from time import perf_counter
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from bench.jobs import finished_job
+from bench.tables import Table
+from infra.store.manifests import Provenance
+from infra.store.runs import Run
+from placement.measurements import Measurements, Role
+from placement.policies.build import build_policy
+from placement.records import Decision, DrainInputs, Plan
+from placement.simulator.runs import play
+from placement.simulator.stage import Stage, View
+from placement.simulator.workload import StageWork, Workload, role_work
+from tasks.config.run import RunConfig, load_config
+from tasks.placement.demand import observed
+from tasks.run.batch import BatchPlan, waves_of
+
+REALITY = Path(__file__).with_name("reality.toml")
+STAGES: dict[str, Role] = {"rollout": "rollout", "judge-paced": "scoring"}
+PLACEMENTS = {
+    "adaptive": ("placement.kind=adaptive",),
+    "fixed 0.5": ("placement.kind=fixed", "placement.rollout=0.5"),
+    "in turns": ("placement.kind=colocated",),
+}
+SETTLED = 1
+"""The first iteration waits for processes to start, which no simulation counts."""
+POLL_SECONDS = 0.1
+"""How often the simulator looks for the run's next decision."""
+
+
+Journal = Mapping[str, Mapping[str, JsonValue]]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A run, stage by stage, and its simulation; one entry per iteration."""
+
+    placement: str
+    seconds: tuple[float, ...]
+    """Measured."""
+    around: tuple[float, ...]
+    """Of these, before the first unit began and after the last one ended: workers woken, flows and tasks started."""
+    simulated: tuple[float, ...]
+    """With the policy deciding in the simulator."""
+    replayed: tuple[float, ...]
+    """With the run's own decisions."""
+    unmoved: tuple[float, ...]
+    """With the run's plans, but nobody moved inside a stage."""
+    plans: tuple[str, ...]
+    moves: tuple[int, ...]
+    """Slots that changed roles inside the stage."""
+    early: tuple[float, ...]
+    """Share of the units that were judged before the last one was generated."""
+    share: tuple[float, ...]
+    """Of rollout in the worker-seconds of the stage's units."""
+    planned: tuple[float, ...]
+    """What the policy itself expected before each stage, from the stages before."""
+
+    def predicted(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        """Add what every stage takes around its units, which is not simulated."""
+        around = median(self.around[SETTLED:])
+        return tuple(around + each for each in seconds)
+
+    def errors(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        """Signed, as percentages of what was measured, after the start."""
+        pairs = zip(self.predicted(seconds)[SETTLED:], self.seconds[SETTLED:], strict=True)
+        return tuple(100 * (predicted / measured - 1) for predicted, measured in pairs)
+
+
+def measure() -> Iterator[Table]:
+    """Run the configuration under each placement, and simulate what each of them had to do."""
+    runs = []
+    for name, overrides in PLACEMENTS.items():
+        sys.stderr.write(f"--- placement {name}\n")
+        with finished_job(REALITY, overrides) as job:
+            runs.append(compared(job.run, load_config(REALITY, overrides), placement=name))
+        yield by_iteration(runs[-1])
+    yield summary(runs)
+
+
+def compared(run: Run, config: RunConfig, *, placement: str) -> Compared:
+    """Read what a finished run did, and have the simulator do it again."""
+    plans = [plan for number in range(1, config.iterations + 1) for plan in waves_of(run, number)]
+    journal = run.journal("placement/")
+    measured = Measurements()
+    for plan in plans:
+        measured = observed(measured, run, plan, STAGES)
+    work = tuple(_work(run, plan, measured) for plan in plans)
+    workload = Workload(stages=work, slowness_N=np.ones(config.pools.workers), absences=((),) * len(work))
+    resize = measured.resize().mean_seconds
+    played = play(build_policy(config.placement), workload, resize_seconds=resize, clock=perf_counter)
+    around = tuple(_stage_seconds(journal, plan) - _span_seconds(run, plan) for plan in plans)
+    again = [_Decided.of(journal, plan, late=late) for plan, late in zip(plans, around, strict=True)]
+    return Compared(
+        placement=placement,
+        seconds=tuple(_stage_seconds(journal, plan) for plan in plans),
+        around=around,
+        simulated=played.seconds,
+        replayed=tuple(one.run(stage, resize_seconds=resize) for one, stage in zip(again, work, strict=True)),
+        unmoved=tuple(
+            replace(one, drains=()).run(stage, resize_seconds=resize) for one, stage in zip(again, work, strict=True)
+        ),
+        plans=tuple(one.dealt for one in again),
+        moves=tuple(one.moved for one in again),
+        early=tuple(_early(run, plan) for plan in plans),
+        share=tuple(_share(run, plan) for plan in plans),
+        planned=tuple(one.expected for one in again),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """What was decided about a stage."""
+
+    plan: Decision
+    drains: tuple[tuple[float, Plan], ...]
+    """Corrections, in seconds since the first unit began."""
+
+    @classmethod
+    def of(cls, journal: Journal, plan: BatchPlan, *, late: float) -> Self:
+        """Read the decisions about a batch whose first unit began `late` seconds after the stage."""
+        keys = sorted(key for key in journal if key.startswith(f"placement/{plan.key}/drain-"))
+        inputs = [DrainInputs.model_validate(journal[key]["inputs"]) for key in keys]
+        plans = [Decision.model_validate(journal[key]["decision"]).plan for key in keys]
+        drains = tuple((it.elapsed_seconds - late, to) for it, to in zip(inputs, plans, strict=True))
+        return cls(Decision.model_validate(journal[f"placement/{plan.key}/plan"]["decision"]), drains)
+
+    @property
+    def dealt(self) -> str:
+        plan = self.plan.plan
+        return "turns" if plan.mode == "colocated" else f"{plan.rollout}/{plan.scoring}"
+
+    @property
+    def expected(self) -> float:
+        return self.plan.predicted_seconds
+
+    @property
+    def moved(self) -> int:
+        """Slots dealt to another role by corrections."""
+        plans = [self.plan.plan, *(plan for _, plan in self.drains)]
+        return sum(abs(one.rollout - other.rollout) for one, other in pairwise(plans))
+
+    def run(self, work: StageWork, *, resize_seconds: float) -> float:
+        """Simulate the stage with these decisions."""
+        plan = self.plan.plan
+        slots = plan.rollout + (plan.scoring if plan.mode == "split" else 0)
+        roles: list[Role] = ["rollout" if slot < plan.rollout else "scoring" for slot in range(slots)]
+        stage = Stage(work, np.ones(slots), plan=plan, roles=roles, move_seconds=resize_seconds)
+        return stage.run(drain=self._drain, poll_seconds=POLL_SECONDS).seconds
+
+    def _drain(self, view: View) -> Plan:
+        """Decide as the run did at this time; no role whose units still wait is left without a slot, as none was."""
+        for at, plan in reversed(self.drains):
+            left = [
+                role.waiting + role.coming
+                for role, slots in ((view.rollout, plan.rollout), (view.scoring, plan.scoring))
+                if slots == 0
+            ]
+            if at <= view.elapsed and not any(left):
+                return plan
+        return view.plan
+
+
+def _work(run: Run, plan: BatchPlan, measured: Measurements) -> StageWork:
+    """Build a stage's units from their lengths, at the pace that the run measured."""
+    rollout, scoring = (
+        role_work(measured.demand(role, units=1, sequences=1).pace, _lengths(run, plan, stage))
+        for stage, role in STAGES.items()
+    )
+    return StageWork(rollout=rollout, scoring=scoring, units_at_once=1)
+
+
+def by_iteration(run: Compared) -> Table:
+    """Every stage of a run."""
+    columns: dict[str, Sequence[str | int | float]] = {
+        "iteration": [str(number + 1) for number in range(len(run.seconds))],
+        "plan": run.plans,
+        "moved inside": run.moves,
+        "judged early": run.early,
+        "rollout share": run.share,
+        "around s": run.around,
+        "measured s": run.seconds,
+        "replayed s": run.predicted(run.replayed),
+        "unmoved s": run.predicted(run.unmoved),
+        "simulated s": run.predicted(run.simulated),
+        "planned s": run.planned,
+    }
+    return Table(
+        title=f"Stages under placement {run.placement}",
+        columns=tuple(columns),
+        rows=tuple(zip(*columns.values(), strict=True)),
+        notes=(
+            "judged early: share of units judged before the last was generated; rollout share: of the busy seconds;",
+            "around: before the first unit began and after the last ended; replayed: the run's units and decisions in",
+            "the simulator, and the median of around; unmoved: the same without moves inside the stage; simulated: its",
+            "policy decides there, too; planned: expected by the policy from the stages before, without around",
+        ),
+    )
+
+
+def summary(runs: Sequence[Compared]) -> Table:
+    """Means over the iterations after the start, and how far the simulations were off."""
+    rows = []
+    for run in runs:
+        row: list[str | float] = [run.placement, mean(run.seconds[SETTLED:])]
+        for seconds in (run.replayed, run.simulated):
+            off = [abs(error) for error in run.errors(seconds)]
+            row += [mean(run.predicted(seconds)[SETTLED:]), median(off), max(off)]
+        rows.append(tuple(row))
+    return Table(
+        title="Seconds of generation and scoring per iteration, measured and simulated",
+        columns=(
+            "placement",
+            "measured s",
+            "replayed s",
+            "median |error| %",
+            "largest %",
+            "simulated s",
+            "median |error| % ",
+            "largest % ",
+        ),
+        rows=tuple(rows),
+        notes=(f"without the first {SETTLED}, in which processes start",),
+    )
+
+
+def _lengths(run: Run, plan: BatchPlan, stage: str) -> NDArray[np.float64]:
+    """All lengths of each unit, short ones first; units are small enough that their manifests name every one."""
+    units = []
+    for shard in range(plan.num_shards):
+        manifest = run.find(plan.shard_key(stage, shard))
+        assert manifest is not None, f"{plan.shard_key(stage, shard)} of a finished run"
+        lengths = manifest.detail["lengths"]
+        assert isinstance(lengths, list) and len(lengths) == manifest.metrics["sequences"]
+        units.append([_number(length) for length in lengths])
+    return np.array(units)
+
+
+def _share(run: Run, plan: BatchPlan) -> float:
+    busy = {stage: sum(unit.seconds["worker"] for unit in _units(run, plan, stage)) for stage in STAGES}
+    return busy["rollout"] / sum(busy.values())
+
+
+def _span_seconds(run: Run, plan: BatchPlan) -> float:
+    """From the first unit's begin to the last one's end."""
+    units = [unit for stage in STAGES for unit in _units(run, plan, stage)]
+    ends = [datetime.fromisoformat(unit.created).timestamp() for unit in units]
+    return max(ends) - min(end - unit.seconds["worker"] for end, unit in zip(ends, units, strict=True))
+
+
+def _units(run: Run, plan: BatchPlan, stage: str) -> list[Provenance]:
+    found = [run.find(plan.shard_key(stage, shard)) for shard in range(plan.num_shards)]
+    return [manifest.provenance for manifest in found if manifest is not None]
+
+
+def _stage_seconds(journal: Journal, plan: BatchPlan) -> float:
+    return _number(journal[f"placement/{plan.key}/stage"]["seconds"])
+
+
+def _early(run: Run, plan: BatchPlan) -> float:
+    """Share of the verdicts that were there before the last rollout."""
+    last = max(unit.created for unit in _units(run, plan, "rollout"))
+    return mean(unit.created < last for unit in _units(run, plan, "judge-paced"))
+
+
+def _number(value: JsonValue) -> float:
+    assert isinstance(value, int | float)
+    return float(value)

@@ -1,0 +1,42 @@
+"""Seconds per stage of the demo's iterations, and what is left over for orchestration and data."""
+
+from bench.cycles import cycles_of, median_cycle
+from bench.jobs import DEMO, finished_job
+from bench.tables import Table
+
+ITERATIONS = 10
+SETTLED = 2
+"""The first iterations wait for pools to start and for weights to load."""
+QUICK = ("warmup.steps=300", f"iterations={ITERATIONS}")
+TARGET_SECONDS = 60
+
+
+def measure() -> list[Table]:
+    """Run the demo's iterations after a shorter warm-up."""
+    with finished_job(DEMO, QUICK) as job:
+        cycles = cycles_of(job.run)[SETTLED:]
+    cycle = median_cycle(cycles)
+    stages = Table(
+        title=f"Seconds per stage: configs/demo.toml, median of iterations {SETTLED + 1} to {ITERATIONS}",
+        columns=("stage", "seconds"),
+        rows=(
+            *cycle.stages.items(),
+            ("orchestration", cycle.orchestration),
+            ("whole iteration", cycle.seconds),
+        ),
+        notes=("stages are their workers' seconds, of parallel workers the slowest", f"whole job {job.seconds:.0f} s"),
+    )
+    overhead = Table(
+        title="Orchestration and data plane",
+        columns=("", "seconds per iteration", f"% of {TARGET_SECONDS} s"),
+        rows=tuple(
+            (name, seconds, 100 * seconds / TARGET_SECONDS)
+            for name, seconds in (
+                ("orchestration (no worker busy)", cycle.orchestration),
+                ("data (weights loaded, shards and weights written)", cycle.data),
+                ("together", cycle.overhead),
+            )
+        ),
+        notes=("the aim is 2% of an iteration of 60 s; measured at such length by the part `minute`",),
+    )
+    return [stages, overhead]

@@ -1,0 +1,193 @@
+"""TRL's `GRPOTrainer` with a stopwatch, in a process of its own: `python -m bench.trl_trainer WORKLOAD`.
+
+It waits for a line on stdin before each block of iterations, so that another trainer can be measured between them;
+after each it writes a line of JSON. Everything is TRL's own but the stopwatch around methods and, with vLLM, lengths of
+completions. It needs trl and its requirements, vLLM only where the workload says so, and nothing of ours.
+"""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from bench.trl_workload import TrlIteration, Workload, read_workload
+
+
+class TimedTrainer(GRPOTrainer):
+    """Note when each iteration begins, and how long its parts take."""
+
+    iterations: list[TrlIteration]
+    generating = False
+
+    def _generate_and_score_completions(self, inputs):
+        now = time.perf_counter()
+        self.iterations.append(TrlIteration(started=now))
+        self.generating = True
+        output = super()._generate_and_score_completions(inputs)
+        self.generating = False
+        current = self.iterations[-1]
+        current.generation = time.perf_counter() - now - current.old_logprobs
+        current.tokens = int(output["completion_mask"].sum())
+        return output
+
+    def _get_per_token_logps_and_entropies(self, *arguments, **options):
+        started = time.perf_counter()
+        found = super()._get_per_token_logps_and_entropies(*arguments, **options)
+        if self.generating:
+            _finish()
+            self.iterations[-1].old_logprobs += time.perf_counter() - started
+        return found
+
+
+class Blocks(TrainerCallback):
+    """End an iteration after its last optimizer step; between blocks, wait to be told to go on."""
+
+    def __init__(self, trainer: TimedTrainer, workload: Workload, answers: TextIO) -> None:
+        self.trainer, self.workload, self.answers = trainer, workload, answers
+
+    def on_train_begin(self, args, state, control, **_):
+        sys.stdin.readline()
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step % self.workload.minibatches:
+            return
+        _finish()
+        current = self.trainer.iterations[-1]
+        current.seconds = time.perf_counter() - current.started
+        done, length = len(self.trainer.iterations), self.workload.block
+        if done % length == 0:
+            block = self.trainer.iterations[done - length :]
+            self.answers.write(json.dumps([asdict(iteration) for iteration in block]) + "\n")
+            self.answers.flush()
+            if done < self.workload.blocks * length:
+                sys.stdin.readline()
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    with contextlib.redirect_stdout(sys.stderr):  # the trainer prints its logs; the answers stand alone
+        train(read_workload(Path(sys.argv[1])), answers)
+
+
+def train(workload: Workload, answers: TextIO) -> None:
+    pattern = re.compile(workload.reward_pattern)
+
+    def found(completions, **_):
+        return [float(pattern.search(completion) is not None) for completion in completions]
+
+    trainer = TimedTrainer(
+        model=str(workload.policy),
+        reward_funcs=found,
+        args=config_of(workload),
+        train_dataset=Dataset.from_dict({"prompt": workload.prompts}),
+    )
+    trainer.iterations = []
+    trainer.add_callback(Blocks(trainer, workload, answers))
+    if workload.vllm is not None:
+        end_at_lengths(trainer, workload.vllm.lengths)
+        if not torch.cuda.is_available():
+            load_on_cpu(trainer)
+        time_weights(trainer)
+    trainer.train()
+
+
+def config_of(workload: Workload) -> GRPOConfig:
+    """The same recipe as our job's."""
+    batch = len(workload.prompts) * workload.group
+    accumulated = batch // workload.minibatches // workload.microbatch
+    vllm = workload.vllm
+    colocated = {} if vllm is None else {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": vllm.memory_share,
+        "vllm_max_model_length": vllm.context,
+        "vllm_enable_sleep_mode": vllm.sleeps,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": 2.0,
+    }  # fmt: skip
+    return GRPOConfig(
+        output_dir=str(workload.policy.parent / "trl"),
+        use_cpu=not torch.cuda.is_available(),
+        bf16=workload.bfloat16,
+        gradient_checkpointing=False,  # it saves memory for time, and there is memory
+        per_device_train_batch_size=workload.microbatch,
+        gradient_accumulation_steps=accumulated,
+        steps_per_generation=workload.minibatches * accumulated,
+        num_generations=workload.group,
+        max_completion_length=workload.max_new_tokens,
+        temperature=1.0,
+        beta=0.0,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        loss_type="dapo",  # token mean, as ours
+        learning_rate=workload.learning_rate,
+        lr_scheduler_type="constant",
+        max_steps=workload.blocks * workload.block * workload.minibatches,
+        logging_steps=workload.minibatches,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **colocated,
+    )
+
+
+def end_at_lengths(trainer: TimedTrainer, lengths: tuple[tuple[int, ...], ...]) -> None:
+    """Have vLLM end every completion where the workload says."""
+    llm = trainer.vllm_generation.llm
+    generate = llm.generate
+
+    def of_given_lengths(prompts, sampling_params, **options):
+        wanted = lengths[len(trainer.iterations) - 1]
+        each = []
+        for length in wanted:
+            one = sampling_params.clone()
+            one.max_tokens, one.ignore_eos = length, True
+            each.append(one)
+        return generate(prompts, sampling_params=each, **options)
+
+    llm.generate = of_given_lengths
+
+
+def load_on_cpu(trainer: TimedTrainer) -> None:
+    """Give vLLM the weights by its own reload: TRL's way meets tensors that vLLM's CPU build has repacked."""
+    vllm = trainer.vllm_generation
+
+    def reload() -> None:
+        weights = ((name, parameter.data) for name, parameter in trainer.model.named_parameters())
+        vllm.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        vllm.llm.reset_prefix_cache()
+
+    vllm.sync_weights = reload
+
+
+def time_weights(trainer: TimedTrainer) -> None:
+    """Note what giving vLLM the weights takes."""
+    sync = trainer.vllm_generation.sync_weights
+
+    def timed() -> None:
+        started = time.perf_counter()
+        sync()
+        _finish()
+        trainer.iterations[-1].weights += time.perf_counter() - started
+
+    trainer.vllm_generation.sync_weights = timed
+
+
+def _finish() -> None:
+    """Wait for the device, whose work runs ahead of the clock."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

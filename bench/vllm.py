@@ -1,0 +1,231 @@
+"""Tokens per second through the whole path to a vLLM server, beside plain `vllm.LLM.generate` on the same machine.
+
+The path: a pool of one rollout worker on a Ray cluster is asked for a piece of work; the worker reads the prompts by
+reference, asks the server that it owns over HTTP, and writes the shard with digest and fsync. `LLM.generate` runs in
+vLLM's environment with the same model, prompts, lengths, seeds, log-probs of the sampled tokens, and options of vLLM.
+Both are hot when measured, and rounds alternate, so that a busy machine weighs on both.
+"""
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+
+from bench.decoders import MIDDLE, TINY, Decoder, write_decoder
+from bench.tables import Table
+from bench.vllm_raw import Raw, RawRound, RawWorkload, running_raw
+from infra.environments.find import find_python
+from infra.pools.cluster import Cluster
+from infra.pools.pool import Pool
+from infra.pools.worker import PoolSpec
+from infra.store.bundles import publish_bundle
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import Store, open_store
+from models.config.engines import DrawnLengths, SamplingConfig, VllmEngine
+from models.records.schemas import PROMPT_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import RolloutWork
+from models.text.tokenizer import load_tokenizer
+
+VLLM_VARIABLE = "VLLM_PYTHON"
+"""Python of vLLM's environment; unset is the installed one."""
+PROMPTS, GROUP = 32, 8
+THREADS = 1  # the other core is for the processes around the engine, as on a machine whose engine is a GPU
+DTYPE = "float32"
+CACHE_GIB = 0.5
+LENGTHS, LONGEST = DrawnLengths(median_tokens=16, sigma=0.5), 64
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model, and how much of it is measured."""
+
+    decoder: Decoder
+    max_batch_rows: int
+    rounds: int
+
+
+SIZES = (Size(decoder=MIDDLE, max_batch_rows=32, rounds=3), Size(decoder=TINY, max_batch_rows=256, rounds=9))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Tokens per second of both, one right after the other."""
+
+    ours: float
+    raw: float
+    cpu: float
+    """CPU seconds of our worker and its server."""
+    raw_cpu: float
+    worker: float
+    """Of ours, the worker's seconds outside generation and writing: proof of the weights, prompts, drafts' texts."""
+    write: float
+    """Of ours, seconds of writing the shard."""
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.raw
+
+
+def measure() -> Iterator[Table]:
+    """Compare at every size."""
+    given = os.environ.get(VLLM_VARIABLE)
+    python = find_python("vllm", Path(given) if given else None)
+    for size in SIZES:
+        yield asyncio.run(_compare(size, python))
+
+
+async def _compare(size: Size, python: Path) -> Table:
+    with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
+        directory = Path(name)
+        write_decoder(directory / "policy", size.decoder, dtype=DTYPE)
+        store = open_store(f"{directory}/store/bench")
+        work = _work(store, directory / "policy", size)
+        async with _pool(directory / "store", size, python) as pool:
+            made = (await pool.run("generate", work, returns=Outcome)).result  # starts and loads the server
+            raw = _raw_workload(store, made.shards[0], directory / "policy", size)
+            with running_raw(python, raw, directory / "raw.json", threads=THREADS) as beside:
+                beside.ask("same")
+                ours = (*pool.pids, *_servers(directory))
+                rounds = [
+                    await _round(pool, work, beside, ours=ours, raw_first=bool(turn % 2)) for turn in range(size.rounds)
+                ]
+                plain = beside.ask("plain")
+    return _table(size, rounds, tokens=sum(raw.lengths), plain=plain.tokens / plain.seconds)
+
+
+@asynccontextmanager
+async def _pool(home: Path, size: Size, python: Path):
+    engine = VllmEngine(
+        python=python,
+        dtype=DTYPE,
+        max_batch_rows=size.max_batch_rows,
+        cache_gib=CACHE_GIB,
+        lengths=LENGTHS,
+    )
+    async with Cluster.open("bench") as cluster:
+        spec = PoolSpec(
+            role="rollout",
+            target="models.workers.rollout:RolloutWorker",
+            options={"store_uri": str(home), "run": "bench", "engine": engine, "threads": THREADS},
+            size=1,
+            threads=THREADS,
+            start_seconds=120,
+            stall_seconds=300,
+            max_restarts=0,
+        )
+        yield await cluster.pool(spec)
+
+
+async def _round(pool: Pool, work: RolloutWork, beside: Raw, *, ours: Sequence[int], raw_first: bool) -> Round:
+    def take_raw() -> tuple[RawRound, float]:
+        before = _cpu_seconds([beside.pid])
+        return beside.ask("same"), _cpu_seconds([beside.pid]) - before
+
+    early = take_raw() if raw_first else None
+    before, started = _cpu_seconds(ours), time.perf_counter()
+    done = await pool.run("generate", work, returns=Outcome)
+    seconds, cpu = time.perf_counter() - started, _cpu_seconds(ours) - before
+    raw, raw_cpu = early or take_raw()
+    outcome = done.result
+    assert outcome.metrics["tokens"] == raw.tokens, "both write completions of the same lengths"
+    return Round(
+        ours=raw.tokens / seconds,
+        raw=raw.tokens / raw.seconds,
+        cpu=cpu,
+        raw_cpu=raw_cpu,
+        worker=done.seconds - outcome.timings["generate"] - outcome.timings["write"],
+        write=outcome.timings["write"],
+        seconds=seconds,
+    )
+
+
+def _servers(directory: Path) -> list[int]:
+    """Find our server by its policy: it is no child of the worker that owns it."""
+    commands = ((process.pid, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
+    return [
+        pid
+        for pid, words in commands
+        if "vllm.entrypoints.openai.api_server" in words and any(word.startswith(str(directory)) for word in words)
+    ]
+
+
+def _cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU seconds so far of processes and all below them: what others do on the machine matters less to these."""
+    roots = [psutil.Process(pid) for pid in pids]
+    each = {process for root in roots for process in (root, *root.children(recursive=True))}
+    return sum(sum(process.cpu_times()[:2]) for process in each)
+
+
+def _work(store: Store, policy: Path, size: Size) -> RolloutWork:
+    texts = [f"Ana has {row} pens, buys {row % 7} and sells {row % 5}. How many? " for row in range(PROMPTS)]
+    tokenizer = load_tokenizer(policy)
+    columns = {
+        "prompt_id": [f"{row:016x}" for row in range(PROMPTS)],
+        "text": texts,
+        "tokens": [tokenizer.encode(text) for text in texts],
+        "answer": [""] * PROMPTS,
+    }
+    return RolloutWork(
+        iteration=1,
+        policy=PolicyVersion(version=0, weights=publish_bundle(store, policy, prefix="policies")),
+        prompts=write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={}),
+        rows=tuple(range(PROMPTS)),
+        group_size=GROUP,
+        sampling=SamplingConfig(max_new_tokens=LONGEST),
+        seed=0,
+    )
+
+
+def _raw_workload(store: Store, shard: ShardRef, policy: Path, size: Size) -> RawWorkload:
+    """The very completions of a shard of ours."""
+    table = read_shard(store, shard, ["prompt_tokens", "completion_tokens", "seed"])
+    return RawWorkload(
+        model=policy,
+        dtype=DTYPE,
+        max_num_seqs=size.max_batch_rows,
+        cache_bytes=int(CACHE_GIB * 2**30),
+        prompts=tuple(map(tuple, table["prompt_tokens"].to_pylist())),
+        lengths=tuple(map(len, table["completion_tokens"].to_pylist())),
+        seeds=tuple(table["seed"].to_pylist()),
+    )
+
+
+def _table(size: Size, rounds: list[Round], *, tokens: int, plain: float) -> Table:
+    def median(name: str) -> float:
+        return statistics.median(getattr(one, name) for one in rounds)
+
+    def spread(name: str) -> tuple[float, float]:
+        values = [getattr(one, name) for one in rounds]
+        return min(values), max(values)
+
+    decoder = size.decoder
+    rows = (
+        ("Rheostat, whole path, tokens/s", median("ours"), *spread("ours")),
+        ("LLM.generate, tokens/s", median("raw"), *spread("raw")),
+        ("ratio, round by round", median("ratio"), *spread("ratio")),
+        ("CPU seconds per round, worker and server", median("cpu"), *spread("cpu")),
+        ("CPU seconds per round, LLM.generate", median("raw_cpu"), *spread("raw_cpu")),
+        ("one round of ours, seconds", median("seconds"), *spread("seconds")),
+        ("of it, writing the shard", median("write"), *spread("write")),
+        ("of it, proof of the weights, prompts, texts", median("worker"), *spread("worker")),
+    )
+    return Table(
+        title=f"vLLM, {decoder.name} ({decoder.parameters:,} weights), {DTYPE}: {PROMPTS} prompts × {GROUP}, "
+        f"{tokens:,} tokens, batches of {size.max_batch_rows}, {THREADS} thread of {os.cpu_count()} cores",
+        columns=("", "median", "least", "most"),
+        rows=rows,
+        notes=(
+            f"{size.rounds} rounds of each, alternating, after one that is not counted; the aim is a ratio of 0.95",
+            f"LLM.generate without seeds and log-probs, once: {plain:,.0f} tokens/s",
+        ),
+    )

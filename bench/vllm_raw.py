@@ -1,0 +1,129 @@
+"""`vllm.LLM.generate` with a stopwatch, in vLLM's own environment: `python -m bench.vllm_raw WORKLOAD`.
+
+Every line on stdin has it generate the whole workload once; a line of JSON on stdout says how long that took. It needs
+vLLM and nothing of ours.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RawWorkload:
+    """What `LLM` is built with, and the completions that are asked of it."""
+
+    model: Path
+    dtype: str
+    max_num_seqs: int
+    cache_bytes: int
+    prompts: tuple[tuple[int, ...], ...]
+    """One per completion: the prompt of a group is repeated."""
+    lengths: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RawRound:
+    """One round."""
+
+    seconds: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A running `LLM`."""
+
+    pid: int
+    ask: Callable[[str], RawRound]
+    """For one round, `same` as ours or `plain`: without seeds and log-probs."""
+
+
+RAY_NICENESS = 15
+"""Added by Ray to its workers, whose child our server is: on a machine that others use, both must yield alike."""
+
+
+@contextmanager
+def running_raw(python: Path, workload: RawWorkload, path: Path, *, threads: int) -> Iterator[Raw]:
+    """Start it, and end it with the context."""
+    path.write_text(json.dumps(asdict(workload), default=str))
+    command = ["nice", "-n", str(RAY_NICENESS), str(python), "-m", "bench.vllm_raw", str(path)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert child.stdin is not None and child.stdout is not None
+
+    def ask(how: str) -> RawRound:
+        child.stdin.write(f"{how}\n")
+        child.stdin.flush()
+        answer = child.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"raw vLLM ended with code {child.wait()}; its last words are above")
+        return RawRound(**json.loads(answer))
+
+    try:
+        yield Raw(child.pid, ask)
+    finally:
+        child.stdin.close()  # it ends by itself, and its engine's process with it
+        child.wait()
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's processes print; the answers stand alone
+    _serve(json.loads(Path(sys.argv[1]).read_text()), answers)
+
+
+def _serve(record, answers) -> None:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=record["model"],
+        dtype=record["dtype"],
+        max_num_seqs=record["max_num_seqs"],
+        kv_cache_memory_bytes=record["cache_bytes"],
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        enable_chunked_prefill=False,  # as our server on a CPU, where seeds do not survive it
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+    )
+    prompts = [{"prompt_token_ids": tokens} for tokens in record["prompts"]]
+    for line in sys.stdin:
+        same = line.strip() == "same"
+        asked = [
+            SamplingParams(
+                max_tokens=length,
+                seed=seed if same else None,
+                logprobs=0 if same else None,
+                flat_logprobs=same,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for length, seed in zip(record["lengths"], record["seeds"], strict=True)
+        ]
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, asked, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        answers.write(json.dumps({"seconds": seconds, "tokens": tokens}) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

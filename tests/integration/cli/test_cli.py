@@ -1,0 +1,321 @@
+"""The `rheostat` command on a finished run: what each command prints, and how it answers a slip."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pyarrow.dataset as ds
+import pytest
+
+from flows.cli.app import main
+from flows.cli.train import run_flow
+from infra.errors import ApiFailed, Damaged
+from infra.store.runs import create_run
+from tasks.views.runs import RunDescription
+from tests.support.environments import leave_vllm
+from tests.support.jobs import RHEOSTAT, ROOT, files_of
+
+
+@pytest.fixture
+def ask(capsys, reference):
+    """Give a command about the finished run; return exit code, stdout and stderr."""
+
+    def give(*arguments: str, store: Path = reference.store) -> tuple[int, str, str]:
+        code = main([*arguments, "--store", str(store)])
+        return (code, *capsys.readouterr())
+
+    return give
+
+
+@pytest.fixture
+def copied(reference, tmp_path):
+    """A store with a copy of the finished run, to be damaged."""
+    shutil.copytree(reference.run, tmp_path / "store" / "tiny")
+    return tmp_path / "store"
+
+
+def test_help_takes_less_than_a_second_and_names_every_command():
+    seconds = []
+    for _ in range(3):
+        started = time.monotonic()
+        shown = subprocess.run([RHEOSTAT, "--help"], capture_output=True, text=True, check=True).stdout
+        seconds.append(time.monotonic() - started)
+    assert min(seconds) < 1
+    for command in (
+        "train",
+        "runs",
+        "show",
+        "rollouts",
+        "export",
+        "verify",
+        "rescore",
+        "recredit",
+        "evaluate",
+        "server",
+    ):
+        assert re.search(rf"^    {command} +\w", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "runs", "show", "rollouts", "export", "verify", "rescore", "recredit", "evaluate", "server"]
+)
+def test_every_command_explains_itself_with_an_example(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"example: rheostat {command}" in capsys.readouterr().out
+
+
+def test_the_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"rheostat \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "expected a command, such as `rheostat train configs/demo.toml`"),
+        (["trian", "x.toml"], "command 'trian': expected train, .*; did you mean 'train'?"),
+        (["--store", "x", "runs"], "command 'x': expected train, "),
+        (["train"], "the following arguments are required: CONFIG (see `rheostat train --help`)"),
+        (["show"], "the following arguments are required: RUN"),
+        (["show", "a", "b"], "unrecognized arguments: b"),
+        (["train", "configs/demo.toml", "--dryrun"], "unrecognized arguments: --dryrun"),
+        (["rollouts", "a", "--sort", "rewards"], "--sort 'rewards': expected position, .*; did you mean 'reward'?"),
+        (["rollouts", "a", "--limit", "0"], "--limit 0: expected at least 1"),
+        (["rollouts", "a", "--iteration", "x"], "argument --iteration: invalid int value: 'x'"),
+        (["train", "seed=1", "configs/demo.toml"], "the configuration comes first"),
+        (["evaluate", "configs"], "policy configs does not lie in a run: name its problems with --config CONFIG"),
+        (["show", "a", "--store", "pyproject.toml"], "pyproject.toml': expected a directory, found a file"),
+        (["show", "a", "--store", "s3://b"], "s3:// is not available yet"),
+    ],
+)
+def test_a_slip_on_the_command_line_is_answered_in_one_line(arguments, expected, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("rheostat: ")
+    assert err.count("\n") == 1
+    assert re.search(re.escape(expected).replace(r"\.\*", ".*"), err), err
+
+
+def test_overrides_may_follow_options(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = ROOT / "configs" / "demo.toml"
+    assert main(["train", str(config), "--run", "other", "evaluation.problems=257", "seed=-1"]) == 2
+    assert "seed: expected greater than or equal to 0, got -1" in capsys.readouterr().err
+
+
+def test_runs_lists_what_lies_in_a_store(ask, copied):
+    code, out, _ = ask("runs", "--json", store=copied)
+    assert code == 0
+    [run] = json.loads(out)
+    assert (run["run"], run["iterations"], run["damage"]) == ("tiny", 3, None)
+    assert 0 <= run["before"] <= 1
+    assert 0 <= run["after"] <= 1
+    (copied / "tiny" / "run.json").write_text("{}")
+    code, out, _ = ask("runs", store=copied)
+    assert code == 0
+    assert re.search(r"^tiny .*damaged: see `rheostat verify`", out, re.MULTILINE)
+    assert ask("runs", store=copied / "nowhere") == (0, f"no runs in {(copied / 'nowhere').as_uri()}\n", "")
+
+
+def test_show_tells_metrics_digests_and_seconds_of_every_iteration(ask):
+    code, out, _ = ask("show", "tiny", "--json")
+    assert code == 0
+    described = RunDescription.model_validate_json(out)
+    assert [report.iteration for report in described.iterations] == [1, 2, 3]
+    assert [accuracy.number for accuracy in described.evaluations] == [0, 3]
+    assert described.engines == {"rollout": ["transformers"]}, "as every shard's metadata says"
+    for report in described.iterations:
+        assert re.fullmatch(r"[0-9a-f]{64}", report.policy)
+        assert set(report.seconds) == {"rollout", "scoring", "estimates", "credit", "update", "total"}
+        assert report.mismatch is not None and 0 < report.mismatch < 1e-5, "two ways to compute the same weights"
+        assert report.importance_weight == pytest.approx(1, abs=1e-4)
+        assert report.importance_cut == 0
+        assert report.weights_bytes > 0 < report.weights_seconds
+    code, out, _ = ask("show", "tiny")
+    lines = out.splitlines()
+    assert lines[1] == "rollout by transformers"
+    assert len({len(line) for line in lines[-5:-1]}) == 1, "a table's lines are equally long"
+    assert lines[-2].endswith(described.iterations[-1].policy[:16])
+    assert lines[-1] == f"policy {described.policy}"
+
+
+def test_rollouts_shows_the_best_first_and_the_rewards_of_the_shards(ask):
+    code, out, _ = ask("rollouts", "tiny", "--json", "--sort", "reward", "--limit", "999", "--iteration", "2")
+    assert code == 0
+    samples = json.loads(out)
+    assert len(samples) == 24
+    rewards = [sample["reward"] for sample in samples]
+    assert rewards == sorted(rewards, reverse=True)
+    assert {sample["iteration"] for sample in samples} == {2}
+    lengths = [s["tokens"] for s in json.loads(ask("rollouts", "tiny", "--json", "--sort", "length")[1])]
+    assert len(lengths) == 10
+    assert lengths == sorted(lengths, reverse=True)
+    code, out, _ = ask("rollouts", "tiny", "--limit", "2")
+    assert code == 0
+    assert re.match(r"--- iteration 3, prompt [0-9a-f]{16}, sample 0, reward [\d.]+, \d+ tokens?, (stop|length), ", out)
+    assert out.isprintable() or set(filter(lambda c: not c.isprintable(), out)) <= set("\n\t")
+
+
+def test_names_that_are_slightly_wrong_are_answered_with_the_right_ones(ask, reference):
+    assert "no run 'tniy' in file://" in (told := ask("show", "tniy")[2])
+    assert told.endswith("expected tiny; did you mean 'tiny'?\n")
+    assert f"try tiny --store {reference.store}" in ask("show", str(reference.run))[2]
+    assert "expected a name, found a path" in ask("verify", "../tiny")[2]
+    assert (
+        "no rollouts of iteration 9, found iterations it-0001 to it-0003"
+        in ask("rollouts", "tiny", "--iteration", "9")[2]
+    )
+    assert "no runs lie there; name another with --store" in ask("show", "tiny", store=reference.home / "nowhere")[2]
+    assert main(["evaluate", str(reference.run)]) == 2
+
+
+def test_a_run_without_a_sealed_iteration_can_be_looked_at(ask, tmp_path):
+    record = json.dumps({"scoring": {"rewards": [{"kind": "numeric"}]}})
+    create_run(str(tmp_path), "young", record, "0" * 16)
+    before = files_of(tmp_path)
+    assert ask("show", "young", store=tmp_path)[:2][1].endswith("no sealed iteration yet\n")
+    assert ask("runs", store=tmp_path)[0] == 0
+    for command, told in [("rollouts", "name the one under way with --iteration"), ("export", "nothing to export")]:
+        code, _, err = ask(command, "young", store=tmp_path)
+        assert code == 2
+        assert f"has no sealed iteration yet: {told}" in err
+    assert ask("verify", "young", store=tmp_path)[0] == 0
+    assert files_of(tmp_path) == before
+
+
+def test_export_gives_every_completion_with_its_run_iteration_and_rewards(ask, copied):
+    code, out, _ = ask("export", "tiny", "--json", store=copied)
+    assert code == 0
+    table = ds.dataset(json.loads(out), format="parquet").to_table()
+    assert table.num_rows == 3 * 24
+    assert set(table["run"].to_pylist()) == {"tiny"}
+    assert sorted(set(table["iteration"].to_pylist())) == [1, 2, 3]
+    assert {"prompt", "completion", "answer", "completion_tokens", "logprobs", "reward", "reward_target", "error"} <= {
+        *table.column_names
+    }
+    assert table["reward"].null_count == 0
+    told = json.loads(ask("rollouts", "tiny", "--json", "--limit", "24", "--iteration", "1", store=copied)[1])
+    first = table.filter(ds.field("iteration") == 1)
+    assert first["reward"].to_pylist() == [sample["reward"] for sample in told]
+    assert ask("export", "tiny", "--json", store=copied)[1] == out, "a second export finds the first"
+
+
+def test_verify_names_what_is_damaged_and_ends_with_code_1(ask, copied):
+    assert ask("verify", "tiny", store=copied) == (0, "run tiny: every digest and every invariant holds\n", "")
+    shard = max((copied / "tiny" / "shards").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    code, out, _ = ask("verify", "tiny", store=copied)
+    assert code == 1
+    assert shard.name in out
+    told = json.loads(ask("verify", "tiny", "--json", store=copied)[1])
+    assert (told["run"], told["ok"], len(told["problems"])) == ("tiny", False, 1)
+
+
+def test_verify_names_a_seal_that_is_missing(ask, copied):
+    (copied / "tiny" / "manifests" / "it-0002" / "seal.json").unlink()
+    code, out, _ = ask("verify", "tiny", store=copied)
+    assert code == 1
+    assert "it-0003/seal: expected it-0002/seal, a sealed iteration is missing" in out
+
+
+def test_commands_that_read_load_neither_prefect_nor_torch_and_change_nothing(reference, copied):
+    before = files_of(copied)
+    calls = [["runs"], ["show", "tiny"], ["rollouts", "tiny"], ["verify", "tiny"], ["rollouts", "tiny", "--json"]]
+    code = f"""
+import sys
+from flows.cli.app import main
+codes = [main([*call, "--store", {str(copied)!r}]) for call in {calls!r}]
+heavy = [name for name in ("prefect", "torch", "transformers", "ray", "matplotlib") if name in sys.modules]
+sys.exit(str(heavy or codes) if heavy or any(codes) else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert files_of(copied) == before
+
+
+def test_a_reader_that_stops_reading_is_no_error(reference):
+    command = f"{RHEOSTAT} rollouts tiny --limit 999 --store {reference.store} | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert re.fullmatch(r"--- iteration 3, .*\n0\n", done.stdout)
+    assert done.stderr == ""
+
+
+def test_a_dry_run_tells_the_plan_and_writes_nothing_at_all(tmp_path, reference, monkeypatch):
+    monkeypatch.setenv("RHEOSTAT_ENGINES", str(tmp_path / "engines"))
+    leave_vllm()
+    config = shutil.copy(reference.home / "tiny.toml", tmp_path)
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = {**os.environ, "HOME": str(home), "PREFECT_HOME": str(home / "prefect"), "PYTHONPATH": str(ROOT)}
+    before = sorted(tmp_path.rglob("*"))
+
+    def plan(*arguments: str) -> str:
+        command = [RHEOSTAT, "train", str(config), "--dry-run", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+
+    text = plan()
+    assert f"tiny in {tmp_path / 'runs'}" in text
+    assert "6 prompts x 4 = 24 completions in 3 shards" in text
+    assert re.search(r"rollout +2 workers at most, of [\d.]+ MiB \(weights [\d.]+ \+ cache [\d.]+;", text)
+    assert re.search(r"engine +transformers, float32", text)
+    vllm = plan(
+        "rollout.engine.kind=vllm",
+        "rollout.engine.cache_gib=0.1",
+        "policy.hidden_size=32",
+        "policy.heads=1",
+        "policy.kv_heads=1",
+    )
+    assert re.search(r"engine +vllm, float32, a server for each worker, processed log-probs\n", vllm)
+    assert re.search(r"rollout +2 workers at most, of [\d.]+ MiB \(weights [\d.]+ \+ cache 102\.4;", vllm)
+    facts = json.loads(plan("--json", "iterations=5", "--store", str(reference.store)))
+    assert facts["lines"]["state"] == "continues after iteration 3"
+    assert facts["lines"]["iterations"] == "5, 2 to do"
+    assert facts["facts"]["update_optimizer_bytes"] == 8 * facts["facts"]["parameters"]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_a_policy_is_measured_in_its_run_and_by_a_configuration_and_leaves_nothing(ask, reference, tmp_path):
+    policy = json.loads(ask("show", "tiny", "--json")[1])["policy"]
+    before = files_of(reference.run)
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect"), "PYTHONPATH": str(ROOT)}
+    config = shutil.copy(reference.home / "tiny.toml", tmp_path)
+    bare = shutil.copytree(policy, tmp_path / "bare")
+    measured = []
+    for arguments in ([policy], [str(bare), "--config", str(config)]):
+        command = [RHEOSTAT, "evaluate", *arguments, "--json"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        measured.append(json.loads(done.stdout))
+    assert measured[0] == measured[1]
+    assert measured[0]["problems"] == 8
+    assert files_of(reference.run) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "prefect", "tiny.toml"]
+
+
+def test_an_api_that_fails_under_parallel_controllers_is_one_error_with_a_name():
+    async def flow():
+        raise ExceptionGroup("controllers", [ExceptionGroup("rollout", [httpx.ConnectError("refused")])])
+
+    with pytest.raises(ApiFailed, match="ConnectError: refused"):
+        run_flow(flow())
+
+
+def test_of_the_errors_that_end_parallel_controllers_ours_is_told():
+    async def flow():
+        raise ExceptionGroup("controllers", [ValueError("other"), ExceptionGroup("rollout", [Damaged("torn")])])
+
+    with pytest.raises(Damaged, match="torn"):
+        run_flow(flow())

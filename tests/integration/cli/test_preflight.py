@@ -1,0 +1,461 @@
+"""The input check: a question on stdin, an answer in one line, and nothing written."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infra.config import PoolsConfig
+from infra.errors import BadInput
+from models.commands.preflight import Inputs, check
+from models.config.algorithms import (
+    AlgorithmConfig,
+    CriticConfig,
+    Distillation,
+    Grpo,
+    Ppo,
+    TeacherDirectory,
+    TeacherEndpoint,
+)
+from models.config.data import (
+    ArithmeticData,
+    ArithmeticPreferences,
+    DataConfig,
+    FileData,
+    FilePreferences,
+    PreferencesConfig,
+)
+from models.config.engines import SamplingConfig, VllmEngine
+from models.config.judges import (
+    ChoiceVerdict,
+    DirectoryJudge,
+    DirectoryRewardModel,
+    EndpointJudge,
+    JudgeReward,
+    ModelReward,
+    ScoreVerdict,
+    ServedReward,
+    TrainedJudge,
+    TrainedRewardModel,
+)
+from models.config.objectives import LoraConfig, UpdateConfig
+from models.config.policy import DirectoryPolicy, PolicyConfig, ScratchPolicy
+from models.config.reward_terms import NumericReward, TargetReward
+from models.config.rewards import ScoringConfig
+from models.config.rollout import RolloutConfig
+from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
+from models.data.load import load_problems
+from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
+from tests.support.environments import leave_vllm
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
+
+
+def inputs(
+    *,
+    data: DataConfig | None = None,
+    policy: PolicyConfig | None = None,
+    warmup: WarmupConfig | None = None,
+    preferences: PreferencesConfig | None = None,
+    dpo: DpoConfig | None = None,
+    rollout: RolloutConfig | None = None,
+    scoring: ScoringConfig | None = None,
+    algorithm: AlgorithmConfig | None = None,
+    update: UpdateConfig | None = None,
+    ranks: int = 1,
+    gpus: float = 0,
+) -> Inputs:
+    return Inputs(
+        seed=0,
+        data=data or ArithmeticData(train_problems=64, heldout_problems=8),
+        policy=policy or ScratchPolicy(),
+        warmup=warmup,
+        preferences=preferences,
+        dpo=dpo,
+        rollout=rollout or RolloutConfig(),
+        scoring=scoring or ScoringConfig(),
+        algorithm=algorithm or Grpo(),
+        update=update or UpdateConfig(),
+        pools=PoolsConfig(update_ranks=ranks, gpus_per_worker=gpus),
+        evaluation=EvaluationConfig(problems=1),
+    )
+
+
+def ask(question: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command as the flows do, where it could leave something behind."""
+    return subprocess.run(
+        [sys.executable, "-m", "models.commands.preflight"], input=question, capture_output=True, text=True, cwd=folder
+    )
+
+
+def rows(path: Path, *answers: str) -> FileData:
+    lines = [json.dumps({"prompt": f"question {n}", "answer": answer}) for n, answer in enumerate(answers)]
+    path.write_text("\n".join(lines))
+    return FileData(path=path, heldout_fraction=0.2)
+
+
+def test_the_command_answers_in_one_line_and_writes_nothing(tmp_path):
+    question = inputs().model_dump(mode="json") | {"name": "a part that the check has no use for"}
+    answer = ask(json.dumps(question), tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    [line] = answer.stdout.splitlines()
+    verdict = json.loads(line)
+    assert (verdict["ok"], verdict["error"]) == (True, "")
+    assert (verdict["facts"]["train_problems"], verdict["facts"]["heldout_problems"]) == (64, 8)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_is_one_line_and_exit_code_2_and_what_a_reward_prints_stays_out_of_it(tmp_path):
+    (tmp_path / "chatty.py").write_text("print('hello')")
+    scoring = ScoringConfig(rewards=(TargetReward(target="chatty:reward"),))
+    answer = ask(inputs(scoring=scoring).model_dump_json(), tmp_path)
+    assert answer.returncode == 2, answer.stderr
+    verdict = json.loads(answer.stdout)
+    assert (verdict["ok"], verdict["facts"]) == (False, {})
+    assert "no attribute 'reward'" in verdict["error"]
+
+
+def test_memory_estimates_follow_from_the_shape():
+    policy = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=2, heads=2, kv_heads=1)
+    facts = check(inputs(policy=policy, rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=30))))
+    # Embeddings, two blocks of (q, k, v, o, three MLP matrices, two norms), the last norm.
+    assert facts["parameters"] == 354 * 16 + 2 * (256 + 128 + 128 + 256 + 3 * 256 + 32) + 16
+    assert facts["rollout_weights_bytes"] == facts["update_weights_bytes"] == 4 * facts["parameters"]
+    assert facts["update_optimizer_bytes"] == 8 * facts["parameters"]
+    # Keys and values of 8 numbers in each of 2 layers.
+    assert facts["rollout_cache_bytes"] == 2 * 2 * 8 * 4 * 512 * (facts["longest_prompt_tokens"] + 30)
+
+
+@pytest.fixture
+def engines(tmp_path, monkeypatch):
+    """Where environments of engines lie; there is none."""
+    monkeypatch.setenv("RHEOSTAT_ENGINES", str(tmp_path / "engines"))
+    return tmp_path / "engines"
+
+
+@pytest.fixture
+def vllm(engines):
+    """The Python of an environment that an install left."""
+    return leave_vllm()
+
+
+WIDE = ScratchPolicy(heads=1, kv_heads=1, context=128)
+
+
+def served_by(engine: VllmEngine, policy: ScratchPolicy = WIDE, *, gpus: float = 0) -> dict[str, float]:
+    return check(inputs(policy=policy, rollout=RolloutConfig(engine=engine), gpus=gpus))
+
+
+def test_a_vllm_servers_cache_is_as_large_as_it_is_told_to_be(vllm):
+    facts = served_by(VllmEngine(cache_gib=0.25, dtype="bfloat16"))
+    assert facts["rollout_weights_bytes"] == 2 * facts["parameters"]
+    assert facts["rollout_cache_bytes"] == 2**28
+    assert served_by(VllmEngine())["rollout_cache_bytes"] == 2**30
+    on_gpus = VllmEngine(python=leave_vllm("cuda"))
+    assert "rollout_cache_bytes" not in served_by(on_gpus, gpus=1), "it takes what the GPU has left"
+    elsewhere = served_by(VllmEngine(base_urls=("http://127.0.0.1:8000",)))
+    assert elsewhere["rollout_weights_bytes"] == elsewhere["rollout_cache_bytes"] == 0
+
+
+def test_heads_that_vllm_cannot_serve_on_a_cpu_are_refused(vllm):
+    odd = WIDE.model_copy(update={"heads": 4, "kv_heads": 4})
+    with pytest.raises(BadInput, match=r"on a CPU: the model's heads have 8 numbers, expected one of 32, 64, 80"):
+        served_by(VllmEngine(), odd)
+    assert served_by(VllmEngine(python=leave_vllm("cuda")), odd, gpus=1)
+    assert served_by(VllmEngine(base_urls=("http://127.0.0.1:8000",)), odd)
+
+
+def test_a_server_holds_the_longest_sequence(vllm):
+    with pytest.raises(BadInput, match=r"max_model_len 64: the longest prompt and completion have \d+ tokens together"):
+        served_by(VllmEngine(max_model_len=64))
+    with pytest.raises(BadInput, match=r"max_model_len 256: the model's context is 128 tokens"):
+        served_by(VllmEngine(max_model_len=256))
+    # Keys and values of 32 numbers in each of 2 layers, 4 bytes each, for 128 tokens.
+    assert 2 * 2 * 32 * 4 * 128 == 2**16
+    assert served_by(VllmEngine(cache_gib=2**16 / 2**30))["rollout_cache_bytes"] == 2**16
+    with pytest.raises(BadInput, match=r"cache_gib .*: one sequence of 128 tokens takes 6.1e-05 GiB; raise it"):
+        served_by(VllmEngine(cache_gib=2**15 / 2**30))
+
+
+def judged_by(engine: VllmEngine, shape: ScratchPolicy) -> dict[str, float]:
+    judge = JUDGE.model_copy(update={"model": TrainedJudge(shape=shape, engine=engine)})
+    return check(inputs(scoring=ScoringConfig(rewards=(judge,))))
+
+
+def test_a_judge_on_vllm_fits_it_as_a_policy_does(vllm):
+    wide = ScratchPolicy(heads=1, kv_heads=1)
+    assert judged_by(VllmEngine(), wide)["honest_parameters"] > 0
+    with pytest.raises(BadInput, match=r"reward honest: model.engine.kind 'vllm' on a CPU: the model's heads have 8"):
+        judged_by(VllmEngine(), ScratchPolicy())
+    with pytest.raises(BadInput, match=r"reward honest: model.engine.max_model_len 8: the longest prompt and"):
+        judged_by(VllmEngine(max_model_len=8), wide)
+
+
+def test_a_run_on_vllm_is_refused_where_its_environment_is_not(engines):
+    with pytest.raises(BadInput, match=r"rollout.engine.kind 'vllm': .* found none: `rheostat engine install vllm`"):
+        served_by(VllmEngine())
+    assert served_by(VllmEngine(base_urls=("http://127.0.0.1:8000",)))
+    with pytest.raises(BadInput, match=r"reward 'honest': model.engine.kind 'vllm': expected an environment with vllm"):
+        judged_by(VllmEngine(), WIDE)
+    elsewhere = inputs(policy=WIDE, rollout=RolloutConfig(engine=VllmEngine())).model_copy(
+        update={"pools": PoolsConfig(ray_address="10.0.0.1:6379")}
+    )
+    assert check(elsewhere), "the workers of a cluster look for it where they are"
+
+
+def test_an_environment_that_does_not_import_vllm_is_refused(tmp_path):
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    with pytest.raises(BadInput, match=r"bare/bin/python: expected a Python that imports vllm: ModuleNotFoundError"):
+        served_by(VllmEngine(python=bare / "bin" / "python"))
+    with pytest.raises(BadInput, match=r"engine.python .*/nowhere': expected the Python of an environment with vllm"):
+        served_by(VllmEngine(python=tmp_path / "nowhere"))
+
+
+def test_workers_with_gpus_and_an_environment_without_do_not_go_together(vllm):
+    with pytest.raises(BadInput, match=r"is for cpu, workers with GPUs need one for cuda; set pools.gpus_per_worker=0"):
+        served_by(VllmEngine(), gpus=1)
+    with pytest.raises(BadInput, match=r"is for cuda, workers without GPUs need one for cpu; `rheostat engine install"):
+        served_by(VllmEngine(python=leave_vllm("cuda")))
+
+
+def test_zero_stages_divide_what_they_shard_among_the_ranks():
+    whole = check(inputs())
+    for stage, kinds in [(1, {"optimizer"}), (2, {"optimizer", "gradient"}), (3, {"optimizer", "gradient", "weights"})]:
+        facts = check(inputs(update=UpdateConfig(zero_stage=stage), ranks=4))
+        divided = {
+            kind
+            for kind in ("optimizer", "gradient", "weights")
+            if facts[f"update_{kind}_bytes"] == whole[f"update_{kind}_bytes"] // 4
+        }
+        assert divided == kinds
+
+
+def test_a_prompt_without_room_is_found_in_the_heldout_split_too(tmp_path):
+    (tmp_path / "h.jsonl").write_text(json.dumps({"prompt": "?" * 99, "answer": "1"}))
+    data = rows(tmp_path / "t.jsonl", *("1",) * 80).model_copy(update={"heldout_path": tmp_path / "h.jsonl"})
+    with pytest.raises(BadInput, match=r"h.jsonl:1: the prompt has 99 tokens, expected 1 to 64"):
+        check(inputs(data=data, policy=ScratchPolicy(vocab_size=300, context=128)))
+
+
+def test_a_reference_without_a_number_is_found_before_a_completion_exists(tmp_path):
+    data = rows(tmp_path / "a.jsonl", *("#### 1",) * 80, "#### many")
+    with pytest.raises(BadInput, match=r"a.jsonl:81: the numeric reward finds no number in the reference '#### many'"):
+        check(inputs(data=data, rollout=RolloutConfig(prompts=8), scoring=ScoringConfig(rewards=(NumericReward(),))))
+
+
+def test_a_heldout_problem_that_is_trained_on_is_refused(tmp_path):
+    data = rows(tmp_path / "a.jsonl", *("1",) * 80)
+    with pytest.raises(BadInput, match=r"a.jsonl:1: this held-out problem is a training problem too"):
+        check(inputs(data=data.model_copy(update={"heldout_path": data.path})))
+
+
+def test_an_iteration_larger_than_the_data_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"rollout.prompts 64 exceeds the \d training problems"):
+        check(inputs(data=rows(tmp_path / "a.jsonl", *("1",) * 10)))
+
+
+def test_an_evaluation_larger_than_the_held_out_split_is_refused(tmp_path):
+    few = rows(tmp_path / "a.jsonl", *("1",) * 100)
+    question = inputs(data=few).model_copy(update={"evaluation": EvaluationConfig(problems=64)})
+    with pytest.raises(
+        BadInput, match=r"evaluation.problems 64 exceeds the \d\d held-out problems: set evaluation.prob"
+    ):
+        check(question)
+
+
+def test_completions_as_long_as_the_context_are_refused():
+    sampling = SamplingConfig(max_new_tokens=256)
+    with pytest.raises(BadInput, match=r"max_new_tokens 256 leaves no room for a prompt: .* context is 256 tokens"):
+        check(inputs(rollout=RolloutConfig(sampling=sampling)))
+
+
+def test_warm_up_without_answers_is_refused(tmp_path):
+    data = rows(tmp_path / "a.jsonl", *("1",) * 100).model_copy(update={"answer_column": None})
+    with pytest.raises(BadInput, match=r"set data.answer_column, or remove \[warmup\]"):
+        check(inputs(data=data, warmup=WarmupConfig()))
+
+
+def test_a_directory_that_is_no_policy_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"no config.json: not a model directory"):
+        check(inputs(policy=DirectoryPolicy(path=tmp_path)))
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside this checkout")
+def test_all_of_gsm8k_is_checked_in_seconds():
+    data = FileData(path=GSM8K / "train.jsonl", heldout_path=GSM8K / "test.jsonl", prompt_column="question")
+    started = time.process_time()
+    facts = check(inputs(data=data, policy=ScratchPolicy(vocab_size=2048, context=768)))
+    assert time.process_time() - started < 15
+    assert (facts["train_problems"], facts["heldout_problems"]) == (7473, 1319)
+
+
+JUDGE = JudgeReward(name="honest", model=TrainedJudge(), template="{answer} {completion}\n")
+REMOTE = EndpointJudge(base_url="https://judge.example.com/v1", allowed_hosts=("judge.example.com",), model="large")
+
+
+def served(reward: ServedReward) -> Inputs:
+    return inputs(
+        rollout=RolloutConfig(prompts=8, sampling=SamplingConfig(max_new_tokens=32)),
+        scoring=ScoringConfig(rewards=(NumericReward(), reward)),
+    )
+
+
+def test_the_size_of_a_judge_is_known_before_the_run():
+    assert check(served(JUDGE))["honest_parameters"] > 10_000
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (JUDGE.model_copy(update={"template": "{answer}"}), r"reward honest: its template .* has no \{completion\}"),
+        (
+            JUDGE.model_copy(update={"verdict": ScoreVerdict(pattern="(")}),
+            r"reward honest: its pattern '\(' is not a regular expression",
+        ),
+        (
+            JUDGE.model_copy(update={"verdict": ScoreVerdict(pattern="[0-9]")}),
+            r"reward honest: its pattern .* expected a group around the score, found none",
+        ),
+        (
+            JUDGE.model_copy(update={"verdict": ChoiceVerdict(choices={"yes": 1, " ": 0})}),
+            r"reward honest: its verdicts .* expected a text for each, found an empty one",
+        ),
+        (
+            JUDGE.model_copy(update={"verdict": ChoiceVerdict(choices={"yes": 1, "Yes ": 0})}),
+            r"reward honest: its verdicts .* expected different texts",
+        ),
+        (
+            JUDGE.model_copy(update={"verdict": ScoreVerdict()}),
+            r"reward honest: a trained judge answers with one of several texts: .* found score",
+        ),
+        (
+            JUDGE.model_copy(update={"model": TrainedJudge(shape=ScratchPolicy(context=16))}),
+            r"reward honest: questions about right answers have up to \d+ tokens and a verdict up to 1, .* 16 together",
+        ),
+        (
+            JUDGE.model_copy(update={"model": DirectoryJudge(path=Path("nowhere"))}),
+            r"reward honest: policy nowhere: no such directory",
+        ),
+        (
+            ModelReward(name="liked", model=DirectoryRewardModel(path=Path("nowhere"))),
+            r"reward liked: reward model nowhere: no such directory",
+        ),
+        (
+            JUDGE.model_copy(update={"model": REMOTE}),
+            r"reward honest: judge at .* a constrained choice needs an engine that constrains",
+        ),
+        (
+            JUDGE.model_copy(
+                update={"model": REMOTE.model_copy(update={"guided": "vllm", "allowed_hosts": ("b.org",)})}
+            ),
+            r"reward honest: endpoint .* is not in allowed_hosts",
+        ),
+        (
+            JUDGE.model_copy(
+                update={"model": REMOTE.model_copy(update={"guided": "vllm", "api_key_variable": "NO_SUCH_KEY"})}
+            ),
+            r"reward honest: api_key_variable: expected a key in the environment variable 'NO_SUCH_KEY'",
+        ),
+    ],
+)
+def test_what_cannot_serve_a_reward_is_one_line_before_the_run(reward, message):
+    with pytest.raises(BadInput, match=message) as caught:
+        check(served(reward))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_teacher_is_counted_whole_on_every_update_rank(tmp_path):
+    teacher = Distillation(teacher=TeacherDirectory(path=publish_teacher(tmp_path, operations=4)))
+    facts = check(inputs(algorithm=Grpo(distillation=teacher), update=UpdateConfig(zero_stage=3), ranks=4))
+    assert facts["teacher_parameters"] == facts["parameters"]
+    assert facts["update_teacher_bytes"] == 4 * facts["parameters"]
+
+
+def test_a_teacher_of_another_tokenizer_is_one_line_before_the_run(tmp_path):
+    teacher = Distillation(teacher=TeacherDirectory(path=publish_teacher(tmp_path, operations=1)))
+    with pytest.raises(
+        BadInput, match=r"algorithm\.distillation\.teacher .*its tokenizer is not the policy's"
+    ) as caught:
+        check(inputs(algorithm=Grpo(distillation=teacher)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_teacher_behind_an_endpoint_is_checked_and_holds_no_memory(monkeypatch):
+    teacher = TeacherEndpoint(base_url="https://teacher.example.com/v1", allowed_hosts=("b.org",), model="large")
+    with pytest.raises(BadInput, match="not in allowed_hosts"):
+        check(inputs(algorithm=Grpo(distillation=Distillation(teacher=teacher))))
+    known = teacher.model_copy(update={"allowed_hosts": ("teacher.example.com",)})
+    assert "teacher_parameters" not in check(inputs(algorithm=Grpo(distillation=Distillation(teacher=known))))
+
+
+def test_a_critic_is_counted_as_the_policy_is():
+    facts = check(inputs(algorithm=Ppo()))
+    assert facts["critic_parameters"] == facts["parameters"] + ScratchPolicy().hidden_size
+    assert facts["update_critic_bytes"] == 16 * facts["critic_parameters"]
+
+
+def test_a_critic_that_is_no_classifier_is_one_line_before_the_run(tmp_path):
+    policy = publish_teacher(tmp_path, operations=4)
+    with pytest.raises(BadInput, match=r"algorithm\.critic: .*expected a sequence classifier") as caught:
+        check(inputs(algorithm=Ppo(critic=CriticConfig(path=policy))))
+    assert "\n" not in str(caught.value)
+
+
+def trained_reward(template: str | None) -> ScoringConfig:
+    return ScoringConfig(rewards=(ModelReward(name="liked", model=TrainedRewardModel(), template=template),))
+
+
+def test_preferences_are_counted_and_a_trained_reward_model_is_as_large_as_the_policy():
+    pairs = ArithmeticPreferences(train_pairs=40, heldout_pairs=10)
+    facts = check(inputs(preferences=pairs, dpo=DpoConfig(), scoring=trained_reward("{prompt}{completion}")))
+    assert (facts["train_pairs"], facts["heldout_pairs"]) == (40, 10)
+    assert facts["liked_parameters"] == facts["parameters"]
+
+
+def test_a_template_under_which_all_pairs_are_alike_is_refused():
+    with pytest.raises(BadInput, match=r"has no \{completion\}: all would score alike"):
+        check(inputs(preferences=ArithmeticPreferences(train_pairs=40), scoring=trained_reward("{prompt}")))
+
+
+def test_pairs_that_do_not_fit_the_policy_are_refused_before_the_run(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    lines = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no" * (300 if n == 7 else 1)} for n in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(BadInput, match=r"pairs\.jsonl:8: prompt and rejected completion have \d+ tokens"):
+        check(inputs(preferences=FilePreferences(path=path, heldout_fraction=0.3), dpo=DpoConfig()))
+
+
+def test_pairs_about_held_out_problems_are_refused(tmp_path):
+    [problem, *_] = load_problems(ArithmeticData(train_problems=64, heldout_problems=8), "heldout", 0)
+    path, kept = tmp_path / "pairs.jsonl", tmp_path / "kept.jsonl"
+    path.write_text(json.dumps({"prompt": problem.prompt, "chosen": "yes", "rejected": "no"}) + "\n")
+    kept.write_text(json.dumps({"prompt": "other", "chosen": "yes", "rejected": "no"}) + "\n")
+    with pytest.raises(BadInput, match=r"pairs\.jsonl:1: this pair to learn from is about a held-out problem"):
+        check(inputs(preferences=FilePreferences(path=path, heldout_path=kept), dpo=DpoConfig()))
+
+
+def publish_teacher(path: Path, *, operations: int) -> Path:
+    """A policy as a run on such problems would make it."""
+    problems = load_problems(ArithmeticData(train_problems=64, heldout_problems=8, operations=operations), "train", 0)
+    tokenizer = scratch_tokenizer(ScratchPolicy(), problems)
+    save_policy(build_scratch(ScratchPolicy(), tokenizer, seed=1), tokenizer, path)
+    return path
+
+
+def test_adapters_need_gradients_and_optimizer_state_for_themselves_alone():
+    policy = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=2, heads=2, kv_heads=1)
+    facts = check(inputs(policy=policy, update=UpdateConfig(lora=LoraConfig(rank=4))))
+    # Per block: q and o are 16 x 16, k and v 8 x 16, the three MLP matrices 16 x 16.
+    assert facts["trained_parameters"] == 2 * 4 * (5 * 32 + 2 * 24)
+    assert facts["update_weights_bytes"] == 4 * (facts["parameters"] + facts["trained_parameters"])
+    assert facts["update_gradient_bytes"] == 4 * facts["trained_parameters"]
+    assert facts["update_optimizer_bytes"] == 8 * facts["trained_parameters"]
+
+
+def test_a_target_that_no_layer_has_is_bad_input_with_the_nearest_name():
+    with pytest.raises(BadInput, match=r"lora.targets 'q_prj': .*down_proj, gate_proj.*did you mean 'q_proj'"):
+        check(inputs(update=UpdateConfig(lora=LoraConfig(targets=("q_prj",)))))

@@ -1,0 +1,167 @@
+"""A judge worker before a real endpoint: from a rollout shard to verdicts, by HTTP and by TLS."""
+
+import json
+import ssl
+import subprocess
+import sys
+
+import pyarrow as pa
+import pytest
+
+from infra.errors import EndpointDown
+from infra.pools.host import Host, Raised
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
+from models.config.judges import ChoiceVerdict, JudgeReward
+from models.config.judges import EndpointJudge as EndpointConfig
+from models.records.schemas import ROLLOUT_SCHEMA
+from models.records.work import JudgeWork
+from models.workers.judge import JudgeWorker
+from tests.integration.endpoints.test_endpoint import CANARY, judge_at, questions
+from tests.support.chat_server import Reply, chat_server, says
+
+TEMPLATE = "{prompt}|{completion}|{answer}"
+
+
+def is_right(asked, before):
+    """Judge by the question's own text."""
+    _, completion, answer = asked.text.split("|")
+    return says("yes" if completion == answer else "no")
+
+
+class Bench:
+    def __init__(self, root, url, **changes):
+        config = EndpointConfig(
+            base_url=url,
+            allowed_hosts=("127.0.0.1",),
+            allow_private=True,
+            model="judge",
+            backoff_seconds=0.02,
+            **changes,
+        )
+        reward = JudgeReward(
+            name="right", model=config, template=TEMPLATE, verdict=ChoiceVerdict(constrained=False), votes=2, retries=1
+        )
+        self.options = {"store_uri": str(root), "run": "run", "term": "right", "reward": reward, "threads": 1}
+        self.store = open_store(str(root / "run"))
+        self.worker = JudgeWorker(**self.options)
+
+    def judge(self, completions):
+        return self.worker.judge(self.work(completions))
+
+    def work(self, completions):
+        empty = {"prompt_tokens": [], "completion_tokens": [], "logprobs": [], "finish_reason": "stop", "seed": 0}
+        rows = [
+            {"prompt_row": row, "sample": 0, "prompt": f"{row}+1=", "completion": text, "answer": str(row + 1), **empty}
+            for row, text in enumerate(completions)
+        ]
+        table = pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA)
+        rollouts = write_shard(self.store, table, kind="rollouts", metadata={})
+        return JudgeWork(iteration=1, rollouts=rollouts, model=None, seed=3)
+
+    def values(self, completions):
+        [ref] = self.judge(completions).shards
+        return read_shard(self.store, ref)["value"].to_pylist()
+
+
+def test_verdicts_from_an_endpoint_become_rewards(tmp_path):
+    with chat_server(is_right) as server:
+        assert Bench(tmp_path, server.url).values(["1", "7", "3"]) == [1, 1, 0, 0, 1, 1]
+    seeds = [asked.body["seed"] for asked in server.asked]
+    assert len(set(seeds)) == 6
+
+
+def test_the_same_work_gives_the_same_shard_however_the_endpoint_fails_meanwhile(tmp_path):
+    def shaky(asked, before):
+        return Reply(reset=True) if before % 3 == 0 and asked.text[0] in "02" else is_right(asked, before)
+
+    with chat_server(is_right) as server:
+        steady = Bench(tmp_path / "steady", server.url).judge(["1", "7", "3"])
+    with chat_server(shaky) as server:
+        shaken = Bench(tmp_path / "shaky", server.url).judge(["1", "7", "3"])
+    assert len(server.asked) > 6
+    assert (steady.shards, steady.metrics) == (shaken.shards, shaken.metrics)
+
+
+def test_an_answer_that_is_garbage_is_asked_again_and_then_invalid(tmp_path):
+    def garbage(asked, before):
+        return Reply(body=b"<html>") if asked.text.startswith("1") else is_right(asked, before)
+
+    with chat_server(garbage) as server:
+        bench = Bench(tmp_path, server.url)
+        outcome = bench.judge(["1", "7", "3"])
+    rows = read_shard(bench.store, outcome.shards[0]).to_pylist()
+    bad = [(row["vote"], row["attempt"], row["value"]) for row in rows if row["prompt_row"] == 1]
+    assert bad == [(0, 0, None), (0, 1, None), (1, 0, None), (1, 1, None)]
+    assert (outcome.metrics["answers"], outcome.metrics["invalid"]) == (6, 2)
+
+
+def test_an_endpoint_that_is_down_writes_no_verdicts_and_arrives_by_name(tmp_path):
+    with chat_server(lambda asked, before: Reply(status=503)) as server:
+        bench = Bench(tmp_path, server.url, retries=1)
+        host, work = Host(), bench.work(["1"])
+        host.construct("models.workers.judge:JudgeWorker", bench.options)
+        raised = host.run("judge", (work,))
+    assert isinstance(raised, Raised)
+    assert isinstance(raised.error, EndpointDown)
+    kinds = [read.suffix for read in (tmp_path / "run" / "shards").iterdir()]
+    assert len(kinds) == 1  # the rollouts alone
+
+
+def test_no_shard_holds_the_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", CANARY)
+    repeats = Reply(status=400, body=json.dumps({"error": f"bad key {CANARY}"}).encode())
+    with chat_server(lambda asked, before: repeats) as server:
+        outcome = Bench(tmp_path, server.url, api_key_variable="JUDGE_KEY").judge(["1"])
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert outcome.metrics["invalid"] == 2
+    assert len(files) >= 2
+    assert not any(CANARY.encode() in path.read_bytes() for path in files)
+
+
+# ---- the connection goes where it was checked to go
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate of the name `localhost`, and of no address."""
+    root = tmp_path_factory.mktemp("tls")
+    certificate, key = root / "cert.pem", root / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+    subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return certificate, key
+
+
+def test_a_certificate_is_checked_against_the_name_though_the_address_is_asked(certificate, monkeypatch):
+    file, key = certificate
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(file, key)
+    with chat_server(lambda asked, before: says("fine"), tls=context) as server:
+        port = server.url.split(":")[2]
+        named = judge_at(f"https://localhost:{port}", allowed_hosts=("localhost",), retries=1)
+        assert [answer.text for answer in named.ask(questions(2))] == ["fine", "fine"]
+        by_address = judge_at(f"https://127.0.0.1:{port}", retries=0)
+        with pytest.raises(EndpointDown, match="certificate"):
+            by_address.ask(questions(1))
+    assert server.asked[0].headers["Host"] == f"localhost:{port.removesuffix('/v1')}"
+
+
+LOOKUPS: list[object] = []
+
+
+def _note_lookup(event, arguments):
+    if event == "socket.getaddrinfo":
+        LOOKUPS.append(arguments[0])
+
+
+def test_a_name_is_resolved_once_and_connected_to_by_address():
+    sys.addaudithook(_note_lookup)
+    with chat_server(lambda asked, before: Reply(reset=True) if before == 0 else says("fine")) as server:
+        judge = judge_at(server.url.replace("127.0.0.1", "localhost"), allowed_hosts=("localhost",))
+        LOOKUPS.clear()
+        judge.ask(questions(10))
+        seen = list(LOOKUPS)
+    assert seen.count("localhost") == 1
+    assert set(seen) - {"localhost"} <= {"127.0.0.1", b"127.0.0.1", "::1", b"::1"}

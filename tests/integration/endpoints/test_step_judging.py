@@ -1,0 +1,162 @@
+"""The judge worker where steps are judged: local engines, an endpoint, canaries, counters."""
+
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from infra.errors import EndpointDown
+from infra.store.bundles import publish_bundle
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import open_store
+from models.config.engines import PacedEngine, SamplingConfig
+from models.config.judges import Canaries, DirectoryJudge, EndpointJudge, JudgeReward, StepsVerdict
+from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import JudgeWork
+from models.workers.judge import JudgeWorker
+from tests.support.chat_server import Reply, chat_server, says
+from tests.support.policies import write_policy
+
+SPEAKING = PacedEngine(
+    base_seconds=0,
+    per_sequence_seconds=0,
+    median_tokens=40,
+    endings=("<incorrect_steps></incorrect_steps>", "<incorrect_steps>0, 9</incorrect_steps>", "It is all right."),
+)
+LOCAL = JudgeReward(
+    name="critic",
+    model=DirectoryJudge(path="judge", engine=SPEAKING),
+    verdict=StepsVerdict(),
+    votes=4,
+    retries=1,
+    sampling=SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=400),
+)
+COMPLETIONS = ("First.\n\nSo 1.", "Only 1.", "Add.\n\n```\nx\n\ny\n```\n\nSo 2.", " \n\n ")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("steps")
+
+
+@pytest.fixture(scope="module")
+def model(home: Path) -> PolicyVersion:
+    write_policy(home / "model", changes={"max_position_embeddings": 8192})
+    return PolicyVersion(version=0, weights=publish_bundle(open_store(f"{home}/run"), home / "model", prefix="judges"))
+
+
+def rollouts(home: Path, *completions: str) -> ShardRef:
+    empty = {"prompt_tokens": [1], "completion_tokens": [1], "logprobs": [0.0], "finish_reason": "stop", "seed": 0}
+    rows = [
+        {"prompt_row": row, "sample": 0, "prompt": f"{row}+1?", "completion": text, "answer": str(row + 1), **empty}
+        for row, text in enumerate(completions)
+    ]
+    table = pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA)
+    return write_shard(open_store(f"{home}/run"), table, kind="rollouts", metadata={})
+
+
+def judge(home: Path, reward: JudgeReward, *completions: str, model: PolicyVersion | None = None) -> Outcome:
+    worker = JudgeWorker(str(home), "run", "critic", reward, 1)
+    return worker.judge(JudgeWork(iteration=3, rollouts=rollouts(home, *completions), model=model, seed=5))
+
+
+def table_of(home: Path, outcome: Outcome) -> pa.Table:
+    return read_shard(open_store(f"{home}/run"), outcome.shards[0])
+
+
+def test_a_local_judge_is_asked_k_times_about_all_steps_at_once(home, model):
+    outcome = judge(home, LOCAL, *COMPLETIONS, model=model)
+    table = table_of(home, outcome)
+    assert table.schema.remove_metadata() == VERDICT_SCHEMA
+    rows = table.to_pylist()
+    assert len({(row["prompt_row"], row["vote"]) for row in rows}) == 3 * 4 + 1
+    for row in rows:
+        if row["prompt_row"] == 3:
+            assert (row["steps"], row["value"], row["text"]) == ([0], -1.0, None)  # says nothing: it is not asked about
+        elif row["text"].endswith("It is all right."):
+            assert row["steps"] is None
+            assert row["value"] is None
+            assert "expected a pair of <incorrect_steps> tags" in row["error"]
+        else:
+            assert row["steps"] == ([] if row["text"].endswith("<incorrect_steps></incorrect_steps>") else [0])
+            assert row["error"] is None
+    assert any(row["attempt"] == 1 for row in rows)
+    assert judge(home, LOCAL, *COMPLETIONS, model=model).shards == outcome.shards
+
+
+def test_counters_say_how_much_was_flagged_dropped_and_unusable(home, model):
+    reward = LOCAL.model_copy(update={"retries": 0, "votes": 1})
+    outcome = judge(home, reward, *COMPLETIONS[:3], *["One.\n\nTwo."] * 30, model=model)
+    rows = table_of(home, outcome).to_pylist()
+    steps = {0: 2, 1: 1, 2: 3} | dict.fromkeys(range(3, 33), 2)
+    usable = [row for row in rows if row["steps"] is not None]
+    flagged = [row for row in usable if row["steps"] == [0]]
+    assert 0 < len(flagged) < len(usable) < 33
+    assert outcome.metrics is not None
+    assert {name: outcome.metrics[name] for name in ("completions", "unusable", "answers", "invalid", "empty")} == {
+        "completions": 33,
+        "unusable": 33 - len(usable),
+        "answers": 33,
+        "invalid": 33 - len(usable),
+        "empty": 0,
+    }
+    assert outcome.metrics["steps"] == sum(steps[row["prompt_row"]] for row in usable)
+    assert outcome.metrics["flagged_steps"] == outcome.metrics["dropped_indices"] == len(flagged)  # each names step 9
+
+
+@pytest.mark.parametrize(("said", "passed"), [("", 3), ("0", 0), ("no tag", 0)])
+def test_a_canary_passes_when_no_step_of_it_is_flagged(home, model, said, passed):
+    ending = said if said == "no tag" else f"<incorrect_steps>{said}</incorrect_steps>"
+    engine = SPEAKING.model_copy(update={"endings": (ending,)})
+    changes = {"canaries": Canaries(per_shard=3), "model": LOCAL.model.model_copy(update={"engine": engine})}
+    outcome = judge(home, LOCAL.model_copy(update=changes), "a", "b", model=model)
+    assert outcome.metrics is not None
+    assert outcome.metrics["canaries"] == (0 if said == "no tag" else 3)
+    assert outcome.metrics["canaries_passed"] == passed
+    assert outcome.metrics["completions"] == 2
+
+
+def test_a_judge_that_only_babbles_is_unusable_and_flags_nothing(home, model):
+    babble = {"model": DirectoryJudge(path="judge"), "template": "{steps}"}
+    changes = babble | {"votes": 2, "sampling": SamplingConfig(temperature=0, max_new_tokens=8)}
+    outcome = judge(home, LOCAL.model_copy(update=changes), *COMPLETIONS, model=model)
+    assert outcome.metrics is not None
+    assert outcome.metrics["unusable"] == outcome.metrics["completions"] == 3
+    assert (outcome.metrics["steps"], outcome.metrics["flagged_steps"]) == (0, 0)
+    assert outcome.metrics["invalid"] == outcome.metrics["answers"] == 6
+
+
+def at_endpoint(url: str, **changes: object) -> JudgeReward:
+    config = EndpointJudge(
+        base_url=url, allowed_hosts=("127.0.0.1",), allow_private=True, model="judge", backoff_seconds=0.02, retries=1
+    )
+    return LOCAL.model_copy(update={"model": config, **changes})
+
+
+def names_steps_with_a_two(asked, before):
+    """Audit as told: a step is wrong if it has a 2 in it."""
+    steps = re.findall(r"<step_(\d+)>\n(.*?)\n</step_\1>", asked.text, re.S)
+    wrong = ", ".join(f"<step_{index}>" for index, text in steps if "2" in text)
+    return says(f"Verdict: whatever\n<incorrect_steps>{wrong}</incorrect_steps>")
+
+
+def test_an_endpoint_audits_the_wrapped_steps(home):
+    with chat_server(names_steps_with_a_two) as server:
+        outcome = judge(home, at_endpoint(server.url, votes=2), *COMPLETIONS, "2<step_1>2</step_1>\n\n1")
+    rows = table_of(home, outcome).to_pylist()
+    found = {row["prompt_row"]: row["steps"] for row in rows}
+    assert found == {0: [], 1: [], 2: [2], 3: [0], 4: [0]}
+    assert {row["prompt_row"]: row["value"] for row in rows}[2] == pytest.approx(-1 / 3)
+    assert len(server.asked) == 8
+    assert all("Reference solution" in asked.text for asked in server.asked)
+    assert all(asked.body["temperature"] == 0.7 for asked in server.asked)
+
+
+def test_a_judge_that_is_down_writes_no_verdicts(home):
+    with (
+        chat_server(lambda asked, before: Reply(status=503)) as server,
+        pytest.raises(EndpointDown),
+    ):
+        judge(home, at_endpoint(server.url), "First.\n\nSo 1.")

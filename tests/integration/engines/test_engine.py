@@ -1,0 +1,125 @@
+"""The transformers engine, on small random models: what every engine keeps, and what this one promises beyond."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from infra.errors import BadInput
+from infra.store.bundles import BundleRef
+from models.config.engines import SamplingConfig, TransformersEngine
+from models.engines.local.engine import HuggingFaceEngine
+from models.records.versions import PolicyVersion
+from tests.support.engines import *  # noqa: F403  # every claim there is one here
+from tests.support.engines import MIXED, SAMPLING, Loaded, Published, request, require_plain_logprobs
+from tests.support.policies import write_policy
+
+POLICY = PolicyVersion(version=0, weights=BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0))
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    engine = HuggingFaceEngine(TransformersEngine())
+
+    def load(policy: Published) -> HuggingFaceEngine:
+        if engine.serves() != policy.version.digest:
+            engine.load(policy.directory, policy.version, adapter=policy.adapter)
+        return engine
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    write_policy(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(directory) -> HuggingFaceEngine:
+    return engine_of(directory)
+
+
+def engine_of(directory: Path, **settings) -> HuggingFaceEngine:
+    engine = HuggingFaceEngine(TransformersEngine(**settings))
+    engine.load(directory, POLICY)
+    return engine
+
+
+@contextmanager
+def embedded_rows() -> Iterator[list[int]]:
+    """How many rows each forward pass had while the block ran."""
+    rows: list[int] = []
+
+    def note(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if isinstance(module, torch.nn.Embedding):
+            rows.append(len(inputs[0]))
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    yield rows
+    handle.remove()
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gpt2"])
+def test_log_probs_of_other_architectures_are_those_of_a_plain_forward_pass(architecture, tmp_path):
+    write_policy(tmp_path, architecture)
+    groups = engine_of(tmp_path).generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0.8))
+    assert len({len(completion.tokens) for group in groups for completion in group}) > 3
+    require_plain_logprobs(Published(tmp_path, POLICY), MIXED, groups, 0.8)
+
+
+def test_the_same_work_gives_the_same_bits_whatever_was_done_before(directory, engine):
+    engine.generate([request(99, 50)], SamplingConfig(max_new_tokens=5))
+    assert engine.generate(MIXED, SAMPLING) == engine_of(directory).generate(MIXED, SAMPLING)
+
+
+def test_a_group_may_be_cut_into_several_batches(directory, engine):
+    small = engine_of(directory, max_batch_rows=3)
+    with embedded_rows() as rows:
+        groups = small.generate(MIXED, SAMPLING)
+    assert max(rows) == 3
+    for few, many in zip(groups, engine.generate(MIXED, SAMPLING), strict=True):
+        assert [completion.tokens for completion in few] == [completion.tokens for completion in many]
+
+
+def test_finished_rows_leave_the_batch(engine):
+    work = [request(row, 10, group=8) for row in range(8)]
+    with embedded_rows() as rows:
+        completions = [completion for group in engine.generate(work, SAMPLING) for completion in group]
+    longest = max(len(completion.tokens) for completion in completions)
+    alive = [sum(len(completion.tokens) > step for completion in completions) for step in range(1, longest)]
+    assert rows[0] == 8  # each prompt is prefilled once for its group
+    assert len(rows) == longest
+    assert all(left <= decoded <= left / 0.75 for left, decoded in zip(alive, rows[1:], strict=True))
+    assert alive[-1] < 0.75 * 64
+
+
+def test_progress_moves_with_every_step(directory):
+    engine = engine_of(directory)
+    before = engine.progress
+    assert before > 0
+    engine.generate([request(1, 5)], SamplingConfig(max_new_tokens=1))
+    assert engine.progress == before + 1
+
+
+class Trap:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self.path,)
+
+
+def test_pickled_weights_are_never_opened(tmp_path):
+    write_policy(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Trap(str(tmp_path / "sprung"))}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(BadInput):
+        engine_of(tmp_path)
+    assert not (tmp_path / "sprung").exists()

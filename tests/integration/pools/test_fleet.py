@@ -1,0 +1,511 @@
+"""Fleets of real processes on one embedded cluster; most tests share one of two slots, and leave it whole."""
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from infra.errors import BadInput, ClusterFailed
+from infra.pools.cluster import Cluster
+from infra.pools.placement_group import Berths
+from infra.pools.worker import PoolSpec
+from tests.support.fleet_workers import Served
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+FLEETS = iter(range(1000))
+
+
+class Shared:
+    """A fleet of two roles, rollout and judge, and what its workers tell on disk."""
+
+    @classmethod
+    async def of(cls, cluster, home, *, slots=2, widths=(1, 1), targets=("Turning", "Turning")):
+        (home / "awake").mkdir(exist_ok=True)
+        number = next(FLEETS)
+        shared = cls()
+        shared.home, shared.slots = home, slots
+        shared.names = (f"rollout{number}", f"judge{number}")
+        shared.widths = dict(zip(shared.names, widths, strict=True))
+        shared.specs = [
+            PoolSpec(
+                role=role,
+                target=f"tests.support.fleet_workers:{target}",
+                options={"role": role, "home": home},
+                start_seconds=60,
+                stall_seconds=30,
+                slots=width,
+            )
+            for role, width, target in zip(shared.names, widths, targets, strict=True)
+        ]
+        shared.fleet = await cluster.fleet(shared.specs, slots=slots, gpus_per_slot=0)
+        shared.rollout, shared.judge = (shared.fleet.role(role) for role in shared.names)
+        return shared
+
+    async def arrange(self, rollout, judge):
+        """Arrange the fleet and look at it all the while."""
+        take = {role: Served("v1") for role in self.names}
+        task = asyncio.create_task(self.fleet.arrange(dict(zip(self.names, (rollout, judge), strict=True)), take=take))
+        while not task.done():
+            self.check()
+            await asyncio.sleep(0.01)
+        return task.result()
+
+    @property
+    def awake(self):
+        """Numbers of slots awake in each role."""
+        return tuple(len(slots) for slots in self.fleet.allocation().values())
+
+    @property
+    def pids(self):
+        """Processes, awake and asleep."""
+        seats = [seat for pool in (self.rollout, self.judge) for seat in pool.seats.values()]
+        return {seat.worker.place.pid for seat in seats if seat.worker is not None}
+
+    def check(self):
+        """Each slot is awake in at most one role, by the fleet's account and by its processes'."""
+        slots = [slot for some in self.fleet.allocation().values() for slot in some]
+        assert len(slots) == len(set(slots)) <= self.slots
+        assert set(slots) <= set(range(self.slots))
+        holding = [path.name.rpartition("-") for path in (self.home / "awake").iterdir()]
+        assert sum(self.widths[role] for role, _, pid in holding if alive(int(pid))) <= self.slots
+
+    def tell(self, moment, role):
+        """Have the next worker of a role that comes to a moment do what its name says."""
+        path = self.home / moment.format(role=self.names[role])
+        path.touch()
+        return path
+
+    def done(self):
+        path = self.home / "done"
+        return [tuple(line.split()[:2]) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def works(self, pool, *seconds):
+        return [
+            asyncio.create_task(pool.run("work", (f"{index}", seconds), returns=tuple))
+            for index, seconds in enumerate(seconds)
+        ]
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def until(holds, *, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    return holds()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster():
+    async with Cluster.open("fleets") as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(cluster, tmp_path_factory):
+    """Two slots, one in each role, whose workers all have processes."""
+    shared = await Shared.of(cluster, tmp_path_factory.mktemp("pair"))
+    for split in ((2, 0), (0, 2), (1, 1)):
+        await shared.arrange(*split)
+    yield shared
+    await shared.fleet.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def shared(pair):
+    """The pair, one in each role before and after."""
+    assert pair.awake == (1, 1)
+    yield pair
+    assert not [path for path in pair.home.iterdir() if path.name.startswith(("die", "fail", "wait", "unbuildable"))]
+    await pair.arrange(1, 1)
+
+
+async def test_slots_pass_between_roles_and_queued_works_are_done_exactly_once(cluster, tmp_path):
+    shared = await Shared.of(cluster, tmp_path, slots=4)
+    works = [work for pool in (shared.rollout, shared.judge) for work in shared.works(pool, *[0.02] * 40)]
+    assert [(move.how, move.error) for move in await shared.arrange(2, 2)] == [("start", None)] * 4
+    for split in ((3, 1), (4, 0), (0, 4), (2, 2)):
+        await shared.arrange(*split)
+        assert shared.awake == split
+    assert {one.attempts for one in await asyncio.gather(*works)} == {1}
+    assert len(shared.done()) == len(set(shared.done())) == 80
+    assert [load.done for load in shared.fleet.load().values()] == [40, 40]
+    pids = shared.pids
+    assert len(pids) == 8
+    await shared.fleet.close()
+    assert await until(lambda: not any(alive(pid) for pid in pids))
+
+
+async def test_a_process_that_served_nothing_yet_starts_when_it_first_does(cluster, tmp_path):
+    shared = await Shared.of(cluster, tmp_path, slots=1)
+    rollout = shared.names[0]
+    await shared.fleet.arrange({rollout: 1})
+    await shared.fleet.arrange({})
+    there = await shared.arrange(1, 0)
+    await shared.arrange(0, 0)
+    again = await shared.arrange(1, 0)
+    assert [move.how for move in (*there, *again)] == ["start", "wake"]
+    await shared.fleet.close()
+
+
+async def test_a_sleeping_worker_keeps_its_process_and_is_woken(shared):
+    before = shared.pids
+    (sleeping,) = shared.judge.pids
+    there = await shared.arrange(2, 0)
+    assert shared.judge.pids == ()
+    assert alive(sleeping)
+    back = await shared.arrange(1, 1)
+    assert [move.how for move in (*there, *back)] == ["wake", "wake"]
+    assert shared.pids == before
+
+
+async def test_a_woken_worker_has_taken_what_its_role_serves(shared):
+    await shared.arrange(0, 2)
+    await shared.arrange(2, 0)
+    done = await asyncio.gather(*shared.works(shared.rollout, 0.1, 0.1))
+    assert [one.result[1] for one in done] == ["v1", "v1"]
+
+
+async def test_busy_workers_end_their_work_and_idle_ones_leave_first(shared):
+    await shared.arrange(2, 0)
+    held = shared.tell("wait-{role}-work", 0)
+    (work,) = shared.works(shared.rollout, 0)
+    assert await until(lambda: shared.fleet.load()[shared.names[0]].idle == 1)
+    (idle,) = [slot for slot, seat in shared.rollout.seats.items() if seat.usable]
+    (first,) = await shared.arrange(1, 1)
+    assert (first.slot, first.before, first.after) == (idle, *shared.names)
+    second = asyncio.create_task(shared.arrange(0, 2))
+    await asyncio.sleep(0.2)
+    assert shared.awake == (1, 1)
+    held.unlink()
+    (move,) = await second
+    assert (await work).attempts == 1
+    assert move.drain_seconds > 0.1
+
+
+async def test_the_load_tells_what_runs_and_what_waits(shared):
+    held = shared.tell("wait-{role}-work", 0)
+    before = shared.fleet.load()[shared.names[0]]
+    works = shared.works(shared.rollout, 0, 0)
+    await asyncio.sleep(0.2)
+    rollout, judge = shared.fleet.load().values()
+    assert (rollout.slots, rollout.workers, rollout.idle, rollout.waiting) == (1, 1, 0, 1)
+    ((seconds, work),) = rollout.in_flight
+    assert work == ("0", 0)
+    assert 0.1 < seconds <= rollout.busy_seconds - before.busy_seconds + 0.001
+    assert (judge.workers, judge.idle, judge.waiting, judge.in_flight) == (1, 1, 0, ())
+    held.unlink()
+    await asyncio.gather(*works)
+    assert shared.fleet.load()[shared.names[0]].done == before.done + 2
+
+
+@pytest.mark.parametrize("end", ["die", "fail"])
+async def test_a_worker_that_ends_while_it_falls_asleep_has_left(shared, end):
+    (before,) = shared.judge.pids
+    shared.tell(end + "-{role}-sleep", 1)
+    (move,) = await shared.arrange(2, 0)
+    assert move.error is None
+    assert shared.awake == (2, 0)
+    assert await until(lambda: not alive(before))
+
+
+@pytest.mark.parametrize(("end", "why"), [("die", "died"), ("fail", "ValueError: judge.* cannot take")])
+async def test_a_worker_that_cannot_take_its_record_gives_the_slot_back(shared, end, why):
+    await shared.arrange(2, 0)
+    before = set(shared.rollout.pids)
+    shared.tell(end + "-{role}-take", 1)
+    (move,) = await shared.arrange(1, 1)
+    assert shared.awake == (2, 0)
+    assert set(shared.rollout.pids) == before
+    assert re.search(why, move.error)
+
+
+async def test_a_worker_that_cannot_be_built_gives_the_slot_back(cluster, tmp_path):
+    shared = await Shared.of(cluster, tmp_path, slots=1, targets=("Turning", "Untrue"))
+    await shared.arrange(1, 0)
+    unbuildable = shared.tell("unbuildable-{role}", 1)
+    (move,) = await shared.arrange(0, 1)
+    assert (move.how, shared.awake) == ("start", (1, 0))
+    assert "FileNotFoundError: no weights" in move.error
+    unbuildable.unlink()
+    (move,) = await shared.arrange(0, 1)
+    assert "expected it to return str, it returned NoneType" in move.error
+    assert shared.awake == (1, 0)
+    await shared.fleet.close()
+
+
+async def test_a_slot_whose_old_worker_cannot_come_back_is_tried_again_when_work_waits(shared):
+    await shared.arrange(2, 0)
+    for role in (0, 1):
+        shared.tell("fail-{role}-take", role)
+    (move,) = await shared.arrange(1, 1)
+    assert move.error is not None
+    assert shared.awake == (1, 0)
+    await asyncio.gather(*shared.works(shared.rollout, 0))
+    assert await until(lambda: len(shared.rollout.pids) == 2)
+
+
+async def test_work_that_waits_has_an_empty_slot_tried_again_and_a_fleet_can_be_closed_amid_a_move(cluster, tmp_path):
+    shared = await Shared.of(cluster, tmp_path, slots=1)
+    await shared.arrange(0, 1)
+    (work,) = shared.works(shared.judge, 0)
+    await work
+    for role in (0, 1):
+        shared.tell("fail-{role}-take", role)
+    held = shared.tell("wait-{role}-sleep", 1)
+    arranging = asyncio.create_task(shared.arrange(1, 0))
+    await asyncio.sleep(0.1)
+    (work,) = shared.works(shared.judge, 0)
+    held.unlink()
+    (move,) = await arranging
+    assert move.error is not None
+    assert (await work).attempts == 1
+    assert shared.awake == (0, 1)
+    held = shared.tell("wait-{role}-take", 0)
+    arranging = asyncio.create_task(shared.fleet.arrange({shared.names[0]: 1}, take={shared.names[0]: Served("v2")}))
+    assert await until(lambda: shared.awake == (0, 0))
+    pids = shared.pids
+    await shared.fleet.close()
+    assert await until(lambda: not any(alive(pid) for pid in pids))
+    with pytest.raises(ClusterFailed, match="closed while it was arranged"):
+        await arranging
+
+
+async def test_a_sleeping_or_idle_worker_that_is_killed_is_started_again_when_it_is_due(shared):
+    await shared.arrange(2, 0)
+    sleeping = [seat.worker.place.pid for seat in shared.judge.seats.values() if seat.worker is not None]
+    idle = shared.rollout.pids[0]
+    for pid in (*sleeping, idle):
+        os.kill(pid, signal.SIGKILL)
+    assert await until(lambda: len(shared.rollout.pids) == 2 and idle not in shared.rollout.pids)
+    moves = await shared.arrange(0, 2)
+    assert [(move.how, move.error) for move in moves] == [("start", None)] * 2
+
+
+async def test_a_worker_killed_at_work_is_replaced_in_its_slot(shared):
+    slots = shared.fleet.allocation()
+    shared.tell("die-{role}-work", 0)
+    (work,) = shared.works(shared.rollout, 0)
+    done = await work
+    assert (done.attempts, done.result[1]) == (2, "v1")
+    assert shared.fleet.allocation() == slots
+
+
+async def test_a_worker_killed_at_its_last_work_leaves_and_its_work_waits_for_another(shared):
+    held = shared.tell("wait-{role}-work", 0)
+    (work,) = shared.works(shared.rollout, 0)
+    await until(lambda: shared.fleet.load()[shared.names[0]].in_flight)
+    arranging = asyncio.create_task(shared.arrange(0, 2))
+    await asyncio.sleep(0.1)
+    os.kill(shared.rollout.seats[shared.fleet.allocation()[shared.names[0]][0]].worker.place.pid, signal.SIGKILL)
+    (move,) = await arranging
+    assert (move.error, shared.awake) == (None, (0, 2))
+    assert not work.done()
+    held.unlink()
+    await shared.arrange(1, 1)
+    assert (await work).attempts == 2
+
+
+async def test_an_arrangement_waits_for_a_replacement_and_leaks_none(shared):
+    (before,) = shared.rollout.pids
+    os.kill(before, signal.SIGKILL)
+    await until(lambda: shared.rollout.pids == ())
+    await shared.arrange(0, 2)
+    assert shared.awake == (0, 2)
+    (move,) = await shared.arrange(1, 1)
+    assert (move.how, move.error) == ("wake", None)
+
+
+async def test_arrangements_come_one_after_another_and_a_cancelled_one_is_finished(shared):
+    held = shared.tell("wait-{role}-take", 1)
+    first = asyncio.create_task(shared.arrange(0, 2))
+    second = asyncio.create_task(shared.arrange(2, 0))
+    await until(lambda: shared.awake == (0, 1))
+    first.cancel()
+    await asyncio.sleep(0.1)
+    assert not second.done()
+    held.unlink()
+    moves = await second
+    assert {move.before for move in moves} == {shared.names[1]}
+    assert shared.awake == (2, 0)
+
+
+async def test_an_arrangement_that_changes_nothing_asks_nobody(shared):
+    for pid in (*shared.rollout.pids, *shared.judge.pids):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        assert await asyncio.wait_for(shared.arrange(1, 1), 0.5) == ()
+    finally:
+        for pid in (*shared.rollout.pids, *shared.judge.pids):
+            os.kill(pid, signal.SIGCONT)
+
+
+async def test_more_workers_than_slots_and_unknown_roles_are_refused(shared):
+    with pytest.raises(BadInput, match="needs 3 slots, there are 2"):
+        await shared.arrange(2, 1)
+    with pytest.raises(BadInput, match=r"not \['critic'\]"):
+        await shared.fleet.arrange({"critic": 1})
+    assert shared.awake == (1, 1)
+
+
+async def test_a_worker_of_two_slots_takes_both_and_leaves_the_rest_to_others(cluster, tmp_path):
+    shared = await Shared.of(cluster, tmp_path, slots=3, widths=(1, 2))
+    await shared.arrange(3, 0)
+    moves = await shared.arrange(1, 1)
+    assert [(move.before, move.after) for move in moves] == [shared.names] * 2
+    assert shared.awake == (1, 2)
+    assert len(shared.judge.pids) == 1
+    shared.tell("die-{role}-take", 0)
+    moves = await shared.arrange(3, 0)
+    assert [move.error is None for move in moves] == [False, False]
+    assert shared.awake == (1, 2)
+    await shared.fleet.close()
+
+
+async def test_whatever_is_arranged_and_killed_every_slot_has_one_role_and_every_work_is_done(shared):
+    draw = random.Random(7)
+    works = [work for pool in (shared.rollout, shared.judge) for work in shared.works(pool, *[0.02] * 30)]
+    before = len(shared.done())
+    for _ in range(8):
+        rollout = draw.randint(0, 2)
+        split = (rollout, draw.randint(0, 2 - rollout))
+        arranging = asyncio.create_task(shared.arrange(*split))
+        await asyncio.sleep(draw.random() * 0.1)
+        if shared.pids and draw.random() < 0.4:
+            with contextlib.suppress(ProcessLookupError):  # dead already, and not missed yet
+                os.kill(draw.choice(sorted(shared.pids)), signal.SIGKILL)
+        moves = await arranging
+        shared.check()
+        undone = any(move.error for move in moves)
+        assert shared.awake == split or undone
+    await shared.arrange(1, 1)
+    await asyncio.gather(*works)
+    names = Counter(shared.done()[before:])
+    assert len(names) == 60
+
+
+async def test_another_process_uses_the_workers_that_are_awake_and_moves_none(cluster, shared):
+    await shared.arrange(2, 0)
+    program = f"""
+import asyncio
+from pathlib import PosixPath
+from infra.pools.cluster import Cluster
+from infra.pools.worker import PoolSpec
+async def main():
+    async with Cluster.open({cluster.namespace!r}, address={cluster.address!r}) as cluster:
+        fleet = await cluster.fleet({shared.specs!r}, slots=2, gpus_per_slot=0)
+        work = lambda role: fleet.role(role).run("work", ("other", 0.01), returns=tuple)
+        rollout, judge = {shared.names!r}
+        judged = asyncio.create_task(work(judge))
+        print((await work(rollout)).pid, judged.done(), flush=True)
+        print((await judged).pid, flush=True)
+        again = await asyncio.wait_for(work(rollout), 30)
+        print(again.pid, again.attempts, flush=True)
+asyncio.run(main())
+"""
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
+    used, judged_early = (await asyncio.wait_for(other.stdout.readline(), 60)).decode().split()
+    assert int(used) in shared.rollout.pids
+    assert judged_early == "False"
+    await shared.arrange(0, 2)
+    assert int(await asyncio.wait_for(other.stdout.readline(), 60)) in shared.judge.pids
+    await asyncio.sleep(0.2)  # meanwhile it offers work to a worker that is asleep now
+    await shared.arrange(1, 1)
+    again, attempts = map(int, (await asyncio.wait_for(other.stdout.readline(), 60)).split())
+    assert await asyncio.wait_for(other.wait(), 30) == 0
+    assert again in shared.rollout.pids
+    assert attempts == 1
+
+
+async def test_a_cluster_without_room_for_the_slots_says_so(cluster):
+    berths = Berths(2, gpus=1, embedded=False, start_seconds=0.3)
+    with pytest.raises(ClusterFailed, match=r"did not set 2 worker slots of .*'GPU': 1.* aside within 0\.3 s"):
+        await berths.reserve()
+
+
+@pytest.mark.slow
+async def test_workers_of_all_roles_see_the_gpus_of_their_slots():
+    """On GPUs that are only said to be there: Ray counts them, nobody opens one."""
+    program = """
+import asyncio, ray
+from infra.pools.placement_group import SLOT, Berths
+from infra.pools.fleet import Fleet
+from infra.pools.worker import PoolSpec
+async def main():
+    options = {"num_cpus": 0, "num_gpus": 4, "resources": {SLOT: 100}, "logging_level": "ERROR"}
+    ray.init(address="local", namespace="gpus", include_dashboard=False, **options)
+    for gpus, slots in ((1, 4), (2, 2), (0.5, 4)):
+        roles = {f"narrow{slots}{gpus}": 1, f"wide{slots}{gpus}": 2}
+        specs = [PoolSpec(role, "tests.support.workers:Counting", slots=width) for role, width in roles.items()]
+        berths = Berths(slots, gpus=gpus, embedded=True, start_seconds=60)
+        fleet = Fleet(specs, berths=berths, found=lambda role: {})
+        seen = []
+        for (role, width) in roles.items():
+            count = min(2, slots // width)
+            await fleet.arrange({role: count})
+            works = [fleet.role(role).run("environment", ("CUDA_VISIBLE_DEVICES",), returns=dict) for _ in range(count)]
+            seen += sorted(done.result["CUDA_VISIBLE_DEVICES"] for done in await asyncio.gather(*works))
+        print(*seen, flush=True)
+        await fleet.close()
+    ray.shutdown()
+asyncio.run(main())
+"""
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
+    out, _ = await asyncio.wait_for(other.communicate(), 100)
+    assert out.decode().split("\n") == ["0 1 0,1 2,3", "0,1 2,3 0,1,2,3", "0 0 0 1", ""]
+
+
+@pytest.mark.slow
+async def test_on_a_cluster_of_others_every_slot_books_a_cpu():
+    """A process keeps a cluster of two CPUs, a second one arranges two slots there."""
+    keep = """
+import os, tempfile
+from infra.pools.cluster import EMBEDDED_ENVIRONMENT
+os.environ.update(EMBEDDED_ENVIRONMENT)
+import ray
+with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    input()
+    ray.shutdown()
+"""
+    arrange = """
+import asyncio, sys
+from infra.pools.cluster import Cluster
+from infra.pools.worker import PoolSpec
+async def main():
+    async with Cluster.open("others", address=sys.argv[1]) as cluster:
+        specs = [PoolSpec(role, "tests.support.workers:Counting") for role in ("rollout", "judge")]
+        fleet = await cluster.fleet(specs, slots=2, gpus_per_slot=0)
+        await fleet.arrange({"rollout": 1, "judge": 1})
+        await fleet.arrange({"judge": 2})
+        import ray
+        done = [await fleet.role("judge").run("echo", 1, returns=int) for _ in range(2)]
+        print(len(done), ray.available_resources().get("CPU", 0), flush=True)
+asyncio.run(main())
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    keeper = await asyncio.create_subprocess_exec(sys.executable, "-c", keep, **pipes)
+    try:
+        address = (await asyncio.wait_for(keeper.stdout.readline(), 60)).decode().split()[-1]
+        other = await asyncio.create_subprocess_exec(sys.executable, "-c", arrange, address, **pipes)
+        out, _ = await asyncio.wait_for(other.communicate(), 60)
+        assert out.decode().split() == ["2", "0"]
+    finally:
+        await asyncio.wait_for(keeper.communicate(b"\n"), 30)

@@ -1,0 +1,322 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from infra.errors import ClusterFailed, Damaged, WorkerFailed, WorkerLost, WorkerStalled
+from infra.pools.cluster import Cluster
+from infra.pools.worker import PoolSpec
+from infra.processes.guard import processes_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ROLES = iter(range(1000))
+
+
+def spec(target="Counting", **changes):
+    fields = {"size": 1, "start_seconds": 60, "stall_seconds": 30, "max_restarts": 3} | changes
+    return PoolSpec(role=f"role{next(ROLES)}", target=f"tests.support.workers:{target}", **fields)
+
+
+def alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+async def gone(*pids, seconds=10):
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    return not any(alive(pid) for pid in pids)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster():
+    async with Cluster.open("tests") as opened:
+        yield opened
+
+
+async def test_an_idle_worker_that_dies_is_replaced_at_once(cluster):
+    pool = await cluster.pool(spec(size=1))
+    (before,) = pool.pids
+    os.kill(before, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while pool.pids in ((), (before,)) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert (await pool.run("pid", 0, returns=int)).attempts == 1
+    await pool.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(cluster):
+    """Two workers that tests share; every test leaves them whole."""
+    yield await cluster.pool(spec(size=2, options={"start": 10}))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ring(cluster):
+    """Two ranks that tests share; after a failure the next work starts them again."""
+    yield await cluster.ranks(spec("Ring", size=2))
+
+
+async def test_a_result_comes_with_its_provenance(pair):
+    done = await pair.run("echo", {"rows": (1, 2)}, returns=dict)
+    assert done.result == {"rows": (1, 2)}
+    assert done.pid in pair.pids
+    assert done.attempts == 1
+    assert 0 <= done.seconds < 5
+
+
+async def test_a_pool_of_two_runs_two_at_once_and_queues_the_third(pair):
+    done = await asyncio.gather(*(pair.run("pid", 0.4, returns=int) for _ in range(3)))
+    assert {one.result for one in done} == set(pair.pids)
+    assert done[2].waited_seconds >= 0.3 > max(done[0].waited_seconds, done[1].waited_seconds)
+
+
+async def test_workers_get_their_threads_and_the_drivers_directory(cluster):
+    pool = await cluster.pool(spec(threads=3))
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM", "DS_ACCELERATOR", "HF_HUB_OFFLINE")
+    done = await pool.run("environment", names, returns=dict)
+    assert tuple(done.result.values()) == ("3", "3", "false", "cpu", "1")
+    directory, path = (await pool.run("where", None, returns=tuple)).result
+    assert directory == str(Path.cwd())
+    assert str(Path.cwd()) in path or "" in path
+    await pool.close()
+
+
+async def test_what_a_worker_raises_is_told_once_with_its_traceback(pair):
+    with pytest.raises(
+        WorkerFailed, match=r"^role\d+\.raise_value_error raised ValueError: cannot digest 7\n"
+    ) as caught:
+        await pair.run("raise_value_error", 7, returns=object)
+    assert "workers_for_tests.py" in "".join(caught.value.__notes__)
+    assert pair.restarts == 0
+
+
+async def test_an_error_of_ours_is_raised_as_itself(pair):
+    with pytest.raises(Damaged, match=r"^shard 7 is torn\n"):
+        await pair.run("raise_damaged", 7, returns=object)
+
+
+async def test_a_result_of_another_type_is_refused(pair):
+    with pytest.raises(WorkerFailed, match="expected it to return str, it returned int"):
+        await pair.run("echo", 1, returns=str)
+
+
+async def test_work_of_a_killed_worker_is_done_by_another(pair, tmp_path):
+    before = set(pair.pids)
+    done = await pair.run("die_once", tmp_path / "died", returns=int)
+    assert done.attempts == 2
+    deadline = time.monotonic() + 30
+    while len(pair.pids) < 2 and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert len(set(pair.pids) - before) == 1
+    assert len(pair.pids) == 2
+
+
+async def test_work_that_kills_every_worker_ends_after_its_restarts(cluster):
+    pool = await cluster.pool(spec(max_restarts=1))
+    with pytest.raises(WorkerLost, match=r"role\d+\.die.*pid \d+.*given up after attempt 2"):
+        await pool.run("die", None, returns=object)
+    assert (await pool.run("echo", 1, returns=int)).attempts == 1
+    await pool.close()
+
+
+@pytest.mark.parametrize("how", ["endless loop", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
+async def test_a_worker_without_progress_is_killed_and_its_work_done_elsewhere(cluster, tmp_path, how):
+    pool = await cluster.pool(spec(stall_seconds=1, size=2))
+    if how == "SIGSTOP":
+        stopped = pool.pids[0]
+        os.kill(stopped, signal.SIGSTOP)
+        done = await pool.run("pid", 0, returns=int)
+    else:
+        done = await pool.run("hang_once", tmp_path / "hung", returns=int)
+        stopped = int((tmp_path / "hung").read_text())
+    assert done.attempts == 2
+    assert done.result != stopped
+    assert await gone(stopped)
+    await pool.close()
+
+
+async def test_a_stall_that_repeats_is_named_so(cluster):
+    pool = await cluster.pool(spec(stall_seconds=0.5, max_restarts=0))
+    with pytest.raises(WorkerStalled, match=r"no progress for 0\.5 s"):
+        await pool.run("pid", 60, returns=int)
+    await pool.close()
+
+
+@pytest.mark.slow
+async def test_a_worker_that_counts_is_not_stalled_however_late_it_answers(cluster):
+    pool = await cluster.pool(spec(stall_seconds=2, max_restarts=0))
+    done = await pool.run("slow_but_steady", 4, returns=int)
+    assert done.seconds > 3
+    await pool.close()
+
+
+async def test_a_cancelled_call_leaves_the_pool_usable(cluster):
+    pool = await cluster.pool(spec())
+    call = asyncio.create_task(pool.run("pid", 0.5, returns=int))
+    await asyncio.sleep(0.1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    done = await pool.run("pid", 0, returns=int)
+    assert done.waited_seconds > 0.2  # the abandoned work ended first
+    assert pool.restarts == 0
+    await pool.close()
+
+
+async def test_closing_ends_every_process_of_the_pool(cluster):
+    pool = await cluster.pool(spec(size=2))
+    child = (await pool.run("spawn", None, returns=int)).result
+    calls = [asyncio.create_task(pool.run("pid", 60, returns=int)) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    pids = pool.pids
+    await pool.close()
+    assert await gone(*pids, child)
+    for call in calls:
+        with pytest.raises(ClusterFailed, match="closed"):
+            await call
+
+
+async def test_a_killed_workers_children_die_too(cluster):
+    pool = await cluster.pool(spec())
+    done = await pool.run("spawn", None, returns=int)
+    os.kill(done.pid, signal.SIGKILL)
+    assert await gone(done.result)
+    await pool.close()
+
+
+async def test_a_worker_that_cannot_be_built_says_why(cluster):
+    with pytest.raises(WorkerFailed, match=r"Unbuildable.*FileNotFoundError: no weights at /nowhere"):
+        await cluster.pool(spec("Unbuildable", options={"path": "/nowhere"}, size=2))
+
+
+async def test_a_worker_that_is_not_ready_in_time_is_lost(cluster):
+    with pytest.raises(WorkerLost, match=r"role\d+ worker .* not ready within 2 s"):
+        await cluster.pool(spec("Sleepy", start_seconds=2))
+
+
+async def test_ranks_start_again_together_when_one_dies(ring, tmp_path):
+    await ring.run("meet", tmp_path, returns=tuple)
+    before = ring.pids
+    done = await ring.run("meet", tmp_path / "died", returns=tuple)
+    assert done.attempts == 2
+    assert done.result[0] == 0
+    assert not set(before) & set(ring.pids)
+    assert await gone(*before, seconds=5)
+    port = done.result[1]
+    assert (await ring.run("meet", tmp_path / "died", returns=tuple)).result == (0, port)
+
+
+async def test_what_one_rank_raises_ends_its_peers_and_is_not_tried_again(ring, tmp_path):
+    await ring.run("meet", tmp_path, returns=tuple)
+    before, restarts = ring.pids, ring.restarts
+    with pytest.raises(WorkerFailed, match="ValueError: loss is not finite"):
+        await ring.run("fail_on_one", None, returns=tuple)
+    assert await gone(*before)
+    assert ring.restarts == restarts
+
+
+async def test_work_cancelled_on_ranks_ends_them_and_the_next_work_has_new_ones(ring, tmp_path):
+    await ring.run("meet", tmp_path, returns=tuple)
+    before = ring.pids
+    call = asyncio.create_task(ring.run("hang_on_one", tmp_path / "hung", returns=tuple))
+    await asyncio.sleep(0.2)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await gone(*before)
+    assert (await ring.run("meet", tmp_path, returns=tuple)).attempts == 1
+
+
+@pytest.mark.slow
+async def test_a_rank_that_stands_still_takes_the_group_with_it(cluster, tmp_path):
+    group = await cluster.ranks(spec("Ring", size=2, stall_seconds=1.5))
+    assert (await group.run("hang_on_one", tmp_path / "hung", returns=tuple)).attempts == 2
+    await group.close()
+
+
+async def test_another_process_finds_the_pool_and_leaves_it_running(cluster):
+    described = spec(size=2, options={"start": 5})
+    pool = await cluster.pool(described)
+    program = f"""
+import asyncio
+from infra.pools.cluster import Cluster
+from infra.pools.worker import PoolSpec
+async def main():
+    async with Cluster.open({cluster.namespace!r}, address={cluster.address!r}) as cluster:
+        pool = await cluster.pool(PoolSpec({described.role!r}, {described.target!r}, {described.options!r}, size=2))
+        done = await pool.run("echo", 1, returns=int)
+        print("used", done.pid, *sorted(pool.pids))
+asyncio.run(main())
+"""
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
+    out, _ = await asyncio.wait_for(other.communicate(), 60)
+    used, *found = map(int, out.decode().split()[1:])
+    assert found == sorted(pool.pids)
+    assert used in pool.pids
+    totals = await asyncio.gather(*(pool.run("total", None, returns=int) for _ in range(2)))
+    assert sorted(one.result for one in totals) == [5, 6]
+    await pool.close()
+
+
+async def test_one_process_has_one_cluster(cluster):
+    with pytest.raises(ClusterFailed, match="embedded Ray cluster did not start"):
+        async with Cluster.open("second"):
+            pass
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", pytest.param(None, marks=pytest.mark.slow)])
+async def test_a_cluster_that_is_not_there_in_time_is_one_error(address):
+    program = f"""
+import asyncio
+from infra.pools.cluster import Cluster
+async def main():
+    async with Cluster.open("nobody", address={address!r}, start_seconds=0.7):
+        pass
+asyncio.run(main())
+"""
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stderr=subprocess.PIPE)
+    _, errors = await asyncio.wait_for(other.communicate(), 60)
+    what = "an embedded Ray cluster" if address is None else f"the Ray cluster at {address!r}"
+    assert f"infra.errors.ClusterFailed: {what} did not start within 0.7 s" in errors.decode()
+
+
+async def test_nothing_survives_a_killed_driver():
+    program = """
+import asyncio, os, sys
+from infra.pools.cluster import Cluster
+from infra.pools.worker import PoolSpec
+async def main():
+    async with Cluster.open("doomed") as cluster:
+        pool = await cluster.pool(PoolSpec("role", "tests.support.workers:Counting"))
+        child = (await pool.run("spawn", None, returns=int)).result
+        print(child, *pool.pids, flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    driver = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
+    child, worker = map(int, (await asyncio.wait_for(driver.stdout.readline(), 60)).split())
+    directory = Path(psutil.Process(worker).environ()["RHEOSTAT_CLUSTER"])
+    pids = [process.pid for process in processes_of(directory)]
+    assert {child, worker} < set(pids)
+    assert len(pids) >= 7  # gcs, raylet, agents, monitors, worker and its child
+    driver.kill()
+    await driver.wait()
+    assert await gone(*pids)
+    deadline = time.monotonic() + 10
+    while directory.exists() and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert not directory.exists()
+
+
+async def test_a_process_with_a_cluster_and_its_workers_still_learn_how_their_children_end(pair):
+    assert subprocess.run(["false"], check=False).returncode == 1
+    assert (await pair.run("child_ends", ["false"], returns=int)).result == 1

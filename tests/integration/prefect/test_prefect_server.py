@@ -1,0 +1,333 @@
+"""prefect.yaml against a real Prefect server, with a real worker and real runs."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+from prefect import flow, task
+from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+
+from flows.retrain import dated
+from infra.errors import Damaged, WorkerFailed, WorkerLost
+from infra.store.runs import open_run
+from tasks.config.run import RunConfig, load_config
+from tasks.run.stages import is_transient
+from tests.runs.test_controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
+from tests.support.jobs import PATIENCE, ROOT, TINY, Job, alive, family_of, kill, manifests_of, wait_for
+
+PREFECT = str(Path(sys.executable).with_name("prefect"))
+ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A Prefect server to which prefect.yaml was deployed."""
+
+    api: str
+    environment: dict[str, str]
+
+    def get(self, path: str):
+        return httpx.get(f"{self.api}{path}", timeout=30).raise_for_status().json()
+
+    def find(self, kind: str, **query: object):
+        return httpx.post(f"{self.api}/{kind}/filter", json=query, timeout=30).raise_for_status().json()
+
+    def deployment(self, name: str):
+        return self.get(f"/deployments/name/{name}")
+
+    def ask(self, name: str, parameters: dict[str, object]) -> httpx.Response:
+        """Ask for a run of a deployment, as the UI's form does."""
+        path = f"/deployments/{self.deployment(name)['id']}/create_flow_run"
+        return httpx.post(f"{self.api}{path}", json={"parameters": parameters}, timeout=30)
+
+    def trigger(self, name: str, parameters: dict[str, object]) -> str:
+        return self.ask(name, parameters).raise_for_status().json()["id"]
+
+    def cancel(self, run: str) -> None:
+        state = {"type": "CANCELLING", "name": "Cancelling"}
+        httpx.post(f"{self.api}/flow_runs/{run}/set_state", json={"state": state}, timeout=30).raise_for_status()
+
+    def ends(self, run: str) -> str:
+        """Wait for a run's end; return the name of its state, with its message if it did not complete."""
+        ended = wait_for(lambda: self.get(f"/flow_runs/{run}")["state_type"] in ENDED, seconds=2 * PATIENCE)
+        state = self.get(f"/flow_runs/{run}")["state"]
+        assert ended, state
+        return state["name"] if state["type"] != "FAILED" else f"{state['name']}: {state['message']}"
+
+    def below(self, run: str) -> list[dict[str, object]]:
+        """Sub-flow runs of a run, at every depth."""
+        found = self.find("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run]}})
+        return [*found, *(child for direct in found for child in self.below(direct["id"]))]
+
+    def artifacts(self, run: str) -> dict[str, dict[str, object]]:
+        """The newest artifact under each key of a run."""
+        found = self.find(
+            "artifacts", artifacts={"flow_run_id": {"any_": [run]}, "key": {"exists_": True}}, sort="ID_DESC"
+        )
+        return {a["key"]: a for a in sorted(found, key=lambda artifact: artifact["created"]) if a["key"]}
+
+
+@pytest.fixture(scope="module")
+def server(prefect_api, tmp_path_factory):
+    home = tmp_path_factory.mktemp("deployed")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment |= {"PREFECT_HOME": str(home / "prefect"), "PREFECT_API_URL": prefect_api, "DO_NOT_TRACK": "1"}
+    environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "PREFECT_WORKER_QUERY_SECONDS": "1"}
+    environment |= {"RHEOSTAT_HOME": str(home), "PYTHONPATH": str(ROOT)}  # the tests' rewards are not installed
+    pool = {"name": "rheostat", "type": "process"}
+    httpx.post(f"{prefect_api}/work_pools/", json=pool, timeout=30).raise_for_status()
+    command = [PREFECT, "--no-prompt", "deploy", "--all"]
+    deployed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert deployed.returncode == 0, deployed.stdout + deployed.stderr
+    return Server(prefect_api, environment)
+
+
+@pytest.fixture(scope="module")
+def worker(server, tmp_path_factory):
+    """A worker of the process pool; its log shows what its runs wrote."""
+    log = tmp_path_factory.mktemp("worker") / "log"
+    command = [PREFECT, "worker", "start", "--pool", "rheostat"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=log.parent, env=server.environment, stdout=output, stderr=output, start_new_session=True
+        )
+    family = family_of(process.pid)
+    yield process
+    family = family_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    for member in family:
+        if member.is_running():
+            member.kill()
+    kill(process)
+
+
+def tiny(store: Path, **changes: object) -> dict[str, object]:
+    return {"config": {**tomllib.loads(TINY), "store": str(store), **changes}}
+
+
+def engine_of(worker: "subprocess.Popen[bytes]") -> psutil.Process:
+    """The process that a worker runs a flow in."""
+    assert wait_for(lambda: psutil.Process(worker.pid).children())
+    return psutil.Process(worker.pid).children()[-1]
+
+
+def controllers_below(worker: "subprocess.Popen[bytes]") -> list[str]:
+    """The processes that a worker runs flows in now."""
+    return [line for line in alive(psutil.Process(worker.pid).children()) if "prefect.engine" in line]
+
+
+def test_every_deployment_of_the_file_is_on_the_server(server):
+    listed = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    found = server.find("deployments", limit=50)
+    assert sorted(d["entrypoint"] for d in found) == sorted(d["entrypoint"] for d in listed)
+    assert {d["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"] for d in found} == {
+        server.environment["RHEOSTAT_HOME"]
+    }
+    assert all(d["enforce_parameter_schema"] and "rheostat" in d["tags"] for d in found)
+
+
+def test_the_form_tells_what_each_field_is_and_which_values_it_takes(server):
+    schema = server.deployment("train/train")["parameter_openapi_schema"]
+    rollout = schema["definitions"]["RolloutConfig"]["properties"]
+    assert rollout["group_size"]["description"].startswith("Completions per prompt; ")
+    assert (rollout["group_size"]["minimum"], rollout["group_size"]["maximum"]) == (1, 1024)
+    undescribed = [
+        f"{model}.{name}"
+        for model, definition in schema["definitions"].items()
+        for name, field in definition.get("properties", {}).items()
+        if name != "kind" and "description" not in field and "$ref" not in field
+    ]
+    assert undescribed == []
+
+
+def test_the_demo_deployment_runs_what_the_demo_file_says(server):
+    parameters = server.deployment("train/demo")["parameters"]
+    assert RunConfig.model_validate(parameters["config"]) == load_config(ROOT / "configs" / "demo.toml")
+
+
+def test_training_is_scheduled_but_not_until_somebody_turns_it_on(server):
+    weekly = server.deployment("retrain/weekly")
+    (schedule,) = weekly["schedules"]
+    assert schedule["schedule"]["cron"] == "0 3 * * 1"
+    assert not schedule["active"]
+    assert weekly["global_concurrency_limit"]["limit"] == 1
+
+
+def test_each_scheduled_retrain_is_a_run_of_its_own():
+    config = RunConfig(name="nightly", iterations=5)
+    named = [dated(config, datetime(2026, 11, day, 3, tzinfo=UTC)) for day in (23, 30)]
+    assert [c.name for c in named] == ["nightly-20261123", "nightly-20261130"]
+    assert {c.fingerprint() for c in named} == {config.fingerprint()}
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"rollout": {"group_size": 0}}, "less than the minimum of 1"),
+        ({"rollout": {"grup_size": 8}}, "'grup_size' was unexpected"),
+        ({"update": {"learning_rate": "fast"}}, "not of type 'number'"),
+    ],
+)
+def test_wrong_parameters_are_refused_before_anything_starts(server, config, told):
+    answer = server.ask("train/train", {"config": config})
+    assert answer.status_code == 409
+    assert told in answer.text
+
+
+def test_a_whole_configuration_is_accepted_as_the_form_sends_it(server):
+    sent = json.loads(load_config(ROOT / "configs" / "demo.toml").model_dump_json())
+    run = server.trigger("train/demo", {"config": sent})
+    server.cancel(run)
+    assert server.ends(run) == "Cancelled"
+
+
+@pytest.mark.parametrize(
+    ("error", "runs"),
+    [
+        (WorkerLost("pid 1 died"), 3),
+        (ConnectionResetError(), 3),
+        (WorkerFailed("wrong shape"), 1),
+        (Damaged("torn"), 1),
+    ],
+)
+async def test_a_task_is_tried_again_when_the_world_failed_and_never_when_its_work_did(prefect_api, error, runs):
+    counted = []
+
+    @task(retries=2, retry_condition_fn=is_transient)
+    async def stage():
+        counted.append(error)
+        raise error
+
+    @flow
+    async def pipeline():
+        await stage()
+
+    settings = {PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}
+    with temporary_settings(settings), pytest.raises(type(error)):
+        await pipeline()
+    assert len(counted) == runs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_triggered_run_completes_as_on_the_command_line_and_shows_what_it_did(server, worker, reference, tmp_path):
+    run = server.trigger("train/train", tiny(tmp_path))
+    assert server.ends(run) == "Completed"
+    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
+
+    shown = server.get(f"/flow_runs/{run}")
+    assert shown["name"] == "tiny"
+    assert set(shown["tags"]) == {"rheostat", "train"}
+    below = {child["name"]: set(child["tags"]) for child in server.below(run)}
+    assert {"warm-up", "eval-0000", "it-0001", "it-0002", "it-0003", "eval-0003"} < set(below)
+    assert below["it-0002 rollout 0"] == {"tiny", "rollout"}
+
+    artifacts = server.artifacts(run)
+    assert artifacts["tiny-progress"]["data"] == 100
+    iterations = json.loads(artifacts["tiny-iterations"]["data"])
+    assert [row["iteration"] for row in iterations] == [1, 2, 3]
+    rollouts = json.loads(artifacts["tiny-rollouts"]["data"])
+    assert len({row["prompt"] for row in rollouts}) == len(rollouts) == 6
+    assert "![learning curve](data:image/png;base64," in artifacts["tiny-summary"]["data"]
+    logs = server.find("logs", logs={"flow_run_id": {"any_": [run]}}, limit=200)
+    assert any("iteration   3/3" in entry["message"] for entry in logs)
+
+    stored = [path.read_bytes() for path in (Path(server.environment["PREFECT_HOME"]) / "storage").iterdir()]
+    assert stored
+    for result in stored:
+        assert len(result) < 10_000
+        json.loads(result)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_cancelled_run_leaves_no_process_and_its_run_is_free(server, worker, reference, tmp_path):
+    run = server.trigger("train/train", tiny(tmp_path, iterations=500))
+    assert wait_for((tmp_path / "tiny/manifests/it-0002/seal.json").exists)
+    family = family_of(engine_of(worker).pid)
+    assert len(family) > 3
+    server.cancel(run)
+    assert server.ends(run) == "Cancelled"
+    assert wait_for(lambda: not alive(family), seconds=30), alive(family)
+    open_run(str(tmp_path), "tiny").check_free()
+
+    sealed = len(list(tmp_path.glob("tiny/manifests/it-*/seal.json")))
+    again = server.trigger("train/train", tiny(tmp_path, iterations=sealed + 1))
+    assert server.ends(again) == "Completed"
+    expected = {key: digest for key, digest in manifests_of(reference.run).items() if not key.startswith("eval-0003")}
+    assert expected.items() <= manifests_of(tmp_path / "tiny").items()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_run_is_crashed_and_triggered_again_ends_with_the_same_digests(server, worker, reference, tmp_path):
+    run = server.trigger("train/train", tiny(tmp_path))
+    assert wait_for((tmp_path / "tiny/manifests/it-0002/plan.json").exists)
+    engine = engine_of(worker)
+    family = family_of(engine.pid)
+    engine.kill()
+    assert server.ends(run) == "Crashed"
+    assert wait_for(lambda: not alive(family), seconds=60), alive(family)
+    assert not (tmp_path / "tiny/manifests/it-0003/seal.json").exists()
+
+    again = server.trigger("train/train", tiny(tmp_path))
+    assert server.ends(again) == "Completed"
+    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_controllers_as_deployments_of_their_own_commit_the_same_manifests(server, worker, reference, tmp_path):
+    run = server.trigger("train/train", tiny(tmp_path, iterations=1, controllers={"where": "deployment"}))
+    assert server.ends(run) == "Completed"
+    made, expected = manifests_of(tmp_path / "tiny"), manifests_of(reference.run)
+    later = ("it-0002", "it-0003", "eval-0003", "retention/")
+    first = {key: digest for key, digest in expected.items() if not key.startswith(later)}
+    assert {key: made[key] for key in made if key in expected} == first
+    controllers = [child for child in server.below(run) if child["deployment_id"]]
+    assert {"it-0001 rollout 1", "it-0001 scoring 1", "it-0001 update"} < {child["name"] for child in controllers}
+    assert {child["state_name"] for child in controllers} == {"Completed"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_each_controller_triggered_by_itself_takes_a_run_over_and_goes_on(server, worker, reference, tmp_path):
+    shutil.copytree(reference.run, tmp_path / "tiny")
+    last = tmp_path / "tiny/manifests/it-0003"
+    for made in (last / "rollout", last / "scoring"):
+        shutil.rmtree(made)
+    for made in (last / "update.json", last / "seal.json"):
+        made.unlink()
+    for role in ("rollout", "scoring", "update"):
+        ref = {"store": str(tmp_path), "name": "tiny"}
+        run = server.trigger(f"{role}/controller", {"run": ref, "batch": "it-0003"})
+        assert server.ends(run) == "Completed"
+    expected = manifests_of(reference.run)
+    del expected["it-0003/seal"]
+    assert manifests_of(tmp_path / "tiny") == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_failing_deployed_controller_stops_its_peers_within_seconds_and_the_run_names_the_cause(
+    server, worker, tmp_path
+):
+    job = Job(tmp_path, server.api)
+    with job.started(*TWO_SHARDS, "controllers.where=deployment", faults=[HANG, FAIL]) as process:
+        assert wait_for((tmp_path / "struck-1").exists)
+        assert wait_for(lambda: not controllers_below(worker), seconds=60)
+        seconds = time.time() - (tmp_path / "struck-1").stat().st_mtime
+        assert names_the_cause(job, job.ended(process))
+    assert seconds < WITHIN_SECONDS

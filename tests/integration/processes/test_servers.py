@@ -1,0 +1,365 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from infra.errors import WorkerFailed, WorkerLost
+from infra.processes.server import Launch, OwnedProcess, free_ports, start
+
+SERVE = """
+import http.server, sys
+class Quiet(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Quiet)
+print("serving", flush=True)
+server.serve_forever()
+"""
+# An orphan and its child that left session, environment and log behind, as vLLM's processes that rename themselves.
+FAMILY = """
+import os, subprocess, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        nothing = {"env": {}, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "close_fds": True}
+        sleep = subprocess.Popen(["sleep", "1000"], start_new_session=True, **nothing)
+        with open("family", "w") as told:
+            told.write(f"{os.getpid()} {sleep.pid}\\n")
+        for descriptor in (1, 2):
+            os.dup2(0, descriptor)
+        os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(1000)"], {})
+    os._exit(0)
+"""
+SLOW = """
+import time
+for step in range(1, 6):
+    print("step", step, "of a long start" if step == 5 else "", flush=True)
+    time.sleep(0.1)
+time.sleep(1000)
+"""
+OBEDIENT = """
+import pathlib, time
+print("waits", flush=True)
+while not pathlib.Path("write").exists():
+    sum(range(30_000))  # some CPU, as servers use that look at their queues
+    time.sleep(0.02)
+print("wrote", flush=True)
+while not pathlib.Path("busy").exists():
+    time.sleep(0.02)
+while pathlib.Path("busy").exists():
+    pass
+time.sleep(1000)
+"""
+
+
+def answers(port):
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}", timeout=1, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def launch(program, *, start_seconds=20.0, **changes):
+    fields = {
+        "what": "the small server",
+        "command": lambda port: [sys.executable, "-c", program, str(port)],
+        "environment": dict(os.environ),
+        "ready": answers,
+        "start_seconds": start_seconds,
+    }
+    return Launch(**(fields | changes))
+
+
+def serve(program, *, ports=None, beat=lambda: None, **changes):
+    return start(launch(program, **changes), beat=beat, ports=free_ports() if ports is None else ports)
+
+
+def family(pid):
+    """The guard, the server, and the orphan with its child, which have told their pids in the server's directory."""
+    root = psutil.Process(pid)
+    told = Path(root.cwd(), "family")
+    wait_for(lambda: told.exists() and told.read_text().endswith("\n"))
+    return [root.parent(), root, *(psutil.Process(int(other)) for other in told.read_text().split())]
+
+
+def gone(processes, *, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while left := [process for process in processes if alive(process)]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+    return []
+
+
+def alive(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_server_is_started_answers_and_is_stopped():
+    process, port = serve(SERVE)
+    assert answers(port)
+    assert process.alive()
+    assert process.tail(3) == ("serving",)
+    process.stop()
+    assert not process.alive()
+    assert not answers(port)
+    assert process.tail(3) == ("serving",)
+    assert not process.directory.exists()
+    process.stop()  # again
+
+
+def test_stop_ends_the_whole_tree_within_seconds():
+    process, _ = serve(FAMILY + SERVE)
+    members = family(process.pid)
+    began = time.monotonic()
+    process.stop()
+    assert not gone(members, seconds=1)
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_that_ignores_sigterm_is_killed_and_its_shared_memory_removed():
+    program = """
+import signal
+from multiprocessing import shared_memory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+block = shared_memory.SharedMemory(create=True, size=1000)
+print(block.name, flush=True)
+"""
+    process, _ = serve(program + SERVE)
+    block = Path("/dev/shm") / process.tail(5)[0]
+    assert block.exists()
+    began = time.monotonic()
+    process.stop()
+    assert time.monotonic() - began < 15
+    assert not process.alive()
+    assert not block.exists()
+
+
+OWNER = """
+import os, time
+from infra.processes.server import free_ports, start
+from tests.integration.processes.test_servers import FAMILY, SERVE, launch
+process, port = start(launch(FAMILY + SERVE), beat=lambda: None, ports=free_ports())
+if {forks} and os.fork() == 0:
+    time.sleep(1000)
+print(process.pid, process.directory, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a fork that holds its pipes"])
+def test_nothing_of_a_server_survives_the_sigkill_of_its_owner(forks):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER.format(forks=forks)], stdout=subprocess.PIPE, text=True)
+    pid, directory = owner.stdout.readline().split()
+    members, forked = family(int(pid)), psutil.Process(owner.pid).children()
+    assert directory in {process.environ().get("RHEOSTAT_SERVER") for process in members}
+    try:
+        owner.kill()
+        owner.wait()
+        assert not gone(members)
+        assert not Path(directory).exists()
+    finally:
+        for process in forked:
+            process.kill()
+
+
+class Serving:
+    """A worker that owns a server."""
+
+    def progress(self):
+        return 0
+
+    def serve(self, work):
+        self._process, _ = serve(FAMILY + SERVE)
+        return self._process.pid, os.getpid()
+
+
+WITH_WORKER = """
+import asyncio, sys
+from infra.pools.cluster import Cluster
+from infra.pools.worker import PoolSpec
+async def main():
+    async with Cluster.open("servers") as cluster:
+        for role in ("let go", "killed"):
+            pool = await cluster.pool(PoolSpec(role, "tests.integration.processes.test_servers:Serving"))
+            print("pids", *(await pool.run("serve", None, returns=tuple)).result, flush=True)
+            await asyncio.to_thread(sys.stdin.readline)
+            await pool.close()
+        pool = await cluster.pool(PoolSpec("with the driver", "tests.integration.processes.test_servers:Serving"))
+        print("pids", *(await pool.run("serve", None, returns=tuple)).result, flush=True)
+        await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+def test_a_workers_server_ends_with_the_worker_however_that_ends():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    driver = subprocess.Popen([sys.executable, "-c", WITH_WORKER], text=True, **pipes)
+    try:
+        for end in ("let go", "killed", "with the driver"):
+            line = next(line for line in driver.stdout if line.startswith("pids "))  # Ray writes there too
+            server, worker = map(int, line.split()[1:])
+            members, directory = family(server), Path(psutil.Process(server).cwd())
+            assert directory.is_relative_to(psutil.Process(server).environ()["RHEOSTAT_CLUSTER"])
+            if end != "let go":
+                os.kill(worker if end == "killed" else driver.pid, signal.SIGKILL)
+            if end != "with the driver":
+                driver.stdin.write("go on\n")
+                driver.stdin.flush()
+            assert not gone(members)
+            assert not directory.exists()
+    finally:
+        driver.kill()
+        driver.communicate()
+
+
+def test_what_a_killed_server_leaves_behind_is_killed_at_once():
+    process, _ = serve(FAMILY + SERVE)
+    guard, root, *others = family(process.pid)
+    root.kill()
+    assert not gone(others, seconds=3)
+    assert not process.alive()
+    assert process.exit_code() == -signal.SIGKILL
+    assert process.tail(1) == ("serving",)
+    process.stop()
+    assert not gone([guard], seconds=1)
+
+
+def test_stop_ends_what_it_can_find_even_where_the_guard_was_killed():
+    process, port = serve(SERVE)
+    guard = psutil.Process(process.pid).parent()
+    guard.kill()
+    assert not gone([guard])
+    process.stop()
+    assert not process.alive()
+    assert not answers(port)
+    assert not process.directory.exists()
+
+
+def test_a_server_that_dies_is_told_with_its_exit_code_and_its_last_lines():
+    program = "import sys; print('loads'); sys.exit('no such model: tiny')"
+    expected = r"^the small server ended with exit code 1 before it was ready: .*no such model: tiny"
+    with pytest.raises(WorkerFailed, match=expected) as caught:
+        serve(program)
+    assert "loads" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_is_killed_while_it_starts_is_told_with_its_signal():
+    with pytest.raises(WorkerLost, match="ended by SIGKILL before it was ready"):
+        serve("import os; os.kill(os.getpid(), 9)")
+
+
+def test_a_server_that_is_late_is_ended_and_its_last_lines_told():
+    ports = []
+
+    def remember(port):
+        ports.append(port)
+        return [sys.executable, "-uc", SLOW, str(port)]
+
+    expected = r"^the small server was not ready within 2 s; its log ends: .*step 4 \| step 5 of a long start$"
+    with pytest.raises(WorkerFailed, match=expected):
+        serve("", command=remember, start_seconds=2)
+    assert not [process for process in psutil.process_iter() if str(ports[0]) in _words(process)]
+
+
+def test_a_program_that_is_not_there_is_told_and_leaves_nothing():
+    with pytest.raises(WorkerFailed, match=r"/no/such/python did not start: .*No such file or directory"):
+        serve("", command=lambda port: ["/no/such/python"])
+
+
+def test_progress_is_a_log_that_grows_or_a_core_that_is_busy_and_nothing_else():
+    process = OwnedProcess([sys.executable, "-c", OBEDIENT], environment=dict(os.environ))
+    wait_for(lambda: process.tail(1) == ("waits",))
+    write, busy = process.directory / "write", process.directory / "busy"
+    assert process.stirred()
+    assert not stirred_later(process, seconds=1)
+    write.touch()
+    wait_for(lambda: process.tail(1) == ("wrote",))
+    assert process.stirred()
+    assert not stirred_later(process)
+    busy.touch()
+    time.sleep(0.1)
+    assert stirred_later(process)
+    busy.unlink()
+    time.sleep(0.1)
+    process.stirred()
+    assert not stirred_later(process)
+    process.stop()
+
+
+def stirred_later(process, *, seconds=0.5):
+    time.sleep(seconds)
+    return process.stirred()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_start_beats_to_its_end_while_it_works_and_not_while_it_stands_still(works, tmp_path):
+    beats = []
+    program = f"""
+import time
+print(time.monotonic(), file=open({str(tmp_path / "begun")!r}, "w"), flush=True)
+while True:
+    time.sleep(0.1 if {works} else 1000)
+    print("works", flush=True)
+"""
+    with pytest.raises(WorkerFailed, match=r"was not ready within 2\.5 s"):
+        serve(program, start_seconds=2.5, beat=lambda: beats.append(time.monotonic()))
+    begun = float((tmp_path / "begun").read_text())
+    assert any(beat > begun + 0.6 for beat in beats) == works  # before that, the interpreter itself starts
+
+
+def test_a_port_that_another_took_meanwhile_is_given_up_for_the_next():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        first = taken.getsockname()[1]
+        process, port = serve(SERVE, ports=[first, *free_ports()], ready=lambda port: port != first and answers(port))
+        assert port != first
+        process.stop()
+        with pytest.raises(WorkerFailed, match="Address already in use"):
+            serve(SERVE, ports=[first], ready=lambda port: False)
+
+
+def test_a_server_sees_the_environment_that_it_was_given_and_no_other(monkeypatch):
+    monkeypatch.setenv("SECRET_OF_THE_OWNER", "1")
+    program = "import os; print(sorted(os.environ)); print(os.environ['TMPDIR'] == os.getcwd())" + SERVE
+    process, _ = serve(program, environment={"KEY": "k", "PATH": os.environ["PATH"]})
+    names, own = process.tail(5)[:2]
+    process.stop()
+    assert "'KEY'" in names
+    assert "SECRET_OF_THE_OWNER" not in names
+    assert own == "True"
+
+
+def test_a_key_is_on_no_command_line():
+    process, _ = serve(SERVE, environment={**os.environ, "KEY": "secret-of-this-test"})
+    assert not [other for other in psutil.process_iter() if "secret-of-this-test" in _words(other)]
+    process.stop()
+
+
+def _words(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

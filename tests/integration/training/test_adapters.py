@@ -1,0 +1,321 @@
+"""Adapters: what is trained, published, merged and served is base plus alpha / rank x B A, and nothing else."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from infra.errors import BadInput
+from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
+from infra.store.storage import open_store
+from models.config.engines import SamplingConfig, TransformersEngine
+from models.config.objectives import LoraConfig
+from models.engines.local.engine import HuggingFaceEngine
+from models.engines.protocol import Completion
+from models.modeling.adapters import load_trainable, put_adapters, save_adapters
+from models.modeling.critic import load_critic, write_critic
+from models.modeling.directory import check_directory, copy_directory, write_merged
+from models.modeling.merging import load_merged, merge, read_adapter
+from models.modeling.policy import load_policy
+from models.records.versions import PolicyVersion
+from models.workers.rollout import RolloutWorker
+from tests.integration.engines.test_engine import POLICY
+from tests.integration.training.test_critic import learn
+from tests.integration.training.test_critic import start as start_critic
+from tests.integration.training.test_update_worker import (
+    CONFIG,
+    UNCLIPPED,
+    files,
+    gradients,
+    read,
+    same_after_restart,
+    staged,
+    start,
+    take_updates,
+    together,
+    work,
+)
+from tests.support.engines import MIXED
+from tests.support.policies import write_policy
+from tests.support.training import publish_scratch
+
+LORA = LoraConfig(rank=4, alpha=10)
+ADAPTED = CONFIG.model_copy(update={"lora": LORA, "learning_rate": 1e-2})
+BASE = BundleRef(key="policies/base", digest="base", bytes=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+@pytest.fixture
+def policy(uri: str) -> PolicyVersion:
+    return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2"])
+def pair(request, tmp_path_factory) -> tuple[Path, Path]:
+    """A base and an adapter whose deltas are as large as the weights."""
+    base, adapter = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("adapter")
+    write_policy(base, request.param)
+    model = load_policy(base)
+    put_adapters(model, LORA, base=BASE)
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            if ".lora_B." in name:
+                parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(index))
+    save_adapters(model, adapter)
+    return base, adapter
+
+
+# ---- merging
+
+
+def by_hand(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """Base and adapter from their files alone, added by the documented expression."""
+    weights, tensors = load_file(base / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    for name, a_RI in tensors.items():
+        if name.endswith(".lora_A.weight"):
+            layer = name.removesuffix(".lora_A.weight")
+            delta_OI = settings["lora_alpha"] / settings["r"] * (tensors[f"{layer}.lora_B.weight"] @ a_RI)
+            weight = layer.removeprefix("base_model.model.") + ".weight"
+            weights[weight] = weights[weight] + (delta_OI.T if settings["fan_in_fan_out"] else delta_OI)
+    return weights
+
+
+def test_the_merged_model_is_base_and_delta_to_the_bit(pair):
+    expected, merged = by_hand(*pair), load_merged(*pair).state_dict()
+    assert expected.keys() <= merged.keys()
+    for name, weight in expected.items():
+        assert torch.equal(merged[name], weight), name
+    plain = load_policy(pair[0]).state_dict()
+    assert sum(not torch.equal(merged[name], plain[name]) for name in plain) in (21, 12)  # of llamas' and of gpt2's
+
+
+def test_peft_loads_the_adapter_and_merges_it_to_the_same_weights(pair):
+    base, adapter = pair
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    theirs = loaded.merge_and_unload().state_dict()
+    for name, weight in load_merged(base, adapter).state_dict().items():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-6, atol=1e-6)
+
+
+# ---- serving
+
+
+def answers(directory: Path, *, adapter: Path | None = None, dtype: str = "float32") -> list[list[Completion]]:
+    engine = HuggingFaceEngine(TransformersEngine(dtype=dtype))
+    engine.load(directory, POLICY, adapter=adapter)
+    return engine.generate(MIXED, SamplingConfig(max_new_tokens=12))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_with_an_adapter_answers_bit_for_bit_as_with_the_merged_directory(pair, dtype, tmp_path):
+    base, adapter = pair
+    write_merged(base, adapter, tmp_path, dtype=torch.float32)
+    served = answers(base, adapter=adapter, dtype=dtype)
+    assert served == answers(tmp_path, dtype=dtype)
+    assert served != answers(base, dtype=dtype)
+
+
+def test_a_rollout_worker_serves_what_the_digest_of_base_and_adapter_proves(uri, policy):
+    adapted = start(uri, ADAPTED).update(work(uri, policy)).policy
+    worker = RolloutWorker(uri, "run", TransformersEngine(), threads=1)
+    assert [worker.take(version) for version in (policy, adapted)] == [policy.digest, adapted.digest]
+    assert adapted.digest not in (policy.digest, adapted.adapter.digest)
+
+
+def test_a_merged_directory_is_a_policy_as_any_other_and_so_is_the_adapter_beside_its_base(uri, policy, tmp_path):
+    adapted = start(uri, ADAPTED).update(work(uri, policy)).policy
+    adapter, merged = fetch_bundle(open_store(f"{uri}/run"), adapted.adapter), tmp_path / "merged"
+    merged.mkdir()
+    copy_directory(adapter, merged)
+    assert check_directory(merged)[2] == check_directory(adapter)[2] == load_policy(merged).num_parameters()
+    assert (merged / "tokenizer.json").read_bytes() == (Path(uri, "scratch") / "tokenizer.json").read_bytes()
+    moved = tmp_path / "moved"
+    shutil.copytree(adapter, moved)
+    with pytest.raises(BadInput, match=r"moved: expected base_model_name_or_path .* model directory, found '../../pol"):
+        check_directory(moved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "expected plain LoRA of one rank, found use_dora"),
+        ({"peft_type": "IA3"}, "found peft_type"),
+        ({"r": 0}, "adapter_config.json is not peft's: .*greater than or equal to 1"),
+    ],
+)
+def test_an_adapter_that_would_be_merged_otherwise_is_refused(pair, change, message, tmp_path):
+    adapter = tmp_path / "adapter"
+    shutil.copytree(pair[1], adapter)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | change))
+    with pytest.raises(BadInput, match=message):
+        load_merged(pair[0], adapter)
+
+
+def test_an_adapter_of_another_model_is_refused(pair, tmp_path):
+    write_policy(tmp_path, "mistral", changes={"intermediate_size": 100})
+    with pytest.raises(BadInput, match=r"is for weights \(64, 192\), the base's \(64, 100\)|no linear layer"):
+        load_merged(tmp_path, pair[1])
+
+
+# ---- training
+
+
+def test_fresh_adapters_change_nothing_and_draw_nothing_from_the_callers_random_numbers(pair):
+    base, _ = pair
+    tokens_BT = torch.arange(3, 40)[None]
+    plain, adapted = load_policy(base), load_policy(base)
+    before = torch.get_rng_state()
+    put_adapters(adapted, LORA, base=BASE)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(adapted(tokens_BT).logits, plain(tokens_BT).logits)
+
+
+def test_fresh_adapters_follow_from_the_base_alone(pair, tmp_path):
+    base, _ = pair
+    found = []
+    for name, ref in [("one", BASE), ("two", BASE), ("three", BASE.model_copy(update={"digest": "other"}))]:
+        model, directory = load_policy(base), tmp_path / name
+        torch.manual_seed(len(name))
+        put_adapters(model, LORA, base=ref)
+        directory.mkdir()
+        save_adapters(model, directory)
+        found.append((directory / "adapter_model.safetensors").read_bytes())
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"), [(("q_proj", "v_proj"), 6), (("layers.0.mlp.up_proj",), 1), ("all-linear", 21)]
+)
+def test_targets_are_the_ends_of_names_and_peft_reads_them_as_we_do(targets, layers, tmp_path):
+    write_policy(tmp_path / "base")
+    model = load_policy(tmp_path / "base")
+    put_adapters(model, LORA.model_copy(update={"targets": targets}), base=BASE)
+    save_adapters(model, tmp_path)
+    assert len(load_file(tmp_path / "adapter_model.safetensors")) == 2 * layers
+    theirs = PeftModel.from_pretrained(load_policy(tmp_path / "base"), tmp_path)
+    assert sum(".lora_A." in name for name, _ in theirs.named_parameters()) == layers
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "nothing"])
+def test_a_target_that_is_no_linear_layer_inside_is_refused(target, tmp_path):
+    write_policy(tmp_path)
+    with pytest.raises(BadInput, match=f"lora.targets '{target}': no linear layer of LlamaForCausalLM"):
+        put_adapters(load_policy(tmp_path), LoraConfig(targets=(target,)), base=BASE)
+
+
+def test_an_update_trains_an_adapter_and_never_the_base(uri, policy):
+    worker, store = start(uri, ADAPTED), open_store(f"{uri}/run")
+    first = worker.update(work(uri, policy))
+    second = worker.update(work(uri, first.policy, reference=policy))
+    assert first.metrics["kl"] < second.metrics["kl"]
+    assert policy.weights == first.policy.weights == second.policy.weights
+    assert len({policy.digest, first.policy.digest, second.policy.digest}) == 3
+    names = {path.name for path in fetch_bundle(store, second.policy.adapter).iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "bundle.json"}
+    held = next(iter(worker._models.policy._trainer._model.state_dict().items()))  # what stands in memory after steps
+    assert torch.equal(held[1], load_policy(fetch_bundle(store, policy.weights)).state_dict()[held[0]])
+
+
+def test_the_first_step_is_taken_from_the_bases_own_log_probs(uri, policy):
+    config = ADAPTED.model_copy(update={"minibatches": 1})
+    assert start(uri, config).update(work(uri, policy)).metrics["kl"] == 0  # the reference is the base without adapter
+
+
+def test_optimizer_state_is_of_the_adapters_alone(uri, policy):
+    outcome = start(uri, ADAPTED).update(work(uri, policy))
+    trained = load_file(files(uri, outcome, "adapter") / "adapter_model.safetensors")
+    moments = load_file(files(uri, outcome, "state") / "rank-00000.safetensors")
+    held = sum(tensor.numel() for name, tensor in moments.items() if name.startswith("exp_avg."))
+    assert held == sum(tensor.numel() for tensor in trained.values())
+
+
+def test_an_adapters_update_is_the_same_bits_hot_reloaded_and_repeated(uri, policy):
+    hot = start(uri, ADAPTED)
+    first = hot.update(work(uri, policy)).policy
+    again = work(uri, first, reference=policy)
+    outcome = hot.update(again)
+    assert hot.update(again).policy == outcome.policy
+    cold = start(uri, ADAPTED).update(again)
+    assert (cold.policy, cold.metrics) == (outcome.policy, outcome.metrics)
+
+
+def test_a_discarded_update_keeps_the_adapter(uri, policy):
+    worker = start(uri, ADAPTED)
+    first = worker.update(work(uri, policy)).policy
+    spoilt = worker.update(work(uri, first, advantages=[float("nan")])).policy
+    assert spoilt == replace(first, version=2)
+
+
+def test_what_is_served_is_what_the_trainer_computes(uri, policy):
+    """The trainer adds the delta's output to the base's, an engine adds the delta to the weights: float32 apart."""
+    adapted = start(uri, ADAPTED).update(work(uri, policy)).policy
+    store, tokens_BT = open_store(f"{uri}/run"), torch.arange(3, 60)[None]
+    trained = load_trainable(store, adapted, load=load_policy, lora=LORA)
+    served = load_merged(fetch_bundle(store, adapted.weights), fetch_bundle(store, adapted.adapter))
+    with torch.no_grad():
+        torch.testing.assert_close(trained(tokens_BT).logits, served(tokens_BT).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_two_ranks_train_adapters_as_one_does(uri, policy):
+    unclipped = UNCLIPPED.model_copy(update={"lora": LORA})
+    configs = [unclipped, unclipped.model_copy(update={"zero_stage": 3})]
+    together(take_updates, uri, configs, [policy] * 2, "hot")
+    plain, sharded = (outcomes[0] for outcomes in read(uri, "hot"))
+    alone = start(uri, unclipped.model_copy(update={"microbatch_tokens": 9999})).update(work(uri, policy))
+    np.testing.assert_allclose(gradients(uri, plain), gradients(uri, alone), atol=1e-6)
+    for name, tensor in load_file(files(uri, plain, "adapter") / "adapter_model.safetensors").items():
+        other = load_file(files(uri, sharded, "adapter") / "adapter_model.safetensors")[name]
+        torch.testing.assert_close(other, tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_adapters_of_every_stage_and_precision_continue_bit_identically_in_new_processes(uri, policy):
+    configs = [staged(stage, dtype) for dtype in ("float32", "bfloat16") for stage in range(4)]
+    same_after_restart(uri, policy, [config.model_copy(update={"lora": LORA}) for config in configs], ranks=2)
+    last = [outcomes[-1].policy for outcomes in read(uri, "hot")]
+    assert {version.weights for version in last} == {policy.weights}
+
+
+# ---- critics
+
+
+def test_a_critics_head_is_trained_in_full_beside_its_adapters_and_both_are_merged_as_peft_does(uri, policy, tmp_path):
+    store = open_store(f"{uri}/run")
+    (tmp_path / "made").mkdir()
+    write_critic(None, fetch_bundle(store, policy.weights), tmp_path / "made")
+    critic = PolicyVersion(version=0, weights=publish_bundle(store, tmp_path / "made", prefix="critics"))
+    learnt = start_critic(uri, ADAPTED).update(learn(uri, policy, critic)).critic
+    adapter = fetch_bundle(store, learnt.adapter)
+    assert load_file(adapter / "adapter_model.safetensors")["base_model.model.score.weight"].any()
+    merged = load_critic(fetch_bundle(store, critic.weights))
+    merge(merged, read_adapter(adapter))
+    trained = load_trainable(store, learnt, load=load_critic, lora=LORA)
+    theirs = PeftModel.from_pretrained(load_critic(fetch_bundle(store, critic.weights)), adapter)
+    tokens_BT = torch.arange(3, 60)[None]
+    with torch.no_grad():
+        values = merged(tokens_BT).logits
+        torch.testing.assert_close(values, trained(tokens_BT).logits, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(values, theirs(tokens_BT).logits, rtol=1e-4, atol=1e-6)
+    assert values.any()

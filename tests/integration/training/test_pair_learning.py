@@ -1,0 +1,246 @@
+"""Learning from preferences on real ranks: what is learnt, that it repeats itself, and that no layout changes it."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from infra.errors import BadInput, Quarantined
+from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.storage import open_store
+from models.config.data import ArithmeticPreferences, FilePreferences
+from models.config.judges import TrainedRewardModel
+from models.config.objectives import UpdateConfig
+from models.config.training import DpoConfig, WarmupConfig
+from models.data.load import load_preferences
+from models.modeling.reward_model import encode, load_reward_model, score
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import PreferenceWork, RewardModelWork, WarmupWork
+from models.text.tokenizer import load_tokenizer
+from models.training.preferences import policy_pairs, reward_pairs
+from tests.integration.training.test_update_worker import start, together
+from tests.support.training import DATA, TINY, publish_scratch
+
+PREFERENCES = ArithmeticPreferences(train_pairs=64, heldout_pairs=16)
+DPO = DpoConfig(steps=6, batch_size=8, learning_rate=1e-3)
+TRAINING = TrainedRewardModel(steps=6, batch_size=8, learning_rate=3e-3)
+CONFIG = UpdateConfig(max_grad_norm=1e9)
+TEMPLATE = "{prompt}{completion}<|eos|>"
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+@pytest.fixture
+def policy(uri: str) -> PolicyVersion:
+    return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
+
+
+def dpo_work(policy: PolicyVersion, dpo: DpoConfig = DPO, preferences=PREFERENCES) -> PreferenceWork:
+    return PreferenceWork(policy=policy, data=DATA, preferences=preferences, dpo=dpo, seed=3)
+
+
+def reward_work(
+    policy: PolicyVersion, training: TrainedRewardModel = TRAINING, *, template: str | None = TEMPLATE
+) -> RewardModelWork:
+    return RewardModelWork(
+        policy=policy, data=DATA, preferences=PREFERENCES, training=training, template=template, seed=3
+    )
+
+
+def learn(uri: str, policy: PolicyVersion, kind: str, **changes) -> Outcome:
+    worker = start(uri, CONFIG.model_copy(update=changes))
+    return worker.prefer(dpo_work(policy)) if kind == "dpo" else worker.train_reward_model(reward_work(policy))
+
+
+def directory(uri: str, outcome: Outcome) -> Path:
+    return fetch_bundle(open_store(f"{uri}/run"), outcome.policy.weights)
+
+
+def learn_together(rank: int, ranks: int, port: int, uri: str, policy: PolicyVersion, changes: list[dict]) -> None:
+    found = []
+    for kind in ("dpo", "rewards"):
+        for change in changes:
+            worker = start(uri, CONFIG.model_copy(update=change), rank=rank, ranks=ranks, port=port)
+            work = dpo_work(policy) if kind == "dpo" else reward_work(policy)
+            found.append(worker.prefer(work) if kind == "dpo" else worker.train_reward_model(work))
+    lonely = reward_work(policy, TRAINING.model_copy(update={"steps": 2, "batch_size": 1}))
+    found.append(worker.train_reward_model(lonely))  # of two ranks one has no pair, and keeps step
+    torch.save(found, Path(uri, f"learnt-{rank}.pt"))
+
+
+def assert_alike(uri: str, first: Outcome, second: Outcome) -> None:
+    for name, value in first.metrics.items():
+        assert second.metrics[name] == pytest.approx(value, abs=1e-4), name
+    assert second.detail["losses"] == pytest.approx(first.detail["losses"], abs=1e-5)
+    weights, others = (load_file(directory(uri, outcome) / "model.safetensors") for outcome in (first, second))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rewards"])
+def test_the_same_pairs_teach_the_same_bits_and_leave_no_optimizer_state(uri, policy, kind):
+    first = learn(uri, policy, kind)
+    assert learn(uri, policy, kind).policy == first.policy
+    assert (first.policy.version, first.policy.state) == (0, None)
+    assert first.policy.weights != policy.weights
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rewards"])
+def test_before_the_first_step_nothing_is_preferred(uri, policy, kind):
+    outcome = learn(uri, policy, kind)
+    assert outcome.metrics["loss_first"] == pytest.approx(0.693147, abs=1e-6)
+    assert outcome.metrics["loss_last"] < 0.69
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rewards"])
+def test_no_size_of_a_pass_changes_what_is_learnt(uri, policy, kind):
+    small, large = (learn(uri, policy, kind, microbatch_tokens=size) for size in (1, 99_999))
+    assert_alike(uri, small, large)
+
+
+def test_two_ranks_learn_what_one_does(uri, policy):
+    together(learn_together, uri, policy, [{"microbatch_tokens": 150}, {"zero_stage": 2}])
+    found = torch.load(Path(uri, "learnt-0.pt"), weights_only=False)
+    for kind, outcomes in (("dpo", found[:2]), ("rewards", found[2:4])):
+        alone = learn(uri, policy, kind)
+        for outcome in outcomes:
+            assert_alike(uri, alone, outcome)
+    assert found[4].metrics["steps"] == 2
+
+
+def test_both_completions_of_a_pair_end_where_the_policy_would_end_them(uri, policy):
+    tokenizer = tokenizer_of(uri, policy)
+    pairs = load_preferences(PREFERENCES, DATA, split="train", seed=0)
+    for pair, sequences in zip(pairs, policy_pairs(pairs, tokenizer, context=256), strict=True):
+        for text, sequence in ((pair.chosen, sequences.chosen), (pair.rejected, sequences.rejected)):
+            assert sequence.tokens[-1] == tokenizer.eos_token_id
+            assert tokenizer.decode(sequence.tokens[:-1]) == pair.prompt + text
+            assert tokenizer.decode(sequence.tokens[: sequence.num_prompt_tokens]) == pair.prompt
+
+
+def tokenizer_of(uri: str, policy: PolicyVersion) -> PreTrainedTokenizerFast:
+    return load_tokenizer(fetch_bundle(open_store(f"{uri}/run"), policy.weights))
+
+
+def test_preferences_raise_what_is_preferred_of_held_out_pairs(uri, policy):
+    worker = start(uri)
+    warm = worker.warmup(
+        WarmupWork(policy=policy, data=DATA, warmup=WarmupConfig(steps=40, batch_size=16), seed=3)
+    ).policy
+    dpo = worker.prefer(dpo_work(warm, DPO.model_copy(update={"steps": 40})))
+    assert dpo.metrics["heldout_accuracy"] > 0.7
+    assert dpo.metrics["heldout_margin"] > 0
+    assert dpo.metrics["heldout_loss"] < 0.69
+    rewards = worker.train_reward_model(reward_work(warm, TRAINING.model_copy(update={"steps": 40})))
+    assert rewards.metrics["heldout_accuracy"] > 0.6
+    assert rewards.metrics["heldout_margin"] > 0.2
+    assert len(rewards.detail["losses"]) == 40
+
+
+def completion_logprob(model, tokenizer, prompt: str, completion: str) -> float:
+    """Of the completion and the EOS after it, by transformers alone."""
+    before = tokenizer(prompt)["input_ids"]
+    tokens = [*before, *tokenizer(completion)["input_ids"], tokenizer.eos_token_id]
+    with torch.no_grad():
+        logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    return sum(float(logprobs[place - 1, tokens[place]]) for place in range(len(before), len(tokens)))
+
+
+def test_the_margin_of_held_out_pairs_is_what_plain_transformers_says_of_both_policies(uri, policy):
+    outcome = learn(uri, policy, "dpo")
+    tokenizer = tokenizer_of(uri, policy)
+    paths = [fetch_bundle(open_store(f"{uri}/run"), policy.weights), directory(uri, outcome)]
+    start_model, end_model = (AutoModelForCausalLM.from_pretrained(path).eval() for path in paths)
+    margins = []
+    for pair in load_preferences(PREFERENCES, DATA, split="heldout", seed=3):
+        better, worse = (
+            completion_logprob(end_model, tokenizer, pair.prompt, text)
+            - completion_logprob(start_model, tokenizer, pair.prompt, text)
+            for text in (pair.chosen, pair.rejected)
+        )
+        margins.append(DPO.beta * (better - worse))
+    assert sum(margins) / len(margins) == pytest.approx(outcome.metrics["heldout_margin"], abs=1e-4)
+    right = sum(margin > 0 for margin in margins) / len(margins)
+    assert right == pytest.approx(outcome.metrics["heldout_accuracy"])
+
+
+def scores_of(uri: str, outcome: Outcome, template: str | None) -> tuple[list[float], list[float]]:
+    """Scores of the chosen and the rejected held-out completions, as the reward's worker gives them."""
+    reward = load_reward_model(directory(uri, outcome))
+    pairs = load_preferences(PREFERENCES, DATA, split="heldout", seed=3)
+    texts = [(pair.prompt, text) for pair in pairs for text in (pair.chosen, pair.rejected)]
+    encoded = [encode(reward.tokenizer, template, prompt=prompt, completion=text) for prompt, text in texts]
+    found = score(reward, encoded, batch_tokens=400, on_pass=lambda rows, seconds: None)
+    values = [scored.value for scored in found]
+    return values[::2], values[1::2]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, "{completion}", None])
+def test_a_trained_reward_model_scores_what_it_said_in_training(uri, policy, template):
+    outcome = start(uri).train_reward_model(reward_work(policy, template=template))
+    chosen, rejected = scores_of(uri, outcome, template)
+    margins = [better - worse for better, worse in zip(chosen, rejected, strict=True)]
+    assert sum(margins) / len(margins) == pytest.approx(outcome.metrics["heldout_margin"], abs=1e-4)
+    right = sum(margin > 0 for margin in margins) / len(margins)
+    assert right == pytest.approx(outcome.metrics["heldout_accuracy"])
+
+
+def test_a_text_that_ends_in_padding_is_read_where_the_scorer_reads_it(uri, policy, tmp_path):
+    """A tokenizer whose EOS is its padding: the last token is then none that a classifier sees."""
+    outcome = start(uri).train_reward_model(reward_work(padded_by_eos(uri, policy, tmp_path / "eos")))
+    chosen, rejected = scores_of(uri, outcome, TEMPLATE)
+    margin = sum(chosen) / len(chosen) - sum(rejected) / len(rejected)
+    assert margin == pytest.approx(outcome.metrics["heldout_margin"], abs=1e-4)
+
+
+def padded_by_eos(uri: str, policy: PolicyVersion, copy: Path) -> PolicyVersion:
+    store = open_store(f"{uri}/run")
+    shutil.copytree(fetch_bundle(store, policy.weights), copy)
+    (copy / "bundle.json").unlink(missing_ok=True)
+    stated = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(stated | {"pad_token": "<|eos|>"}))
+    return PolicyVersion(0, publish_bundle(store, copy, prefix="policies"))
+
+
+def test_centering_keeps_rewards_around_zero(uri, policy):
+    long = TRAINING.model_copy(update={"steps": 40, "centering": 0.0})
+    free, held = (
+        start(uri).train_reward_model(reward_work(policy, long.model_copy(update={"centering": factor})))
+        for factor in (0.0, 1.0)
+    )
+    middles = []
+    for outcome in (free, held):
+        chosen, rejected = scores_of(uri, outcome, TEMPLATE)
+        middles.append(sum(abs(a + b) for a, b in zip(chosen, rejected, strict=True)) / len(chosen))
+    assert middles[1] < 0.5 * middles[0]
+
+
+def test_a_pair_that_does_not_fit_the_context_is_named(uri, policy, tmp_path):
+    lines = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no" * (300 if n == 7 else 1)} for n in range(40)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    preferences = FilePreferences(path=path, heldout_fraction=0.3)
+    with pytest.raises(BadInput, match=r"pairs\.jsonl:8: prompt and rejected completion have \d+ tokens"):
+        start(uri).prefer(dpo_work(policy, preferences=preferences))
+
+
+def test_a_completion_that_spells_a_special_token_is_named(uri, policy):
+    tokenizer = tokenizer_of(uri, policy)
+    [pair, *_] = load_preferences(PREFERENCES, DATA, split="train", seed=0)
+    forged = replace(pair, chosen="4<|eos|>5")
+    with pytest.raises(BadInput, match=r"pair 0 .*the completion spells the special token"):
+        reward_pairs([forged], tokenizer, template=TEMPLATE, context=TINY.context)
+
+
+def test_gradients_that_are_not_finite_are_refused(uri, policy):
+    with pytest.raises(Quarantined, match="expected finite gradients"):
+        start(uri).train_reward_model(reward_work(policy, TRAINING.model_copy(update={"learning_rate": 1e30})))

@@ -1,0 +1,306 @@
+"""The initial policy and its prompts: reproducible, loadable by anyone, and refused with what is missing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from infra.errors import BadInput
+from infra.store.bundles import fetch_bundle
+from infra.store.shards import read_shard
+from infra.store.storage import open_store
+from models.config.data import ArithmeticData, DataConfig, FileData
+from models.config.policy import DirectoryPolicy, ScratchPolicy
+from models.data.load import load_problems
+from models.data.problems import Message, Problem
+from models.modeling.directory import check_directory, copy_directory
+from models.modeling.policy import build_scratch, load_policy, save_policy, scratch_shape, scratch_tokenizer
+from models.records.schemas import PROMPT_SCHEMA
+from models.records.versions import Outcome
+from models.records.work import PolicyWork, PromptWork
+from models.text.tokenizer import load_tokenizer, tokenize_prompts
+from models.workers.preparation import PreparationWorker
+
+DATA = ArithmeticData(train_problems=64, heldout_problems=8)
+TINY = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=1, heads=2, kv_heads=1, context=64)
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory) -> Path:
+    """A tiny causal language model in Hugging Face format; copied before it is spoilt."""
+    directory = tmp_path_factory.mktemp("policy")
+    tokenizer = scratch_tokenizer(TINY, load_problems(DATA, "train", 0))
+    save_policy(build_scratch(TINY, tokenizer, seed=0), tokenizer, directory)
+    return directory
+
+
+@pytest.fixture
+def spoilt(model_directory, tmp_path) -> Path:
+    return copytree(model_directory, tmp_path / "spoilt")
+
+
+def edit(path: Path, **changes: object) -> None:
+    """Change keys of a JSON file; None removes one."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def make_policy(folder: Path, policy: ScratchPolicy | DirectoryPolicy, *, seed: int = 0) -> Outcome:
+    work = PolicyWork(policy=policy, data=DATA, seed=seed)
+    return PreparationWorker(str(folder), "run", threads=1).make_policy(work)
+
+
+def make_prompts(folder: Path, made: Outcome, data: DataConfig = DATA, *, max_new_tokens: int = 32) -> Outcome:
+    work = PromptWork(data=data, split="train", policy=made.policy, seed=0, max_new_tokens=max_new_tokens)
+    return PreparationWorker(str(folder), "run", threads=1).make_prompts(work)
+
+
+# ---- tokenizer
+
+
+def test_any_text_can_be_spelt_and_read_back(model_directory):
+    tokenizer = load_tokenizer(model_directory)
+    for text in ("16+3=19 #### 16", "  two  spaces ", "漢字 and ⚙️\t\n", "\x00\x7f"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_tokenizer_knows_the_tasks_words_and_ends_and_pads_with_different_tokens(model_directory):
+    tokenizer = load_tokenizer(model_directory)
+    assert len(tokenizer("16+3=19 19-4=15 #### 15")["input_ids"]) <= 14
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert tokenizer("text")["input_ids"][-1] != tokenizer.eos_token_id
+
+
+def test_chats_are_rendered_up_to_the_assistants_turn_and_plain_text_is_left_alone(model_directory):
+    tokenizer = load_tokenizer(model_directory)
+    problems = [
+        Problem("a:1", "1+1?", "2"),
+        Problem("a:2", (Message("system", "Be brief."), Message("user", "1+1?")), "2"),
+    ]
+    plain, chat = tokenize_prompts(problems, tokenizer)
+    assert plain.text == "1+1?"
+    assert chat.text == "system: Be brief.\nuser: 1+1?\nassistant: "
+    assert tokenizer.decode(chat.tokens) == chat.text
+
+
+# ---- from scratch
+
+
+def test_two_processes_make_the_same_bytes_from_one_seed(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from tests.integration.training.test_policies import TINY, make_policy; "
+        "sys.stdout.write(make_policy(Path(sys.argv[1]), TINY, seed=7).policy.weights.digest)"
+    )
+    there = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "there")], capture_output=True, text=True, check=True
+    )
+    here = make_policy(tmp_path / "here", TINY, seed=7)
+    assert there.stdout.endswith(here.policy.weights.digest)
+    assert make_policy(tmp_path / "here", TINY, seed=8).policy.weights.digest != here.policy.weights.digest
+
+
+def test_making_a_policy_leaves_the_callers_random_state_alone(tmp_path):
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    make_policy(tmp_path, TINY, seed=7)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_published_policy_is_loaded_by_plain_transformers_and_has_the_predicted_size(tmp_path, architecture):
+    policy = TINY.model_copy(update={"architecture": architecture})
+    made = make_policy(tmp_path, policy)
+    directory = str(fetch_bundle(open_store(f"{tmp_path}/run"), made.policy.weights))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    ids = tokenizer("Ana has 16 pens", return_tensors="pt").input_ids
+    assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
+    assert model.config.model_type == architecture
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    shape = scratch_shape(policy, tokenizer)
+    assert shape.parameters == made.metrics["parameters"] == sum(weight.numel() for weight in model.parameters())
+    assert (shape.context, shape.layers, shape.kv_heads, shape.head_size) == (64, 1, 1, 8)
+
+
+# ---- from a directory
+
+
+def test_an_imported_policy_has_the_same_weights_and_nothing_that_could_run(spoilt, tmp_path):
+    (spoilt / "modeling_evil.py").write_text("raise SystemExit")
+    (spoilt / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    (spoilt / "consolidated.safetensors").write_bytes(b"not part of the model")
+    made = make_policy(tmp_path, DirectoryPolicy(path=spoilt))
+    directory = fetch_bundle(open_store(f"{tmp_path}/run"), made.policy.weights)
+    assert (directory / "model.safetensors").read_bytes() == (spoilt / "model.safetensors").read_bytes()
+    assert {path.name for path in directory.iterdir()} == {
+        "bundle.json",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert load_policy(directory).num_parameters() == made.metrics["parameters"]
+
+
+def test_a_policy_that_a_run_published_is_imported_without_its_list_of_contents(spoilt, tmp_path):
+    (spoilt / "bundle.json").write_text("{}")
+    target = tmp_path / "copy"
+    target.mkdir()
+    copy_directory(spoilt, target)
+    assert {path.name for path in target.iterdir()} == {path.name for path in spoilt.iterdir()} - {"bundle.json"}
+
+
+def test_a_directory_of_several_weight_files_is_imported_whole(model_directory, tmp_path):
+    split = tmp_path / "split"
+    load_policy(model_directory).save_pretrained(split, max_shard_size="10KB")
+    load_tokenizer(model_directory).save_pretrained(split)
+    assert len(list(split.glob("*.safetensors"))) > 1
+    made = make_policy(tmp_path, DirectoryPolicy(path=split))
+    weights = load_policy(fetch_bundle(open_store(f"{tmp_path}/run"), made.policy.weights)).state_dict()
+    for name, weight in load_policy(model_directory).state_dict().items():
+        assert torch.equal(weights[name], weight)
+    next(split.glob("model-00002*")).unlink()
+    with pytest.raises(BadInput, match=r"no model-00002-of"):
+        check_directory(split)
+
+
+def test_what_is_missing_from_a_directory_is_named(spoilt, tmp_path):
+    with pytest.raises(BadInput, match="no such directory"):
+        check_directory(tmp_path / "nowhere")
+    for name, message in [
+        ("tokenizer.json", "no tokenizer.json"),
+        ("model.safetensors", "no model.safetensors"),
+        ("config.json", "no config.json: not a model directory"),
+    ]:
+        (spoilt / name).unlink()
+        with pytest.raises(BadInput, match=message):
+            check_directory(spoilt)
+
+
+def test_pickled_weights_are_never_loaded(spoilt):
+    torch.save(load_file(spoilt / "model.safetensors"), spoilt / "pytorch_model.bin")
+    (spoilt / "model.safetensors").unlink()
+    with pytest.raises(BadInput, match="pickled weights are never loaded, convert them to safetensors"):
+        check_directory(spoilt)
+
+
+def test_a_model_that_is_no_causal_language_model_is_refused(spoilt):
+    edit(spoilt / "config.json", architectures=["LlamaForSequenceClassification"])
+    with pytest.raises(BadInput, match=r"expected a causal language model .*, found LlamaForSequenceClassification"):
+        check_directory(spoilt)
+    edit(spoilt / "config.json", model_type="clip")
+    with pytest.raises(BadInput, match="model_type 'clip' is no causal language model"):
+        check_directory(spoilt)
+
+
+def test_code_that_comes_with_a_model_is_not_run(spoilt, tmp_path):
+    planted = tmp_path / "ran"
+    (spoilt / "configuration_evil.py").write_text(f"open({str(planted)!r}, 'w')")
+    edit(spoilt / "config.json", model_type="evil", auto_map={"AutoConfig": "configuration_evil.EvilConfig"})
+    with pytest.raises(BadInput, match="model_type 'evil'"):
+        check_directory(spoilt)
+    edit(spoilt / "config.json", model_type="llama")
+    edit(spoilt / "tokenizer_config.json", auto_map={"AutoTokenizer": ["configuration_evil.Evil", None]})
+    check_directory(spoilt)
+    assert not planted.exists()
+
+
+def test_a_weight_that_is_missing_is_refused_instead_of_made_up(spoilt):
+    weights = load_file(spoilt / "model.safetensors")
+    del weights["model.layers.0.mlp.down_proj.weight"]
+    save_file(weights, spoilt / "model.safetensors", metadata={"format": "pt"})
+    for load in (check_directory, load_policy):
+        with pytest.raises(BadInput, match=r"1 weights are missing .*, first model.layers.0.mlp.down_proj.weight"):
+            load(spoilt)
+
+
+def test_torn_weights_and_weights_of_another_shape_are_refused(spoilt):
+    edit(spoilt / "config.json", intermediate_size=24)
+    with pytest.raises(BadInput, match="its weights do not load"):
+        check_directory(spoilt)
+    edit(spoilt / "config.json", intermediate_size=16)
+    check_directory(spoilt)
+    data = (spoilt / "model.safetensors").read_bytes()
+    (spoilt / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(BadInput, match="its weights do not load"):
+        check_directory(spoilt)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("eos_token", r"no EOS token; set eos_token in tokenizer_config.json"),
+        ("pad_token", r"no pad token; set pad_token in tokenizer_config.json.* to its EOS \"<\|eos\|>\""),
+    ],
+)
+def test_a_tokenizer_that_cannot_end_or_pad_says_how_to_mend_it(spoilt, missing, message):
+    edit(spoilt / "tokenizer_config.json", **{missing: None})
+    with pytest.raises(BadInput, match=message):
+        check_directory(spoilt)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(spoilt):
+    tokenizer = load_tokenizer(spoilt)
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(spoilt)
+    with pytest.raises(BadInput, match=r"the tokenizer has 355 tokens, the model embeds 354"):
+        check_directory(spoilt)
+
+
+# ---- prompts
+
+
+def test_prompts_are_tokenized_in_order_and_named_by_their_text(tmp_path):
+    made = make_policy(tmp_path, TINY)
+    outcome = make_prompts(tmp_path, made)
+    store = open_store(f"{tmp_path}/run")
+    table = read_shard(store, outcome.shards[0])
+    problems = load_problems(DATA, "train", 0)
+    assert table.schema.remove_metadata() == PROMPT_SCHEMA
+    assert table["text"].to_pylist() == [problem.prompt for problem in problems]
+    assert table["answer"].to_pylist() == [problem.answer for problem in problems]
+    assert table["prompt_id"][0].as_py() == blake3(problems[0].prompt.encode()).hexdigest()[:16]
+    tokenizer = load_tokenizer(fetch_bundle(store, made.policy.weights))
+    assert tokenizer.decode(table["tokens"][5].as_py()) == problems[5].prompt
+    assert outcome.metrics["longest"] == max(len(tokens) for tokens in table["tokens"].to_pylist())
+    assert make_prompts(tmp_path, made).shards == outcome.shards
+
+
+def test_a_prompt_that_leaves_no_room_is_named_with_its_length(tmp_path):
+    rows = [{"prompt": "short", "answer": "1"}, {"prompt": "x" * 40, "answer": "1"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    made = make_policy(tmp_path, TINY)
+    with pytest.raises(BadInput, match=r"a.jsonl:2: the prompt has 40 tokens, expected 1 to 32"):
+        make_prompts(tmp_path, made, FileData(path=path, heldout_path=path), max_new_tokens=32)
+    assert (
+        make_prompts(tmp_path, made, FileData(path=path, heldout_path=path), max_new_tokens=24).metrics["longest"] == 40
+    )
+
+
+def test_a_chat_without_a_chat_template_is_named(spoilt):
+    (spoilt / "chat_template.jinja").unlink()
+    with pytest.raises(BadInput, match=r"a:1: chat messages, but .* no chat template"):
+        tokenize_prompts([Problem("a:1", (Message("user", "hi"),), "")], load_tokenizer(spoilt))
+
+
+def test_a_chat_that_the_template_refuses_is_named(spoilt):
+    (spoilt / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(BadInput, match=r"a:1: the policy's chat template refuses it: roles must alternate"):
+        tokenize_prompts([Problem("a:1", (Message("user", "hi"),), "")], load_tokenizer(spoilt))
+
+
+def test_progress_moves_with_the_work(tmp_path):
+    worker = PreparationWorker(str(tmp_path), "run", threads=1)
+    before = worker.progress()
+    worker.make_policy(PolicyWork(policy=TINY, data=DATA, seed=0))
+    assert worker.progress() > before

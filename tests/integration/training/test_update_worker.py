@@ -1,0 +1,283 @@
+"""The update worker on real processes: same work, same bits; what is not finite changes nothing."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from infra.errors import BadInput
+from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
+from models.config.algorithms import Grpo
+from models.config.objectives import KlPenalty, SequenceMean, UpdateConfig
+from models.config.training import WarmupConfig
+from models.data.load import load_problems
+from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
+from models.records.schemas import SAMPLE_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import UpdateWork, WarmupWork
+from models.workers.update import UpdateWorker
+from tests.support.training import DATA, TINY, publish_scratch, write_samples
+
+CONFIG = UpdateConfig(learning_rate=1e-3, minibatches=2, microbatch_tokens=120, kl=KlPenalty(coefficient=0.1))
+UNCLIPPED = CONFIG.model_copy(update={"minibatches": 1, "max_grad_norm": 1e9})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+@pytest.fixture
+def policy(uri: str) -> PolicyVersion:
+    return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
+
+
+def start(uri: str, config: UpdateConfig = CONFIG, *, rank: int = 0, ranks: int = 1, port: int = 0) -> UpdateWorker:
+    worker = UpdateWorker(uri, "run", update=config, algorithm=Grpo(), temperature=0.9, threads=1)
+    worker.join(rank, ranks, "127.0.0.1", port or free_port())
+    return worker
+
+
+def work(uri: str, policy: PolicyVersion, *, reference: PolicyVersion | None = None, **samples) -> UpdateWork:
+    shard = write_samples(f"{uri}/run", **{"seed": policy.version} | samples)
+    return UpdateWork(
+        iteration=policy.version,
+        policy=policy,
+        reference=reference or policy,
+        samples=(shard,),
+        total_iterations=2,
+        seed=policy.version,
+        kl_coefficient=0.1,
+    )
+
+
+def files(uri: str, outcome: Outcome, part: str) -> Path:
+    return fetch_bundle(open_store(f"{uri}/run"), getattr(outcome.policy, part))
+
+
+# ---- one rank
+
+
+def test_an_update_is_the_same_bits_hot_reloaded_and_repeated(uri, policy):
+    hot = start(uri)
+    first = hot.update(work(uri, policy)).policy
+    again = work(uri, first, reference=policy)
+    outcome = hot.update(again)
+    assert outcome.policy.version == 2
+    assert outcome.policy.weights != first.weights
+    assert hot.update(again).policy == outcome.policy
+    cold = start(uri).update(again)
+    assert (cold.policy, cold.metrics) == (outcome.policy, outcome.metrics)
+
+
+def test_another_seed_makes_another_policy(uri, policy):
+    assert start(uri).update(work(uri, policy)).policy != start(uri).update(work(uri, policy, seed=5)).policy
+
+
+def test_a_published_policy_loads_as_any_model_does_with_its_parents_tokenizer(uri, policy):
+    outcome = start(uri).update(work(uri, policy))
+    directory, parent = files(uri, outcome, "weights"), fetch_bundle(open_store(f"{uri}/run"), policy.weights)
+    assert AutoModelForCausalLM.from_pretrained(directory)(torch.tensor([[5, 6]])).logits.shape == (1, 2, 354)
+    assert AutoTokenizer.from_pretrained(directory).encode("Ana has 3 pens")
+    assert (directory / "tokenizer.json").read_bytes() == (parent / "tokenizer.json").read_bytes()
+    assert {path.suffix for path in files(uri, outcome, "state").iterdir()} == {".json", ".safetensors"}
+
+
+def test_a_learning_rate_of_zero_leaves_the_weights_bit_identical(uri, policy):
+    still = start(uri, CONFIG.model_copy(update={"learning_rate": 0.0})).update(work(uri, policy))
+    assert still.policy.weights == policy.weights
+    assert still.metrics["grad_norm_max"] > 0
+
+
+def test_without_samples_the_policy_stays_as_it_is(uri, policy):
+    outcome = start(uri).update(work(uri, policy, prompts=0))
+    assert outcome.policy == PolicyVersion(version=1, weights=policy.weights, state=None)
+    assert outcome.metrics == {"quarantined": 0, "steps": 0, "samples": 0, "kl_coefficient": 0.1}
+
+
+def test_groups_without_a_token_in_the_loss_have_no_weight_in_it(uri, policy):
+    lean, filled = (start(uri, UNCLIPPED).update(work(uri, policy, filling=count)) for count in (0, 3))
+    for name in ("loss", "kl", "tokens", "grad_norm_max"):
+        assert filled.metrics[name] == pytest.approx(lean.metrics[name], rel=1e-5)
+    assert filled.metrics["samples"] == lean.metrics["samples"] + 12
+
+
+def test_groups_without_a_token_in_the_loss_take_no_step_of_their_own(uri, policy):
+    alone = start(uri).update(work(uri, policy, prompts=0, filling=3))
+    assert alone.policy == PolicyVersion(version=1, weights=policy.weights, state=None)
+    one = start(uri).update(work(uri, policy, prompts=1, filling=1))  # two minibatches, of which one has no token
+    assert one.metrics["steps"] == 1
+
+
+def test_tokens_that_are_too_stale_take_no_step_and_change_no_count(uri, policy):
+    config = UNCLIPPED.model_copy(update={"max_staleness": 0})
+    old = work(uri, policy, prompts=2)
+    rows = read_shard(open_store(f"{uri}/run"), old.samples[0]).to_pylist()
+    for row in rows[1:]:
+        row["staleness"] = [1] * len(row["staleness"])
+    first = write_shard(
+        open_store(f"{uri}/run"), pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={}
+    )
+    mixed = start(uri, config).update(replace(old, samples=(first,)))
+    tokens = sum(len(row["logprobs"]) for row in rows)
+    assert mixed.metrics["tokens"] == tokens
+    assert mixed.metrics["too_stale_fraction"] == pytest.approx(1 - len(rows[0]["logprobs"]) / tokens)
+    rows[0]["staleness"] = [1] * len(rows[0]["staleness"])
+    none = write_shard(open_store(f"{uri}/run"), pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})
+    unmoved = start(uri, config).update(replace(old, samples=(none,)))
+    assert unmoved.policy == PolicyVersion(version=1, weights=policy.weights, state=None)
+
+
+def test_every_fresh_token_is_compared_with_what_generated_it_before_anything_is_learnt(uri, policy):
+    asked = work(uri, policy, stalest=1)
+    rows = read_shard(open_store(f"{uri}/run"), asked.samples[0]).to_pylist()
+    fresh = sum(age == 0 for row in rows for age in row["staleness"])
+    many, once = (start(uri, config).update(asked).metrics for config in (CONFIG, UNCLIPPED))
+    assert many["mismatch_tokens"] == once["mismatch_tokens"] == fresh
+    assert many["mismatch_difference_mean"] == pytest.approx(once["mismatch_difference_mean"], rel=1e-5)
+    assert 0 < many["mismatch_difference_mean"] < many["mismatch_difference_max"]
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_poisoned_advantage_changes_neither_weights_nor_what_comes_after(uri, policy, poison):
+    worker = start(uri)
+    first = worker.update(work(uri, policy)).policy
+    spoilt = worker.update(work(uri, first, advantages=[poison]))
+    assert spoilt.policy == PolicyVersion(version=2, weights=first.weights, state=first.state)
+    assert spoilt.metrics["quarantined"] == 1
+    after = work(uri, spoilt.policy)
+    assert worker.update(after).policy == start(uri).update(after).policy
+
+
+def test_a_model_that_overflows_is_quarantined(uri, tmp_path):
+    tokenizer = scratch_tokenizer(TINY, load_problems(DATA, "train", 0))
+    model = build_scratch(TINY, tokenizer, seed=0)
+    model.model.norm.weight.data.fill_(3e38)
+    save_policy(model, tokenizer, tmp_path / "huge")
+    weights = publish_bundle(open_store(f"{uri}/run"), tmp_path / "huge", prefix="policies")
+    outcome = start(uri).update(work(uri, PolicyVersion(version=0, weights=weights)))
+    assert outcome.metrics["quarantined"] == 1
+    assert outcome.policy.weights == weights
+
+
+def test_the_reference_itself_costs_no_penalty_at_the_first_step(uri, policy):
+    worker = start(uri, CONFIG.model_copy(update={"minibatches": 1}))
+    first = worker.update(work(uri, policy))
+    assert first.metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert worker.update(work(uri, first.policy, reference=policy)).metrics["kl"] > 1e-5
+
+
+def test_state_of_another_stage_is_refused(uri, policy):
+    first = start(uri).update(work(uri, policy)).policy
+    with pytest.raises(BadInput, match="'zero_stage': 0"):
+        start(uri, CONFIG.model_copy(update={"zero_stage": 2})).update(work(uri, first))
+
+
+def test_progress_counts_passes(uri, policy):
+    worker = start(uri)
+    worker.update(work(uri, policy))
+    assert worker.progress() > 4
+
+
+def gradients(uri: str, outcome: Outcome) -> np.ndarray:
+    """The first step's gradients: Adam's first moment after one step is a tenth of them."""
+    moments = load_file(files(uri, outcome, "state") / "rank-00000.safetensors")
+    names = sorted((name for name in moments if name.startswith("exp_avg.")), key=lambda name: int(name[8:]))
+    return np.concatenate([moments[name].numpy().ravel() * 10 for name in names])
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_the_size_of_a_pass_changes_no_gradient(uri, policy, aggregation):
+    loss = CONFIG.loss.model_copy(update={"aggregation": SequenceMean()} if aggregation == "sequence" else {})
+    base = UNCLIPPED.model_copy(update={"loss": loss})
+    small, large = (
+        start(uri, base.model_copy(update={"microbatch_tokens": size})).update(work(uri, policy)) for size in (40, 9999)
+    )
+    assert small.metrics["loss"] == pytest.approx(large.metrics["loss"], abs=1e-6)
+    np.testing.assert_allclose(gradients(uri, small), gradients(uri, large), atol=1e-6)
+
+
+def test_warmup_teaches_and_leaves_no_optimizer_state(uri, policy):
+    task = WarmupWork(policy=policy, data=DATA, warmup=WarmupConfig(steps=40, batch_size=16), seed=3)
+    outcome = start(uri).warmup(task)
+    assert outcome.metrics["loss_last"] < 0.8 * outcome.metrics["loss_first"]
+    assert (outcome.policy.version, outcome.policy.state) == (0, None)
+    assert start(uri).warmup(task).policy == outcome.policy
+
+
+def test_an_update_after_warmup_starts_as_in_a_new_process(uri, policy):
+    worker = start(uri)
+    warm = worker.warmup(WarmupWork(policy=policy, data=DATA, warmup=WarmupConfig(steps=3, batch_size=4), seed=3))
+    assert worker.update(work(uri, warm.policy)).policy == start(uri).update(work(uri, warm.policy)).policy
+
+
+# ---- several ranks
+
+
+def together(job: Callable[..., None], uri: str, *args: object, ranks: int = 2) -> None:
+    mp.spawn(job, args=(ranks, free_port(), uri, *args), nprocs=ranks)
+
+
+def take_updates(rank: int, ranks: int, port: int, uri: str, configs: list[UpdateConfig], parents: list, name: str):
+    """Update each parent until version 2, one configuration after another; rank 0 notes the policies."""
+    found = []
+    for config, parent in zip(configs, parents, strict=True):
+        worker, outcomes = start(uri, config, rank=rank, ranks=ranks, port=port), []
+        version = parent
+        while version.version < 2:
+            outcomes.append(worker.update(work(uri, version)))
+            version = outcomes[-1].policy
+        found.append(outcomes)
+        # One poisoned sample, on one rank, is everybody's.
+        assert worker.update(work(uri, version, advantages=[float("nan")])).metrics["quarantined"] == 1
+        assert worker.update(work(uri, version)).metrics["quarantined"] == 0
+    listening = [link.laddr.ip for link in psutil.Process().net_connections() if link.status == psutil.CONN_LISTEN]
+    assert set(listening) <= {"127.0.0.1", "::1"}, listening
+    torch.save(found, Path(uri, f"{name}-{rank}.pt"))
+
+
+def read(uri: str, name: str) -> list[list[Outcome]]:
+    return torch.load(Path(uri, f"{name}-0.pt"), weights_only=False)
+
+
+def staged(stage: int, dtype: str = "float32") -> UpdateConfig:
+    return CONFIG.model_copy(update={"zero_stage": stage, "dtype": dtype})
+
+
+def same_after_restart(uri: str, policy: PolicyVersion, configs: list[UpdateConfig], *, ranks: int) -> None:
+    together(take_updates, uri, configs, [policy] * len(configs), "hot", ranks=ranks)
+    hot = read(uri, "hot")
+    together(take_updates, uri, configs, [first.policy for first, _ in hot], "cold", ranks=ranks)
+    assert [outcomes[-1].policy for outcomes in hot] == [outcomes[-1].policy for outcomes in read(uri, "cold")]
+
+
+def test_two_ranks_continue_bit_identically_in_new_processes_and_agree_with_one(uri, policy):
+    same_after_restart(uri, policy, [UNCLIPPED, staged(2)], ranks=2)
+    first = read(uri, "hot")[0][0]
+    alone = start(uri, UNCLIPPED.model_copy(update={"microbatch_tokens": 9999})).update(work(uri, policy))
+    assert first.metrics["loss"] == pytest.approx(alone.metrics["loss"], abs=1e-6)
+    np.testing.assert_allclose(gradients(uri, first), gradients(uri, alone), atol=1e-6)
+
+
+@pytest.mark.slow
+def test_every_stage_and_precision_continues_bit_identically_in_new_processes(uri, policy):
+    configs = [staged(stage, dtype) for dtype in ("float32", "bfloat16") for stage in range(4)]
+    same_after_restart(uri, policy, configs, ranks=2)
+    weights = [outcomes[-1].policy.weights for outcomes in read(uri, "hot")]
+    assert len({weight.digest for weight in weights[4:]}) == 1

@@ -1,0 +1,55 @@
+"""A controller that fails stops its peers at once, and the run says why."""
+
+import signal
+from datetime import datetime
+
+import httpx
+import pytest
+
+from infra.errors import WorkerFailed, WorkerLost, first_cause
+from tests.support.jobs import RAISE, Ended, Fault, Job
+
+WITHIN_SECONDS = 5
+HANG = Fault("rollout", "begin", "generate .*iteration=1", signal=signal.SIGSTOP)
+FAIL = Fault("rollout", "begin", "generate .*iteration=1", signal=RAISE)
+TWO_SHARDS = ("iterations=1", "rollout.shard_prompts=3", "evaluation.problems=4")
+
+
+def names_the_cause(job: Job, ended: Ended) -> bool:
+    """Whether both planted faults struck and the job's last line tells of the one that was raised."""
+    told = ended.output.splitlines()[-1]
+    assert (job.struck(), ended.code) == (2, 1), ended.output
+    return told.startswith("rheostat: ") and "RuntimeError: planted fault at generate" in told
+
+
+def flows(api: str, **names: object) -> list[dict[str, object]]:
+    """Flow runs that Prefect's API finds by a filter."""
+    asked = {"flow_runs": names}
+    found = httpx.post(f"{api}/flow_runs/filter", json=asked, timeout=30).raise_for_status().json()
+    return [*found]
+
+
+def controllers_of(api: str, run: str) -> list[dict[str, object]]:
+    """Flow runs of the controllers of a run's first iteration."""
+    [train] = flows(api, name={"any_": [run]})
+    below = flows(api, parent_flow_run_id={"any_": [train["id"]]})
+    [iteration] = (flow for flow in below if flow["name"] == "it-0001")
+    return flows(api, parent_flow_run_id={"any_": [iteration["id"]]})
+
+
+def test_of_errors_that_end_controllers_together_the_first_of_ours_is_the_cause():
+    cause = WorkerFailed("rollout.generate raised")
+    together = ExceptionGroup("rollout", [ConnectionError(), ExceptionGroup("tasks", [cause, WorkerLost("later")])])
+    assert first_cause(together) is cause
+    assert first_cause(cause) is cause
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_failing_controller_stops_its_peers_within_seconds_and_the_run_names_the_cause(prefect_api, tmp_path):
+    job = Job(tmp_path, prefect_api)
+    assert names_the_cause(job, job.train(*TWO_SHARDS, "name=failing", faults=[HANG, FAIL]))
+    failed = (job.home / "struck-1").stat().st_mtime
+    ends = [datetime.fromisoformat(str(flow["end_time"])) for flow in controllers_of(prefect_api, "failing")]
+    assert len(ends) >= 2  # scoring controllers may not have begun
+    assert max(end.timestamp() for end in ends) - failed < WITHIN_SECONDS

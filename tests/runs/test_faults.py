@@ -1,0 +1,217 @@
+"""Faults inside whole runs: every process of the job killed at named moments; the run stays the undisturbed one."""
+
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import Fault, Job, alive, family_of, files_of, leftovers_of, manifests_of, shards_of, wait_for
+
+pytestmark = pytest.mark.timeout(2000)  # on an idle machine a job takes 20 s, and the chain of kills 10 minutes
+
+WORKER_FAULTS = (
+    Fault("preparation", "after", "/policies/.*/bundle.json"),
+    Fault("rollout", "progress", "generate", count=5),
+    Fault("rollout", "before", "/shards/", count=2),
+    Fault("rollout", "during", "/shards/", count=2),
+    Fault("rollout", "after", "/shards/"),
+    Fault("scoring", "before", "/shards/"),
+    Fault("scoring", "during", "/shards/", count=3),
+    Fault("scoring", "after", "/shards/", count=2),
+)
+UPDATE_FAULTS = (
+    Fault("update-0", "after", "/policies/.*/bundle.json"),
+    Fault("update-0", "progress", "update"),
+    Fault("update-0", "during", "/states/"),
+    Fault("update-0", "before", "/policies/.*/model.safetensors", count=2),
+)
+
+
+def undisturbed(job, reference):
+    """Check that a run is complete, equal to the reference, and whole."""
+    assert manifests_of(job.run) == manifests_of(reference.run)
+    assert shards_of(job.run) == shards_of(reference.run)
+    assert leftovers_of(job.run) == []
+    verified = job.command("verify")
+    assert verified.code == 0, verified.output
+
+
+def begun_again(job):
+    """How many pieces of work were begun more than once, over all starts of the job."""
+    return sum(count - 1 for count in job.works().values())
+
+
+def stopped_inside(reference, home, *, without):
+    """Copy a run as it was before some of its stages: their manifests are gone."""
+    job = Job(home, reference.api)
+    shutil.copytree(reference.store, job.store)
+    for pattern in (*without, "retention/*", "eval-0003/**/*"):
+        for path in job.run.glob(f"manifests/{pattern}.json"):
+            path.unlink()
+    return job
+
+
+@pytest.mark.slow
+def test_a_damaged_shard_of_an_unsealed_iteration_stops_by_name_and_changes_nothing(reference, tmp_path):
+    stages = ("scoring/0001", "credit", "update", "seal")
+    job = stopped_inside(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])
+    shard = shard_of(job, "it-0003/rollout/0001")
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:400] + bytes([whole[400] ^ 4]) + whole[401:])
+    before = files_of(job.run)
+    ended = job.train()
+    assert ended.code == 1
+    assert shard.stem in ended.output.splitlines()[-1]
+    assert "Traceback" not in ended.output
+    after = files_of(job.run)
+    assert {name: after[name] for name in before} == before
+    assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"lease"}
+
+
+@pytest.mark.slow
+def test_a_missing_policy_file_stops_by_name(reference, tmp_path):
+    stages = ("rollout/*", "scoring/*", "credit", "update", "seal")
+    job = stopped_inside(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])
+    [policy] = bundles_of(job, "it-0002/update")
+    (job.run / policy / "model.safetensors").unlink()
+    ended = job.train()
+    assert ended.code == 1
+    assert policy in ended.output.splitlines()[-1]
+    assert "model.safetensors" in ended.output.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_job_in_order_and_the_command_continues_it(number, reference, tmp_path):
+    job = Job(tmp_path)
+    with job.started() as process:
+        assert wait_for(lambda: (job.run / "manifests/it-0001/plan.json").exists())
+        family = family_of(process.pid)
+        process.send_signal(number)
+        ended = job.ended(process)
+    assert ended.code == 128 + number
+    assert ended.output.splitlines()[-1] == "rheostat: interrupted; the same command continues"
+    assert "Traceback" not in ended.output
+    assert wait_for(lambda: not alive(family), seconds=10), alive(family)
+    resumed = Job(tmp_path, reference.api).train()
+    assert resumed.code == 0, resumed.output
+    undisturbed(job, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", [WORKER_FAULTS, UPDATE_FAULTS], ids=["rollout and scoring", "update"])
+def test_workers_killed_around_every_write_leave_the_run_as_it_is(faults, reference, tmp_path):
+    job = Job(tmp_path, reference.api, counts_works=True)
+    ended = job.train(faults=faults)
+    assert ended.code == 0, ended.output
+    assert job.struck() == len(faults)
+    undisturbed(job, reference)
+    assert begun_again(job) <= len(faults)
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_replaced_when_it_makes_no_progress(reference, tmp_path):
+    job = Job(tmp_path, reference.api, counts_works=True)
+    fault = Fault("rollout", "progress", "generate", count=5, signal=signal.SIGSTOP)
+    ended = job.train("pools.stall_seconds=15", faults=[fault])
+    assert ended.code == 0, ended.output
+    assert job.struck() == 1
+    undisturbed(job, reference)
+    assert begun_again(job) == 1
+
+
+@pytest.mark.slow
+def test_two_ranks_of_which_each_is_lost_make_the_same_policy(reference, tmp_path):
+    ranks = ("pools.update_ranks=2", "iterations=2")
+    whole = Job(tmp_path / "whole", reference.api, counts_works=True)
+    ended = whole.train(*ranks)
+    assert ended.code == 0, ended.output
+    job = Job(tmp_path / "killed", reference.api, counts_works=True)
+    faults = [
+        Fault("update-1", "progress", "warmup", count=3),
+        Fault("update-0", "progress", "update", count=1),
+        Fault("update-1", "progress", "update", count=2),
+        Fault("update-0", "after", "/policies/.*/bundle.json"),
+    ]
+    ended = job.train(*ranks, faults=faults)
+    assert ended.code == 0, ended.output
+    assert job.struck() == len(faults)
+    undisturbed(job, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6000)
+def test_a_driver_killed_at_every_manifest_makes_the_same_run(reference, tmp_path):
+    """One chain: each resumed job is killed at the next moment; the last one ends."""
+    job = Job(tmp_path, reference.api, counts_works=True)
+    kills = 0
+    for moment, name in driver_moments(reference):
+        if (job.run / name).exists():
+            continue  # a peer of a shard was as quick
+        ended = job.train(faults=[Fault("driver", moment, f"/{name}$")])
+        assert ended.code == -signal.SIGKILL, (moment, name, ended.output)
+        kills += 1
+    ended = job.train()
+    assert ended.code == 0, ended.output
+    undisturbed(job, reference)
+    assert kills >= 25
+    assert begun_again(job) <= 2 * kills  # two rollout workers have a shard each when their driver dies
+
+
+LATE = ("update.json", "seal.json", "summary.json", ".png")
+"""What iteration 3 and the last evaluation are looked at for; all else is as in the first."""
+
+
+def driver_moments(reference):
+    """After every write of the driver, and before those that commit what a worker made; iterations 2 and 3 in part."""
+    for name in (Path(put).relative_to(reference.run).as_posix() for put in reference.puts()):
+        if name.startswith("manifests/it-0002") or ("-0003" in name and not name.endswith(LATE)):
+            continue
+        if name.endswith(("base.json", "0000.json", "credit.json", "update.json")) and "eval" not in name:
+            yield "before", name
+        yield "after", name
+
+
+@pytest.mark.slow
+def test_a_random_schedule_of_kills_makes_the_same_run(reference, tmp_path):
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")  # noqa: T201
+    choose = random.Random(seed)
+    job = Job(tmp_path, reference.api, counts_works=True)
+    struck = 0
+    for _ in range(4):
+        driver = Fault("driver", choose.choice(["before", "after"]), "/manifests/", count=choose.randrange(2, 16))
+        workers = choose.sample(WORKER_FAULTS[1:] + UPDATE_FAULTS, 2)
+        ended = job.train(faults=[driver, *workers])
+        assert ended.code in (-signal.SIGKILL, 0), (seed, ended.output)
+        struck += job.struck()
+    ended = job.train()
+    assert ended.code == 0, (seed, ended.output)
+    undisturbed(job, reference)
+    assert begun_again(job) <= 2 * struck, seed
+
+
+@pytest.mark.slow
+def test_without_a_learning_rate_the_policy_stays_the_initial_one(reference, tmp_path):
+    job = Job(tmp_path, reference.api)
+    ended = job.train("update.learning_rate=0", "iterations=1")
+    assert ended.code == 0, ended.output
+    assert bundles_of(job, "it-0001/update") == bundles_of(job, "policy/initial")
+
+
+def shard_of(job, key):
+    """File of a manifest's only shard."""
+    [name] = named_in(job, key, "shards/")
+    return job.run / name
+
+
+def bundles_of(job, key):
+    """Directories of the policies that a manifest names."""
+    return named_in(job, key, "policies/")
+
+
+def named_in(job, key, prefix):
+    words = (job.run / "manifests" / f"{key}.json").read_text().split('"')
+    return sorted({word for word in words if word.startswith(prefix)})

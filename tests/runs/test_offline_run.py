@@ -1,0 +1,55 @@
+"""The chain from a supervised policy over preferences to reinforcement: each part a command, the whole a run."""
+
+import json
+
+import pytest
+
+from tests.support.jobs import Job, manifests_of
+
+CHAIN = (
+    "iterations=2",
+    "preferences.kind=arithmetic",
+    "preferences.train_pairs=64",
+    "preferences.heldout_pairs=16",
+    "dpo.steps=4",
+    "dpo.batch_size=8",
+    'scoring.rewards=[{kind="numeric",weight=0},{kind="model",name="liked",model={kind="trained",steps=4,batch_size=8}}]',
+)
+
+
+def published(job: Job, key: str) -> str:
+    return json.loads((job.run / f"manifests/{key}.json").read_text())["bundles"]["weights"]["digest"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # five commands
+def test_each_part_stops_where_it_says_and_the_run_goes_on_from_there(tmp_path):
+    job = Job(tmp_path)
+    sft = job.part("sft", *CHAIN)
+    assert sft.code == 0, sft.output
+    assert "held-out accuracy before" in sft.output
+    after_sft = manifests_of(job.run)
+    assert "policy/sft" in after_sft
+    assert not {"policy/dpo", "policy/initial", "judge-liked/model"} & after_sft.keys()
+
+    dpo = job.part("dpo", *CHAIN, "--json")
+    assert dpo.code == 0, dpo.output
+    assert published(job, "policy/dpo") in dpo.output
+    rewards = job.part("reward-model", *CHAIN)
+    assert rewards.code == 0, rewards.output
+    assert "liked: loss" in rewards.output
+    assert "of 16 held-out pairs right" in rewards.output
+    before_run = manifests_of(job.run)
+    assert "judge-liked/model" in before_run
+    assert not any(key.startswith("it-") for key in before_run)
+
+    done = job.train(*CHAIN)
+    assert done.code == 0, done.output
+    assert before_run.items() <= manifests_of(job.run).items()
+    assert published(job, "policy/initial") == published(job, "policy/dpo")
+    verified = job.command("verify")
+    assert verified.code == 0, verified.output
+
+    alone = Job(tmp_path / "alone")
+    assert alone.train(*CHAIN).code == 0
+    assert published(alone, "it-0002/update") == published(job, "it-0002/update")

@@ -1,0 +1,238 @@
+"""Stored rollouts scored and credited again: what must not change does not, and what is asked wrongly is refused."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from flows.cli.app import main
+from infra.store.checksums import seal
+from infra.store.manifests import decode_manifest
+from infra.store.retention import collect_garbage
+from infra.store.runs import open_run
+from tasks.verification.iterations import verify_run
+from tests.support.jobs import ROOT, Fault, Job, files_of
+
+pytestmark = pytest.mark.timeout(1200)
+
+JUDGED = (
+    'rewards=[{kind="target", target="tests.support.rewards:even", weight=0.5},'
+    '{kind="judge", model={kind="trained", warmup={steps=10},'
+    ' shape={kind="scratch", hidden_size=16, intermediate_size=32, context=192}}}]'
+)
+LENGTHS = 'rewards=[{kind="target",target="tests.support.rewards:length",weight=0.1}]'
+
+
+@pytest.fixture
+def copied(reference, tmp_path):
+    """A copy of the finished run, to be added to."""
+    return copy(reference, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def again(reference, tmp_path_factory):
+    """The finished run, scored by its own rewards, by a judge and by lengths, and credited from these."""
+    job = copy(reference, tmp_path_factory.mktemp("again"))
+    give(job, "rescore", "--rewards", str(job.home / "tiny.toml"), "--as", "own", "--iterations", "2-3")
+    give(job, "rescore", "--rewards", JUDGED, "--as", "judged", "--iterations", "1")
+    give(job, "recredit", "--algorithm", "grpo", "--as", "own")
+    give(job, "recredit", "--algorithm", "rloo", "--as", "judged-rloo", "--scores", "judged", "--iterations", "1")
+    return job
+
+
+def copy(reference: Job, home: Path) -> Job:
+    job = Job(home, reference.api)
+    shutil.copytree(reference.store, job.store)
+    shutil.copy(reference.home / "tiny.toml", home)
+    return job
+
+
+def give(job: Job, *arguments: str, faults: tuple[Fault, ...] = ()) -> str:
+    name, *others = arguments
+    ended = job.command(name, *others, faults=faults)
+    assert ended.code == 0, ended.output
+    return ended.output
+
+
+def manifests(job: Job, prefix: str) -> dict[str, dict[str, object]]:
+    """Manifests under a prefix by the rest of their key; only files are looked at."""
+    root = job.run / "manifests" / prefix
+    return {
+        path.relative_to(root).with_suffix("").as_posix(): json.loads(path.read_text())
+        for path in sorted(root.rglob("*.json"))
+    }
+
+
+def shards(manifest: dict[str, object]) -> object:
+    return manifest["shards"]
+
+
+def test_the_runs_own_rewards_give_the_very_same_score_shards_in_their_iterations_only(again):
+    new, stored = manifests(again, "rescore/own"), manifests(again, "")
+    scored = [key for key in new if "/scoring/" in key]
+    assert scored == [f"it-{number:04d}/scoring/{shard:04d}" for number in (2, 3) for shard in range(3)]
+    for key in scored:
+        assert shards(new[key]) == shards(stored[key])
+        assert new[key]["parents"] == [stored[key.replace("scoring", "rollout")]["digest"]]
+    seals = [new[f"it-{number:04d}/seal"]["metrics"] for number in (2, 3)]
+    assert [(metrics["changed_fraction"], metrics["missing"]) for metrics in seals] == [(0, 0), (0, 0)]
+
+
+def test_the_runs_own_algorithm_gives_the_very_same_samples(again):
+    new, stored = manifests(again, "recredit/own"), manifests(again, "")
+    for number in (1, 2, 3):
+        key = f"it-{number:04d}/credit"
+        assert shards(new[key]) == shards(stored[key])
+        assert new[key]["metrics"] == stored[key]["metrics"]
+        assert new[key]["parents"] == stored[key]["parents"]
+        metrics = new[f"it-{number:04d}/seal"]["metrics"]
+        assert metrics["correlation"] == pytest.approx(1)
+        assert metrics["coinciding"] == metrics["samples"]
+
+
+def test_a_judge_made_later_judges_stored_rollouts(again):
+    new, stored = manifests(again, "rescore/judged"), manifests(again, "")
+    assert {"terms", "judge-judge/base", "judge-judge/model", "it-0001/seal"} <= {*new}
+    for shard in range(3):
+        rollouts, verdicts = stored[f"it-0001/rollout/{shard:04d}"], new[f"it-0001/judge-judge/{shard:04d}"]
+        scores = new[f"it-0001/scoring/{shard:04d}"]
+        assert verdicts["parents"] == [rollouts["digest"], new["judge-judge/model"]["digest"]]
+        assert scores["parents"] == [rollouts["digest"], verdicts["digest"]]
+        assert scores["metrics"]["count"] == 8
+    credit = manifests(again, "recredit/judged-rloo")["it-0001/credit"]
+    assert new["it-0001/scoring/0000"]["digest"] in credit["parents"]
+
+
+def test_what_was_made_later_is_shown_verified_exported_and_kept(again):
+    assert "re-scored as judged: iteration 1; re-scored as own: iterations 2-3; re-credited as " in give(again, "show")
+    assert verify_run(str(again.store), "tiny") == []
+    [path] = give(again, "export", "--scores", "judged").splitlines()
+    exported = pq.read_table(path)
+    assert exported["reward_judge"].null_count < exported.num_rows == 24
+    run = open_run(str(again.store), "tiny")
+    assert collect_garbage(run, min_age_seconds=-1e6) == [], "everything is named by a manifest"
+
+
+def test_verify_finds_scores_of_other_rollouts_and_a_comparison_that_is_another(again, tmp_path):
+    job = copy(again, tmp_path)
+    first, second = (job.run / f"manifests/rescore/own/it-0002/scoring/000{n}.json" for n in (0, 1))
+    manifest = decode_manifest(first.read_bytes(), key="rescore/own/it-0002/scoring/0000")
+    other = decode_manifest(second.read_bytes(), key="rescore/own/it-0002/scoring/0001")
+    first.write_bytes(manifest.model_copy(update={"shards": other.shards}).encode())
+    problems = "\n".join(verify_run(str(job.store), "tiny"))
+    assert "rescore/own/it-0002/scoring/0000: scores other rollouts than those of it-0002/rollout/0000" in problems
+    assert "rescore/own/it-0002/seal: no manifest has the parent digest" in problems
+    first.write_bytes(manifest.encode())
+    path = job.run / "manifests/rescore/own/it-0003/seal.json"
+    sealed = decode_manifest(path.read_bytes(), key="rescore/own/it-0003/seal")
+    path.write_bytes(sealed.model_copy(update={"metrics": {**sealed.metrics, "reward_mean": 7.0}}).encode())
+    assert verify_run(str(job.store), "tiny") == ["rescore/own/it-0003/seal: its comparison is not that of the shards"]
+
+
+def test_what_is_done_is_told_again_without_a_process_or_a_write(again, capsys):
+    before = files_of(again.run)
+    arguments = ["--as", "own", "--iterations", "3", "--json", "--store", str(again.store)]
+    assert main(["rescore", "tiny", "--rewards", str(again.home / "tiny.toml"), *arguments]) == 0
+    [line] = json.loads(capsys.readouterr().out)["iterations"]
+    assert (line["iteration"], line["completions"], line["changed"]) == (3, 24, 0)
+    assert main(["recredit", "tiny", "--algorithm", "grpo", *arguments]) == 0
+    [line] = json.loads(capsys.readouterr().out)["iterations"]
+    assert line["samples"] == line["coinciding"] > 0
+    assert files_of(again.run) == before
+
+
+def refusals() -> Iterator[tuple[list[str], str]]:
+    regex = ["rescore", "--rewards", 'rewards=[{kind="regex",pattern="x"}]']
+    yield ["rescore", "--rewards", 'rewards=[{kind="regx",pattern="x"}]'], "got 'regx'; did you mean 'regex'?"
+    yield ["rescore", "--rewards", 'rewards=[{kind="regex",patern="x"}]'], "patern'; did you mean 'pattern'?"
+    yield ["rescore", "--rewards", 'rewards=[{kind="regex"'], "is not TOML"
+    yield ["rescore", "--rewards", "nowhere.toml"], "expected a TOML file, or inline TOML with '='; no such file"
+    yield ["rescore", "--rewards", "configs/gsm8k.tml"], "no such file"
+    yield ["rescore", "--rewards", 'rewards=[{kind="target",target="tests.support.rewards:evn"}]'], "'even'"
+    yield ["rescore", "--rewards", "seed=3"], "expected a table [scoring], found seed"
+    yield [*regex, "--as", "No"], "--as 'No': expected at most 64 of a-z"
+    yield [*regex, "--as", "own"], "re-scoring 'own' of run 'tiny' was begun with other terms"
+    yield [*regex, "--iterations", "2-9"], "run 'tiny' has the sealed iterations 1 to 3"
+    yield [*regex, "--iterations", "3-2"], "expected such as 3, 3-7 or 1,3-5, found '3-2'"
+    yield [*regex, "--iterations", "0"], "run 'tiny' has the sealed iterations 1 to 3"
+    yield [*regex, "--iterations", "one"], "found 'one'"
+    yield [*regex, "seed=3"], "override 'seed=3': of a stored run only pools.* can be changed"
+    yield [*regex, "pools.wrkers=3"], "did you mean 'workers'?"
+    yield (
+        ["rescore", "--rewards", JUDGED.replace('"judge",', '"judge",slots=2,'), "pools.workers=1"],
+        "at least 2 slots",
+    )
+    yield ["recredit", "--algorithm", "rlo"], "got 'rlo'; did you mean 'rloo'?"
+    yield ["recredit", "--algorithm", 'kind="grpo"\ngama=1'], "unknown key 'algorithm.gama'"
+    yield ["recredit", "--algorithm", "ppo"], "ppo needs values of a critic for every token; the run, by grpo, has"
+    yield ["recredit", "--algorithm", 'kind="rloo"\nkl={coefficient=0.1}'], "rloo needs log-probs of the initial policy"
+    yield ["recredit", "--algorithm", "rloo", "--scores", "judgd"], "found judged, own; did you mean 'judged'?"
+    yield ["recredit", "--algorithm", "rloo", "--scores", "judged"], "re-scoring 'judged' lacks iteration 2"
+    yield ["recredit", "--algorithm", "rloo", "--as", "own"], 'begun with other terms: algorithm.kind was "grpo", is'
+
+
+@pytest.mark.parametrize(("arguments", "expected"), refusals(), ids=lambda value: str(value)[-40:])
+def test_what_is_asked_wrongly_is_refused_in_one_line_and_nothing_is_written(
+    arguments, expected, again, capsys, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    before = files_of(again.run)
+    command, *others = arguments
+    assert main([command, "tiny", *others, "--store", str(again.store)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("rheostat: ")
+    assert err.count("\n") == 1
+    assert expected in err, err
+    assert files_of(again.run) == before
+
+
+def test_a_run_that_another_process_drives_is_refused(copied, capsys):
+    before = files_of(copied.run)
+    with open_run(str(copied.store), "tiny").hold():
+        held = files_of(copied.run)
+        for asked in (["rescore", "--rewards", LENGTHS], ["recredit", "--algorithm", "rloo"]):
+            command, *others = asked
+            assert main([command, "tiny", *others, "--store", str(copied.store)]) == 2
+            assert "is held by process" in capsys.readouterr().err
+        assert files_of(copied.run) == held
+    assert [name for name in held if name not in before] == ["lease/000002.json"]
+
+
+def test_rewards_of_the_name_that_a_damaged_record_has_are_no_input(copied):
+    path = copied.run / "manifests/rescore/x/terms.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(seal({"key": "rescore/x/terms"}))
+    ended = copied.command("rescore", "--rewards", LENGTHS, "--as", "x")
+    assert ended.code == 1
+    assert "rescore/x/terms" in ended.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "at",
+    [
+        "rescore/x/judge-judge/base",
+        "rescore/x/it-0001/judge-judge/000",
+        "rescore/x/it-0002/scoring/0001",
+        "rescore/x/it-0001/seal",
+    ],
+)
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_rescoring_that_was_killed_does_only_what_is_missing_and_is_as_if_it_had_not_been(
+    again, copied, tmp_path_factory, at, moment
+):
+    undisturbed = copy(again, tmp_path_factory.mktemp("undisturbed"))
+    asked = ("--rewards", JUDGED, "--as", "x", "--iterations", "1-2")
+    give(undisturbed, "rescore", *asked)
+    killed = copied.command("rescore", *asked, faults=(Fault("driver", moment, f"manifests/{at}"),))
+    assert (killed.code, copied.struck()) == (-9, 1), killed.output
+    done = manifests(copied, "rescore/x")
+    give(copied, "rescore", *asked)
+    whole, expected = manifests(copied, "rescore/x"), manifests(undisturbed, "rescore/x")
+    assert {key: m["digest"] for key, m in whole.items()} == {key: m["digest"] for key, m in expected.items()}
+    assert {key: m for key, m in whole.items() if key in done} == done, "what was there was not made again"
+    assert verify_run(str(copied.store), "tiny") == []

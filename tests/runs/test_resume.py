@@ -1,0 +1,121 @@
+"""The same command again continues: a driver and then a worker are killed, and the run is the one never disturbed."""
+
+import json
+import signal
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.jobs import (
+    Ended,
+    Fault,
+    Job,
+    alive,
+    family_of,
+    files_of,
+    kill,
+    leftovers_of,
+    manifests_of,
+    shards_of,
+    wait_for,
+)
+
+pytestmark = pytest.mark.timeout(2000)  # the fixtures are whole jobs
+
+REAPING_SECONDS = 30.0
+"""For the embedded cluster's processes after their driver was killed; on an idle machine one second is plenty."""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """What was seen while a job was stopped, killed and continued."""
+
+    job: Job
+    second: Ended
+    """The same command while a stopped driver held the run."""
+    left: list[str]
+    """Processes that outlived their driver."""
+    before: dict[str, bytes]
+    """Files of the run after the kill."""
+    changed: Ended
+    """The command with another learning rate, after the kill."""
+    after: dict[str, bytes]
+    """Files of the run after the refusal."""
+    resumed: Ended
+    struck: int
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory, prefect_api, reference):
+    """Kill a driver between two shards and, in the resumed job, a rollout worker inside one."""
+    home = tmp_path_factory.mktemp("interrupted")
+    alone = Job(home, counts_works=True)  # its own Prefect server, to see that one end
+    with alone.started() as process:
+        wait_for(lambda: process.poll() is not None or any(alone.run.glob("manifests/it-0001/rollout/*.json")))
+        assert process.poll() is None, alone.ended(process).output
+        process.send_signal(signal.SIGSTOP)
+        second = alone.refused()
+        family = family_of(process.pid)
+        kill(process)
+    wait_for(lambda: not alive(family), seconds=REAPING_SECONDS)
+    left = alive(family)
+    before = files_of(alone.run)
+    changed = alone.refused("update.learning_rate=0.5")
+    after = files_of(alone.run)
+    job = Job(home, prefect_api, counts_works=True)
+    resumed = job.train(faults=[Fault("rollout", "progress", "generate", count=5)])
+    return Interrupted(job, second, left, before, changed, after, resumed, job.struck())
+
+
+def test_a_killed_job_continues_to_the_run_that_was_never_killed(interrupted, reference):
+    assert interrupted.resumed.code == 0, interrupted.resumed.output
+    assert interrupted.struck == 1
+    assert manifests_of(interrupted.job.run) == manifests_of(reference.run)
+    assert shards_of(interrupted.job.run) == shards_of(reference.run)
+
+
+def test_at_most_one_shard_per_worker_is_generated_again_after_a_kill(interrupted, reference):
+    works = interrupted.job.works()
+    assert works.keys() == reference.works().keys()
+    again = {work.split("(")[0]: works[work] - 1 for work in works if works[work] > 1}
+    generated = sum(count - 1 for work, count in works.items() if work.startswith("generate"))
+    assert generated <= 2 + 1, again  # two workers had a shard each when their driver died, and one died itself
+
+
+def test_each_sample_is_trained_once_and_every_digest_holds_after_a_resume(interrupted):
+    verified = interrupted.job.command("verify")
+    assert (verified.code, verified.output) == (0, "run tiny: every digest and every invariant holds\n")
+
+
+def test_every_iteration_changes_the_policy_so_the_comparison_can_fail(reference):
+    shown = reference.command("show", "--json")
+    iterations = json.loads(shown.output)["iterations"]
+    assert len({iteration["policy"] for iteration in iterations}) == len(iterations) == 3
+
+
+def test_a_second_process_on_a_held_run_is_refused(interrupted):
+    assert interrupted.second.code == 2
+    assert "is held by process" in interrupted.second.output
+    assert len(interrupted.second.output.splitlines()) == 1
+
+
+def test_a_changed_configuration_is_refused_by_name_and_changes_nothing(interrupted):
+    assert interrupted.changed.code == 2
+    assert "update.learning_rate was 0.001, is 0.5" in interrupted.changed.output
+    assert len(interrupted.changed.output.splitlines()) == 1
+    assert interrupted.after == interrupted.before
+
+
+def test_nothing_of_a_killed_job_keeps_running(interrupted):
+    assert interrupted.left == []
+
+
+def test_a_finished_resume_leaves_no_temporary_file(interrupted):
+    assert leftovers_of(interrupted.job.run) == []
+
+
+@pytest.mark.slow
+def test_a_finished_job_run_again_changes_no_manifest(interrupted, reference):
+    again = interrupted.job.train()
+    assert again.code == 0, again.output
+    assert manifests_of(interrupted.job.run) == manifests_of(reference.run)

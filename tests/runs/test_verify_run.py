@@ -1,0 +1,94 @@
+"""`rheostat verify` finds every changed, cut or missing file of a run, and names it."""
+
+import shutil
+
+import pytest
+
+from infra.errors import RheostatError
+from tasks.verification.iterations import verify_run
+from tests.support.jobs import Job
+
+pytestmark = pytest.mark.timeout(1000)  # the fixture is a whole job
+
+
+@pytest.fixture(scope="module")
+def copy(reference, tmp_path_factory):
+    """A copy of the undisturbed run, to be damaged and mended by each test."""
+    job = Job(tmp_path_factory.mktemp("copy"))
+    shutil.copytree(reference.store, job.store)
+    return job
+
+
+def checked_files(job):
+    """Every file that a digest or a seal protects: all but the lock and the plots."""
+    paths = (path for path in sorted(job.run.rglob("*")) if path.is_file())
+    files = [path for path in paths if path.name != "lock" and path.parent.name != "report"]
+    assert len(files) > 60
+    return files
+
+
+def problems_of(job):
+    """What is wrong with the run; a run whose record cannot be read says so at once."""
+    try:
+        return "\n".join(verify_run(str(job.store), "tiny"))
+    except RheostatError as error:
+        return str(error)
+
+
+def names(problems, path, job):
+    """Whether the problems name the file, its manifest key or its bundle."""
+    key = path.relative_to(job.run).as_posix()
+    known = {key, key.removeprefix("manifests/").removesuffix(".json"), path.parent.relative_to(job.run).as_posix()}
+    return any(f"'{name}'" in problems for name in known) or (key == "run.json" and "'tiny'" in problems)
+
+
+def test_an_undamaged_run_has_no_problem(copy):
+    assert problems_of(copy) == ""
+
+
+def test_one_flipped_bit_in_any_file_is_found_and_the_file_is_named(copy):
+    for index, path in enumerate(checked_files(copy)):
+        whole = path.read_bytes()
+        at = (index * 7919) % len(whole)
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << index % 8]) + whole[at + 1 :])
+        assert names(problems_of(copy), path, copy), (path, at)
+        path.write_bytes(whole)
+    assert problems_of(copy) == ""
+
+
+def test_any_file_cut_in_half_is_found_and_named(copy):
+    for path in checked_files(copy):
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        assert names(problems_of(copy), path, copy), path
+        path.write_bytes(whole)
+
+
+def test_any_lost_shard_or_policy_file_is_found_and_named(copy):
+    files = [path for path in checked_files(copy) if path.parent.name == "shards" or "policies" in path.parts]
+    for path in files:
+        aside = path.rename(path.with_name("aside"))
+        shutil.move(aside, copy.home / "aside")
+        assert names(problems_of(copy), path, copy), path
+        shutil.move(copy.home / "aside", path)
+    assert problems_of(copy) == ""
+
+
+def test_a_lost_manifest_of_a_sealed_iteration_is_found(copy):
+    for path in sorted(copy.run.glob("manifests/it-0002/**/*.json")):
+        whole = path.read_bytes()
+        path.unlink()
+        assert "it-0002" in problems_of(copy), path
+        path.write_bytes(whole)
+
+
+def test_the_command_ends_with_1_and_one_line_for_a_damaged_shard(copy):
+    path = sorted(copy.run.glob("shards/*"))[0]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    found = copy.command("verify")
+    path.write_bytes(whole)
+    assert found.code == 1
+    assert len(found.output.splitlines()) == 1
+    assert path.name in found.output
+    assert copy.command("verify").code == 0

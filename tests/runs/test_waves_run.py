@@ -1,0 +1,68 @@
+"""Whole runs with dynamic sampling and partial rollout: killed between waves, they stay the undisturbed run."""
+
+import json
+
+import pytest
+
+from tests.support.jobs import Fault, Job, manifests_of, shards_of
+
+pytestmark = pytest.mark.timeout(1200)
+
+WAVES = (
+    "warmup.steps=30",  # it ends some completions by itself, and is right now and then
+    "scoring.rewards=[{kind = 'numeric', pattern = '([0-9])'}]",
+    "rollout.shard_prompts=3",
+    "rollout.dynamic.max_extra_waves=2",
+    "rollout.dynamic.surplus=keep",
+    "rollout.partial.tokens=18",
+    "rollout.partial.over_dispatch=0",
+)
+
+
+@pytest.fixture(scope="module")
+def waves(tmp_path_factory, prefect_api):
+    """A run of two-wave iterations that leave groups to each other."""
+    job = Job(tmp_path_factory.mktemp("waves"), prefect_api)
+    ended = job.train(*WAVES)
+    assert ended.code == 0, ended.output
+    return job
+
+
+def seal(job, number):
+    return json.loads((job.run / f"manifests/it-{number:04d}/seal.json").read_text())
+
+
+def test_a_run_in_waves_keeps_every_promise(waves):
+    verified = waves.command("verify")
+    assert verified.code == 0, verified.output
+
+
+def test_groups_that_were_cut_go_on_first_in_the_next_iteration(waves):
+    left = [groups["rollouts"] for groups in seal(waves, 1)["detail"]["carried"]]
+    following = json.loads((waves.run / "manifests/it-0002/plan.json").read_text())["detail"]
+    assert left
+    assert following["carried"] == left
+    continued = [json.loads((waves.run / f"manifests/{key}.json").read_text())["digest"] for key in left]
+    for shard, digest in enumerate(continued):
+        rollouts = json.loads((waves.run / f"manifests/it-0002/rollout/{shard:04d}.json").read_text())
+        assert digest in rollouts["parents"]
+
+
+def test_an_iteration_short_of_informative_groups_has_another_wave(waves):
+    plans = [path.parent.name for path in waves.run.glob("manifests/it-*/wave-*/plan.json")]
+    assert "wave-2" in plans
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "written", ["it-0002/wave-2/plan", "it-0002/rollout/0000", "it-0002/wave-2/scoring/0000", "it-0002/seal"]
+)
+def test_a_driver_killed_between_waves_continues_to_the_undisturbed_run(waves, tmp_path, prefect_api, written):
+    job = Job(tmp_path, prefect_api)
+    killed = job.train(*WAVES, faults=[Fault("driver", "after", f"manifests/{written}.json")])
+    assert (killed.code, job.struck()) == (-9, 1), killed.output
+    resumed = job.train(*WAVES)
+    assert resumed.code == 0, resumed.output
+    assert manifests_of(job.run) == manifests_of(waves.run)
+    assert shards_of(job.run) == shards_of(waves.run)
+    assert job.command("verify").code == 0

@@ -1,0 +1,395 @@
+"""What every engine of real models keeps, as claims: a module that imports them gives a fixture `loaded`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from infra.errors import BadInput, Quarantined
+from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
+from infra.store.storage import open_store
+from models.config.engines import SamplingConfig
+from models.config.objectives import LoraConfig
+from models.engines.protocol import Completion, Engine, Request
+from models.modeling.adapters import put_adapters, save_adapters
+from models.modeling.merging import load_merged
+from models.modeling.policy import load_policy
+from models.records.schemas import FinishReason
+from models.records.seeds import sample_seed
+from models.records.versions import PolicyVersion
+from tests.support.policies import CONTEXT, VOCABULARY, small_tokenizer, write_policy
+
+SHAPE = {"head_dim": 32}
+"""Of every policy here: attention on CPUs takes few sizes of heads."""
+RANK = 4
+"""Of adapters."""
+SAMPLING = SamplingConfig(max_new_tokens=24)
+EOS = small_tokenizer().eos_token_id
+TOLERANCE = 1e-4
+"""Of log-probs in float32 between an engine, with its cache and its batches, and a plain forward pass."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A policy in a store, as workers find it."""
+
+    directory: Path
+    version: PolicyVersion
+    adapter: Path | None = None
+
+    def model(self) -> PreTrainedModel:
+        if self.adapter is None:
+            return AutoModelForCausalLM.from_pretrained(self.directory)
+        return load_merged(self.directory, self.adapter, device="cpu", dtype=torch.float32)
+
+
+Loaded = Callable[[Published], Engine]
+"""Gives an engine with a policy loaded; the same engine may come again with another."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Published:
+    return publish(tmp_path_factory.mktemp("policy"))
+
+
+def publish(path: Path, architecture: str = "llama", *, changes: dict[str, object] = SHAPE, **settings) -> Published:
+    """Write a random policy and publish it in a store below `path`."""
+    write_policy(path / "written", architecture, changes={**SHAPE, **changes}, **settings)
+    return publish_directory(path)
+
+
+def publish_directory(path: Path) -> Published:
+    """Publish what was written."""
+    store = open_store(str(path / "store"))
+    ref = publish_bundle(store, path / "written", prefix="policies")
+    return Published(fetch_bundle(store, ref), PolicyVersion(version=0, weights=ref))
+
+
+def publish_adapter(path: Path, base: Published, *, rank: int = RANK) -> Published:
+    """Publish an adapter whose deltas are about as large as the weights."""
+    model = load_policy(base.directory)
+    put_adapters(model, LoraConfig(rank=rank, alpha=4), base=base.version.weights)
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            if ".lora_B." in name:
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(index))
+    (path / "adapter").mkdir()
+    save_adapters(model, path / "adapter")
+    store = open_store(str(path / "store"))
+    ref: BundleRef = publish_bundle(store, path / "adapter", prefix="adapters")
+    version = PolicyVersion(version=1, weights=base.version.weights, adapter=ref)
+    return Published(base.directory, version, adapter=fetch_bundle(store, ref))
+
+
+def request(row: int, length: int, group: int = 4) -> Request:
+    """A prompt of random tokens, special ones excluded."""
+    tokens = np.random.Generator(np.random.Philox(row)).integers(2, VOCABULARY, size=length)
+    seeds = tuple(sample_seed(0, 0, prompt_row=row, sample=sample) for sample in range(group))
+    return Request(row=row, tokens=tuple(tokens.tolist()), seeds=seeds)
+
+
+MIXED = [request(row, length) for row, length in enumerate([30, 7, 19, 7, 41])]
+PROMPTS = [
+    np.random.default_rng(row).integers(2, VOCABULARY, length).tolist() for row, length in enumerate([9, 3, 17, 1, 9])
+]
+CONTINUATIONS = [[7], [8, 30, 31, 9], [12, 5]]
+
+
+def plain_logprobs(
+    model: PreTrainedModel, prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float
+) -> list[float]:
+    """Log-probs of tokens by one forward pass over their own sequence: no cache, no padding, no neighbours."""
+    with torch.inference_mode():
+        logits_TV = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return (logits_TV / temperature).log_softmax(dim=-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
+
+
+def require_plain_logprobs(
+    found: Published, requests: list[Request], groups: list[list[Completion]], temperature: float
+) -> None:
+    """Compare all completions of requests with plain forward passes."""
+    model = found.model()
+    for asked, group in zip(requests, groups, strict=True):
+        prefixes = asked.prefixes or ((),) * len(group)
+        for prefix, completion in zip(prefixes, group, strict=True):
+            expected = plain_logprobs(model, asked.tokens + prefix, completion.tokens, temperature)
+            assert completion.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def readable(engine: Engine, asked: Request, *, prefix: tuple[int, ...] = ()) -> tuple[Request, Completion]:
+    """Find a completion whose first six tokens are whole characters, and ask for it alone."""
+    prefixes = (prefix,) * len(asked.seeds) if prefix else ()
+    [group] = engine.generate(
+        [Request(row=asked.row, tokens=asked.tokens, seeds=asked.seeds, prefixes=prefixes)], SAMPLING
+    )
+    for seed, found in zip(asked.seeds, group, strict=True):
+        begun = small_tokenizer().batch_decode([[token] for token in found.tokens[:6]])
+        if len(found.tokens) > 6 and "\N{REPLACEMENT CHARACTER}" not in "".join(begun):
+            return Request(row=asked.row, tokens=asked.tokens, seeds=(seed,), prefixes=prefixes[:1]), found
+    raise AssertionError("no completion begins with readable tokens; ask for more")
+
+
+def written_by(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
+    return [[completion.tokens for completion in group] for group in groups]
+
+
+def require_frequencies(model: PreTrainedModel, prompt: tuple[int, ...], tokens: list[int], temperature: float) -> None:
+    """Compare how often tokens came with the tempered softmax after the prompt, by Pearson's statistic."""
+    with torch.inference_mode():
+        logits_V = model(torch.tensor([prompt])).logits[0, -1]
+    shares_V = (logits_V / temperature).softmax(dim=0).double().numpy()
+    found_V = np.bincount(tokens, minlength=len(shares_V))
+    freedom = len(shares_V) - 1
+    statistic = ((found_V - len(tokens) * shares_V) ** 2 / (len(tokens) * shares_V)).sum()
+    # Where the draws follow the shares its mean is the degrees of freedom, its standard deviation √(2 · them).
+    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
+
+
+# ---- claims
+
+
+def test_log_probs_are_those_of_a_plain_forward_pass(loaded: Loaded, policy):
+    groups = loaded(policy).generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0.8))
+    assert len({len(completion.tokens) for group in groups for completion in group}) > 3
+    require_plain_logprobs(policy, MIXED, groups, 0.8)
+
+
+def test_first_tokens_are_as_frequent_as_the_softmax_says(loaded: Loaded, policy):
+    asked = request(3, 11, group=4000)
+    [group] = loaded(policy).generate([asked], SamplingConfig(max_new_tokens=1, temperature=0.7))
+    require_frequencies(policy.model(), asked.tokens, [completion.tokens[0] for completion in group], 0.7)
+
+
+def test_tokens_after_a_prefix_are_as_frequent_as_the_softmax_says(loaded: Loaded, policy):
+    """The seeds that drew the prefix draw its next token too: nothing of the first draw shows in the second."""
+    asked = request(3, 11, group=4000)
+    engine = loaded(policy)
+    [first] = engine.generate([asked], SamplingConfig(max_new_tokens=1))
+    rare = Request(row=3, tokens=asked.tokens, seeds=asked.seeds, prefixes=((first[0].tokens[0],),) * 4000)
+    [second] = engine.generate([rare], SamplingConfig(max_new_tokens=2))
+    given = (*asked.tokens, first[0].tokens[0])
+    require_frequencies(policy.model(), given, [completion.tokens[0] for completion in second], 1.0)
+    same = sum(one.tokens[0] == other.tokens[0] for one, other in zip(first, second, strict=True))
+    assert same < 4000 * 0.1
+
+
+def test_the_same_seeds_give_the_same_tokens_again_and_others_do_not(loaded: Loaded, policy):
+    engine = loaded(policy)
+    first = engine.generate(MIXED, SAMPLING)
+    engine.generate([request(99, 50)], SamplingConfig(max_new_tokens=5))
+    again = engine.generate(MIXED, SAMPLING)
+    assert written_by(again) == written_by(first)
+    for group, repeated in zip(first, again, strict=True):
+        assert len({completion.tokens for completion in group}) == len(group)
+        for completion, other in zip(group, repeated, strict=True):
+            assert other.logprobs == pytest.approx(completion.logprobs, abs=1e-5)
+
+
+def test_a_completion_does_not_depend_on_its_neighbours(loaded: Loaded, policy):
+    """Tokens are equal and log-probs close: only the last bits of sums may differ with the shape of a batch."""
+    engine = loaded(policy)
+    together = engine.generate(MIXED, SAMPLING)
+    for asked, group in zip(MIXED, together, strict=True):
+        [[alone]] = engine.generate([Request(row=asked.row, tokens=asked.tokens, seeds=asked.seeds[2:3])], SAMPLING)
+        assert alone.tokens == group[2].tokens
+        assert alone.logprobs == pytest.approx(group[2].logprobs, abs=1e-5)
+
+
+def test_eos_ends_a_completion_and_belongs_to_it(loaded: Loaded, policy):
+    completions = [completion for group in loaded(policy).generate(MIXED, SAMPLING) for completion in group]
+    stopped = [completion for completion in completions if completion.finish_reason is FinishReason.STOP]
+    cut = [completion for completion in completions if completion.finish_reason is FinishReason.LENGTH]
+    assert stopped
+    assert cut
+    assert len(stopped) + len(cut) == len(completions)
+    assert all(completion.tokens[-1] == EOS and EOS not in completion.tokens[:-1] for completion in stopped)
+    assert all(len(completion.tokens) == 24 and EOS not in completion.tokens for completion in cut)
+    assert all(len(completion.logprobs) == len(completion.tokens) for completion in completions)
+    assert all(
+        completion.text == small_tokenizer().decode(completion.tokens, skip_special_tokens=True)
+        for completion in completions
+    )
+
+
+def test_log_probs_are_float32_values(loaded: Loaded, policy):
+    [group] = loaded(policy).generate([request(4, 9)], SAMPLING)
+    assert all(float(np.float32(value)) == value for completion in group for value in completion.logprobs)
+
+
+def test_every_end_token_of_the_model_ends_a_completion(loaded: Loaded, policy, tmp_path):
+    """The generation settings may name more than the tokenizer's EOS."""
+    engine = loaded(policy)
+    [[free]] = engine.generate([request(8, 9, group=1)], SAMPLING)
+    assert len(free.tokens) > 6
+    write_policy(tmp_path / "written", changes=SHAPE)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "written")
+    model.generation_config.eos_token_id = [free.tokens[5], EOS]
+    model.generation_config.save_pretrained(tmp_path / "written")
+    [[stopped]] = loaded(publish_directory(tmp_path)).generate([request(8, 9, group=1)], SAMPLING)
+    assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[5]) + 1]
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it(loaded: Loaded, policy):
+    engine = loaded(policy)
+    asked, free = readable(engine, request(8, 9, group=32))
+    stop = small_tokenizer().decode(free.tokens[3:6])
+    [[stopped]] = engine.generate([asked], SamplingConfig(max_new_tokens=24, stop=("never said", stop)))
+    texts = [small_tokenizer().decode(free.tokens[:length]) for length in range(7)]
+    assert stopped.tokens == free.tokens[: next(length for length, text in enumerate(texts) if stop in text)]
+    assert stop in stopped.text
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_text_that_begins_in_the_prefix_ends_a_completion(loaded: Loaded, policy):
+    engine = loaded(policy)
+    asked, free = readable(engine, request(8, 9, group=32), prefix=tuple(small_tokenizer()("Ana has")["input_ids"]))
+    stop = "has" + small_tokenizer().decode(free.tokens[:2])
+    [[stopped]] = engine.generate([asked], SamplingConfig(max_new_tokens=24, stop=(stop,)))
+    assert stopped.tokens == free.tokens[:2]
+    assert stopped.text == f"Ana {stop}"
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+def test_a_budget_cuts_a_completion_and_its_prefix_goes_on(loaded: Loaded, policy):
+    engine, asked = loaded(policy), request(8, 9)
+    cut = [Request(row=8, tokens=asked.tokens, seeds=asked.seeds, budget=3)]
+    [begun] = engine.generate(cut, SAMPLING)
+    assert {(len(one.tokens), one.finish_reason) for one in begun} == {(3, FinishReason.CUT)}
+    goes_on = Request(
+        row=8, tokens=asked.tokens, seeds=asked.seeds, prefixes=tuple(one.tokens for one in begun), budget=30
+    )
+    [ended] = engine.generate([goes_on], SAMPLING)
+    require_plain_logprobs(policy, [goes_on], [ended], 1.0)
+    for first, last in zip(begun, ended, strict=True):
+        assert last.text == small_tokenizer().decode(first.tokens + last.tokens, skip_special_tokens=True)
+        length = len(first.tokens + last.tokens)
+        assert last.finish_reason is (FinishReason.STOP if last.tokens[-1] == EOS else FinishReason.LENGTH)
+        assert length == 24 or last.tokens[-1] == EOS
+
+
+def test_likelihoods_are_those_of_each_sequence_by_itself(loaded: Loaded, policy):
+    engine, model = loaded(policy), policy.model()
+    for continuations in (CONTINUATIONS, [[7], [8]]):
+        found = engine.likelihoods(PROMPTS, continuations)
+        expected = [
+            [sum(plain_logprobs(model, tuple(prompt), tuple(tokens), 1.0)) for tokens in continuations]
+            for prompt in PROMPTS
+        ]
+        np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
+def test_likelihoods_reach_to_the_end_of_the_context(loaded: Loaded, policy):
+    prompt = [5] * (CONTEXT - 2)
+    [[found]] = loaded(policy).likelihoods([prompt], [[7, 8]])
+    assert found == pytest.approx(sum(plain_logprobs(policy.model(), tuple(prompt), (7, 8), 1.0)), abs=TOLERANCE)
+
+
+def test_a_continuation_that_does_not_fit_the_context_is_bad_input(loaded: Loaded, policy):
+    with pytest.raises(BadInput, match=f"prompt 1: {CONTEXT} tokens and a continuation of 1"):
+        loaded(policy).likelihoods([[5], [5] * CONTEXT], [[7]])
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_its_lengths(loaded: Loaded, policy):
+    engine = loaded(policy)
+    engine.generate([request(6, CONTEXT - 2)], SamplingConfig(max_new_tokens=2))
+    with pytest.raises(BadInput, match=f"prompt row 6: {CONTEXT - 2} prompt tokens and max_new_tokens 3 .* {CONTEXT}"):
+        engine.generate([request(6, CONTEXT - 2)], SamplingConfig(max_new_tokens=3))
+    with pytest.raises(BadInput, match="prompt row 6: expected at least one token"):
+        engine.generate([request(6, 0)], SamplingConfig(max_new_tokens=3))
+
+
+def test_another_policy_answers_once_it_is_loaded(loaded: Loaded, policy, tmp_path):
+    before = loaded(policy).generate(MIXED, SAMPLING)
+    other = publish(tmp_path, seed=1)
+    engine = loaded(other)
+    assert engine.serves() == other.version.digest
+    after = engine.generate(MIXED, SAMPLING)
+    require_plain_logprobs(other, MIXED, after, 1.0)
+    assert written_by(after) != written_by(before)
+    assert written_by(loaded(policy).generate(MIXED, SAMPLING)) == written_by(before)
+
+
+def test_an_adapter_answers_as_the_merged_policy_does(loaded: Loaded, policy, tmp_path):
+    adapted = publish_adapter(tmp_path, policy)
+    engine = loaded(adapted)
+    assert engine.serves() == adapted.version.digest != policy.version.digest
+    groups = engine.generate(MIXED, SAMPLING)
+    require_plain_logprobs(adapted, MIXED, groups, 1.0)
+    require_plain_logprobs(policy, MIXED, loaded(policy).generate(MIXED, SAMPLING), 1.0)
+
+
+def test_an_engine_that_slept_answers_as_before_once_it_is_loaded(loaded: Loaded, policy):
+    engine = loaded(policy)
+    before = engine.likelihoods(PROMPTS, CONTINUATIONS)
+    engine.sleep()
+    assert engine.serves() == ""
+    with pytest.raises(AssertionError, match="before load"):
+        engine.likelihoods(PROMPTS, CONTINUATIONS)
+    with pytest.raises(AssertionError, match="before load"):
+        engine.generate(MIXED, SAMPLING)
+    after = loaded(policy).likelihoods(PROMPTS, CONTINUATIONS)
+    np.testing.assert_allclose(after, before, atol=1e-5)
+
+
+def test_steps_count_what_was_decoded(loaded: Loaded, policy):
+    engine = loaded(policy)
+    before = engine.steps()
+    groups = engine.generate(MIXED, SAMPLING)
+    lengths = [len(completion.tokens) for group in groups for completion in group]
+    sums = engine.steps().since(before)
+    # A prefill writes each sequence's first token; which steps are prefills where both mix is the engine's affair.
+    assert 0.75 * (sum(lengths) - len(lengths)) <= sums["step_sequences"] <= sum(lengths)
+    assert 0.75 * (max(lengths) - 1) <= sums["steps"] <= 2 * max(lengths)
+    assert sums["step_sequences"] <= sums["step_sequences_squared"] <= len(lengths) * sums["step_sequences"]
+    assert 0 < sums["step_seconds"] <= sums["step_sequence_seconds"] <= len(lengths) * sums["step_seconds"]
+
+
+def test_progress_moves_while_completions_come(loaded: Loaded, policy):
+    engine = loaded(policy)
+    before = engine.progress
+    engine.generate([request(1, 5)], SamplingConfig(max_new_tokens=100))
+    assert engine.progress > before
+
+
+def test_weights_that_are_not_numbers_are_refused_by_name(loaded: Loaded, tmp_path):
+    write_policy(tmp_path / "written", changes=SHAPE)
+    weights = load_file(tmp_path / "written/model.safetensors")
+    weights["lm_head.weight"][17] = torch.nan
+    save_file(weights, tmp_path / "written/model.safetensors", metadata={"format": "pt"})
+    broken = publish_directory(tmp_path)
+    with pytest.raises(Quarantined, match=rf"policy {broken.version.digest}.*prompt row \d, sample \d"):
+        loaded(broken).generate(MIXED, SAMPLING)
+
+
+ARCHITECTURES = {"qwen3 tied": {"tie_word_embeddings": True}, "qwen3": {}, "llama": {}}
+
+
+@pytest.mark.parametrize("shape", ARCHITECTURES)
+def test_greedy_is_what_transformers_itself_generates(loaded: Loaded, shape, tmp_path):
+    found = publish(tmp_path, shape.split()[0], changes=ARCHITECTURES[shape], eos_share=0.0001)
+    engine = loaded(found)
+    groups = engine.generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0))
+    assert sum(len(group[0].tokens) for group in groups) > 50
+    model = found.model()
+    for asked, group in zip(MIXED, groups, strict=True):
+        prompt = torch.tensor([asked.tokens])
+        made = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24)
+        assert len({completion.tokens for completion in group}) == 1
+        assert list(group[0].tokens) == made[0, len(asked.tokens) :].tolist()
+    require_plain_logprobs(found, MIXED, groups, 1.0)
+    drawn = engine.generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0.8))
+    require_plain_logprobs(found, MIXED, drawn, 0.8)

@@ -1,0 +1,171 @@
+"""The job with faults planted in it: `python -m tests.support.faults train CONFIG …`, in the directory RHEOSTAT_FAULTS.
+
+`faults.json` there lists the `Fault`s of tests/support/jobs.py. Whom a fault names sends itself the signal at that very
+moment; `struck-N` then says that fault N happened, and it does not happen again. `log` gets a line for every piece of
+work that a worker begins and for every file that the driver writes.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import infra.store.storage
+from infra.pools.worker import PoolSpec
+from infra.store.disk import open_temporary, publish_file
+from tests.support.jobs import KILL_SERVER, RAISE, Fault, servers_of
+
+POLL_SECONDS = 0.0005
+WORKS = (
+    "make_policy",
+    "make_prompts",
+    "make_judge",
+    "make_critic",
+    "warmup",
+    "warm_judge",
+    "generate",
+    "judge",
+    "score",
+    "estimate",
+    "credit",
+    "update",
+)
+
+
+class Planted:
+    """The faults of one process, and what it tells of itself."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self._home = Path(os.environ["RHEOSTAT_FAULTS"])
+        self._faults = [Fault(**fault) for fault in json.loads((self._home / "faults.json").read_text())]
+        self._seen: Counter[int] = Counter()
+        infra.store.storage.publish_file = self._publish
+
+    def log(self, line: str) -> None:
+        with (self._home / "log").open("a") as log:
+            log.write(f"{line}\n")
+
+    def plans(self, moment: str, what: str) -> bool:
+        """Whether a fault is planted at such a moment."""
+        return any(self._is_at(fault, moment, what) for fault in self._faults)
+
+    def reach(self, moment: str, what: str, *, first: Callable[[], None] = lambda: None) -> None:
+        """Say that the process is at a moment; a fault that strikes there does `first` before."""
+        for index, fault in enumerate(self._faults):
+            if self._is_at(fault, moment, what):
+                self._seen[index] += 1
+                if self._seen[index] == fault.count and self._claim(index):
+                    first()
+                    if fault.signal == RAISE:
+                        raise RuntimeError(f"planted fault at {what.partition('(')[0]}")
+                    if fault.signal == KILL_SERVER:
+                        for process in servers_of(self._home):
+                            process.kill()
+                        return
+                    os.kill(os.getpid(), fault.signal)
+                    time.sleep(0.05)  # a stop takes hold of a thread that is running a little later
+
+    def _is_at(self, fault: Fault, moment: str, what: str) -> bool:
+        return fault.role == self.role and fault.moment == moment and re.search(fault.at, what) is not None
+
+    def _publish(self, path: Path, data: bytes | Path) -> bool:
+        what = path.as_posix()
+        self.reach("before", what)
+        self.reach("during", what, first=lambda: _write_half(path.parent, data))
+        won = publish_file(path, data)
+        if self.role == "driver" and won:
+            self.log(f"put {what}")
+        self.reach("after", what)
+        return won
+
+    def _claim(self, index: int) -> bool:
+        """Be the first process in which this fault strikes."""
+        try:
+            (self._home / f"struck-{index}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def _write_half(directory: Path, data: bytes | Path) -> None:
+    whole = data if isinstance(data, bytes) else data.read_bytes()
+    descriptor, _ = open_temporary(directory)
+    os.write(descriptor, whole[: len(whole) // 2])
+
+
+class Faulty:
+    """A worker as it is, with faults planted in its process."""
+
+    def __init__(self, role: str, target: str, options: dict[str, object]) -> None:
+        self._planted = Planted(role)
+        module, _, name = target.partition(":")
+        self._worker = getattr(importlib.import_module(module), name)(**options)
+
+    def progress(self) -> int:
+        return self._worker.progress()
+
+    def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
+        self._planted.role = f"update-{rank}"
+        self._worker.join(rank, world_size, master_address, master_port)
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        method = getattr(self._worker, name)
+        if name not in WORKS:
+            return method
+
+        def perform(work: object) -> object:
+            what = f"{name} {work}"
+            self._planted.log(what)
+            self._planted.reach("begin", what)
+            with self._watched(what):
+                return method(work)
+
+        return perform
+
+    @contextmanager
+    def _watched(self, what: str) -> Iterator[None]:
+        """Reach `progress` for every step that the worker's counter takes meanwhile."""
+        if not self._planted.plans("progress", what):
+            yield
+            return
+        ended = threading.Event()
+
+        def watch() -> None:
+            before = self.progress()
+            while not ended.wait(POLL_SECONDS):
+                for _ in range(before, before := self.progress()):
+                    self._planted.reach("progress", what)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+
+
+def plant(spec: PoolSpec) -> PoolSpec:
+    """Have a pool host the worker with its faults."""
+    options = {"role": spec.role, "target": spec.target, "options": spec.options}
+    return dataclasses.replace(spec, target="tests.support.faults:Faulty", options=options)
+
+
+if __name__ == "__main__":
+    from flows.cli.app import main
+    from tasks.run import session
+
+    make_spec = session._spec
+    session._spec = lambda *args, **options: plant(make_spec(*args, **options))
+    # Not the one of `__main__`: workers import this module by its name.
+    importlib.import_module("tests.support.faults").Planted("driver")
+    sys.exit(main(sys.argv[1:]))

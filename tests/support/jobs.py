@@ -1,0 +1,285 @@
+"""The installed `rheostat` run as people run it: real processes, a store and a Prefect home of its own."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+RHEOSTAT = str(Path(sys.executable).with_name("rheostat"))
+PATIENCE = 600.0
+"""Seconds for a whole job, which takes 20 on an idle machine with two cores."""
+
+TINY = """
+name = "tiny"
+iterations = 3
+[data]
+kind = "arithmetic"
+train_problems = 64
+heldout_problems = 8
+[policy]
+kind = "scratch"
+hidden_size = 16
+intermediate_size = 32
+[warmup]
+steps = 10
+[rollout]
+prompts = 6
+group_size = 4
+shard_prompts = 2
+[rollout.sampling]
+max_new_tokens = 24
+[scoring]
+rewards = [{kind = "target", target = "tests.support.rewards:even"}]
+[update]
+learning_rate = 1e-3
+minibatches = 2
+[evaluation]
+problems = 8
+"""
+
+
+RAISE = 0
+KILL_SERVER = -1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A signal that a process of the job sends itself, once: see tests/support/faults.py."""
+
+    role: str
+    """`driver`, a pool's role, or `update-N` for one rank."""
+    moment: str
+    """`before`, `during` or `after` the write of a file, or of a worker's method `begin`, or `progress` at a step."""
+    at: str
+    """Regular expression for the file's path, or for the method with its work."""
+    count: int = 1
+    """The how-manieth such moment in the process."""
+    signal: int = signal.SIGKILL
+    """What the process sends itself; `RAISE` has the worker's method raise, and `KILL_SERVER` kills its vLLM."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    code: int
+    output: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """A place for one run, and the commands that are given there."""
+
+    home: Path
+    api: str | None = None
+    """A Prefect API to use; none has the job start its own."""
+    counts_works: bool = False
+    """Log every piece of work that workers begin, and every write of the driver."""
+
+    @property
+    def store(self) -> Path:
+        return self.home / "store"
+
+    @property
+    def run(self) -> Path:
+        """Directory of the run."""
+        return self.store / "tiny"
+
+    def train(self, *overrides: str, faults: Sequence[Fault] = ()) -> Ended:
+        """Run the job to its end, which may be a planted one."""
+        with self.started(*overrides, faults=faults) as process:
+            return self.ended(process)
+
+    @contextmanager
+    def started(self, *overrides: str, faults: Sequence[Fault] = ()) -> Iterator["subprocess.Popen[bytes]"]:
+        """Start the job in a process group of its own; it is dead afterwards."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        (self.home / "tiny.toml").write_text(TINY)
+        self._plant(faults)
+        command = [sys.executable, "-m", "tests.support.faults"] if faults or self.counts_works else [RHEOSTAT]
+        command += ["train", str(self.home / "tiny.toml"), *overrides, "--store", str(self.store)]
+        with (self.home / "output").open("wb") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=self._environment(), stdout=output, stderr=output, start_new_session=True
+            )
+        try:
+            yield process
+        finally:
+            kill(process)
+
+    def ended(self, process: "subprocess.Popen[bytes]") -> Ended:
+        """Wait for a started job's end."""
+        code = process.wait(PATIENCE)
+        return Ended(code, (self.home / "output").read_text(errors="replace"))
+
+    def part(self, command: str, *overrides: str) -> Ended:
+        """Run the job a part of the way: `sft`, `dpo` or `reward-model`."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        (self.home / "tiny.toml").write_text(TINY)
+        return self._call(command, str(self.home / "tiny.toml"), *overrides)
+
+    def refused(self, *overrides: str) -> Ended:
+        """Give the job's command where it cannot be followed, beside a started job."""
+        return self._call("train", str(self.home / "tiny.toml"), *overrides)
+
+    def command(self, name: str, *arguments: str, faults: Sequence[Fault] = ()) -> Ended:
+        """Run a command about the run."""
+        self._plant(faults)
+        return self._call(
+            name, "tiny", *arguments, program=[sys.executable, "-m", "tests.support.faults"] if faults else None
+        )
+
+    def _plant(self, faults: Sequence[Fault]) -> None:
+        for struck in self.home.glob("struck-*"):
+            struck.unlink()
+        (self.home / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
+
+    def _call(self, *arguments: str, program: Sequence[str] | None = None) -> Ended:
+        command = [*(program or [RHEOSTAT]), *arguments, "--store", str(self.store)]
+        done = subprocess.run(
+            command, cwd=ROOT, env=self._environment(), capture_output=True, text=True, timeout=PATIENCE
+        )
+        return Ended(done.returncode, done.stdout + done.stderr)
+
+    def struck(self) -> int:
+        """Count the planted faults of the last start that happened."""
+        return len(list(self.home.glob("struck-*")))
+
+    def works(self) -> Counter[str]:
+        """How often each piece of work was begun by any worker, over all starts."""
+        return Counter(line for line in self._log() if not line.startswith("put "))
+
+    def puts(self) -> list[str]:
+        """Names of the files that drivers wrote, in order, over all starts."""
+        return [line.removeprefix("put ") for line in self._log() if line.startswith("put ")]
+
+    def _log(self) -> list[str]:
+        log = self.home / "log"
+        return log.read_text().splitlines() if log.exists() else []
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        api = {} if self.api is None else {"PREFECT_API_URL": self.api}
+        planted = {"RHEOSTAT_FAULTS": str(self.home), "PYTHONPATH": str(ROOT)}  # rewards of tests are not installed
+        return kept | api | planted | {"PREFECT_HOME": str(self.home / "prefect"), "DO_NOT_TRACK": "1"}
+
+
+def kill(process: "subprocess.Popen[bytes]") -> None:
+    """SIGKILL, and wait until it is dead."""
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def wait_for(predicate: Callable[[], object], *, seconds: float = PATIENCE) -> bool:
+    """Wait until something holds; return whether it does."""
+    deadline = time.monotonic() + seconds
+    while not (holds := predicate()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return bool(holds)
+
+
+def manifests_of(run: Path) -> dict[str, str]:
+    """Read key and digest of every manifest; as a checker it knows nothing of the product."""
+    root = run / "manifests"
+    paths = [path for path in sorted(root.rglob("*.json")) if not path.name.startswith(".")]
+    return {str(path.relative_to(root).with_suffix("")): json.loads(path.read_text())["digest"] for path in paths}
+
+
+def shards_of(run: Path) -> set[str]:
+    """Names of all shards that lie in a run, committed or not."""
+    return {path.name for path in run.glob("shards/*")}
+
+
+def leftovers_of(run: Path) -> list[Path]:
+    """Temporary files below a run."""
+    return [path for path in run.rglob("*") if path.name.startswith(".tmp-")]
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    """Every file of a run but its lock, which names the last holder."""
+    return {str(p.relative_to(run)): p.read_bytes() for p in sorted(run.rglob("*")) if p.is_file() and p.name != "lock"}
+
+
+def workers_of(run: Path, role: str) -> set[int]:
+    """Process ids of a role's workers that committed something in this run."""
+    found = (
+        re.search(rf'"worker":"{role}-\d+-\d+ pid (\d+)"', p.read_text()) for p in run.rglob("manifests/**/*.json")
+    )
+    return {int(match[1]) for match in found if match}
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    """A process and everything below it."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def servers_of(home: Path) -> list[psutil.Process]:
+    """vLLM's processes that workers of a job started, all of them."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if "vllm.entrypoints" in " ".join(process.cmdline()) and _is_of(process, home):
+                found += [process, *process.children(recursive=True)]
+    return found
+
+
+def _is_of(process: psutil.Process, home: Path) -> bool:
+    return process.environ().get("RHEOSTAT_FAULTS") == str(home)
+
+
+def alive(family: Sequence[psutil.Process]) -> list[str]:
+    """Command lines of those that still run."""
+    lines = []
+    for process in family:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                lines.append(f"{process.pid}: {' '.join(process.cmdline())}")
+        except psutil.NoSuchProcess:
+            continue
+    return lines
+
+
+@contextmanager
+def prefect_server(home: Path) -> Iterator[str]:
+    """Serve a Prefect API that several jobs share: starting one takes as long as a small job."""
+    environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    with socket.create_server(("127.0.0.1", 0)) as listener, (home / "output").open("wb") as output:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        server = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli.server", str(listener.fileno()), str(os.getpid())],
+            pass_fds=[listener.fileno()],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        assert wait_for(lambda: _answers(f"{url}/health"), seconds=120)
+        yield url
+    finally:
+        kill(server)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,72 @@
+"""A small real policy behind a real server that scores prompts as vLLM does."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from models.config.algorithms import TeacherEndpoint
+from models.modeling.policy import load_policy
+from models.text.tokenizer import load_tokenizer
+from tests.support.chat_server import Asked, ChatServer, Reply, chat_server
+
+Alter = Callable[[dict], None]
+"""Changes an answer before it is sent."""
+
+
+def scores_of(directory: Path) -> Callable[[Asked], dict]:
+    """Return a function that answers a request for prompt log-probs with those of the model in a directory."""
+    model, tokenizer = load_policy(directory).eval(), load_tokenizer(directory)
+
+    def answer(asked: Asked) -> dict:
+        tokens = asked.body["prompt"]
+        with torch.no_grad():
+            logprobs_TV = model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        positions: list[dict | None] = [None]
+        for token, logprobs_V in zip(tokens[1:], logprobs_TV[:-1], strict=True):
+            ranked = {token, int(logprobs_V.argmax())}
+            positions.append(
+                {
+                    str(candidate): {
+                        "logprob": float(logprobs_V[candidate]),
+                        "rank": int((logprobs_V > logprobs_V[candidate]).sum()) + 1,
+                        "decoded_token": tokenizer.decode([candidate]),
+                    }
+                    for candidate in sorted(ranked)
+                }
+            )
+        choice = {"index": 0, "text": "!", "finish_reason": "length", "logprobs": None, "prompt_logprobs": positions}
+        usage = {"prompt_tokens": len(tokens), "completion_tokens": 1, "total_tokens": len(tokens) + 1}
+        return {"id": "cmpl-1", "object": "text_completion", "model": "teacher", "choices": [choice], "usage": usage}
+
+    return answer
+
+
+@contextmanager
+def teacher_server(
+    directory: Path,
+    *,
+    faults: Callable[[Asked, int], Reply | None] = lambda asked, before: None,
+    alter: Alter = lambda answer: None,
+) -> Iterator[ChatServer]:
+    """Serve a directory's model. `faults` may answer a request in its place, `alter` change what it answers."""
+    answer = scores_of(directory)
+
+    def reply(asked: Asked, before: int) -> Reply:
+        fault = faults(asked, before)
+        if fault is not None:
+            return fault
+        found = answer(asked)
+        alter(found)
+        return Reply(body=json.dumps(found).encode())
+
+    with chat_server(reply) as server:
+        yield server
+
+
+def teacher_at(url: str, **changes) -> TeacherEndpoint:
+    """A configuration that asks a local server impatiently."""
+    known = {"base_url": url, "allowed_hosts": ("127.0.0.1",), "allow_private": True, "model": "teacher"}
+    return TeacherEndpoint(**(known | {"backoff_seconds": 0.02, "timeout_seconds": 5, "retries": 4} | changes))

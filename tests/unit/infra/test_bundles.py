@@ -1,0 +1,173 @@
+"""Bundles: directories that are published whole and fetched exactly as they were."""
+
+import os
+import random
+import time
+
+import pytest
+from blake3 import blake3
+
+from infra.errors import BadInput, Damaged
+from infra.store.bundles import BundleRef, delete_bundle, fetch_bundle, publish_bundle
+from infra.store.storage import open_store
+from tests.support.processes import CONTEXT, process
+
+FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 1000, "zero/rank_0.pt": b"state", "empty": b""}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def policy(tmp_path):
+    return make(tmp_path / "policy", FILES)
+
+
+def make(directory, files):
+    for name, data in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return directory
+
+
+def files_of(directory):
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+
+
+def in_a_fresh_process(store, ref):
+    """Fetch where nothing has been verified yet; return the problem or nothing."""
+    results = CONTEXT.Queue()
+    with process(_fetch, store.uri, ref, results):
+        return results.get(timeout=30)
+
+
+def _fetch(uri, ref, results):
+    try:
+        fetch_bundle(open_store(uri), ref)
+        results.put("")
+    except Damaged as error:
+        results.put(str(error))
+
+
+def test_a_directory_is_fetched_as_it_was_published(store, policy):
+    ref = publish_bundle(store, policy, prefix="policies")
+    fetched = files_of(fetch_bundle(store, ref))
+    contents = fetched.pop("bundle.json")
+    assert fetched == FILES
+    assert ref.digest == blake3(contents).hexdigest() and ref.key == f"policies/{ref.digest[:16]}"
+    assert ref.bytes == sum(map(len, FILES.values()))
+
+
+def test_publishing_the_same_files_again_gives_the_same_reference(store, policy, tmp_path):
+    ref = publish_bundle(store, policy, prefix="policies")
+    entries = [entry.key for entry in store.entries("")]
+    again = make(tmp_path / "again", dict(reversed(FILES.items())))
+    assert publish_bundle(store, again, prefix="policies") == ref
+    assert [entry.key for entry in store.entries("")] == entries
+
+
+def test_another_byte_or_name_gives_another_reference(store, policy, tmp_path):
+    ref = publish_bundle(store, policy, prefix="policies")
+    other_byte = make(tmp_path / "byte", {**FILES, "config.json": b"{ "})
+    other_name = make(tmp_path / "name", {("config2.json" if n == "config.json" else n): d for n, d in FILES.items()})
+    digests = {publish_bundle(store, directory, prefix="policies").digest for directory in (other_byte, other_name)}
+    assert len(digests | {ref.digest}) == 3
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "zero/rank_0.pt", "bundle.json"])
+def test_a_flipped_bit_in_any_file_is_damage_that_names_it(store, policy, name):
+    ref = publish_bundle(store, policy, prefix="policies")
+    path = store.local(f"{ref.key}/{name}")
+    data = path.read_bytes()
+    path.write_bytes(data[:1] + bytes([data[1] ^ 4]) + data[2:])
+    with pytest.raises(Damaged, match="expected digest") as caught:
+        fetch_bundle(store, ref)
+    assert name == "bundle.json" or name in str(caught.value)
+
+
+def test_a_cut_missing_or_additional_file_is_damage_that_names_it(store, policy):
+    ref = publish_bundle(store, policy, prefix="policies")
+    directory = fetch_bundle(store, ref)
+    (directory / "pytorch_model.bin").write_bytes(b"a pickle in disguise")
+    assert "'pytorch_model.bin': expected no file, found 20 bytes" in in_a_fresh_process(store, ref)
+    (directory / "pytorch_model.bin").unlink()
+    assert in_a_fresh_process(store, ref) == ""
+    (directory / "config.json").write_bytes(b"{")
+    assert "'config.json': expected 2 bytes, found 1 bytes" in in_a_fresh_process(store, ref)
+    (directory / "config.json").unlink()
+    assert "'config.json': expected 2 bytes, found no file" in in_a_fresh_process(store, ref)
+
+
+def test_publishing_a_damaged_bundle_again_mends_it(store, policy):
+    ref = publish_bundle(store, policy, prefix="policies")
+    for name in ("model.safetensors", "bundle.json"):
+        store.local(f"{ref.key}/{name}").write_bytes(b"torn")
+    assert publish_bundle(store, policy, prefix="policies") == ref
+    assert in_a_fresh_process(store, ref) == ""
+
+
+def test_a_bundle_without_its_table_of_contents_does_not_exist(store, policy):
+    ref = publish_bundle(store, policy, prefix="policies")
+    fetch_bundle(store, ref)
+    store.delete(f"{ref.key}/bundle.json")
+    with pytest.raises(Damaged, match=f"{ref.key}.*never completely published"):
+        fetch_bundle(store, ref)
+
+
+def test_a_deleted_bundle_leaves_no_file_and_can_be_published_again(store, policy):
+    ref = publish_bundle(store, policy, prefix="policies")
+    fetch_bundle(store, ref)
+    delete_bundle(store, ref)
+    delete_bundle(store, ref)
+    assert store.entries("") == []
+    with pytest.raises(Damaged):
+        fetch_bundle(store, ref)
+    assert publish_bundle(store, policy, prefix="policies") == ref
+    assert files_of(fetch_bundle(store, ref)).keys() == FILES.keys() | {"bundle.json"}
+
+
+@pytest.mark.parametrize("name", [".hidden", "a b", "x..y", "bundle.json", "-rf"])
+def test_a_file_name_that_is_not_safe_is_refused_before_anything_is_written(store, tmp_path, name):
+    with pytest.raises(BadInput):
+        publish_bundle(store, make(tmp_path / "policy", {"ok": b"", name: b""}), prefix="policies")
+    assert store.entries("") == []
+
+
+def test_links_special_files_and_empty_directories_are_refused(store, tmp_path):
+    outside = make(tmp_path / "outside", {"secret": b"key"})
+    linked = make(tmp_path / "linked", {"ok": b""})
+    (linked / "link").symlink_to(outside / "secret")
+    folder = make(tmp_path / "folder", {"ok": b""})
+    (folder / "link").symlink_to(outside)
+    pipe = make(tmp_path / "pipe", {"ok": b""})
+    os.mkfifo(pipe / "fifo")
+    (tmp_path / "empty").mkdir()
+    for directory in (linked, folder, pipe, tmp_path / "empty", tmp_path / "absent"):
+        with pytest.raises(BadInput, match="expected"):
+            publish_bundle(store, directory, prefix="policies")
+
+
+def _publish_for_ever(uri, root, ready):
+    store = open_store(uri)
+    for number in range(1_000_000):
+        files = {"a": os.urandom(200_000), "b": os.urandom(200_000)}
+        publish_bundle(store, make(root / str(number), files), prefix="p")
+        ready.set()
+
+
+def test_every_bundle_that_exists_is_whole_when_its_publisher_is_killed(store, tmp_path):
+    for attempt in range(4):
+        ready = CONTEXT.Event()
+        with process(_publish_for_ever, store.uri, tmp_path / f"source-{attempt}", ready):
+            assert ready.wait(30)
+            time.sleep(random.uniform(0.01, 0.08))
+    published = [entry.key for entry in store.entries("p/") if entry.key.endswith("bundle.json")]
+    for key in published:
+        digest = blake3(store.read(key)).hexdigest()
+        assert fetch_bundle(store, BundleRef(key=f"p/{digest[:16]}", digest=digest, bytes=400_000)).is_dir()
+    assert len(published) >= 4

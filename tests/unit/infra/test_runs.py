@@ -1,0 +1,245 @@
+"""Runs: one controller at a time, one result per manifest key, and refusal instead of mixing."""
+
+import json
+import os
+import signal
+import time
+
+import pyarrow as pa
+import pytest
+
+from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
+from infra.store.manifests import Manifest, Provenance
+from infra.store.runs import create_run, list_runs, open_run
+from infra.store.shards import ShardRef, write_shard
+from tests.support.processes import CONTEXT, kill, process
+
+CONFIG = {"name": "first", "update": {"learning_rate": 1e-6, "zero": {"stage": 0}}, "rewards": ["numeric"]}
+
+
+def make(root, name="first", config=CONFIG, fingerprint="f1"):
+    return create_run(str(root), name, json.dumps(config), fingerprint)
+
+
+def test_a_run_is_made_once_and_opened_again(tmp_path):
+    made = make(tmp_path)
+    assert make(tmp_path).record == open_run(str(tmp_path), "first").record == made.record
+    assert made.record.config == CONFIG and made.record.versions["pyarrow"] == pa.__version__
+    assert [entry.key for entry in made.store.entries("")] == ["run.json"]
+
+
+def test_runs_are_listed_by_name_and_nothing_else_is(tmp_path):
+    assert list_runs(str(tmp_path / "nowhere")) == []
+    for name in ("b", "a.1"):
+        make(tmp_path, name)
+    (tmp_path / "no-run").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    assert list_runs(str(tmp_path)) == ["a.1", "b"]
+    assert list_runs(tmp_path.as_uri()) == ["a.1", "b"]
+
+
+@pytest.mark.parametrize("name", ["", "A", ".", "..", "a..b", "-a", "a/b", "../a", "a b", "a\n", "a" * 65, "s3://a"])
+def test_a_run_name_that_is_not_safe_is_bad_input_that_states_the_rule(tmp_path, name):
+    for use in (lambda: make(tmp_path, name), lambda: open_run(str(tmp_path), name)):
+        with pytest.raises(BadInput, match=r"\[a-z0-9\]\[a-z0-9\._-\]\{0,63\}"):
+            use()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_opening_a_run_that_is_not_there_names_those_that_are(tmp_path):
+    make(tmp_path, "here")
+    with pytest.raises(BadInput, match=r"'gone'.*found here"):
+        open_run(str(tmp_path), "gone")
+
+
+def test_another_configuration_is_refused_with_the_keys_and_values_that_differ(tmp_path):
+    make(tmp_path)
+    changed = {**CONFIG, "update": {"learning_rate": 2e-6, "zero": {"stage": 2}}, "extra": True}
+    with pytest.raises(RunChanged) as caught:
+        make(tmp_path, config=changed, fingerprint="f2")
+    message = str(caught.value)
+    assert "update.learning_rate was 1e-06, is 2e-06" in message
+    assert "update.zero.stage was 0, is 2" in message and "extra was absent, is true" in message
+    assert "rewards" not in message
+    with pytest.raises(RunChanged, match="code or the libraries"):
+        make(tmp_path, fingerprint="f3")
+
+
+def test_a_changed_bit_in_the_run_record_is_damage(tmp_path):
+    path = make(tmp_path).store.local("run.json")
+    path.write_bytes(path.read_bytes().replace(b"1e-06", b"1e-05"))
+    with pytest.raises(Damaged, match="run 'first'"):
+        open_run(str(tmp_path), "first")
+
+
+def test_a_committed_manifest_is_found_by_everyone(tmp_path):
+    with make(tmp_path).hold() as run:
+        shard = write_shard(run.store, pa.table({"a": [1]}), kind="test", metadata={})
+        assert run.find("it-0001/rollout/0000") is None
+        committed = run.commit(Manifest(key="it-0001/rollout/0000", shards=(shard,), metrics={"x": 1.0}))
+        run.commit(Manifest(key="it-0001/scoring/0000"))
+        run.commit(Manifest(key="it-0002/rollout/0000"))
+    reader = open_run(str(tmp_path), "first")
+    assert reader.find("it-0001/rollout/0000") == committed == run.find("it-0001/rollout/0000")
+    assert committed.provenance.epoch == 1 and committed.provenance.host
+    assert [manifest.key for manifest in reader.manifests("it-0001/")] == [
+        "it-0001/rollout/0000",
+        "it-0001/scoring/0000",
+    ]
+    assert len(reader.manifests()) == 3 and reader.manifests("it-0003/") == []
+
+
+def test_a_second_equal_result_adopts_the_first(tmp_path):
+    """As after a lost acknowledgement, or when one attempt runs twice."""
+    with make(tmp_path).hold() as run:
+        beside = run.join(run.epoch)
+        first = run.commit(Manifest(key="a", metrics={"x": 1.0}, provenance=Provenance(worker="first")))
+        second = beside.commit(Manifest(key="a", metrics={"x": 1.0}, provenance=Provenance(worker="second")))
+    assert second == first and second.provenance.worker == "first"
+
+
+def test_a_second_different_result_is_a_conflict_that_names_both(tmp_path):
+    with make(tmp_path).hold() as run:
+        first = run.commit(Manifest(key="a", metrics={"x": 1.0}))
+        other = Manifest(key="a", metrics={"x": 2.0})
+        with pytest.raises(Conflict, match=rf"'a'.*{first.digest}.*{other.digest}"):
+            run.commit(other)
+    assert open_run(str(tmp_path), "first").find("a") == first
+
+
+def _commit_at_once(uri, epoch, number, start, results):
+    run = open_run(uri, "first").join(epoch)
+    start.wait()
+    manifest = Manifest(key="it-0001/rollout/0000", metrics={"x": 1.0}, provenance=Provenance(worker=str(number)))
+    results.put(run.commit(manifest).provenance.worker)
+
+
+def test_of_one_attempt_run_by_eight_processes_at_once_there_is_one_manifest(tmp_path):
+    start, results = CONTEXT.Barrier(8), CONTEXT.Queue()
+    with make(tmp_path).hold() as run:
+        arguments = [(str(tmp_path), run.epoch, number, start, results) for number in range(8)]
+        racers = [CONTEXT.Process(target=_commit_at_once, args=each) for each in arguments]
+        try:
+            for racer in racers:
+                racer.start()
+            winners = {results.get(timeout=30) for _ in racers}
+        finally:
+            for racer in racers:
+                kill(racer)
+    (manifest,) = open_run(str(tmp_path), "first").manifests()
+    assert winners == {manifest.provenance.worker}
+
+
+def test_a_run_open_for_reading_cannot_commit(tmp_path):
+    run = make(tmp_path)
+    with pytest.raises(BadInput, match="open for reading"):
+        run.commit(Manifest(key="a"))
+    with run.hold():
+        run.commit(Manifest(key="a"))
+    with pytest.raises(BadInput, match="open for reading"):
+        run.commit(Manifest(key="b"))
+
+
+def test_a_manifest_whose_parts_are_not_stored_is_not_committed(tmp_path):
+    with make(tmp_path).hold() as run:
+        ghost = ShardRef(key="shards/00.arrow", bytes=1, rows=1, digest="00")
+        with pytest.raises(Damaged, match=r"'a'.*shards/00\.arrow"):
+            run.commit(Manifest(key="a", shards=(ghost,)))
+        assert run.manifests() == []
+
+
+def test_a_controller_of_an_older_epoch_is_fenced(tmp_path):
+    with make(tmp_path).hold() as run:
+        stale = run.join(run.epoch)
+        stale.commit(Manifest(key="a"))
+    with open_run(str(tmp_path), "first").hold() as newer:
+        assert newer.epoch == 2
+        with pytest.raises(Fenced, match="epoch 1 is over, epoch 2"):
+            stale.commit(Manifest(key="b"))
+        assert newer.find("b") is None and newer.find("a") is not None
+
+
+def test_only_an_epoch_that_began_can_be_joined(tmp_path):
+    with make(tmp_path).hold() as run:
+        for epoch in (-1, 0, 2):
+            with pytest.raises(BadInput, match="from 1 to 1"):
+                run.join(epoch)
+
+
+def test_epochs_do_not_depend_on_clocks(tmp_path):
+    run = make(tmp_path)
+    for epoch in (1, 2, 3):
+        with run.hold():
+            assert run.epoch == epoch
+            os.utime(run.store.local(f"lease/{epoch:06d}.json"), (2**33 - 3600 * epoch, 2**33 - 3600 * epoch))
+
+
+def _control(uri, ready):
+    with open_run(uri, "first").hold() as run:
+        run.commit(Manifest(key=f"epoch-{run.epoch}"))
+        ready.set()
+        for number in range(1_000_000):
+            run.commit(Manifest(key=f"epoch-{run.epoch}/step-{number}"))
+            time.sleep(0.01)
+
+
+def test_a_run_held_by_a_live_or_stopped_process_is_refused_by_name_and_free_when_it_is_killed(tmp_path):
+    run = make(tmp_path)
+    ready = CONTEXT.Event()
+    with process(_control, str(tmp_path), ready) as holder:
+        assert ready.wait(30)
+        for stop in (signal.SIGCONT, signal.SIGSTOP):
+            os.kill(holder.pid, stop)
+            with pytest.raises(RunHeld, match=f"'first'.*process {holder.pid} on "), run.hold():
+                pass
+    with run.hold():
+        assert run.epoch == 2 and run.find("epoch-1") is not None
+        run.commit(Manifest(key="epoch-2"))
+
+
+def test_a_run_directory_is_held_by_one_of_two_runs_in_one_process(tmp_path):
+    first, second = make(tmp_path), make(tmp_path)
+    with first.hold(), pytest.raises(RunHeld, match=f"process {os.getpid()}"), second.hold():
+        pass
+    with second.hold():
+        assert second.epoch == 2 and first.epoch == 0
+
+
+def _join(uri, epoch, line):
+    run = open_run(uri, "first").join(epoch)
+    run.commit(Manifest(key="before"))
+    line.send("ready")
+    line.recv()
+    try:
+        line.send(run.commit(Manifest(key="after")).key)
+    except Fenced as error:
+        line.send(str(error))
+
+
+def test_a_stopped_controller_that_wakes_after_a_takeover_commits_nothing(tmp_path):
+    run = make(tmp_path)
+    line, far_end = CONTEXT.Pipe()
+    with run.hold():
+        epoch = run.epoch
+    with process(_join, str(tmp_path), epoch, far_end) as stopped:
+        assert line.recv() == "ready"
+        os.kill(stopped.pid, signal.SIGSTOP)
+        with run.hold():
+            line.send("proceed")
+            os.kill(stopped.pid, signal.SIGCONT)
+            assert "epoch 1 is over, epoch 2" in line.recv()
+            assert run.find("after") is None and run.find("before") is not None
+
+
+def test_thousands_of_manifests_are_listed_fast(tmp_path):
+    with make(tmp_path).hold() as run:
+        run.commit(Manifest(key="it/0000"))
+        folder = run.store.local("manifests/it/0000.json").parent
+        for number in range(2000):  # straight to the files: 2000 commits are 4000 fsyncs
+            (folder / f"{number:04d}.json").write_bytes(Manifest(key=f"it/{number:04d}").encode())
+    reader = open_run(str(tmp_path), "first")
+    start = time.perf_counter()
+    assert len(reader.manifests()) == 2000
+    first = time.perf_counter() - start
+    assert len(reader.manifests("it/")) == 2000
+    assert first < 3 and time.perf_counter() - start - first < 1

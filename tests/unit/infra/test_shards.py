@@ -1,0 +1,220 @@
+"""Shards: equal rows give equal bytes, and no changed byte is ever read."""
+
+import time
+
+import pyarrow as pa
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.errors import BadInput, Damaged
+from infra.store.shards import ShardRef, open_tables, quarantine, read_shard, write_shard
+from infra.store.storage import open_store
+from tests.support.processes import CONTEXT, process
+
+TABLE = pa.table(
+    {
+        "row": pa.array([1, 2, None], pa.int32()),
+        "text": ["one", None, ""],
+        "logprobs": pa.array([[-0.5, None], None, []], pa.list_(pa.float32())),
+    }
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store(str(tmp_path / "run"))
+
+
+def put(store, table=TABLE, **metadata):
+    return write_shard(store, table, kind="test", metadata=metadata)
+
+
+def flip_bit(store, ref):
+    """Change the last bit but 64 bytes of a stored file, behind the store's back."""
+    path = store.local(ref.key)
+    data = bytearray(path.read_bytes())
+    data[-64] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_shard_reads_back_equal_with_its_metadata(store):
+    ref = put(store, policy="3", iteration="1")
+    table = read_shard(store, ref)
+    assert table.equals(TABLE)
+    assert ref.key == f"shards/{ref.digest}.arrow" and ref.rows == 3
+    assert ref.bytes == len(store.read(ref.key)) and ref.digest == blake3(store.read(ref.key)).hexdigest()
+    assert list(table.schema.metadata.items()) == [
+        (b"iteration", b"1"),
+        (b"policy", b"3"),
+        (b"rheostat.kind", b"test"),
+        (b"rheostat.rows", b"3"),
+        (b"rheostat.schema_version", b"1"),
+    ]
+
+
+def test_columns_can_be_chosen(store):
+    assert read_shard(store, put(store), ["text", "row"]).equals(TABLE.select(["text", "row"]))
+
+
+def test_a_shard_is_an_uncompressed_arrow_file_that_others_can_open(store):
+    ref = put(store)
+    with pa.ipc.open_file(store.local(ref.key)) as reader:
+        assert reader.num_record_batches == 1 and reader.read_all().equals(TABLE)
+
+
+def test_an_empty_table_is_a_shard(store):
+    ref = put(store, TABLE.slice(0, 0))
+    assert ref.rows == 0 and read_shard(store, ref).schema.equals(TABLE.schema)
+    assert put(store, TABLE.schema.empty_table()) == ref
+
+
+rows_of_a_table = st.lists(
+    st.fixed_dictionaries(
+        {
+            "number": st.none() | st.integers(-(2**31), 2**31 - 1),
+            "text": st.none() | st.text(max_size=5),
+            "values": st.none() | st.lists(st.none() | st.floats(width=32, allow_nan=False), max_size=4),
+        }
+    ),
+    max_size=20,
+)
+SCHEMA = pa.schema([("number", pa.int32()), ("text", pa.string()), ("values", pa.list_(pa.float32()))])
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=rows_of_a_table, cut=st.integers(0, 20), padding=rows_of_a_table)
+def test_equal_rows_and_metadata_give_one_digest_whatever_the_chunks_and_slices(tmp_path_factory, rows, cut, padding):
+    store = open_store(str(tmp_path_factory.mktemp("run")))
+    whole = pa.Table.from_pylist(rows, SCHEMA)
+    pieces = pa.concat_tables([whole.slice(0, cut), whole.slice(cut)])
+    inside = pa.Table.from_pylist(padding + rows + padding, SCHEMA).slice(len(padding), len(rows))
+    refs = [
+        write_shard(store, table, kind="test", metadata=metadata)
+        for table in (whole, pieces, inside)
+        for metadata in ({"a": "1", "b": "2"}, {"b": "2", "a": "1"})
+    ]
+    assert len(set(refs)) == 1 and read_shard(store, refs[0]).to_pylist() == rows
+
+
+def test_what_lies_under_a_null_is_not_part_of_the_digest(store):
+    def with_hidden(value, bitmap):
+        values = pa.array([1.0, value, 2.0], pa.float32()).buffers()[1]
+        return pa.table({"x": pa.Array.from_buffers(pa.float32(), 3, [pa.py_buffer(bytes([bitmap])), values])})
+
+    assert put(store, with_hidden(7.0, 0b101)) == put(store, with_hidden(9.0, 0b11111101))
+    assert put(store, with_hidden(7.0, 0b111)) == put(store, pa.table({"x": pa.array([1, 7, 2], pa.float32())}))
+    assert put(store, with_hidden(7.0, 0b101)) != put(store, with_hidden(7.0, 0b111))
+
+
+def test_other_rows_metadata_or_kind_give_another_digest(store):
+    refs = [
+        put(store),
+        put(store, TABLE.slice(0, 2)),
+        put(store, seed="1"),
+        write_shard(store, TABLE, kind="other", metadata={}),
+        put(store, TABLE.cast(TABLE.schema.set(0, pa.field("row", pa.int64())))),
+    ]
+    assert len({ref.digest for ref in refs}) == len(refs)
+
+
+def test_metadata_cannot_replace_what_the_shard_says_of_itself(store):
+    with pytest.raises(BadInput, match=r"rheostat\."):
+        write_shard(store, TABLE, kind="test", metadata={"rheostat.rows": "7"})
+
+
+def test_a_flipped_bit_is_damage_that_names_shard_expected_and_found(store):
+    ref = put(store)
+    flip_bit(store, ref)
+    found = blake3(store.read(ref.key)).hexdigest()
+    with pytest.raises(Damaged, match=rf"{ref.key}.*expected digest {ref.digest}, found {found}"):
+        read_shard(store, ref)
+
+
+def test_a_file_cut_at_any_byte_is_damage_even_after_it_was_verified(store):
+    ref = put(store)
+    data = store.read(ref.key)
+    read_shard(store, ref)
+    for size in range(0, len(data), 97):
+        store.local(ref.key).write_bytes(data[:size])
+        with pytest.raises(Damaged, match=f"expected {len(data)} bytes, found {size}"):
+            read_shard(store, ref)
+
+
+def test_a_missing_shard_is_damage(store):
+    ref = put(store)
+    store.delete(ref.key)
+    with pytest.raises(Damaged, match="missing"):
+        read_shard(store, ref)
+
+
+def test_a_reference_with_another_row_count_is_damage(store):
+    ref = put(store)
+    with pytest.raises(Damaged, match="expected 4 rows, found 3"):
+        read_shard(store, ref.model_copy(update={"rows": 4}))
+
+
+def test_a_shard_of_a_newer_schema_version_is_refused_with_both_versions(store):
+    sink = pa.BufferOutputStream()
+    newer = TABLE.replace_schema_metadata({"rheostat.schema_version": "2.1"})
+    with pa.ipc.new_file(sink, newer.schema) as writer:
+        writer.write_table(newer)
+    data = sink.getvalue().to_pybytes()
+    digest = blake3(data).hexdigest()
+    ref = ShardRef(key=f"shards/{digest}.arrow", bytes=len(data), rows=3, digest=digest)
+    store.put(ref.key, data)
+    with pytest.raises(BadInput, match=r"schema version 2\.1, this reader knows 1"):
+        read_shard(store, ref)
+
+
+def test_a_quarantined_shard_is_kept_aside_and_made_again_under_its_name(store):
+    ref, other = put(store), put(store, TABLE.slice(1))
+    flip_bit(store, ref)
+    damaged = store.read(ref.key)
+    assert quarantine(store, ref) and not store.exists(ref.key)
+    (aside,) = store.entries("quarantine/")
+    assert store.read(aside.key) == damaged
+    assert put(store) == ref and read_shard(store, ref).equals(TABLE)
+    assert not quarantine(store, ref) and not quarantine(store, other)
+    assert read_shard(store, other).num_rows == 2
+
+
+def test_making_a_damaged_shard_again_mends_it(store):
+    ref = put(store)
+    read_shard(store, ref)
+    flip_bit(store, ref)
+    assert put(store) == ref and read_shard(store, ref).equals(TABLE)
+    assert len(store.entries("quarantine/")) == 1
+
+
+def test_analysts_get_exactly_the_files_of_the_references(store):
+    refs = [put(store, TABLE.slice(row, 1)) for row in range(3)]
+    assert [path.name for path in open_tables(store, refs[1:])] == [f"{ref.digest}.arrow" for ref in refs[1:]]
+    damaged = put(store, TABLE.slice(0, 2))
+    flip_bit(store, damaged)
+    with pytest.raises(Damaged):
+        open_tables(store, [*refs, damaged])
+
+
+def _read(uri, ref, results):
+    try:
+        results.put(read_shard(open_store(uri), ref).num_rows)
+    except Damaged as error:
+        results.put(str(error))
+
+
+def test_damage_after_a_first_read_is_found_by_the_next_process(store):
+    ref, results = put(store), CONTEXT.Queue()
+    read_shard(store, ref)
+    flip_bit(store, ref)
+    with process(_read, store.uri, ref, results):
+        assert ref.digest in results.get(timeout=30)
+
+
+def test_a_shard_is_opened_in_milliseconds_once_it_is_verified(store):
+    ref = put(store, pa.table({"x": pa.array(range(4_000_000), pa.int64())}))
+    read_shard(store, ref)
+    start = time.perf_counter()
+    assert read_shard(store, ref)["x"][3_999_999].as_py() == 3_999_999
+    assert time.perf_counter() - start < 0.05

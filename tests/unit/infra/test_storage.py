@@ -1,0 +1,262 @@
+"""The store contract, for every store that there is, and what is special about local disk."""
+
+import os
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.errors import BadInput, Damaged, StoreFailed
+from infra.store.storage import check_key, open_store
+from tests.support.processes import CONTEXT, kill, process
+
+
+@pytest.fixture(params=["path", "file_uri"])
+def uri(request, tmp_path):
+    """Address of an empty store; a store of another kind joins the suite here."""
+    root = tmp_path / "a store"
+    return str(root) if request.param == "path" else root.as_uri()
+
+
+def test_an_object_reads_back_as_it_was_put_from_bytes_or_a_file(uri, tmp_path):
+    store = open_store(uri)
+    source = tmp_path / "source"
+    source.write_bytes(bytes(range(256)) * 10_000)
+    assert store.put("a/bytes", b"\0payload") and store.put("a/file", source) and store.put("a/empty", b"")
+    assert store.read("a/bytes") == b"\0payload"
+    assert store.read("a/file") == source.read_bytes() == store.local("a/file").read_bytes()
+    assert store.buffer("a/file").to_pybytes() == source.read_bytes()
+    assert store.buffer("a/empty").to_pybytes() == store.read("a/empty") == b""
+
+
+def test_a_name_that_is_taken_keeps_its_first_object(uri):
+    store = open_store(uri)
+    assert store.put("name", b"first")
+    assert not store.put("name", b"second")
+    assert not store.put("name", b"first")
+    assert store.read("name") == b"first"
+
+
+def test_a_missing_object_is_damage_that_names_it(uri):
+    store = open_store(uri)
+    for read in (store.read, store.buffer, store.local):
+        with pytest.raises(Damaged, match=r"shards/none\.arrow"):
+            read("shards/none.arrow")
+    assert not store.exists("shards/none.arrow")
+
+
+def test_listings_are_recursive_sorted_and_by_prefix(uri):
+    store = open_store(uri)
+    for key in ("b/2", "a", "b/10", "b/deep/er/1", "bb/1"):
+        store.put(key, key.encode())
+    assert [entry.key for entry in store.entries("")] == ["a", "b/10", "b/2", "b/deep/er/1", "bb/1"]
+    assert [entry.key for entry in store.entries("b/")] == ["b/10", "b/2", "b/deep/er/1"]
+    assert [entry.key for entry in store.entries("b/1")] == ["b/10"]
+    assert [entry.bytes for entry in store.entries("b/deep")] == [len("b/deep/er/1")]
+    assert store.children("") == ["a", "b", "bb"]
+    assert store.children("b") == ["10", "2", "deep"]
+    assert store.entries("nothing/here/") == store.children("nothing") == []
+
+
+def test_a_deleted_object_is_gone_and_its_name_is_free(uri):
+    store = open_store(uri)
+    store.put("a/name", b"first")
+    store.delete("a/name")
+    store.delete("a/name")
+    assert not store.exists("a/name") and store.entries("") == []
+    assert store.put("a/name", b"second") and store.read("a/name") == b"second"
+
+
+def test_reading_writes_nothing(tmp_path):
+    store = open_store(str(tmp_path / "never"))
+    assert store.entries("") == store.children("") == [] and not store.exists("key")
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_uri_of_a_store_opens_the_same_store(uri):
+    open_store(open_store(uri).uri).put("name", b"payload")
+    assert open_store(uri).read("name") == b"payload"
+
+
+def test_age_is_by_the_stores_clock_and_starts_anew_when_a_put_finds_the_object(uri):
+    store = open_store(uri)
+    store.put("name", b"payload")
+    os.utime(store.local("name"), (1, 1))
+    assert store.entries("")[0].modified == 1
+    store.put("name", b"payload")
+    assert abs(store.entries("")[0].modified - store.clock()) < 60
+    assert [entry.key for entry in store.entries("")] == ["name"]
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "..", "a/../b", "/a", "a/", "a//b", ".tmp-1", "a/.hidden", "a\n", "a b", "a\0", "~"]
+)
+def test_a_key_that_could_leave_the_store_is_refused(uri, bad):
+    store = open_store(uri)
+    for use in (store.read, store.exists, store.delete, lambda key: store.put(key, b"")):
+        with pytest.raises(BadInput, match="expected segments"):
+            use(bad)
+
+
+@given(st.text(alphabet="ab./\\~-\n\0é", max_size=12))
+def test_every_accepted_key_stays_inside_its_root(key):
+    root = Path("/root/of/store")
+    try:
+        check_key(key)
+    except BadInput:
+        return
+    assert Path(os.path.normpath(root / key)).is_relative_to(root) and os.path.normpath(root / key) == f"{root}/{key}"
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("s3://bucket/runs", "s3:// is not available yet: expected a path or file://"),
+        ("simplecache::file:///tmp", "without '::' chains"),
+        ("file://elsewhere/runs", "names no host"),
+        ("", "expected a path"),
+    ],
+)
+def test_an_address_that_is_no_local_store_is_bad_input(bad, reason):
+    with pytest.raises(BadInput, match=reason):
+        open_store(bad)
+
+
+def _race(uri, number, start, results):
+    store = open_store(uri)
+    wins = []
+    for round_ in range(3):
+        start.wait()
+        wins.append(store.put(f"race/{round_}", str(number).encode() * 100_000))
+    results.put((number, wins))
+
+
+def test_of_sixteen_racing_processes_exactly_one_wins_each_name(uri):
+    start, results = CONTEXT.Barrier(16), CONTEXT.Queue()
+    racers = [CONTEXT.Process(target=_race, args=(uri, number, start, results)) for number in range(16)]
+    try:
+        for racer in racers:
+            racer.start()
+        outcomes = dict(results.get(timeout=120) for _ in racers)
+    finally:
+        for racer in racers:
+            kill(racer)
+    store = open_store(uri)
+    for round_ in range(3):
+        (winner,) = [number for number, wins in outcomes.items() if wins[round_]]
+        assert store.read(f"race/{round_}") == str(winner).encode() * 100_000
+    assert [entry.key for entry in store.entries("")] == [f"race/{round_}" for round_ in range(3)]
+
+
+def _write_for_ever(uri, attempt, ready):
+    store = open_store(uri)
+    ready.set()
+    for number in range(1_000_000):
+        data = os.urandom(3_000_000)
+        store.put(f"shards/{attempt}-{number}-{blake3(data).hexdigest()}", data)
+
+
+def test_nothing_torn_is_ever_listed_when_writers_are_killed_in_the_middle_of_a_put(uri):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # noqa: T201  shown by pytest when the test fails
+    delays = random.Random(seed)
+    store = open_store(uri)
+    for attempt in range(10):
+        ready = CONTEXT.Event()
+        with process(_write_for_ever, uri, attempt, ready):
+            ready.wait(30)
+            time.sleep(delays.uniform(0, 0.05))
+    for entry in store.entries(""):
+        assert entry.bytes == 3_000_000 and blake3(store.read(entry.key)).hexdigest() == entry.key.rpartition("-")[2]
+
+
+def _stop_in_the_middle_of_a_put(uri, source):
+    open_store(uri).put("whole", Path(source))
+
+
+def test_what_a_dead_writer_left_is_swept_and_what_a_live_one_is_writing_is_not(tmp_path):
+    # A named pipe as the source stops the writer in the middle of its put.
+    pipes = [tmp_path / "dead", tmp_path / "live"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    root = tmp_path / "store"
+    with (
+        process(_stop_in_the_middle_of_a_put, str(root), str(pipes[0])) as dead,
+        process(_stop_in_the_middle_of_a_put, str(root), str(pipes[1])) as live,
+    ):
+        streams = [pipe.open("wb", buffering=0) for pipe in pipes]
+        for stream in streams:
+            stream.write(b"half")
+        kill(dead)
+        assert len(list(root.glob(".tmp-*"))) == 2 and open_store(str(root)).entries("") == []
+        with open_store(str(root)).hold("lock") as held:
+            assert held and len(list(root.glob(".tmp-*"))) == 1
+        for stream in streams:
+            stream.close()
+        live.join(30)
+    assert open_store(str(root)).read("whole") == b"half" and not list(root.glob(".tmp-*"))
+
+
+def _put_with_little_space(uri, limit, results):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        open_store(uri).put("shards/big", bytes(10 * limit))
+    except StoreFailed as error:
+        results.put(str(error))
+
+
+def test_a_medium_that_refuses_to_write_is_a_named_error_that_leaves_nothing(tmp_path):
+    results = CONTEXT.Queue()
+    with process(_put_with_little_space, str(tmp_path), 100_000, results):
+        assert "cannot write 'shards/big'" in results.get(timeout=30)
+    assert open_store(str(tmp_path)).entries("") == [] and not list(tmp_path.rglob(".tmp-*"))
+    assert open_store(str(tmp_path)).put("shards/big", bytes(1_000_000))
+
+
+def _hold(uri, ready):
+    with open_store(uri).hold("lock") as held:
+        assert held
+        ready.set()
+        time.sleep(600)
+
+
+def test_a_held_name_is_refused_until_its_holder_is_dead_even_if_it_is_only_stopped(uri):
+    ready = CONTEXT.Event()
+    with process(_hold, uri, ready) as holder:
+        assert ready.wait(30)
+        os.kill(holder.pid, signal.SIGSTOP)
+        with open_store(uri).hold("lock") as held:
+            assert not held
+        assert str(holder.pid).encode() in open_store(uri).read("lock")
+    with open_store(uri).hold("lock") as held, open_store(uri).hold("lock") as twice:
+        assert held and not twice
+
+
+def _hold_and_fork(uri, results):
+    with open_store(uri).hold("lock"):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(writing, b"forked")
+            time.sleep(600)
+        os.read(reading, 6)  # the child runs: its copies are closed
+        results.put(child)
+        time.sleep(600)
+
+
+def test_a_forked_child_that_outlives_the_holder_does_not_keep_the_name(uri):
+    results = CONTEXT.Queue()
+    with process(_hold_and_fork, uri, results):
+        child = results.get(timeout=30)
+    try:
+        os.kill(child, 0)
+        with open_store(uri).hold("lock") as held:
+            assert held
+    finally:
+        os.kill(child, signal.SIGKILL)

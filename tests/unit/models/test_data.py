@@ -1,0 +1,258 @@
+"""Problems: made from a seed, read from files, split without overlap, and refused with the place of the fault."""
+
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.errors import BadInput
+from models.config.data import ArithmeticData, FileData
+from models.config.training import WarmupConfig
+from models.data.load import load_problems, warmup_examples
+from models.data.problems import Message, is_heldout
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def numbered(count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(count)]
+
+
+# ---- arithmetic
+
+
+@given(seed=st.integers(0, 2**63 - 1), operations=st.integers(1, 8))
+@settings(max_examples=30, deadline=None)
+def test_every_worked_answer_is_right_and_follows_from_its_question(seed, operations):
+    data = ArithmeticData(operations=operations, train_problems=20, heldout_problems=1)
+    for problem in load_problems(data, "train", seed):
+        total, *amounts = (int(number) for number in re.findall(r"\d+", str(problem.prompt)))
+        verbs = re.findall(r"buys|finds|sells|loses", str(problem.prompt))
+        *work, _, final = problem.worked.split()
+        for verb, amount, step in zip(verbs, amounts, work, strict=True):
+            sign = "+" if verb in ("buys", "finds") else "-"
+            after = total + amount if sign == "+" else total - amount
+            assert step == f"{total}{sign}{amount}={after}"
+            assert 0 <= after <= 20
+            total = after
+        assert problem.answer == f"#### {final}" == f"#### {total}"
+
+
+def test_the_same_seed_makes_the_same_problems_and_another_seed_others():
+    first, again, other = (load_problems(ArithmeticData(), "train", seed) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def test_a_training_question_is_never_a_heldout_question_of_any_seed():
+    data = ArithmeticData(operations=1, train_problems=3000)
+    train = {problem.prompt for seed in range(3) for problem in load_problems(data, "train", seed)}
+    heldout = {problem.prompt for seed in range(3) for problem in load_problems(data, "heldout", seed)}
+    assert train.isdisjoint(heldout)
+
+
+def test_asking_for_more_questions_than_exist_is_bad_input():
+    with pytest.raises(BadInput, match=r"data.heldout_problems = 3000: only \d+ different questions with 1 operations"):
+        load_problems(ArithmeticData(operations=1, heldout_problems=3000), "heldout", 0)
+
+
+def test_the_heldout_share_is_about_what_was_asked_for():
+    kept = sum(is_heldout(f"question {n}", 0.25) for n in range(4000))
+    assert 900 < kept < 1100
+
+
+# ---- warm-up
+
+
+def test_warm_up_shows_the_asked_share_of_worked_answers_and_mostly_wrong_guesses():
+    data, warmup = ArithmeticData(), WarmupConfig(steps=100, batch_size=40, worked_fraction=0.25)
+    answers = {problem.prompt: problem for problem in load_problems(data, "train", 5)}
+    examples = warmup_examples(data, warmup, 5)
+    assert len(examples) == 4000
+    worked = [completion for _, completion in examples if "=" in completion]
+    assert 900 < len(worked) < 1100
+    assert all(completion == answers[prompt].worked for prompt, completion in examples if "=" in completion)
+    guesses = [(prompt, completion) for prompt, completion in examples if "=" not in completion]
+    assert sum(answers[prompt].answer == guess for prompt, guess in guesses) < 0.1 * len(guesses)
+
+
+def test_a_pass_of_the_warm_up_shows_every_problem_once():
+    data = ArithmeticData(train_problems=50)
+    prompts = [prompt for prompt, _ in warmup_examples(data, WarmupConfig(steps=10, batch_size=10), 0)]
+    assert len(set(prompts[:50])) == len(set(prompts[50:])) == 50
+    assert prompts[:50] != prompts[50:]
+
+
+def test_warm_up_on_files_imitates_their_answers(tmp_path):
+    data = FileData(path=write_lines(tmp_path / "a.jsonl", *numbered(40)))
+    examples = warmup_examples(data, WarmupConfig(steps=5, batch_size=4), 0)
+    assert len(examples) == 20
+    assert ("What is 7 + 1?", "8") in warmup_examples(data, WarmupConfig(steps=20, batch_size=4), 0)
+
+
+def test_warm_up_without_answers_is_bad_input(tmp_path):
+    data = FileData(path=write_lines(tmp_path / "a.jsonl", *numbered(40)), answer_column=None)
+    with pytest.raises(BadInput, match=r"set data.answer_column, or remove \[warmup\]"):
+        warmup_examples(data, WarmupConfig(), 0)
+
+
+# ---- files
+
+
+def arrow_file(path: Path, table: pa.Table) -> Path:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+def arrow_stream(path: Path, table: pa.Table) -> Path:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+def test_json_lines_parquet_and_both_arrow_formats_hold_the_same_problems(tmp_path):
+    rows, table = numbered(30), pa.Table.from_pylist(numbered(30))
+    pq.write_table(table, tmp_path / "c.parquet")
+    paths = [
+        write_lines(tmp_path / "a.jsonl", *rows),
+        tmp_path / "c.parquet",
+        arrow_file(tmp_path / "d.arrow", table),
+        arrow_stream(tmp_path / "e.arrow", table),
+    ]
+    read = [[(p.prompt, p.answer) for p in load_problems(FileData(path=path), "train", 0)] for path in paths]
+    assert read[0]
+    assert read.count(read[0]) == 4
+
+
+def test_without_a_second_file_the_splits_are_disjoint_complete_and_survive_new_rows(tmp_path):
+    few = FileData(path=write_lines(tmp_path / "few.jsonl", *numbered(200)), heldout_fraction=0.2)
+    more = FileData(path=write_lines(tmp_path / "more.jsonl", *numbered(400)), heldout_fraction=0.2)
+    train, heldout = ({p.prompt for p in load_problems(few, split, 0)} for split in ("train", "heldout"))
+    assert train.isdisjoint(heldout)
+    assert len(train | heldout) == 200
+    assert heldout < {p.prompt for p in load_problems(more, "heldout", 0)}
+
+
+def test_the_template_surrounds_plain_prompts_of_both_files_and_does_not_move_the_split(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", *numbered(50))
+    plain = FileData(path=path)
+    wrapped = FileData(path=path, template="Q: {prompt}\nA: {x}")
+    for split in ("train", "heldout"):
+        expected = [f"Q: {p.prompt}\nA: {{x}}" for p in load_problems(plain, split, 0)]
+        assert [p.prompt for p in load_problems(wrapped, split, 0)] == expected
+    both = FileData(path=path, heldout_path=path, template="Q: {prompt}")
+    assert load_problems(both, "heldout", 0)[0].prompt == "Q: What is 0 + 1?"
+
+
+def test_chats_keep_their_turns(tmp_path):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": chat, "answer": 2})
+    [problem] = load_problems(FileData(path=path, heldout_path=path), "train", 0)
+    assert problem.prompt == (Message("system", "Be brief."), Message("user", "1+1?"))
+    assert problem.answer == "2"
+
+
+def test_the_limit_counts_problems_not_blank_lines(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", numbered(1)[0], "", *numbered(9))
+    assert len(load_problems(FileData(path=path, heldout_path=path, limit=5), "train", 0)) == 5
+
+
+GOOD = '{"prompt": "a", "answer": "b"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"', r"a.jsonl:2: not a JSON line: .* line 1 column 15"),
+        ("[1]", r"a.jsonl:2: expected a JSON object, found list"),
+        (
+            '{"promt": "a", "answer": "b"}',
+            r"a.jsonl:2: no column 'prompt', did you mean 'promt'\? \(columns: promt, ans",
+        ),
+        ('{"prompt": 3, "answer": "b"}', r"a.jsonl:2: prompt: expected text, found int 3"),
+        ('{"prompt": " ", "answer": "b"}', r"a.jsonl:2: prompt: expected text, found none"),
+        ('{"prompt": "a", "answer": null}', r"a.jsonl:2: answer: expected text, found NoneType"),
+        ('{"prompt": "a", "answer": true}', r"a.jsonl:2: answer: expected text, found bool True"),
+        ('{"prompt": "\\ud800", "answer": "b"}', r"a.jsonl:2: prompt: not Unicode text"),
+        ('{"prompt": [], "answer": "b"}', r"a.jsonl:2: prompt: .* found no message"),
+        ('{"prompt": [{"role": "user"}], "answer": "b"}', r"a.jsonl:2: prompt\[0\] is no chat message"),
+        ('{"prompt": [{"role": "assistant", "content": "x"}], "answer": "b"}', r"assistant's message last"),
+        ("[" * 100_000, r"a.jsonl:2: not a JSON line"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number(tmp_path, line, message):
+    path = write_lines(tmp_path / "a.jsonl", GOOD, line)
+    with pytest.raises(BadInput, match=message) as raised:
+        load_problems(FileData(path=path), "train", 0)
+    assert "\n" not in str(raised.value)
+
+
+def test_bytes_that_are_not_utf8_are_named_with_their_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
+    with pytest.raises(BadInput, match=r"a.jsonl:2: not a JSON line: 'utf-8' codec"):
+        load_problems(FileData(path=tmp_path / "a.jsonl"), "train", 0)
+
+
+def test_a_wrong_type_in_a_table_is_named_with_its_row(tmp_path):
+    pq.write_table(pa.table({"prompt": ["a", None], "answer": ["1", "2"]}), tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match=r"a.parquet row 1: prompt: expected text, found NoneType"):
+        load_problems(FileData(path=tmp_path / "a.parquet"), "train", 0)
+
+
+def test_a_table_without_the_column_names_the_ones_it_has(tmp_path):
+    pq.write_table(pa.table({"question": ["a"], "answer": ["1"]}), tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match=r"a.parquet: no column 'prompt' \(columns: question, answer\)"):
+        load_problems(FileData(path=tmp_path / "a.parquet"), "train", 0)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_torn_table_is_bad_input(tmp_path, name):
+    (tmp_path / name).write_bytes(b"ARROW1\0\0torn")
+    with pytest.raises(BadInput, match=rf"{name}: not a {name[2:]} file"):
+        load_problems(FileData(path=tmp_path / name), "train", 0)
+
+
+def test_files_that_cannot_be_data_are_bad_input(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "a.csv").write_text("prompt,answer\n")
+    for name, message in [
+        ("missing.jsonl", "no such file"),
+        ("empty.jsonl", "no problems, the file is empty"),
+        ("folder.jsonl", "is a directory"),
+        ("a.csv", r"unknown suffix '.csv', expected one of .jsonl, .parquet, .arrow"),
+    ]:
+        with pytest.raises(BadInput, match=message):
+            load_problems(FileData(path=tmp_path / name), "train", 0)
+
+
+def test_a_split_without_problems_is_bad_input(tmp_path):
+    data = FileData(path=write_lines(tmp_path / "a.jsonl", *numbered(3)), heldout_fraction=0.001)
+    with pytest.raises(BadInput, match=r"heldout_fraction = 0.001 leaves no heldout problem"):
+        load_problems(data, "heldout", 0)
+
+
+def test_a_template_without_a_place_for_the_prompt_is_bad_input(tmp_path):
+    data = FileData(path=write_lines(tmp_path / "a.jsonl", *numbered(3)), template="Solve it.")
+    with pytest.raises(BadInput, match=r"has no \{prompt\}"):
+        load_problems(data, "train", 0)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside this checkout")
+def test_gsm8k_is_read_whole_and_its_splits_do_not_meet():
+    data = FileData(path=GSM8K / "train.jsonl", heldout_path=GSM8K / "test.jsonl", prompt_column="question")
+    train, heldout = load_problems(data, "train", 0), load_problems(data, "heldout", 0)
+    assert (len(train), len(heldout)) == (7473, 1319)
+    assert {p.prompt for p in train}.isdisjoint(p.prompt for p in heldout)
+    assert train[0].answer.endswith("#### 72")

@@ -1,0 +1,98 @@
+"""A judge from nothing to verdicts: made, trained by an update rank, asked."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from infra.errors import BadInput
+from infra.store.bundles import fetch_bundle
+from infra.store.shards import read_shard
+from infra.store.storage import open_store
+from models.config.algorithms import Grpo
+from models.config.data import ArithmeticData
+from models.config.judges import DirectoryJudge, EndpointJudge, JudgeReward, LogprobVerdict, ServedReward, TrainedJudge
+from models.config.objectives import UpdateConfig
+from models.config.policy import ScratchPolicy
+from models.config.training import WarmupConfig
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import JudgePreparation, JudgeWarmupWork, JudgeWork, PolicyWork
+from models.workers.judge import JudgeWorker
+from models.workers.preparation import PreparationWorker
+from models.workers.update import UpdateWorker
+from tests.integration.scoring.test_judge_worker import rollouts
+
+DATA = ArithmeticData(operations=1, train_problems=400, heldout_problems=16)
+SHAPE = ScratchPolicy(architecture="qwen3", hidden_size=64, intermediate_size=96, context=64)
+WARMUP = WarmupConfig(steps=150, batch_size=32, learning_rate=3e-3)
+REWARD = JudgeReward(
+    name="honest",
+    model=TrainedJudge(shape=SHAPE, warmup=WARMUP),
+    template="{answer}\n{completion}\n",
+    verdict=LogprobVerdict(),
+)
+
+
+def prepare(home: Path, reward: ServedReward = REWARD) -> Outcome:
+    return PreparationWorker(str(home), "run", 1).make_judge(JudgePreparation(reward=reward, data=DATA, seed=0))
+
+
+def train(home: Path, judge: PolicyVersion) -> Outcome:
+    worker = UpdateWorker(str(home), "run", update=UpdateConfig(), algorithm=Grpo(), temperature=1.0, threads=1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+    worker.join(0, 1, "127.0.0.1", port)
+    return worker.warm_judge(JudgeWarmupWork(judge=judge, reward=REWARD, data=DATA, warmup=WARMUP, seed=0))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("training")
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> Outcome:
+    return train(home, prepare(home).policy)
+
+
+def test_the_same_preparation_gives_the_same_judge(home, tmp_path):
+    assert prepare(home).policy == prepare(tmp_path).policy
+
+
+def test_a_judge_knows_its_questions_and_verdicts_by_token(home):
+    tokenizer = AutoTokenizer.from_pretrained(fetch_bundle(open_store(f"{home}/run"), prepare(home).policy.weights))
+    assert len(tokenizer("#### 16\n#### 16\n")["input_ids"]) <= 6
+
+
+def test_training_a_judge_lowers_its_loss_and_publishes_it(trained, home):
+    assert trained.policy.version == 0
+    assert trained.policy.state is None
+    assert trained.metrics["steps"] == 150
+    assert trained.metrics["loss_last"] < 0.6 * trained.metrics["loss_first"]
+
+
+def test_training_a_judge_again_gives_the_same_bits(trained, home):
+    assert train(home, prepare(home).policy).policy == trained.policy
+
+
+def test_a_trained_judge_tells_an_answer_from_none(trained, home):
+    shard = rollouts(home, "#### 1", "2+3=")
+    outcome = JudgeWorker(str(home), "run", "honest", REWARD, 1).judge(
+        JudgeWork(iteration=0, rollouts=shard, model=trained.policy, seed=0)
+    )
+    right, nothing = read_shard(open_store(f"{home}/run"), outcome.shards[0])["value"].to_pylist()
+    assert right > nothing
+
+
+def test_a_judge_from_a_directory_is_a_copy_of_what_it_consists_of(home, tmp_path):
+    policy = PreparationWorker(str(tmp_path), "run", 1).make_policy(PolicyWork(policy=SHAPE, data=DATA, seed=0)).policy
+    directory = fetch_bundle(open_store(f"{tmp_path}/run"), policy.weights)
+    reward = REWARD.model_copy(update={"model": DirectoryJudge(path=directory)})
+    assert prepare(home, reward).policy.weights.digest == policy.weights.digest
+
+
+def test_a_judge_behind_an_endpoint_is_not_made(home):
+    remote = EndpointJudge(base_url="https://judge.example.com/v1", allowed_hosts=("judge.example.com",), model="large")
+    with pytest.raises(BadInput, match="behind an endpoint"):
+        prepare(home, REWARD.model_copy(update={"model": remote}))

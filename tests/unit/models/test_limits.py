@@ -1,0 +1,134 @@
+"""The physical limit and the arithmetic of an update, against numbers worked by hand."""
+
+import math
+
+import pytest
+
+from bench.decoders import QWEN3_0_6B, QWEN3_1_7B, TINY, Decoder
+from bench.device import peak_flops
+from bench.gpu import SCALES, server_share
+from bench.limits import (
+    ADAM_BYTES,
+    Device,
+    Generated,
+    decode_seconds,
+    forward_flops,
+    limit_of,
+    train_flops,
+    utilisation,
+)
+from infra.errors import BadInput
+
+# One layer of width 4, head of 2: projections 2·4·2·(2 + 1) = 48, MLP 3·4·8 = 96, head and embedding 10·4 = 40.
+SMALL = Decoder(
+    name="small",
+    hidden_size=4,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_dim=2,
+    intermediate_size=8,
+    vocabulary=10,
+    context=64,
+)
+MADE = Generated(prompts=(3, 5), lengths=((2, 1), (2,)))
+SLOW_MEMORY = Device(flops=1e9, bandwidth=100)
+SLOW_ARITHMETIC = Device(flops=1000, bandwidth=1e9)
+
+
+def test_weights_are_counted_by_what_they_do():
+    assert SMALL.matmul_parameters == 48 + 96 + 40
+    assert SMALL.parameters == 184 + 2 * (4 + 2) + 4
+    assert SMALL.kv_values_per_token == 2 * 1 * 1 * 2
+    assert QWEN3_0_6B.parameters == 596_049_920  # as published
+    assert QWEN3_1_7B.parameters == 1_720_574_976
+
+
+def test_a_pass_costs_two_per_weight_and_token_and_half_a_square_of_attention():
+    # Two sequences of 5 and 4 tokens: 2·184·9, and 2·1·4·(25 + 16).
+    assert forward_flops(SMALL, [5, 4]) == 2 * 184 * 9 + 2 * 4 * 41
+    assert train_flops(SMALL, [5, 4]) == 3 * (2 * 184 * 9 + 2 * 4 * 41)
+
+
+def test_decoding_on_slow_memory_reads_weights_once_per_step_and_every_key_and_value():
+    # Step 1: three live, contexts 4, 4, 6; step 2: two live, contexts 5, 7. At 2 bytes: weights 368, 8 per context.
+    assert decode_seconds(MADE, SMALL, SLOW_MEMORY, bytes_per_weight=2) == pytest.approx(
+        (368 + 8 * 14) / 100 + (368 + 8 * 12) / 100
+    )
+
+
+def test_decoding_on_slow_arithmetic_multiplies_per_sequence():
+    # 368 per live sequence, and 4·1·4 = 16 per context.
+    assert decode_seconds(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2) == pytest.approx(
+        (3 * 368 + 16 * 14) / 1000 + (2 * 368 + 16 * 12) / 1000
+    )
+
+
+def test_the_longest_completion_is_decoded_step_by_step_however_many_workers_there_are():
+    many = Device(flops=1e9, bandwidth=100, workers=8)
+    alone = Generated(prompts=(3,), lengths=((2,),))
+    assert decode_seconds(alone, SMALL, many, bytes_per_weight=2) == pytest.approx(
+        (368 + 8 * 4) / 100 + (368 + 8 * 5) / 100
+    )
+
+
+def test_two_workers_halve_keys_and_values_but_not_the_weights():
+    two = Device(flops=1e9, bandwidth=100, workers=2)
+    pair = Generated(prompts=(3,), lengths=((1, 1),))
+    assert decode_seconds(pair, SMALL, two, bytes_per_weight=2) == pytest.approx((368 + 8 * 4) / 100)
+
+
+def test_an_iteration_is_the_sum_of_its_stages():
+    found = limit_of(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2, steps=4)
+    sequences = [5, 4, 7]
+    one_pass = (2 * 184 * 16 + 2 * 4 * (25 + 16 + 49)) / 1000
+    assert MADE.tokens == 5
+    assert found.prefill == pytest.approx(2 * 184 * 8 / 1000)  # each prompt once, whatever its group's size
+    assert found.logprobs == pytest.approx(0.75 * one_pass)
+    assert found.train == pytest.approx(3 * one_pass)
+    assert found.train == pytest.approx(train_flops(SMALL, sequences) / 1000)
+    assert found.optimizer == pytest.approx(4 * ADAM_BYTES * 200 / 1e9)
+    assert found.seconds == pytest.approx(found.prefill + found.decode + found.logprobs + found.train + found.optimizer)
+
+
+def test_one_optimizer_step_needs_no_log_probs_beside_its_own():
+    assert limit_of(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2, steps=1).logprobs == 0
+
+
+def test_utilisation_is_a_share_of_the_peak():
+    assert utilisation(400.0, 2.0, peak=1000.0) == 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("some other device", None),
+    ],
+)
+def test_a_devices_peak_is_known_by_its_name(name, peak):
+    assert peak_flops(name) == peak
+
+
+def test_a_server_gets_what_a_trainer_that_stays_leaves_of_the_gpu():
+    # 22 bytes for each of 1,720,574,976 weights and 6 GiB of slack, of 80 GiB.
+    left = 80 * 2**30 - 22 * 1_720_574_976 - 6 * 2**30
+    assert server_share(80 * 2**30, QWEN3_1_7B) == round(left / (80 * 2**30), 2) == 0.48
+    assert server_share(80 * 2**30, TINY) == 0.85
+    with pytest.raises(BadInput, match=r"Qwen3-1.7B-shaped: expected a GPU with more than 40 GiB of memory"):
+        server_share(40 * 2**30, QWEN3_1_7B)
+
+
+def test_drawn_lengths_have_the_mean_that_is_stated():
+    for scale in SCALES:
+        assert scale.lengths.median_tokens * math.exp(0.8**2 / 2) == pytest.approx(512)
+        assert (scale.prompts, scale.group, scale.max_new_tokens) == (256, 8, 2048)
+
+
+def test_shapes_for_a_cpu_have_a_head_size_that_vllm_has_kernels_for():
+    assert TINY.head_dim in (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

@@ -1,0 +1,56 @@
+"""Reading training samples: every column of a row has as many numbers as its completion has tokens."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from infra.errors import Damaged
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import Store, open_store
+from models.records.schemas import SAMPLE_SCHEMA
+from models.training.samples import open_samples, read_rows, weighted_lengths
+from tests.support.training import write_samples
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path))
+
+
+def changed(store: Store, shard: ShardRef, row: int, **columns: object) -> ShardRef:
+    rows = read_shard(store, shard).to_pylist()
+    rows[row] |= columns
+    return write_shard(store, pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})
+
+
+def test_rows_are_read_as_they_were_written_in_any_order(store, tmp_path):
+    shard = write_samples(str(tmp_path), prompts=2, group=2, filling=1, critic=True)
+    written = read_shard(store, shard).to_pylist()
+    found = read_rows(open_samples(store, [shard]), [3, 0, 5])
+    assert list(found) == [3, 0, 5]
+    for row, sequence in found.items():
+        assert sequence.tokens.tolist() == written[row]["tokens"]
+        for name in ("logprobs", "advantages", "staleness", "values", "returns"):
+            assert getattr(sequence, name).tolist() == written[row][name]
+
+
+def test_without_a_critic_there_are_neither_values_nor_returns(store, tmp_path):
+    samples = open_samples(store, [write_samples(str(tmp_path), prompts=1)])
+    assert {(part.values, part.returns) for part in read_rows(samples, [0, 1]).values()} == {(None, None)}
+
+
+def test_tokens_that_are_too_stale_are_no_reason_for_a_step(store, tmp_path):
+    shard = write_samples(str(tmp_path), prompts=2, group=2, filling=1, stalest=3)
+    written = read_shard(store, shard).to_pylist()
+    samples = open_samples(store, [shard])
+    assert list(weighted_lengths(samples, 1)) == [sum(age <= 1 for age in row["staleness"]) for row in written]
+    assert weighted_lengths(samples, None) == samples.completion_lengths
+
+
+@pytest.mark.parametrize("column", ["logprobs", "advantages", "staleness", "values", "returns"])
+def test_a_row_with_too_few_numbers_is_damaged(store, tmp_path, column):
+    shard = write_samples(str(tmp_path), prompts=1, critic=True)
+    for broken in (None, []):
+        with pytest.raises(Damaged, match=f"sample 2: .* of {column} per completion token, found 0"):
+            open_samples(store, [changed(store, shard, 2, **{column: broken})])

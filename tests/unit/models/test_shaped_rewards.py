@@ -1,0 +1,173 @@
+"""Several reward terms, what is taken from rewards before groups are compared, and what a teacher adds afterwards."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.algorithms.advantages import informative_groups, keeps_uninformative, token_advantages
+from models.algorithms.experience import Estimates
+from models.algorithms.group_relative import EPSILON
+from models.algorithms.shaping import divergence
+from models.config.algorithms import (
+    Capo,
+    Distillation,
+    DistillationOnly,
+    DrGrpo,
+    Grpo,
+    Overlong,
+    Ppo,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    RewardKl,
+    Rloo,
+    TeacherDirectory,
+)
+from tests.support.experiences import NAN, Drawn, completions, experience
+
+busy = settings(deadline=None)  # a busy machine is not wrong
+ONE_BY_ONE = "normalise_then_sum"
+OVERLONG = Overlong(buffer=4, penalty=2)
+TEACHER = Distillation(teacher=TeacherDirectory(path="teacher"), coefficient=0.5)
+
+
+# ---- several terms
+
+
+def test_terms_are_summed_and_then_normalised_or_the_other_way_round():
+    # outcome (1, 0), length term 10 · (0, 4) of weight 0.5: the sum is (1, 20), so the outcome is drowned
+    drawn = Drawn([1, 0], [1, 1], terms={"short": (0.5, [0, 40])})
+    summed = token_advantages(experience(drawn), Grpo()).advantages_T
+    np.testing.assert_allclose(summed, [-1, 1], rtol=1e-6)
+    # one by one: (1, -1) + 0.5 · (-1, 1)
+    found = token_advantages(experience(drawn), Grpo(combine=ONE_BY_ONE)).advantages_T
+    np.testing.assert_allclose(found, [0.5, -0.5], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [DrGrpo, Rloo])
+@busy
+@given(drawn=completions(steps=False), data=st.data())
+def test_what_is_only_centred_may_be_summed_before_or_after(kind, drawn: Drawn, data: st.DataObject):
+    number = len(drawn.rewards)
+    other = data.draw(st.lists(st.integers(-8, 8), min_size=number, max_size=number))
+    batch = experience(
+        Drawn(drawn.rewards, drawn.lengths, drawn.groups, terms={"other": (-0.75, other)}), max_new_tokens=6
+    )
+    overlong = OVERLONG.model_copy(update={"buffer": 3})
+    before, after = (
+        token_advantages(batch, kind(combine=combine, overlong=overlong)).advantages_T
+        for combine in ("sum_then_normalise", ONE_BY_ONE)
+    )
+    np.testing.assert_allclose(after, before, atol=1e-9)
+
+
+def test_a_completion_that_lacks_one_term_has_left_the_group_of_every_term():
+    drawn = Drawn([1, 0, 5], [1, 1, 1], terms={"short": (1.0, [0, 4, NAN])})
+    found = token_advantages(experience(drawn), DrGrpo(combine=ONE_BY_ONE)).advantages_T
+    np.testing.assert_array_equal(found, [0.5 - 2, -0.5 + 2, NAN])
+
+
+def test_a_group_whose_terms_cancel_out_is_informative_only_where_they_are_normalised_one_by_one():
+    scored = experience(Drawn([1, 0, 0], [1] * 3, terms={"other": (1.0, [0, 1, 1])})).scored
+    assert not informative_groups(scored, Grpo()).any()
+    assert not informative_groups(scored, Grpo(combine=ONE_BY_ONE)).any()
+    scored = experience(Drawn([2, 0, 0], [1] * 3, terms={"other": (1.0, [0, 1, 2])})).scored
+    assert informative_groups(scored, Grpo(combine=ONE_BY_ONE)).all()
+
+
+# ---- length
+
+
+@pytest.mark.parametrize("combine", ["sum_then_normalise", ONE_BY_ONE])
+def test_length_near_the_limit_lowers_the_reward_and_does_not_make_a_group_informative(combine: str):
+    batch = experience(Drawn([1, 1, 0, 1], [8, 6, 6, 6], [0, 0, 1, 1]), max_new_tokens=10)
+    algorithm = DrGrpo(combine=combine, overlong=OVERLONG)
+    found = token_advantages(batch, algorithm)
+    np.testing.assert_allclose(found.advantages_T, np.repeat([-0.5, 0.5, -0.5, 0.5], [8, 6, 6, 6]), atol=1e-12)
+    assert informative_groups(batch.scored, algorithm).tolist() == [False, True]
+
+
+def test_a_penalty_keeps_its_size_where_terms_are_normalised_one_by_one():
+    # outcome normalised (1, -1); the penalty (1, 0) is centred to (0.5, -0.5) and not divided by its deviation of 0.5
+    batch = experience(Drawn([8, 0], [8, 6]), max_new_tokens=10)
+    found = token_advantages(batch, Grpo(combine=ONE_BY_ONE, overlong=OVERLONG)).advantages_T
+    np.testing.assert_allclose(found, np.repeat([0.5, -0.5], [8, 6]), atol=1e-6)
+
+
+def test_length_counts_in_the_reward_that_a_normalised_batch_is_made_of():
+    # rewards (1, 1) less (1, 0), centred (-0.5 on 8 tokens, 0.5 on 6): mean -1/14, variance 1/4 - 1/196
+    batch = experience(Drawn([1, 1], [8, 6]), max_new_tokens=10)
+    found = token_advantages(batch, ReinforcePlusPlusBaseline(overlong=OVERLONG)).advantages_T
+    expected = (np.repeat([-0.5, 0.5], [8, 6]) + 1 / 14) / math.sqrt(1 / 4 - 1 / 196)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+# ---- divergence in the reward
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5)])
+def test_divergence_per_token_is_estimated_as_worked_by_hand(kind, expected: float):
+    assert divergence(np.array([-1.0]), np.array([-1.5]), kind) == pytest.approx([expected], abs=1e-15)
+    assert divergence(np.array([-1.0]), np.array([-1.0]), kind) == [0.0]
+
+
+def test_divergence_of_a_whole_completion_is_taken_from_its_reward():
+    # k1 sums (0.5 · 2, 0.25 · 4), coefficient 0.5: rewards (1 - 0.5, 0 - 0.5 | …)
+    batch = experience(
+        Drawn([1, 0], [2, 3]),
+        logprobs_T=np.zeros(5),
+        estimates=Estimates(reference_T=np.array([-0.5, -0.5, -1.0, -1.0, -1.0])),
+        kl_coefficient=0.5,
+    )
+    found = token_advantages(batch, DrGrpo(kl=RewardKl(kind="k1")))
+    half = ((1 - 0.5) - (0 - 1.5)) / 2
+    np.testing.assert_allclose(found.advantages_T, [half, half, -half, -half, -half], rtol=1e-12)
+    assert found.metrics == {"kl": 4 / 5, "kl_coefficient": 0.5}
+    grpo = token_advantages(batch, Grpo(kl=RewardKl(kind="k1"))).advantages_T
+    np.testing.assert_allclose(grpo, np.sign(found.advantages_T) * half / (half + EPSILON), rtol=1e-12)
+
+
+def test_the_divergence_that_is_reported_is_that_of_completions_with_a_reward():
+    batch = experience(
+        Drawn([1, NAN, 0], [1, 2, 1]),
+        logprobs_T=np.zeros(4),
+        estimates=Estimates(reference_T=np.array([-1.0, -9.0, -9.0, -2.0])),
+    )
+    assert token_advantages(batch, Grpo(kl=RewardKl())).metrics == {"kl": 1.5, "kl_coefficient": 0.0}
+
+
+# ---- distillation
+
+
+def estimates(policy: list[float], teacher: list[float]) -> Estimates:
+    number = len(policy)
+    return Estimates(np.array(policy), np.zeros(number), np.array(teacher), np.zeros(number))
+
+
+ALONE = (Grpo(), DrGrpo(), Rloo(), ReinforcePlusPlus(), ReinforcePlusPlusBaseline(), Ppo(), Capo())
+
+
+@pytest.mark.parametrize("algorithm", ALONE, ids=lambda algorithm: algorithm.kind)
+def test_a_teacher_adds_its_opinion_of_every_token(algorithm):
+    drawn, found = Drawn([1, 0], [1, 2]), estimates([-1.0, -2.0, -1.5], [-0.5, -2.0, -3.5])
+    taught = algorithm.model_copy(update={"distillation": TEACHER})
+    alone = token_advantages(experience(drawn, estimates=found), algorithm).advantages_T
+    both = token_advantages(experience(drawn, estimates=found), taught).advantages_T
+    np.testing.assert_allclose(both - alone, [0.25, 0, -1], atol=1e-12)
+    assert keeps_uninformative(taught)
+
+
+def test_a_teacher_that_is_the_policy_teaches_exactly_nothing():
+    policy = np.random.default_rng(0).normal(-1, 1, 6).astype(np.float32).tolist()
+    taught = DistillationOnly(distillation=TEACHER)
+    batch = experience(Drawn([1, 0], [2, 4]), estimates=estimates(policy, policy))
+    assert token_advantages(batch, taught).advantages_T.tolist() == [0.0] * 6
+
+
+def test_rewards_earn_nothing_where_the_teacher_teaches_alone():
+    taught = DistillationOnly(distillation=TEACHER)
+    for rewards in ([1, 0], [0, 1], [5, 5]):
+        batch = experience(Drawn(rewards, [1, 1]), estimates=estimates([-1.0, -1.0], [-2.0, 0.0]))
+        assert token_advantages(batch, taught).advantages_T.tolist() == [-0.5, 0.5]

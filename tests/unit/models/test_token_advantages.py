@@ -1,0 +1,288 @@
+"""Advantages that differ from token to token (CAPO, REINFORCE++, GAE) against numbers worked by hand, against code that
+walks over tokens one by one, and their laws."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.algorithms.advantages import informative_groups, token_advantages, told_apart
+from models.algorithms.experience import Estimates, Experience
+from models.algorithms.ppo import generalised_advantages
+from models.algorithms.ragged import discounted_sums, values_on_last_tokens, values_on_tokens
+from models.config.algorithms import Capo, Overlong, Ppo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, RewardKl
+from models.records.columns import Floats
+from tests.support.experiences import NAN, Drawn, completions, experience
+
+busy = settings(deadline=None)  # a busy machine is not wrong
+REINFORCE = ReinforcePlusPlus(kl=None)
+K1 = RewardKl(kind="k1")
+discounts = st.sampled_from([0.0, 0.5, 0.9, 1.0])
+
+
+def rows(values_T: Floats, lengths: list[int]) -> list[list[float]]:
+    """Cut a flat column at the ends of completions."""
+    return [row.tolist() for row in np.split(values_T, np.cumsum(lengths)[:-1])]
+
+
+def step_of(steps: list[tuple[int, float]], token: int) -> float:
+    return [value for start, value in steps if start <= token][-1]
+
+
+def moments(values: list[float]) -> tuple[float, float]:
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+
+
+# ---- CAPO
+
+
+def test_capo_counts_tokens_and_not_completions():
+    # rewards (1, 0) on 2 and 6 tokens: mean 2/8, variance 1/4 · 3/4, so 0.75 / √(3/16) = √3 and -0.25 / √(3/16) = -1/√3
+    found = token_advantages(experience(Drawn([1, 0], [2, 6])), Capo())
+    np.testing.assert_allclose(found.advantages_T, [3**0.5] * 2 + [-(3**-0.5)] * 6, rtol=1e-12)
+
+
+def test_capo_tells_the_tokens_of_a_flagged_step_from_their_neighbours():
+    # outcome 2 or 0, a flag takes 1: tokens (2, 2, 1 | 0, -1), mean 4/5, squares 1.44 · 2 + 0.04 + 0.64 + 3.24 = 6.8
+    drawn = Drawn([2, 0], [3, 2], steps=[[(0, 0), (2, -1)], [(0, 0), (1, -1)]])
+    found = token_advantages(experience(drawn), Capo())
+    expected = np.array([1.2, 1.2, 0.2, -0.8, -1.8]) / math.sqrt(6.8 / 5)
+    np.testing.assert_allclose(found.advantages_T, expected, rtol=1e-12)
+
+
+def test_capo_with_equal_lengths_and_no_flag_is_grpo():
+    found = token_advantages(experience(Drawn([1, 0, 0, 0], [3] * 4)), Capo())
+    np.testing.assert_allclose(found.advantages_T, np.repeat([3**0.5, *[-(3**-0.5)] * 3], 3), rtol=1e-12)
+
+
+def walked_capo(drawn: Drawn) -> list[list[float]]:
+    values = [
+        [reward + drawn.step_weight * step_of(drawn.steps[row], token) for token in range(drawn.lengths[row])]
+        for row, reward in enumerate(drawn.rewards)
+    ]
+    for group in set(drawn.groups):
+        mine = [row for row, other in enumerate(drawn.groups) if other == group]
+        tokens = [value for row in mine for value in values[row] if not math.isnan(value)]
+        mean, std = moments(tokens) if tokens else (0.0, 0.0)
+        for row in mine:
+            values[row] = [value * 0 if std < 1e-6 else (value - mean) / std for value in values[row]]
+    return values
+
+
+@busy
+@given(completions())
+def test_capo_is_what_walking_over_tokens_gives(drawn: Drawn):
+    found = token_advantages(experience(drawn), Capo())
+    for row, expected in zip(rows(found.advantages_T, drawn.lengths), walked_capo(drawn), strict=True):
+        np.testing.assert_allclose(row, expected, atol=1e-9)
+
+
+@busy
+@given(completions(), st.integers(-20, 20), st.integers(1, 16))
+def test_capo_knows_neither_shift_nor_scale(drawn: Drawn, shift: int, scale: int):
+    moved = Drawn(
+        [shift + scale * reward for reward in drawn.rewards], drawn.lengths, drawn.groups, drawn.steps, float(scale)
+    )
+    plain, other = (token_advantages(experience(each), Capo()).advantages_T for each in (drawn, moved))
+    np.testing.assert_allclose(other, plain, atol=1e-7)
+
+
+def test_an_all_correct_group_with_a_flagged_step_is_informative_for_capo_alone():
+    steps = [[(0, 0)], [(0, 0), (1, -1)], [(0, 0)], [(0, 0)]]
+    scored = experience(Drawn([2, 2, 2, 2], [3] * 4, [0, 0, 1, 1], steps)).scored
+    assert informative_groups(scored, Capo()).tolist() == [True, False]
+    assert told_apart(scored, Capo(), "outcome").tolist() == [True, False]
+    assert told_apart(scored, REINFORCE, "outcome").tolist() == [False, False]
+    assert told_apart(scored, REINFORCE, "steps").tolist() == [True, False]  # by the steps' aggregate
+
+
+def test_a_flag_on_a_completion_without_a_reward_tells_nothing_apart():
+    steps = [[(0, 0)], [(0, 0), (1, -1)], [(0, 0)]]
+    scored = experience(Drawn([2, NAN, 2], [3] * 3, steps=steps)).scored
+    assert not told_apart(scored, Capo(), "outcome").any()
+    assert not informative_groups(scored, Capo()).any()
+
+
+@busy
+@given(completions())
+def test_groups_that_are_uninformative_for_capo_have_no_advantage(drawn: Drawn):
+    batch = experience(drawn)
+    informative_N = informative_groups(batch.scored, Capo())[batch.scored.group_N]
+    found_T = token_advantages(batch, Capo()).advantages_T
+    assert not np.nan_to_num(found_T)[~np.repeat(informative_N, drawn.lengths)].any()
+    if informative_N.any():
+        assert np.nan_to_num(found_T).any()
+
+
+# ---- sums to the end
+
+
+def test_sums_to_the_end_are_discounted():
+    found = discounted_sums(np.array([1.0, 2.0, 4.0, 8.0]), np.array([3, 0, 1]), 0.5)
+    np.testing.assert_array_equal(found, [1 + 1 + 1, 2 + 2, 4, 8])
+
+
+@busy
+@given(completions(missing=False), discounts)
+def test_sums_to_the_end_are_what_walking_back_gives(drawn: Drawn, factor: float):
+    values_T = np.arange(sum(drawn.lengths), dtype=np.float64)
+    found = rows(discounted_sums(values_T, np.array(drawn.lengths), factor), drawn.lengths)
+    for row, values in zip(found, rows(values_T, drawn.lengths), strict=True):
+        running, expected = 0.0, []
+        for value in reversed(values):
+            running = value + factor * running
+            expected.insert(0, running)
+        np.testing.assert_allclose(row, expected, rtol=1e-12)
+
+
+def test_a_step_gives_its_value_to_its_tokens_or_to_its_last():
+    spans = experience(Drawn([0, 0, 0], [4, 0, 2], steps=[[(0, 1), (3, 5)], [], [(0, 7)]])).scored.terms[-1].spans
+    lengths = np.array([4, 0, 2])
+    np.testing.assert_array_equal(values_on_tokens(spans, lengths), [1, 1, 1, 5, 7, 7])
+    np.testing.assert_array_equal(values_on_last_tokens(spans, lengths), [0, 0, 1, 5, 0, 7])
+
+
+# ---- REINFORCE++
+
+
+def test_reinforce_pp_gives_the_advantages_worked_by_hand():
+    # rewards 1 on 2 tokens and 0 on 1, divergence k1 of 0.5 each, coefficient 0.2: (0.8, 0.9 | -0.1)
+    # mean 1.6/3; squares 0.0711 + 0.1344 + 0.4011 = 0.6067
+    batch = experience(
+        Drawn([1, 0], [2, 1]),
+        logprobs_T=np.array([-1.0, -1.0, -1.0]),
+        estimates=Estimates(reference_T=np.full(3, -1.5)),
+        kl_coefficient=0.2,
+    )
+    found = token_advantages(batch, ReinforcePlusPlus(kl=K1))
+    expected = (np.array([0.8, 0.9, -0.1]) - 1.6 / 3) / math.sqrt((0.8**2 + 0.9**2 + 0.1**2) / 3 - (1.6 / 3) ** 2)
+    np.testing.assert_allclose(found.advantages_T, expected, rtol=1e-12)
+    assert found.metrics == {"kl": 0.5, "kl_coefficient": 0.2}
+
+
+def test_the_baseline_variant_gives_the_advantages_worked_by_hand():
+    # centred in groups: (0.5 | -0.5, -0.5, -0.5 | 2 | -2): mean -1/6, squares 0.25 · 4 + 8 = 9
+    found = token_advantages(experience(Drawn([1, 0, 6, 2], [1, 3, 1, 1], [0, 0, 1, 1])), ReinforcePlusPlusBaseline())
+    centred = np.array([0.5, -0.5, -0.5, -0.5, 2, -2])
+    np.testing.assert_allclose(found.advantages_T, (centred + 1 / 6) / math.sqrt(9 / 6 - 1 / 36), rtol=1e-12)
+
+
+def with_models(drawn: Drawn, seed: int, **settings: object) -> Experience:
+    random = np.random.default_rng(seed)
+    logprobs_T, reference_T, values_T = random.normal(-1, 1, (3, sum(drawn.lengths)))
+    estimates = Estimates(reference_T=reference_T, values_T=values_T)
+    return experience(drawn, logprobs_T=logprobs_T, estimates=estimates, kl_coefficient=0.3, **settings)
+
+
+def walked_rewards(drawn: Drawn, batch: Experience) -> list[list[float]]:
+    """Each token's divergence, a step's value at its last token, the outcome at the end."""
+    kl = rows(batch.logprobs_T - batch.estimates.reference_T, drawn.lengths)
+    walked = []
+    for row, length in enumerate(drawn.lengths):
+        rewards = [-0.3 * kl[row][token] for token in range(length)]
+        ends = [*(start for start, _ in drawn.steps[row][1:]), length]
+        for (_, value), end in zip(drawn.steps[row], ends, strict=False):
+            rewards[end - 1] += drawn.step_weight * value
+        if length:
+            rewards[-1] += drawn.rewards[row]
+        walked.append(rewards)
+    return walked
+
+
+@busy
+@given(completions(), st.integers(0, 99), discounts)
+def test_reinforce_pp_is_what_walking_over_tokens_gives(drawn: Drawn, seed: int, gamma: float):
+    batch = with_models(drawn, seed)
+    expected = []
+    for rewards in walked_rewards(drawn, batch):
+        sums = [sum(gamma ** (i - t) * rewards[i] for i in range(t, len(rewards))) for t in range(len(rewards))]
+        expected += sums
+    trained = [value for value in expected if not math.isnan(value)]
+    mean, std = moments(trained) if trained else (0, 1)
+    if trained and std >= 1e-6:
+        found = token_advantages(batch, ReinforcePlusPlus(kl=K1, gamma=gamma))
+        np.testing.assert_allclose(found.advantages_T, [(value - mean) / std for value in expected], atol=1e-7)
+
+
+# ---- GAE and PPO
+
+
+def test_gae_gives_the_advantages_worked_by_hand():
+    # δ = (0 + 0.5 · 2 - 1, 4 - 2) = (0, 2), and A_0 = 0 + 0.5 · 0.5 · 2
+    found = generalised_advantages(np.array([0.0, 4.0]), np.array([1.0, 2.0]), np.array([2]), gamma=0.5, lam=0.5)
+    np.testing.assert_array_equal(found, [0.5, 2.0])
+
+
+@busy
+@given(completions(), st.integers(0, 99), discounts, discounts)
+def test_ppo_is_what_walking_over_tokens_gives(drawn: Drawn, seed: int, gamma: float, lam: float):
+    batch = with_models(drawn, seed)
+    advantages, returns = [], []
+    for rewards, values in zip(
+        walked_rewards(drawn, batch), rows(batch.estimates.values_T, drawn.lengths), strict=True
+    ):
+        deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=False)]
+        row = [sum((gamma * lam) ** (i - t) * deltas[i] for i in range(t, len(deltas))) for t in range(len(deltas))]
+        advantages += row
+        returns += [advantage + value for advantage, value in zip(row, values, strict=True)]
+    found = token_advantages(batch, Ppo(kl=K1, gamma=gamma, lam=lam, whiten=False))
+    np.testing.assert_allclose(found.advantages_T, advantages, atol=1e-9)
+    np.testing.assert_allclose(found.returns_T, returns, atol=1e-9)
+
+
+@busy
+@given(completions(missing=False, shortest=1), st.integers(0, 99))
+def test_with_lambda_1_returns_are_the_rewards_that_follow(drawn: Drawn, seed: int):
+    batch = with_models(drawn, seed)
+    found = token_advantages(batch, Ppo(kl=K1, gamma=1, lam=1))
+    expected = [sum(rewards[token:]) for rewards in walked_rewards(drawn, batch) for token in range(len(rewards))]
+    np.testing.assert_allclose(found.returns_T, expected, atol=1e-9)
+
+
+@busy
+@given(completions(), st.integers(0, 99))
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_what_is_trained(drawn: Drawn, seed: int):
+    batch = with_models(drawn, seed)
+    for algorithm in (ReinforcePlusPlus(kl=K1), Ppo(kl=K1)):
+        found_T = token_advantages(batch, algorithm).advantages_T[np.repeat(batch.counted_N, drawn.lengths)]
+        if len(found_T) and found_T.any():
+            assert found_T.mean() == pytest.approx(0, abs=1e-9)
+            assert found_T.std() == pytest.approx(1, abs=1e-9)
+
+
+@busy
+@given(completions(steps=False), st.integers(-20, 20), st.integers(1, 16))
+def test_a_normalised_batch_knows_neither_shift_nor_scale(drawn: Drawn, shift: int, scale: int):
+    moved = Drawn([shift + scale * reward for reward in drawn.rewards], drawn.lengths, drawn.groups)
+    for algorithm in (REINFORCE, ReinforcePlusPlusBaseline()):
+        plain, other = (token_advantages(experience(each), algorithm).advantages_T for each in (drawn, moved))
+        np.testing.assert_allclose(np.nan_to_num(other), np.nan_to_num(plain), atol=1e-7)
+
+
+def test_a_batch_is_normalised_over_the_completions_that_are_trained():
+    batch = experience(Drawn([1, 0, 100], [1, 1, 1]), counted_N=np.array([True, True, False]))
+    np.testing.assert_allclose(token_advantages(batch, REINFORCE).advantages_T[:2], [1, -1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", [Capo(), REINFORCE, ReinforcePlusPlusBaseline()])
+def test_equal_rewards_teach_nothing(algorithm):
+    found = token_advantages(experience(Drawn([0.1, 0.1, 0.1, NAN], [2, 1, 4, 2])), algorithm)
+    assert not np.nan_to_num(found.advantages_T).any()
+
+
+# ---- length
+
+
+def test_length_is_penalised_over_the_last_tokens_before_the_limit():
+    # limit 10, buffer 4, penalty 2: up to 6 tokens nothing, 8 tokens half, 10 tokens all; summed: (1 | 0 | -1)
+    batch = experience(Drawn([1, 1, 1], [6, 8, 10]), max_new_tokens=10)
+    overlong = Overlong(buffer=4, penalty=2)
+    found = token_advantages(batch, ReinforcePlusPlus(kl=None, overlong=overlong))
+    sums = np.repeat([1.0, 0.0, -1.0], [6, 8, 10])
+    np.testing.assert_allclose(found.advantages_T, (sums - sums.mean()) / sums.std(), rtol=1e-12)
+    assert found.metrics == {"overlong_penalty_mean": 1.0}
+    capo = token_advantages(batch, Capo(overlong=overlong))
+    np.testing.assert_allclose(capo.advantages_T, found.advantages_T, rtol=1e-12)  # one group, so the same here

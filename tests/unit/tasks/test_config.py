@@ -1,0 +1,259 @@
+"""The configuration: every fault in one line with the nearest name, and an identity of what matters alone."""
+
+import copy
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from infra.errors import BadInput
+from tasks.config.run import RunConfig, load_config, override_config, parse_config
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
+
+
+def complaint(text: str, *overrides: str) -> str:
+    """The one line that a document earns."""
+    with pytest.raises(BadInput) as refused:
+        override_config(tomllib.loads(text), overrides, source="run.toml")
+    assert "\n" not in str(refused.value)
+    return str(refused.value).removeprefix("run.toml: ")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_configuration_parses_and_its_run_has_the_files_name(path):
+    assert load_config(path).name == path.stem
+
+
+def test_the_defaults_are_a_configuration():
+    assert parse_config({}, source="nothing") == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("iteration = 3", "unknown key 'iteration'; did you mean 'iterations'?"),
+        ("[rollout]\npromts = 3", "unknown key 'rollout.promts'; did you mean 'prompts'?"),
+        ("[rollout.enigne]\ndtype = 'float32'", "unknown key 'rollout.enigne'; did you mean 'engine'?"),
+        (
+            "[rollout.engine]\nkind = 'transformers'\ndtpe = 'float32'",
+            "unknown key 'rollout.engine.dtpe'; did you mean 'dtype'?",
+        ),
+        (
+            "[update.loss]\nkind = 'ppo_clip'\nclip_hi = 0.3",
+            "unknown key 'update.loss.clip_hi'; did you mean 'clip_high'?",
+        ),
+        ("[update.kl]\nkind = 'k3'\ncoeficient = 1", "unknown key 'update.kl.coeficient'; did you mean 'coefficient'?"),
+        (
+            "[update.loss]\nkind = 'gspo'\n[update.loss.aggregation]\nkind = 'constant'\nlenght = 9",
+            "unknown key 'update.loss.aggregation.lenght'; did you mean 'length'?; "
+            "update.loss.aggregation.length: missing",
+        ),
+        (
+            "[[scoring.rewards]]\nkind = 'regex'\npatern = 'x'",
+            "unknown key 'scoring.rewards.0.patern'; did you mean 'pattern'?; scoring.rewards.0.pattern: missing",
+        ),
+        ("[warmup]\nstep = 3", "unknown key 'warmup.step'; did you mean 'steps'?"),
+        (
+            "learning_rate = 1",
+            "unknown key 'learning_rate'; did you mean 'warmup.learning_rate' or 'dpo.learning_rate' or "
+            "'algorithm.critic.learning_rate' or 'update.learning_rate'?",
+        ),
+        (
+            "[rollout]\ntemperature = 1",
+            "unknown key 'rollout.temperature'; "
+            "did you mean 'rollout.sampling.temperature' or 'evaluation.temperature'?",
+        ),
+        (
+            "[rollout]\nxyzzy = 1",
+            "unknown key 'rollout.xyzzy', expected one of prompts, group_size, shard_prompts, sampling, engine, "
+            "dynamic, partial",
+        ),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
+    assert complaint(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "[data]\nkind = 'file'\npath = 'x.jsonl'\noperations = 3",
+            "unknown key 'data.operations': it belongs to kind 'arithmetic'",
+        ),
+        (
+            "[policy]\nkind = 'directory'\npath = 'x'\nlayers = 2",
+            "unknown key 'policy.layers': it belongs to kind 'scratch'",
+        ),
+        (
+            "[update.kl]\nkind = 'none'\ncoefficient = 1",
+            "unknown key 'update.kl.coefficient': it belongs to kind 'k1' or 'k2' or 'k3'",
+        ),
+        ("[data]\nkind = 'files'", "data.kind: expected 'arithmetic' or 'file', got 'files'; did you mean 'file'?"),
+        ("[policy]\nlayers = 2", "policy.kind: missing, expected 'scratch' or 'directory'"),
+        (
+            "[[scoring.rewards]]\nkind = 'maths'",
+            "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'target' or 'judge' or "
+            "'model', got 'maths'; "
+            "did you mean 'math'?",
+        ),
+        ("[data]\nkind = 'file'", "data.path: missing"),
+    ],
+)
+def test_a_union_says_which_kinds_there_are_and_whose_key_it_is(text, expected):
+    assert complaint(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[rollout]\ngroup_size = 0", "rollout.group_size: expected greater than or equal to 1, got 0"),
+        ("[rollout]\nshard_prompts = 0", "rollout.shard_prompts: expected greater than or equal to 1, got 0"),
+        ("[update.loss]\nkind = 'ppo_clip'\nclip_low = 1.0", "update.loss.clip_low: expected less than 1, got 1.0"),
+        ("[update]\nlearning_rate = nan", "update.learning_rate: expected a finite number, got nan"),
+        ("[retention]\nkeep_last = 1", "retention.keep_last: expected greater than or equal to 2, got 1"),
+        ("[pools]\nupdate_ranks = 0", "pools.update_ranks: expected greater than or equal to 1, got 0"),
+        ("seed = -1", "seed: expected greater than or equal to 0, got -1"),
+        ("iterations = 'ten'", "iterations: expected an integer, got 'ten'"),
+        ("rollout = 3", "rollout: expected a table, got 3"),
+        ("data = 'arithmetic'", "data: expected a table, got 'arithmetic'"),
+        ("[scoring]\nrewards = 'math'", "scoring.rewards: expected a list, got 'math'"),
+        ("[scoring]\nrewards = []", "scoring.rewards: should have at least 1 item, got []"),
+        (
+            "[policy]\nkind = 'scratch'\narchitecture = 'qwen'",
+            "policy.architecture: expected 'llama' or 'qwen3', got 'qwen'; did you mean 'qwen3'?",
+        ),
+        ("[policy]\nkind = 'scratch'\nheads = 3", "policy: hidden_size 32 is not a multiple of heads 3"),
+        (
+            "[controllers]\nwhere = 'deployed'",
+            "controllers.where: expected 'nested' or 'deployment', got 'deployed'; did you mean 'deployment'?",
+        ),
+        ("name = '../evil'", "name: should match pattern '^[a-z0-9][a-z0-9._-]{0,63}$', got '../evil'"),
+        ("name = 'a..b'", "name: expected a name without '..', got 'a..b'"),
+        ("[evaluation]\nproblems = 257", "evaluation.problems 257 exceeds data.heldout_problems 256"),
+        (
+            "[rollout.sampling]\ntemperature = 0",
+            "rollout.sampling.temperature 0 makes every completion of a group the same: use above 0",
+        ),
+        (
+            "scoring.rewards = [{kind = 'math'}, {kind = 'math'}]",
+            "scoring: reward terms need different names, found math, math: set `name`",
+        ),
+    ],
+)
+def test_a_bad_value_is_answered_with_what_was_expected_and_what_came(text, expected):
+    assert complaint(text) == expected
+
+
+def test_several_faults_are_told_at_once_unknown_keys_first():
+    text = (
+        "seed = -1\nnoname = 1\n[rollout]\nprompts = 0\n[warmup]\nsteps = 0\nbatch_size = 0\n[retention]\nkeep_last = 1"
+    )
+    told = complaint(text)
+    assert told.startswith("unknown key 'noname'; did you mean 'name'?; seed: ")
+    assert told.endswith("; and 2 more")
+    assert len(told.split("; ")) == 6  # four faults, one of them with its hint, and the count
+
+
+@pytest.mark.parametrize("override", ["rollout", "=3", "a..b=3", ".=3", "="])
+def test_an_override_that_is_none_is_shown_how_one_looks(override):
+    assert f"override {override!r}: expected dotted.key=value, such as" in complaint("", override)
+
+
+def test_an_override_below_a_value_is_refused():
+    assert complaint("seed = 3", "seed.x=3") == "override 'seed.x=3': 'seed' is not a table"
+
+
+def test_a_broken_toml_value_is_told_as_such():
+    assert "override 'scoring.rewards=[{': its value is not TOML: " in complaint("", "scoring.rewards=[{")
+
+
+def test_overrides_are_toml_or_bare_text_and_the_last_one_counts():
+    config = override_config(
+        {"seed": 1},
+        ["seed=2", "seed=3", "store=elsewhere", 'rollout.sampling.stop=["\\n"]', "update.learning_rate=1e-4"],
+        source="run.toml",
+    )
+    assert (config.seed, config.store, config.rollout.sampling.stop) == (3, "elsewhere", ("\n",))
+    assert config.update.learning_rate == 1e-4
+
+
+def test_an_empty_override_goes_back_to_the_default():
+    document = {"seed": 7, "warmup": {"steps": 3}}
+    kept = copy.deepcopy(document)
+    config = override_config(document, ["seed=", "warmup="], source="run.toml")
+    assert (config.seed, config.warmup) == (0, None)
+    assert document == kept
+
+
+def test_another_kind_begins_its_table_anew_wherever_it_stands():
+    document = {"policy": {"kind": "scratch", "layers": 3}}
+    config = override_config(document, ["policy.path=model", "policy.kind=directory"], source="run.toml")
+    assert config.policy.model_dump() == {"kind": "directory", "path": Path("model")}
+    same = override_config(document, ["policy.kind=scratch", "policy.heads=8"], source="run.toml")
+    assert (same.policy.layers, same.policy.heads) == (3, 8)
+
+
+def test_a_file_that_is_no_toml_is_told_with_its_line(tmp_path):
+    path = tmp_path / "broken.toml"
+    path.write_text("name = 'x'\n[rollout\nprompts = 3\n")
+    with pytest.raises(BadInput, match=r"broken.toml is not TOML: .*line 2"):
+        load_config(path)
+    path.write_bytes(b"name = '\xff'")
+    with pytest.raises(BadInput, match=r"broken.toml is not TOML: 'utf-8' codec"):
+        load_config(path)
+
+
+def test_a_missing_file_is_answered_with_the_one_that_was_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    Path("configs/demo.toml").touch()
+    for asked in ("configs/demo.tml", "configs/dmeo.toml", "demo.toml", "demo"):
+        with pytest.raises(BadInput, match=r"looked in .*; did you mean configs/demo.toml\?"):
+            load_config(Path(asked))
+    with pytest.raises(BadInput, match=r"the configuration comes first: rheostat train CONFIG key=value"):
+        load_config(Path("seed=3"))
+    with pytest.raises(BadInput, match=r"configuration file configs: Is a directory"):
+        load_config(Path("configs"))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "name=other", "store=elsewhere", "iterations=99", "controllers.count=5", "controllers.where=deployment",
+        "pools.workers=7", "pools.scoring_workers=3", "pools.stall_seconds=9", "pools.gpus_per_update_rank=1",
+        "pools.ray_address=auto", "retention.keep_last=9", "retention.keep_every=2",
+    ],
+)  # fmt: skip
+def test_what_results_do_not_depend_on_is_no_part_of_a_runs_identity(override):
+    assert override_config({}, [override], source="run.toml").fingerprint() == RunConfig().fingerprint()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1", "data.kind=arithmetic data.operations=3", "policy.kind=scratch policy.layers=3", "warmup.steps=9",
+        "rollout.prompts=65", "rollout.group_size=9", "rollout.shard_prompts=16", "rollout.sampling.top_p=0.9",
+        "rollout.engine.kind=transformers rollout.engine.dtype=bfloat16", "scoring.timeout_seconds=9",
+        'scoring.rewards=[{kind="math"}]',
+        "algorithm.kind=rloo", "update.learning_rate=2e-6", "update.loss.kind=ppo_clip update.loss.clip_high=0.2",
+        "update.kl.kind=k3", "update.correction.kind=none", "pools.update_ranks=2", "pools.threads=2",
+        "evaluation.problems=9",
+    ],
+)  # fmt: skip
+def test_what_results_depend_on_is_part_of_a_runs_identity(override):
+    changed = override_config({}, override.split(), source="run.toml")
+    assert changed.fingerprint() != RunConfig().fingerprint()
+
+
+def test_the_number_of_iterations_matters_where_the_schedule_reads_it():
+    linear = ["update.schedule=linear"]
+    short, long = (override_config({}, [*linear, f"iterations={n}"], source="run.toml") for n in (8, 9))
+    assert short.fingerprint() != long.fingerprint()
+
+
+def test_a_run_can_be_read_back_from_its_identity():
+    config = override_config({}, ["name=x", "seed=5", "update.kl.kind=k3", "warmup.steps=3"], source="run.toml")
+    again = parse_config({**config.identity(), "name": "x"}, source="run.json")
+    assert again.fingerprint() == config.fingerprint()

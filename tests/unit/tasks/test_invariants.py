@@ -1,0 +1,320 @@
+"""A run with waves, kept groups and cut completions keeps its promises, and each broken promise is told."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+
+from infra.store.bundles import publish_bundle
+from infra.store.manifests import Manifest
+from infra.store.runs import Run, create_run, open_run
+from infra.store.shards import read_shard, write_shard
+from models.config.algorithms import Grpo
+from models.config.engines import SamplingConfig
+from models.config.reward_terms import RegexReward
+from models.config.rewards import ScoringConfig
+from models.config.rollout import DynamicSampling, PartialRollout, RolloutConfig
+from models.data.curriculum import take
+from models.records.schemas import PROMPT_SCHEMA
+from models.records.versions import Outcome, PolicyVersion
+from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
+from models.rollouts.dynamic_sampling import Sampling, another_wave, wave_size
+from models.workers.rollout import RolloutWorker
+from models.workers.scoring import ScoringWorker
+from tasks.run.batch import BatchPlan, iteration_key, plan_key, policy_key, wave_key, waves_of
+from tasks.run.carry_over import Handover, handover_after, handover_before
+from tasks.run.rescorings import credited_pairs
+from tasks.run.versions import bundles_of
+from tasks.verification.iterations import check_invariants
+from tests.support.policies import small_tokenizer, write_policy
+
+DYNAMIC = DynamicSampling(surplus="keep", max_extra_waves=1, margin=1.5)
+ROLLOUT = RolloutConfig(
+    prompts=5,
+    group_size=3,
+    shard_prompts=4,
+    sampling=SamplingConfig(max_new_tokens=24),
+    dynamic=DYNAMIC,
+    partial=PartialRollout(tokens=16),
+)
+SCORING = ScoringConfig(rewards=(RegexReward(pattern="[0-2]"),))
+TEXTS = [f"Ana has {n} pens." for n in range(40)]
+ITERATIONS = 4
+Change = Callable[[Manifest], Manifest]
+
+
+class Story:
+    """A run made by real workers without an orchestrator; its updates leave the policy as it is."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        config = {"seed": 3, "rollout": ROLLOUT.model_dump(mode="json")}
+        self.run = create_run(str(root), "story", json.dumps(config), "fingerprint")
+        self.rollout = RolloutWorker(str(root), "story", ROLLOUT.engine, 1)
+        self.scoring = ScoringWorker(str(root), "story", SCORING, Grpo())
+        with self.run.hold():
+            self._prepare()
+            for number in range(1, ITERATIONS + 1):
+                self._iterate(number)
+        self.scoring.close()
+
+    def _commit(self, key: str, outcome: Outcome, *parents: Manifest) -> Manifest:
+        bundles = {} if outcome.policy is None else bundles_of(outcome.policy)
+        version = {} if outcome.policy is None else {"version": outcome.policy.version}
+        made = Manifest(
+            key=key,
+            shards=outcome.shards,
+            bundles=bundles,
+            parents=tuple(parent.digest for parent in parents),
+            metrics=outcome.metrics or {},
+            detail=version | (outcome.detail or {}),
+        )
+        return self.run.commit(made)
+
+    def _prepare(self) -> None:
+        store = self.run.store
+        write_policy(self.root / "made", eos_share=0.12)
+        self.weights = publish_bundle(store, self.root / "made", prefix="policies")
+        columns = {
+            "prompt_id": [f"{row:016x}" for row in range(len(TEXTS))],
+            "text": TEXTS,
+            "tokens": [small_tokenizer().encode(text) for text in TEXTS],
+            "answer": TEXTS,
+        }
+        shard = write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={})
+        self.prompts = self._commit("prompts/train", Outcome(shards=(shard,)))
+        self._commit(policy_key(0), Outcome(policy=PolicyVersion(version=0, weights=self.weights)))
+
+    def _iterate(self, number: int) -> None:
+        before, informative = handover_before(self.run, number), 0
+        kept = [(self._find(g.rollouts), self._find(g.scores), g.rows) for g in before.kept]
+        informative += sum(len(rows) for _, _, rows in kept)
+        made: list[tuple[Manifest, Manifest, None]] = []
+        wave = 0
+        while not wave or another_wave(wave, ROLLOUT.prompts - informative, max_extra_waves=DYNAMIC.max_extra_waves):
+            wave += 1
+            plan = self._plan(number, wave, before, gap=ROLLOUT.prompts - informative)
+            for shard in range(plan.num_shards):
+                rollouts, scores = self._shard(plan, shard)
+                informative += int(scores.metrics["informative_groups"])
+                made.append((rollouts, scores, None))
+        shards = [ScoredShard(r.shards[0], s.shards[0], rows) for r, s, rows in (*kept, *made)]
+        work = CreditWork(
+            iteration=number,
+            shards=tuple(shards),
+            target=ROLLOUT.prompts,
+            dynamic=DYNAMIC,
+            policy_version=number - 1,
+        )
+        looked_at = [manifest for rollouts, scores, _ in (*kept, *made) for manifest in (rollouts, scores)]
+        credit = self._commit(f"{iteration_key(number)}/credit", self.scoring.credit(work), *looked_at)
+        policy = PolicyVersion(version=number, weights=self.weights)
+        self._commit(policy_key(number), Outcome(policy=policy), self._find(policy_key(number - 1)), credit)
+        after = handover_after(
+            before,
+            waves_of(self.run, number),
+            rollouts=[rollouts for rollouts, _, _ in made],
+            scores=[scores for _, scores, _ in made],
+            credit=credit,
+            keep_surplus=True,
+            dynamic=True,
+        )
+        self._commit(f"{iteration_key(number)}/seal", Outcome(detail={"policy": "", **after.detail()}), credit)
+
+    def _plan(self, number: int, wave: int, before: Handover, *, gap: int) -> BatchPlan:
+        earlier = waves_of(self.run, number)
+        taken = before.rows().union(*(plan.rows for plan in earlier))
+        carried = tuple(groups.rollouts for groups in before.carried) if wave == 1 else ()
+        count = max(0, wave_size(gap, (before.sampling or Sampling()).ema, DYNAMIC.margin) - len(carried))
+        cursor = earlier[-1].cursor if earlier else before.cursor
+        rows, cursor = take(cursor, count, taken=taken, num_prompts=len(TEXTS), seed=3)
+        plan = BatchPlan(
+            key=wave_key(number, wave),
+            number=number,
+            split="train",
+            rows=rows,
+            group_size=ROLLOUT.group_size,
+            shard_prompts=ROLLOUT.shard_prompts,
+            sampling=ROLLOUT.sampling,
+            policy=policy_key(number - 1),
+            wave=wave,
+            carried=carried,
+            cursor=cursor,
+        )
+        self._commit(plan_key(plan.key), Outcome(detail=plan.model_dump(mode="json")))
+        return plan
+
+    def _shard(self, plan: BatchPlan, shard: int) -> tuple[Manifest, Manifest]:
+        work = RolloutWork(
+            iteration=plan.number,
+            policy=PolicyVersion(version=plan.number - 1, weights=self.weights),
+            prompts=self.prompts.shards[0],
+            rows=plan.shard_rows(shard),
+            group_size=plan.group_size,
+            sampling=plan.sampling,
+            seed=3,
+            continued=self._find(plan.carried[shard]).shards[1] if shard < len(plan.carried) else None,
+            partial=ROLLOUT.partial,
+        )
+        rollouts = self._commit(plan.shard_key("rollout", shard), self.rollout.generate(work))
+        asked = ScoringWork(iteration=plan.number, rollouts=rollouts.shards[0], metric="regex")
+        return rollouts, self._commit(plan.shard_key("scoring", shard), self.scoring.score(asked), rollouts)
+
+    def _find(self, key: str) -> Manifest:
+        found = self.run.find(key)
+        assert found is not None, key
+        return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Iterator[Path]:
+    before = torch.get_num_threads()
+    path = tmp_path_factory.mktemp("story")
+    Story(path)
+    yield path
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(root: Path, tmp_path: Path) -> Run:
+    """A copy of the run, to be spoilt."""
+    shutil.copytree(root / "story", tmp_path / "story")
+    return open_run(str(tmp_path), "story")
+
+
+def spoil(run: Run, key: str, change: Change) -> list[str]:
+    """Put a changed manifest in the place of one and say what is found to be wrong."""
+    found = run.find(key)
+    assert found is not None
+    path = run.store.local(f"manifests/{key}.json")
+    path.chmod(0o644)
+    path.write_bytes(change(found).encode())
+    return check_invariants(open_run(str(path).split("/story/")[0], "story"))
+
+
+def detail(**changes: object) -> Change:
+    return lambda manifest: manifest.model_copy(update={"detail": {**manifest.detail, **changes}})
+
+
+def rows_changed(run: Run, index: int, change: Callable[[list[dict[str, object]]], object]) -> Change:
+    """Change the rows of a manifest's `index`-th shard."""
+
+    def changed(manifest: Manifest) -> Manifest:
+        table = read_shard(run.store, manifest.shards[index])
+        rows = table.to_pylist()
+        change(rows)
+        metadata = {
+            key.decode(): value.decode()
+            for key, value in table.schema.metadata.items()
+            if not key.startswith(b"rheostat.")
+        }
+        plain = pa.Table.from_pylist(rows, schema=table.schema.remove_metadata())
+        shards = list(manifest.shards)
+        shards[index] = write_shard(run.store, plain, kind="changed", metadata=metadata)
+        return manifest.model_copy(update={"shards": tuple(shards)})
+
+    return changed
+
+
+def cut_shards(run: Run) -> list[str]:
+    return [m.key for m in run.manifests() if "/rollout/" in m.key and len(m.shards) == 2]
+
+
+def seal_with(run: Run, name: str) -> Manifest:
+    """The first seal but the last that leaves something of that name to the next."""
+    seals = [run.find(f"{iteration_key(number)}/seal") for number in range(1, ITERATIONS)]
+    return next(seal for seal in seals if seal is not None and name in seal.detail)
+
+
+def test_a_run_with_waves_and_cut_completions_keeps_its_promises(run):
+    assert check_invariants(run) == []
+    assert any("/wave-2/" in manifest.key for manifest in run.manifests())
+    assert cut_shards(run)
+    seal_with(run, "carried")
+    seal_with(run, "kept")
+
+
+def test_a_prompt_that_is_skipped_is_told(run):
+    cursor = run.find("it-0002/seal").detail["cursor"]
+    moved = detail(cursor={**cursor, "position": cursor["position"] + 1})
+    problems = "\n".join(spoil(run, "it-0002/seal", moved))
+    assert "it-0002/seal: its cursor is not where the last batch left it" in problems
+    assert "it-0003/plan: its prompts are not the" in problems
+
+
+def test_credit_of_other_scores_than_the_iterations_is_told(run):
+    fewer = spoil(run, "it-0002/credit", lambda m: m.model_copy(update={"parents": m.parents[:-1]}))
+    assert "it-0002/credit: its parents are not the iteration's rollouts with their scores and estimates" in fewer
+
+
+def test_estimates_of_other_completions_than_credit_looks_at_are_told(run):
+    pairs = credited_pairs(run, 2, None)
+    shards = tuple(rollouts.shards[0] for rollouts, _ in pairs)
+    with run.hold():
+        run.commit(Manifest(key="it-0002/estimates", shards=(shards[1], *shards[1:-1])))
+    problems = check_invariants(run)
+    assert f"it-0002/estimates: {len(pairs) - 1} shards, expected {len(pairs)}" in problems
+    assert f"it-0002/estimates: estimates completions that are not in {pairs[0][0].key}" in problems
+
+
+def test_cut_groups_that_do_not_go_on_are_told(run):
+    seal = seal_with(run, "carried")
+    problems = "\n".join(spoil(run, seal.key, detail(carried=[])))
+    assert f"{seal.key}: the groups that it leaves to be continued" in problems
+    assert "the groups that were cut before are not its first shards" in problems
+
+
+def test_groups_that_are_kept_without_being_surplus_are_told(run):
+    seal = seal_with(run, "kept")
+    kept = [{**groups, "rows": [*groups["rows"], 39]} for groups in seal.detail["kept"]]
+    assert any("not this iteration's surplus" in line for line in spoil(run, seal.key, detail(kept=kept)))
+
+
+def test_a_state_of_sampling_that_does_not_follow_is_told(run):
+    problems = spoil(run, "it-0001/seal", detail(sampling={"ema": 3.0}))
+    assert any(line.startswith("it-0001/seal: its sampling is") for line in problems)
+
+
+def test_a_sample_that_is_trained_twice_or_was_never_finished_is_told(run):
+    twice = rows_changed(run, 0, lambda rows: rows.append(rows[0]))
+    assert any("is repeated or was never finished" in line for line in spoil(run, "it-0002/credit", twice))
+    other = rows_changed(run, 0, lambda rows: rows[0].update(sample=9))
+    assert any("is repeated or was never finished" in line for line in spoil(run, "it-0003/credit", other))
+
+
+def test_a_sample_that_is_too_old_is_told(run):
+    credit = run.find("it-0004/credit")
+    prompt = read_shard(run.store, credit.shards[0])["prompt_row"][0].as_py()
+    keys = [m.key for m in run.manifests("it-0004/") if "/rollout/" in m.key]
+    key = next(k for k in keys if prompt in read_shard(run.store, run.find(k).shards[0])["prompt_row"].to_pylist())
+
+    def age(rows: list[dict[str, object]]) -> None:
+        for row in rows:
+            row["segments"] = [{"policy_version": 0, "tokens": len(row["completion_tokens"])}]
+
+    assert any("too long ago" in line for line in spoil(run, key, rows_changed(run, 0, age)))
+
+
+def test_a_completion_that_does_not_go_on_from_what_it_was_is_told(run):
+    key = cut_shards(run)[0]
+
+    def rewrite(rows: list[dict[str, object]]) -> None:
+        rows[0]["logprobs"][0] -= 1.0
+
+    assert any("does not go on from what it was" in line for line in spoil(run, key, rows_changed(run, 1, rewrite)))
+
+
+def test_a_cut_completion_among_finished_groups_is_told(run):
+    cut = rows_changed(run, 0, lambda rows: rows[0].update(finish_reason="cut"))
+    keys = [m.key for m in run.manifests() if "/rollout/" in m.key and m.shards[0].rows]
+    assert any("are not apart" in line for line in spoil(run, keys[0], cut))
+
+
+def test_segments_that_do_not_make_up_a_completion_are_told(run):
+    keys = [m.key for m in run.manifests() if "/rollout/" in m.key and m.shards[0].rows]
+    none = rows_changed(run, 0, lambda rows: rows[0]["segments"].append({"policy_version": 9, "tokens": 1}))
+    assert any("do not make up its tokens" in line for line in spoil(run, keys[0], none))
