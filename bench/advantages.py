@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from bench.tables import Table
 from models.algorithms.advantages import informative_groups, token_advantages
-from models.algorithms.experience import Estimates, Experience, ScoredGroups, Spans, Term
+from models.algorithms.experience import Estimates, Experience, ScoredGroups, SpanColumns, Term
 from models.config.algorithms import (
     AlgorithmConfig,
     Capo,
@@ -23,7 +23,7 @@ from models.config.algorithms import (
     Rloo,
     TeacherDirectory,
 )
-from models.credit.assign import CreditRule, assign_credit
+from models.credit.assign import CreditRule, credit_completions
 from models.credit.inputs import TermColumns
 from models.records.columns import Integers, lists
 from models.records.schemas import score_schema
@@ -96,10 +96,10 @@ def experience() -> Experience:
     )
 
 
-def _steps(lengths_N: Integers, random: np.random.Generator) -> Spans:
+def _steps(lengths_N: Integers, random: np.random.Generator) -> SpanColumns:
     counts_N = -(-lengths_N // STEP_TOKENS)
     firsts_S = np.arange(counts_N.sum()) - np.repeat(np.cumsum(counts_N) - counts_N, counts_N)
-    return Spans(STEP_TOKENS * firsts_S, counts_N, -(random.random(len(firsts_S)) < 0.1).astype(np.float64))
+    return SpanColumns(STEP_TOKENS * firsts_S, counts_N, -(random.random(len(firsts_S)) < 0.1).astype(np.float64))
 
 
 def _credit_seconds(batch: Experience, algorithm: AlgorithmConfig) -> float:
@@ -107,7 +107,7 @@ def _credit_seconds(batch: Experience, algorithm: AlgorithmConfig) -> float:
     rule = CreditRule(terms=terms, algorithm=algorithm, kl_coefficient=batch.kl_coefficient)
     rollouts, scores, estimates = _tables(batch)
     started = time.perf_counter()
-    assign_credit([rollouts], [scores], rule, estimates=[estimates])
+    credit_completions([rollouts], [scores], rule, estimates=[estimates])
     return time.perf_counter() - started
 
 

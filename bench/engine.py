@@ -20,7 +20,7 @@ from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Request
 from models.records.seeds import derive_seed, sample_seed
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from tests.support.policies import VOCABULARY, write_policy
 
 PROMPTS, GROUP, LONGEST, ROUNDS = 32, 8, 64, 3
@@ -82,7 +82,7 @@ def compare(rounds: int) -> list[Result]:
         directory = Path(name)
         write_policy(directory)
         engine = HuggingFaceEngine(TransformersEngine())
-        engine.load(directory, PolicyVersion(version=0, weights=BundleRef(key="bench", digest="bench", bytes=0)))
+        engine.load(directory, ModelVersion(version=0, weights=BundleRef(key="bench", digest="bench", bytes=0)))
         model = AutoModelForCausalLM.from_pretrained(name)
     work, sampling = requests(), SamplingConfig(max_new_tokens=LONGEST)
 

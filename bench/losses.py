@@ -30,7 +30,7 @@ from models.config.objectives import (
 from models.config.policy import ScratchPolicy
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.policy import load_policy
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from models.records.work import UpdateWork
 from models.training.policy_update import StepPasses, extra_logprobs, policy_steps, take_steps
 from models.training.ranks import Ranks, join_ranks
@@ -87,7 +87,7 @@ def _table(name: str, policy: ScratchPolicy, ranks: Ranks) -> Table:
     return Table(f"Losses, {name}, {PROMPTS * GROUP} samples", ("loss and correction", "seconds", "ratio"), rows, NOTES)
 
 
-def _seconds(store_uri: str, policy: PolicyVersion, ranks: Ranks) -> dict[str, list[float]]:
+def _seconds(store_uri: str, policy: ModelVersion, ranks: Ranks) -> dict[str, list[float]]:
     """CPU seconds of every round, by variant."""
     store = open_store(store_uri)
     shard = write_samples(store_uri, prompts=PROMPTS, group=GROUP, stalest=3)

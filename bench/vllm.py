@@ -31,7 +31,7 @@ from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
 from models.config.engines import DrawnLengths, SamplingConfig, VllmEngine
 from models.records.schemas import PROMPT_SCHEMA
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import RolloutWork
 from models.text.tokenizer import load_tokenizer
 
@@ -177,7 +177,7 @@ def _work(store: Store, policy: Path, size: Size) -> RolloutWork:
     }
     return RolloutWork(
         iteration=1,
-        policy=PolicyVersion(version=0, weights=publish_bundle(store, policy, prefix="policies")),
+        policy=ModelVersion(version=0, weights=publish_bundle(store, policy, prefix="policies")),
         prompts=write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={}),
         rows=tuple(range(PROMPTS)),
         group_size=GROUP,

@@ -5,7 +5,7 @@ import asyncio
 from flows.rollout import rollout
 from flows.scoring import scoring
 from flows.session import controllers_of, launch
-from placement.shards import deal
+from placement.shards import slice_shards
 from tasks.placement.rebalance import correct_placement
 from tasks.placement.stage import learn, place_stage, place_turn
 from tasks.run.batch import BatchPlan
@@ -33,13 +33,13 @@ async def generate_and_score(run: RunRef, plan: BatchPlan) -> None:
 
 def start_rollout(group: asyncio.TaskGroup, run: RunRef, plan: BatchPlan) -> None:
     """Start the rollout controllers, each with its slice of the shards."""
-    for number, shards in enumerate(deal(range(plan.num_shards), controllers=controllers_of(run).count)):
+    for number, shards in enumerate(slice_shards(range(plan.num_shards), controllers=controllers_of(run).count)):
         group.create_task(launch(rollout, run, batch=plan.key, controller=number, shards=shards))
 
 
 def start_scoring(group: asyncio.TaskGroup, run: RunRef, plan: BatchPlan) -> None:
     """Start the scoring controllers, one for each of rollout."""
     silence = controllers_of(run).silence_seconds
-    for number, shards in enumerate(deal(range(plan.num_shards), controllers=controllers_of(run).count)):
+    for number, shards in enumerate(slice_shards(range(plan.num_shards), controllers=controllers_of(run).count)):
         following = launch(scoring, run, batch=plan.key, controller=number, shards=shards, silence_seconds=silence)
         group.create_task(following)

@@ -9,10 +9,9 @@ from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from infra.config import Settings
-from placement.records import Demand, Pace, ResizeCost
+from placement.records import Demand, Floats, Pace, ResizeCost
 
 LEAST_VARIATION = 0.01
 """Below this squared coefficient of variation of x nothing tells base from slope."""
@@ -66,8 +65,6 @@ def _scaled(sums: LineSums, prior: tuple[float, float]) -> tuple[float, float]:
 
 
 Role = Literal["rollout", "scoring"]
-
-Floats = NDArray[np.float64]
 
 SAMPLE = 512
 """Lengths kept per role."""

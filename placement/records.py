@@ -6,9 +6,13 @@ Everything here crosses the store's edge as JSON: a decision is kept with its in
 
 from typing import Annotated, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from infra.config import Settings
+
+Floats = NDArray[np.float64]
 
 
 class Pace(Settings):

@@ -15,7 +15,7 @@ def cut(num_prompts: int, *, shard_prompts: int) -> tuple[range, ...]:
     return tuple(range(i * shard_prompts, min((i + 1) * shard_prompts, num_prompts)) for i in range(num_shards))
 
 
-def deal(shards: Sequence[int], *, controllers: int) -> tuple[tuple[int, ...], ...]:
+def slice_shards(shards: Sequence[int], *, controllers: int) -> tuple[tuple[int, ...], ...]:
     """Contiguous slices of nearly equal size, at most one per controller, none empty.
 
     >>> deal([0, 1, 2], controllers=2)

@@ -7,7 +7,7 @@ unless it is behind an endpoint.
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.algorithms.advantages import needs_of
+from models.algorithms.advantages import required_models
 from models.config.algorithms import Ppo, TeacherDirectory
 from models.records.work import CriticWork, EstimateWork, TeacherWork
 from tasks.config.run import RunConfig
@@ -47,14 +47,14 @@ async def make_teacher(run: RunRef) -> Manifest:
 
 async def estimate(run: RunRef, number: int) -> None:
     """Ask the models whose opinion credit needs; most algorithms need none."""
-    if needs_of(session_of(run).settings.algorithm).any:
+    if required_models(session_of(run).settings.algorithm).any:
         await estimate_tokens(run, number)
 
 
 @task(task_run_name="it-{number:04d} estimates", retries=2, retry_condition_fn=is_transient)
 async def estimate_tokens(run: RunRef, number: int) -> Manifest:
     """Have the update ranks estimate every token that credit will look at, those of kept groups too."""
-    needs = needs_of(session_of(run).settings.algorithm)
+    needs = required_models(session_of(run).settings.algorithm)
     scored, policy = scored_shards(run, number), required(run, policy_key(number - 1))
     reference = required(run, policy_key(0)) if needs.reference else None
     critic = required(run, critic_key(number - 1)) if needs.critic else None

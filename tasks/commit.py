@@ -7,10 +7,10 @@ from prefect import task
 from infra.store.bundles import BundleRef, retirement_key
 from infra.store.manifests import Manifest
 from infra.store.retention import retire_bundle
-from models.algorithms.advantages import needs_of
+from models.algorithms.advantages import required_models
 from tasks.credit import stage_of
 from tasks.run.batch import credit_key, critic_key, estimates_key, iteration_key, plan_key, policy_key, waves_of
-from tasks.run.carry_over import handover_after, handover_before
+from tasks.run.carry_over import carry_over_before, handover_after
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import record, required
 from tasks.run.versions import policy_of
@@ -24,9 +24,9 @@ async def seal_iteration(run: RunRef, number: int) -> Manifest:
     plans = [required(run, plan_key(wave.key)) for wave in waves]
     rollouts, scores = stage_of(run, waves, "rollout"), stage_of(run, waves, "scoring")
     credit, update = required(run, credit_key(number)), required(run, policy_key(number))
-    estimates = [required(run, estimates_key(number))] if needs_of(session.settings.algorithm).any else []
+    estimates = [required(run, estimates_key(number))] if required_models(session.settings.algorithm).any else []
     handover = handover_after(
-        handover_before(session.run, number),
+        carry_over_before(session.run, number),
         waves,
         rollouts=rollouts,
         scores=scores,

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.algorithms.advantages import needs_of
+from models.algorithms.advantages import required_models
 from models.judges.checks import check_judges
 from models.records.work import CreditWork, ScoredShard
 from tasks.run.batch import BatchPlan, credit_key, estimates_key, judge_role, waves_of
-from tasks.run.carry_over import handover_before
+from tasks.run.carry_over import carry_over_before
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import is_transient, once, required
 from tasks.update import reward_coefficient
@@ -24,7 +24,7 @@ async def assign_credit(run: RunRef, number: int) -> Manifest:
     shown = {term: [manifest.metrics for manifest in manifests] for term, manifests in verdicts.items()}
     check_judges(settings.scoring, shown, iteration=number)
     scored = scored_shards(run, number)
-    estimates = [required(run, estimates_key(number))] if needs_of(settings.algorithm).any else []
+    estimates = [required(run, estimates_key(number))] if required_models(settings.algorithm).any else []
     work = CreditWork(
         iteration=number,
         shards=scored.shards,
@@ -41,7 +41,7 @@ async def assign_credit(run: RunRef, number: int) -> Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredShards:
     """What an iteration's credit looks at, pair by pair: kept groups of the iteration before, then its own."""
 
     rollouts: tuple[Manifest, ...]
@@ -58,12 +58,12 @@ class Scored:
         )
 
 
-def scored_shards(run: RunRef, number: int) -> Scored:
+def scored_shards(run: RunRef, number: int) -> ScoredShards:
     """All that an iteration's credit looks at."""
     session = session_of(run)
-    waves, kept = waves_of(session.run, number), handover_before(session.run, number).kept
+    waves, kept = waves_of(session.run, number), carry_over_before(session.run, number).kept
     fresh = stage_of(run, waves, "rollout")
-    return Scored(
+    return ScoredShards(
         rollouts=(*(required(run, groups.rollouts) for groups in kept), *fresh),
         scores=(*(required(run, groups.scores) for groups in kept), *stage_of(run, waves, "scoring")),
         rows=(*(groups.rows for groups in kept), *(None for _ in fresh)),

@@ -7,7 +7,7 @@ from prefect import task
 from infra.store.manifests import Manifest
 from models.config.engines import SamplingConfig
 from models.data.curriculum import take
-from models.rollouts.dynamic_sampling import Sampling, another_wave, wave_size
+from models.rollouts.dynamic_sampling import DynamicSamplingState, another_wave, wave_size
 from tasks.run.batch import (
     PROMPTS,
     BatchPlan,
@@ -18,7 +18,7 @@ from tasks.run.batch import (
     wave_key,
     waves_of,
 )
-from tasks.run.carry_over import handover_before
+from tasks.run.carry_over import carry_over_before
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import record, required
 
@@ -26,10 +26,13 @@ from tasks.run.stages import record, required
 async def plan_iteration(run: RunRef, number: int) -> BatchPlan:
     """Plan an iteration's first batch: what was carried over, and the prompts that come next."""
     session = session_of(run)
-    before = handover_before(session.run, number)
+    before = carry_over_before(session.run, number)
     rollout = session.settings.rollout
     gap = max(0, rollout.prompts - sum(len(groups.rows) for groups in before.kept))
-    ema, margin = (before.sampling or Sampling()).ema, 1.0 if rollout.dynamic is None else rollout.dynamic.margin
+    ema, margin = (
+        (before.sampling or DynamicSamplingState()).ema,
+        1.0 if rollout.dynamic is None else rollout.dynamic.margin,
+    )
     over_dispatch = 0.0 if rollout.partial is None else rollout.partial.over_dispatch
     going_on = sum(len(groups.rows) for groups in before.carried)
     wanted = wave_size(gap, ema, margin, over_dispatch=over_dispatch) - going_on
@@ -43,8 +46,8 @@ async def plan_next_wave(run: RunRef, plan: BatchPlan) -> BatchPlan | None:
     dynamic = rollout.dynamic
     if dynamic is None:
         return None
-    before = handover_before(session.run, plan.number)
-    ema = (before.sampling or Sampling()).ema
+    before = carry_over_before(session.run, plan.number)
+    ema = (before.sampling or DynamicSamplingState()).ema
     informative, cut = sum(len(groups.rows) for groups in before.kept), 0
     for wave in waves_of(session.run, plan.number)[: plan.wave]:
         scores = [required(run, wave.shard_key("scoring", shard)) for shard in range(wave.num_shards)]
@@ -100,7 +103,7 @@ def read_plan(run: RunRef, batch: str) -> BatchPlan:
 async def plan_wave(run: RunRef, number: int, wave: int, wanted: int) -> BatchPlan:
     """Take so many of the next prompts, as far as there are: none that the iteration has already, none left out."""
     session = session_of(run)
-    before = handover_before(session.run, number)
+    before = carry_over_before(session.run, number)
     rollout = session.settings.rollout
     policy = required(run, policy_key(number - 1))
     earlier = waves_of(session.run, number)[: wave - 1]

@@ -17,7 +17,7 @@ from infra.errors import Damaged
 from infra.store.manifests import Manifest
 from models.config.judges import JudgeReward, ModelReward, TrainedJudge, TrainedRewardModel
 from models.records.work import ExcerptWork, ScoredShard
-from models.rollouts.preview import Excerpts, Sample
+from models.rollouts.preview import Excerpts, RolloutPreview
 from tasks.offline_training import local_terms, losses_of
 from tasks.run.batch import artifact_key, model_key, policy_key, rollouts_of
 from tasks.run.session import RunRef, session_of
@@ -123,7 +123,7 @@ def _reports(run: RunRef) -> list[IterationReport]:
     return reports_of(session_of(run).run, term=term)
 
 
-async def _excerpts(run: RunRef, iteration: int) -> Sequence[Sample]:
+async def _excerpts(run: RunRef, iteration: int) -> Sequence[RolloutPreview]:
     """The first completion of each of some prompts, shortened by a worker: this process holds no payload."""
     session = session_of(run)
     shards: list[ScoredShard] = []
@@ -155,7 +155,7 @@ def _table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
     ]
 
 
-def _rollout_table(samples: Sequence[Sample]) -> list[dict[str, object]]:
+def _rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
     return [
         {
             "reward": sample.reward,
@@ -170,7 +170,7 @@ def _rollout_table(samples: Sequence[Sample]) -> list[dict[str, object]]:
     ]
 
 
-def _markdown(summary: RunSummary, png: bytes, samples: Sequence[Sample]) -> str:
+def _markdown(summary: RunSummary, png: bytes, samples: Sequence[RolloutPreview]) -> str:
     image = base64.b64encode(png).decode()
     text = io.StringIO()
     text.write(f"# Run {summary.run}\n\n{accuracy_lines(summary)}\n\n")

@@ -10,12 +10,12 @@ from dataclasses import replace
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.algorithms.advantages import needs_of, reward_kl
+from models.algorithms.advantages import required_models, reward_kl
 from models.config.rewards import ScoringConfig
 from models.judges.checks import check_judges
 from models.records.work import ComparisonWork, CreditWork
 from placement.records import Plan
-from tasks.credit import Scored, scored_shards
+from tasks.credit import ScoredShards, scored_shards
 from tasks.offline_training import local_terms
 from tasks.placement.demand import workers_of
 from tasks.run.batch import BatchPlan, credit_key, estimates_key, judge_role, model_key
@@ -138,7 +138,7 @@ async def credit_again(run: RunRef, name: str, number: int, scores: str | None) 
     """Turn an iteration's stored rollouts into training samples, as the run did or would have done."""
     settings = session_of(run).settings
     scored = scored_again(run, number, scores)
-    estimates = [required(run, estimates_key(number))] if needs_of(settings.algorithm).any else []
+    estimates = [required(run, estimates_key(number))] if required_models(settings.algorithm).any else []
     dynamic = settings.rollout.dynamic
     if dynamic is not None and dynamic.on_shortfall == "fail":  # other scores may well leave fewer groups to learn from
         dynamic = dynamic.model_copy(update={"on_shortfall": "shrink"})
@@ -157,7 +157,7 @@ async def credit_again(run: RunRef, name: str, number: int, scores: str | None) 
     return await once(run, key, role="scoring", method="credit", work=work, parents=[*pairs, *estimates])
 
 
-def scored_again(run: RunRef, number: int, scores: str | None) -> Scored:
+def scored_again(run: RunRef, number: int, scores: str | None) -> ScoredShards:
     """All that an iteration's credit looks at, with the run's own scores or those of a re-scoring."""
     scored = scored_shards(run, number)
     if scores is None:

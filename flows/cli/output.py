@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from models.rollouts.preview import Sample
+from models.rollouts.preview import RolloutPreview
 
 
 def write(text: str) -> None:
@@ -26,7 +26,7 @@ def _cells(line: Sequence[str], widths: Sequence[int]) -> list[str]:
     return [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
 
 
-def rollout(sample: Sample) -> str:
+def rollout(sample: RolloutPreview) -> str:
     """A completion behind its prompt, under a line that says how it did."""
     bold, plain = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
     reward = "missing" if sample.reward is None else f"{sample.reward:g}"

@@ -16,14 +16,14 @@ from flows.cli.train import recredit_here, rescore_here
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
 from infra.store.runs import Run
-from models.algorithms.advantages import needs_of
+from models.algorithms.advantages import required_models
 from models.config.endpoints import MAX_PAUSE_SECONDS
 from models.config.objectives import UpdateConfig
 from models.config.rewards import ScoringConfig
 from tasks.config.compatibility import reasons_against
 from tasks.config.run import RunConfig, override_config
 from tasks.config.validation_errors import explain, nearest
-from tasks.run.carry_over import handover_before
+from tasks.run.carry_over import carry_over_before
 from tasks.run.rescorings import (
     Derived,
     Recredit,
@@ -103,7 +103,11 @@ def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence
     yield from reasons_against(
         terms.algorithm, update=UpdateConfig(), rollout=config.rollout, scoring=config.scoring, iterations=0
     )
-    own, needs, has = own_terms(run).algorithm, needs_of(terms.algorithm), needs_of(own_terms(run).algorithm)
+    own, needs, has = (
+        own_terms(run).algorithm,
+        required_models(terms.algorithm),
+        required_models(own_terms(run).algorithm),
+    )
     wanting = {
         "log-probs of the initial policy (algorithm.kl)": needs.reference and not has.reference,
         "values of a critic": needs.critic and not has.critic,
@@ -120,7 +124,9 @@ def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence
 def _scores_wanting(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[str]:
     derived = Derived("rescore", scores)
     for number in numbers:
-        before = {int(groups.scores.split("/")[0].removeprefix("it-")) for groups in handover_before(run, number).kept}
+        before = {
+            int(groups.scores.split("/")[0].removeprefix("it-")) for groups in carry_over_before(run, number).kept
+        }
         for needed in sorted({number, *before} - {*sealed_numbers(run, derived)}):
             also = "" if needed == number else f", of which iteration {number} has groups"
             yield f"re-scoring {scores!r} lacks iteration {needed}{also}: rescore it first"

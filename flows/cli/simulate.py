@@ -13,8 +13,8 @@ from infra.store.runs import Run
 from models.config.rewards import ScoringConfig
 from placement.measurements import Measurements, Role
 from placement.records import Demand, PlanInputs
-from placement.simulator.cells import POLICIES, REGIMES, CellResult, Load, evaluate, load_of, recorded_load
-from placement.simulator.report import AIMS, Verdict, paired_ratio, verdicts
+from placement.simulator.cells import POLICIES, REGIMES, CellResult, Load, evaluate_cell, load_of, recorded_load
+from placement.simulator.report import AIMS, AimResult, paired_ratio, verdicts
 from placement.simulator.workload import KNOWN, SCENARIOS
 from tasks.config.validation_errors import nearest
 from tasks.placement.demand import observed
@@ -52,7 +52,7 @@ def simulate(options: argparse.Namespace) -> int:
         raise BadInput(f"--seeds {options.seeds}: expected at least 1")
     results: list[CellResult] = []
     for load in _recorded(options) if options.run else _loads(options):
-        results += evaluate(load, seeds=options.seeds, policies=policies, clock=time.process_time, told=_tell)
+        results += evaluate_cell(load, seeds=options.seeds, policies=policies, clock=time.process_time, told=_tell)
     if options.plot is not None:
         _plot(results, options.plot)
     found = verdicts(results)
@@ -175,7 +175,7 @@ def _relative(result: CellResult, name: str) -> str:
     return f"{paired_ratio(result.seconds[name], result.seconds['lower_bound']).mean:.3f}"
 
 
-def _aim_rows(found: Sequence[Verdict]) -> list[dict[str, str]]:
+def _aim_rows(found: Sequence[AimResult]) -> list[dict[str, str]]:
     """Per aim: cells, those that hold, and the worst one."""
     rows = []
     for aim in AIMS:
@@ -197,7 +197,7 @@ def _aim_rows(found: Sequence[Verdict]) -> list[dict[str, str]]:
     return rows
 
 
-def _short(found: Sequence[Verdict]) -> str:
+def _short(found: Sequence[AimResult]) -> str:
     short = [verdict for verdict in found if not verdict.holds]
     if not short:
         return "\nno cell falls short"
@@ -216,7 +216,7 @@ def _plot(results: Sequence[CellResult], path: Path) -> None:
     path.write_bytes(policy_bars(groups, bars, title=f"Simulated placement, {results[0].cell.regime}"))
 
 
-def _described(results: Sequence[CellResult], found: Sequence[Verdict]) -> list[dict[str, object]]:
+def _described(results: Sequence[CellResult], found: Sequence[AimResult]) -> list[dict[str, object]]:
     return [
         {
             "regime": result.cell.regime,

@@ -8,7 +8,7 @@ from infra.errors import BadInput
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class Assignment:
     """A worker's place: `width` slots from `first` on."""
 
     role: str
@@ -25,18 +25,18 @@ class Post:
 class Change:
     """Workers that leave, and those that come to the same slots when all of them have left."""
 
-    out: tuple[Post, ...]
-    into: tuple[Post, ...]
+    out: tuple[Assignment, ...]
+    into: tuple[Assignment, ...]
 
 
-def deal(
-    current: Sequence[Post],
+def assign_slots(
+    current: Sequence[Assignment],
     wanted: Mapping[str, int],
     *,
     widths: Mapping[str, int],
     nodes: Sequence[str],
-    asleep: Set[Post],
-) -> set[Post]:
+    asleep: Set[Assignment],
+) -> set[Assignment]:
     """Choose a post for every wanted worker; `nodes` names the node of each slot, and no post lies on two.
 
     `current` lists the posts that are awake, those to be kept longest first. New ones go, the widest first, to free
@@ -48,7 +48,7 @@ def deal(
     if needed > len(nodes):
         raise BadInput(f"{dict(wanted)} needs {needed} slots, there are {len(nodes)}")
     left = Counter(wanted)
-    kept: set[Post] = set()
+    kept: set[Assignment] = set()
     for post in current:
         if left[post.role] > 0:
             left[post.role] -= 1
@@ -60,9 +60,9 @@ def deal(
     return dealt
 
 
-def changes(current: Set[Post], target: Set[Post]) -> list[Change]:
-    """Split the way from one deal to another into changes that have no slot in common."""
-    groups: list[tuple[set[int], list[Post]]] = []
+def changes(current: Set[Assignment], target: Set[Assignment]) -> list[Change]:
+    """Split the way from one assignment to another into changes that have no slot in common."""
+    groups: list[tuple[set[int], list[Assignment]]] = []
     for post in sorted(current ^ target, key=lambda post: post.first):
         taken, posts = set(post.slots), [post]
         for group in [group for group in groups if group[0] & taken]:
@@ -76,13 +76,18 @@ def changes(current: Set[Post], target: Set[Post]) -> list[Change]:
 
 
 def _placed(
-    left: Counter[str], kept: Set[Post], *, widths: Mapping[str, int], nodes: Sequence[str], asleep: Set[Post]
-) -> set[Post] | None:
+    left: Counter[str],
+    kept: Set[Assignment],
+    *,
+    widths: Mapping[str, int],
+    nodes: Sequence[str],
+    asleep: Set[Assignment],
+) -> set[Assignment] | None:
     """Add posts to those kept, the widest first; without any kept this leaves no gaps on a node."""
     dealt = set(kept)
     for role in sorted(left.elements(), key=lambda role: (-widths[role], role)):
         taken = {slot for post in dealt for slot in post.slots}
-        gaps = [Post(role, first, widths[role]) for first in range(len(nodes) - widths[role] + 1)]
+        gaps = [Assignment(role, first, widths[role]) for first in range(len(nodes) - widths[role] + 1)]
         free = [gap for gap in gaps if not taken.intersection(gap.slots) and len({nodes[at] for at in gap.slots}) == 1]
         if not free:
             return None

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from infra.errors import ClusterFailed
 from infra.pools.fleet import Fleet
-from infra.pools.placement_group import SLOT, Berths
+from infra.pools.placement_group import SLOT, ReservedSlots
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
 from infra.pools.worker import PoolSpec
@@ -87,7 +87,7 @@ class Cluster:
         In a process that does not arrange them, it finds the workers that are awake in the one that does.
         """
         patience = max(spec.start_seconds for spec in specs)
-        berths = Berths(slots, gpus=gpus_per_slot, embedded=self._embedded, start_seconds=patience)
+        berths = ReservedSlots(slots, gpus=gpus_per_slot, embedded=self._embedded, start_seconds=patience)
         fleet = Fleet(specs, berths=berths, found=self._found)
         self._members.append(fleet)
         return fleet

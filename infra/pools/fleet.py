@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from infra.errors import BadInput, ClusterFailed, RheostatError, WorkerLost
-from infra.pools.assignment import Change, Post, changes, deal
-from infra.pools.placement_group import Berths
+from infra.pools.assignment import Assignment, Change, assign_slots, changes
+from infra.pools.placement_group import ReservedSlots
 from infra.pools.pool import Pool
-from infra.pools.slot import Seat, State
-from infra.pools.worker import Berth, PoolSpec, find_worker, together
+from infra.pools.slot import SlotState, WorkerSlot
+from infra.pools.worker import PoolSpec, ReservedSlot, find_worker, together
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,9 @@ class Fleet:
     A worker that falls asleep keeps its process, and is woken when its role returns to its slots.
     """
 
-    def __init__(self, specs: Sequence[PoolSpec], *, berths: Berths, found: Callable[[str], Mapping[int, int]]) -> None:
+    def __init__(
+        self, specs: Sequence[PoolSpec], *, berths: ReservedSlots, found: Callable[[str], Mapping[int, int]]
+    ) -> None:
         """Describe a fleet; `found` looks a role's workers up (slot → newest generation). Nothing starts yet."""
         self._berths = berths
         self._found = found
@@ -81,7 +83,7 @@ class Fleet:
         """Return the pool of a role; its works wait while none of its workers is awake."""
         return self._pools[role]
 
-    def berth(self, role: str, slot: int) -> Berth:
+    def berth(self, role: str, slot: int) -> ReservedSlot:
         """Say where the worker of a role in this slot runs."""
         return self._berths.berth(slot, self._widths[role])
 
@@ -134,7 +136,7 @@ class Fleet:
     def _load(self, role: str) -> RoleLoad:
         pool, now = self._pools[role], time.monotonic()
         awake = [seat for seat in pool.seats.values() if seat.awake]
-        busy = tuple((now - seat.began, seat.work) for seat in awake if seat.state is State.BUSY)
+        busy = tuple((now - seat.began, seat.work) for seat in awake if seat.state is SlotState.BUSY)
         return RoleLoad(
             role=role,
             slots=len(awake) * self._widths[role],
@@ -146,17 +148,17 @@ class Fleet:
             busy_seconds=pool.busy_seconds,
         )
 
-    def _awake(self, growing: Set[str] = frozenset()) -> list[Post]:
+    def _awake(self, growing: Set[str] = frozenset()) -> list[Assignment]:
         """Posts that are awake, those with the most to do first; where a growing role has a process, last."""
-        order = {State.BUSY: 0, State.GOING: 0, State.COMING: 1, State.IDLE: 2}
+        order = {SlotState.BUSY: 0, SlotState.GOING: 0, SlotState.COMING: 1, SlotState.IDLE: 2}
         posts = [(post, seat) for post, seat in self._seats() if seat.awake]
         asleep = {slot for post, seat in self._seats() if post.role in growing and seat.worker for slot in post.slots}
         posts.sort(key=lambda at: (order[at[1].state], bool(asleep & set(at[0].slots)), -at[1].began))
         return [post for post, _ in posts]
 
-    def _seats(self) -> list[tuple[Post, Seat]]:
+    def _seats(self) -> list[tuple[Assignment, WorkerSlot]]:
         return [
-            (Post(role, slot, self._widths[role]), seat)
+            (Assignment(role, slot, self._widths[role]), seat)
             for role, pool in self._pools.items()
             for slot, seat in pool.seats.items()
         ]
@@ -170,13 +172,13 @@ class Fleet:
             for role, pool in self._pools.items():
                 pool.record = take.get(role)
             for _, seat in self._seats():
-                if seat.state is State.EMPTY:
+                if seat.state is SlotState.EMPTY:
                     seat.wanted = False  # tried again below, if this place is chosen again
             serving = Counter(post.role for post in self._awake())
             growing = {role for role, count in workers.items() if count > serving[role]}
             current = self._awake(growing)
             asleep = {post for post, seat in self._seats() if seat.worker is not None and not seat.awake}
-            target = deal(current, workers, widths=self._widths, nodes=self._berths.nodes, asleep=asleep)
+            target = assign_slots(current, workers, widths=self._widths, nodes=self._berths.nodes, asleep=asleep)
             parts = changes(set(current), target)
             ended = await asyncio.gather(*(self._change(part) for part in parts), return_exceptions=True)
         moves: list[Move] = []
@@ -225,11 +227,11 @@ class Fleet:
             if pool.waiting:
                 pool.fill()
 
-    async def _enter(self, post: Post) -> None:
+    async def _enter(self, post: Assignment) -> None:
         pool = self._pools[post.role]
         await pool.enter(post.first, pool.record)
 
-    async def _sleep(self, post: Post) -> float:
+    async def _sleep(self, post: Assignment) -> float:
         return await self._pools[post.role].add(post.first).sleep()
 
     async def _look(self) -> None:
@@ -263,7 +265,7 @@ class Fleet:
                     pool.settle()
 
 
-def _moves(change: Change, woken: Set[Post], took_seconds: tuple[float, float], error: str | None) -> list[Move]:
+def _moves(change: Change, woken: Set[Assignment], took_seconds: tuple[float, float], error: str | None) -> list[Move]:
     """Tell a change slot by slot; `took_seconds` are those of moving and of draining."""
     before = {slot: post.role for post in change.out for slot in post.slots}
     after = {slot: post for post in change.into for slot in post.slots}

@@ -30,7 +30,7 @@ class Hosted(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessPlace:
     """Where a worker's process runs; `born` tells it from a later process of the same id."""
 
     pid: int
@@ -68,12 +68,12 @@ class Host:
         self._worker: Hosted | None = None
         self._asleep = asleep
 
-    def place(self) -> Place:
+    def place(self) -> ProcessPlace:
         """Say where this process runs."""
         import ray
 
         process, context = psutil.Process(), ray.get_runtime_context()
-        return Place(
+        return ProcessPlace(
             pid=process.pid,
             born=process.create_time(),
             node=context.get_node_id(),

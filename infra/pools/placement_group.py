@@ -4,7 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from infra.errors import BadInput, ClusterFailed
-from infra.pools.worker import Berth
+from infra.pools.worker import ReservedSlot
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -13,7 +13,7 @@ SLOT = "rheostat_slot"
 """Resource of an embedded cluster of which there is always enough: slots there are bounded by memory alone."""
 
 
-class Berths:
+class ReservedSlots:
     """One bundle per slot, numbered so that those of one node follow each other.
 
     Processes of all roles share a bundle's GPUs, of which Ray can hand each only a part; so they ask Ray for none and
@@ -34,11 +34,11 @@ class Berths:
         self._bundles: list[int] = []
         self._devices: list[tuple[str, ...]] = []
 
-    def berth(self, first: int, width: int) -> Berth:
+    def berth(self, first: int, width: int) -> ReservedSlot:
         """Say where the worker of `width` slots from `first` on runs, and which GPUs it has."""
         assert self._group is not None, "reserve() comes first"
         devices = [device for held in self._devices[first : first + width] for device in held]
-        return Berth(self._group, self._bundles[first], tuple(dict.fromkeys(devices)))
+        return ReservedSlot(self._group, self._bundles[first], tuple(dict.fromkeys(devices)))
 
     async def reserve(self) -> None:
         """Wait until the cluster has set the places aside."""

@@ -8,8 +8,8 @@ from typing import Protocol, TypeVar
 
 from infra.errors import ClusterFailed, RheostatError, WorkerAsleep, WorkerLost
 from infra.pools.host import Returned
-from infra.pools.slot import Seat, State
-from infra.pools.worker import Berth, Done, PoolSpec, Worker, checked, together
+from infra.pools.slot import SlotState, WorkerSlot
+from infra.pools.worker import Done, PoolSpec, ReservedSlot, Worker, checked, together
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -17,10 +17,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Ground(Protocol):
+class SlotProvider(Protocol):
     """What a pool's workers stand on when it shares slots with others: a fleet."""
 
-    def berth(self, role: str, slot: int) -> Berth:
+    def berth(self, role: str, slot: int) -> ReservedSlot:
         """Say where the worker of a role in this slot runs."""
 
     def look(self) -> None:
@@ -34,7 +34,7 @@ class Pool:
     On a `ground`, workers come and go as its fleet says, and work waits for them; else there are always `spec.size`.
     """
 
-    def __init__(self, spec: PoolSpec, *, ground: Ground | None = None) -> None:
+    def __init__(self, spec: PoolSpec, *, ground: SlotProvider | None = None) -> None:
         """Make a pool without workers."""
         self.spec = spec
         self.restarts = 0
@@ -45,7 +45,7 @@ class Pool:
         """What the replacement of a lost worker takes before it is used."""
         self._ended_seconds = 0.0
         self._ground = ground
-        self._seats: dict[int, Seat] = {}
+        self._seats: dict[int, WorkerSlot] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._changed = asyncio.Event()
         self._fault: RheostatError | None = None
@@ -58,7 +58,7 @@ class Pool:
         return tuple(seat.worker.place.pid for seat in seats if seat.worker is not None)
 
     @property
-    def seats(self) -> Mapping[int, Seat]:
+    def seats(self) -> Mapping[int, WorkerSlot]:
         """Places of workers, by index; on a ground, the index is a worker's first slot."""
         return self._seats
 
@@ -66,7 +66,7 @@ class Pool:
     def busy_seconds(self) -> float:
         """Worker-seconds spent in works, those under way included."""
         now = time.monotonic()
-        under_way = sum(now - seat.began for seat in self._seats.values() if seat.state is State.BUSY)
+        under_way = sum(now - seat.began for seat in self._seats.values() if seat.state is SlotState.BUSY)
         return self._ended_seconds + under_way
 
     async def open(self, found: Mapping[int, int]) -> None:
@@ -88,12 +88,12 @@ class Pool:
         for seat in self._seats.values():
             self._watch(seat)
 
-    def add(self, index: int, *, generation: int = -1) -> Seat:
+    def add(self, index: int, *, generation: int = -1) -> WorkerSlot:
         """Return the place of this index; a new one has no process, and its next will be `generation + 1`."""
         if index not in self._seats:
             ground = self._ground
             berth = None if ground is None else (lambda: ground.berth(self.spec.role, index))
-            self._seats[index] = Seat(self.spec, index, generation=generation, berth=berth)
+            self._seats[index] = WorkerSlot(self.spec, index, generation=generation, berth=berth)
         return self._seats[index]
 
     async def run(self, method: str, work: object, *, returns: type[R]) -> Done[R]:
@@ -128,7 +128,7 @@ class Pool:
         """Give its worker no more work, and wait until the work under way has ended."""
         seat = self._seats[index]
         seat.wanted = False
-        while seat.state in (State.BUSY, State.COMING):
+        while seat.state in (SlotState.BUSY, SlotState.COMING):
             await self._changed.wait()
 
     async def enter(self, index: int, record: object) -> None:
@@ -146,7 +146,7 @@ class Pool:
         self._closed = True
         self.settle()
         seats, self._seats = list(self._seats.values()), {}
-        resting = [seat.worker for seat in seats if seat.state in (State.IDLE, State.ASLEEP) and seat.worker]
+        resting = [seat.worker for seat in seats if seat.state in (SlotState.IDLE, SlotState.ASLEEP) and seat.worker]
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -164,10 +164,10 @@ class Pool:
     def fill(self) -> None:
         """Try again to start the workers that are wanted and could not be started."""
         for seat in self._seats.values():
-            if seat.wanted and seat.state is State.EMPTY:
+            if seat.wanted and seat.state is SlotState.EMPTY:
                 self._replace(seat)
 
-    async def _take(self, work: object) -> tuple[Seat, Worker]:
+    async def _take(self, work: object) -> tuple[WorkerSlot, Worker]:
         self.fill()
         self.waiting += 1
         try:
@@ -176,10 +176,10 @@ class Pool:
                     raise ClusterFailed(f"pool {self.spec.role} is closed")
                 for seat in self._seats.values():
                     if seat.usable and seat.worker is not None:
-                        seat.state, seat.work, seat.began = State.BUSY, work, time.monotonic()
+                        seat.state, seat.work, seat.began = SlotState.BUSY, work, time.monotonic()
                         return seat, seat.worker
                 wanted = [seat for seat in self._seats.values() if seat.wanted]
-                if self._fault is not None and wanted and all(seat.state is State.EMPTY for seat in wanted):
+                if self._fault is not None and wanted and all(seat.state is SlotState.EMPTY for seat in wanted):
                     raise self._fault
                 if self._ground is not None:
                     self._ground.look()
@@ -187,7 +187,7 @@ class Pool:
         finally:
             self.waiting -= 1
 
-    async def _use(self, seat: Seat, worker: Worker, *, method: str, work: object) -> Returned:
+    async def _use(self, seat: WorkerSlot, worker: Worker, *, method: str, work: object) -> Returned:
         try:
             outcome = await worker.perform(method, work, stall_seconds=self.spec.stall_seconds)
             self.done += 1
@@ -202,12 +202,12 @@ class Pool:
             raise
         finally:
             self._ended_seconds += time.monotonic() - seat.began
-            if seat.state is State.BUSY:
-                seat.state = State.IDLE
+            if seat.state is SlotState.BUSY:
+                seat.state = SlotState.IDLE
             seat.work = None
             self.settle()
 
-    def _lose(self, seat: Seat) -> None:
+    def _lose(self, seat: WorkerSlot) -> None:
         """Give a lost worker up, and replace it if it is still wanted."""
         ours = self._ground is None or (seat.worker is not None and seat.worker.ours)
         seat.lose()
@@ -216,7 +216,7 @@ class Pool:
         if seat.wanted:
             self._replace(seat)
 
-    def _replace(self, seat: Seat) -> None:
+    def _replace(self, seat: WorkerSlot) -> None:
         """Start a seat's worker; a failure is raised to whoever finds no other, and tried again by the next."""
 
         async def start() -> None:
@@ -228,10 +228,10 @@ class Pool:
                 self._fault = error
             self.settle()
 
-        seat.state = State.COMING
+        seat.state = SlotState.COMING
         self._spawn(start())
 
-    def _watch(self, seat: Seat) -> None:
+    def _watch(self, seat: WorkerSlot) -> None:
         """Notice at once when a worker that is not at work dies."""
         worker = seat.worker
         if worker is None or not worker.ours:
@@ -240,7 +240,7 @@ class Pool:
         async def watch() -> None:
             await worker.end()
             await worker.gone()
-            if seat.worker is worker and seat.state in (State.IDLE, State.ASLEEP):
+            if seat.worker is worker and seat.state in (SlotState.IDLE, SlotState.ASLEEP):
                 logger.warning("%s worker %s (pid %d) died", self.spec.role, worker.name, worker.place.pid)
                 self._lose(seat)
                 self.settle()

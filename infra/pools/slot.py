@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 from infra.errors import RheostatError, WorkerLost
-from infra.pools.worker import Berth, PoolSpec, Worker, find_worker, start_worker
+from infra.pools.worker import PoolSpec, ReservedSlot, Worker, find_worker, start_worker
 
 logger = logging.getLogger(__name__)
 
 
-class State(enum.Enum):
+class SlotState(enum.Enum):
     """What the worker of a seat is at."""
 
     EMPTY = enum.auto()
@@ -25,14 +25,14 @@ class State(enum.Enum):
     ASLEEP = enum.auto()
 
 
-class Seat:
+class WorkerSlot:
     """One of a pool's places for a worker; a replacement gets the next generation's name.
 
     A name is never used twice, and processes that replace one worker agree on it.
     """
 
     def __init__(
-        self, spec: PoolSpec, index: int, *, generation: int = -1, berth: Callable[[], Berth] | None = None
+        self, spec: PoolSpec, index: int, *, generation: int = -1, berth: Callable[[], ReservedSlot] | None = None
     ) -> None:
         """Make a seat without a process; in a `berth`, workers start asleep."""
         self.index = index
@@ -41,7 +41,7 @@ class Seat:
         """Whether its worker shall take work; one that is lost is then replaced."""
         self.took = False
         """Whether this process took a record before: its first time also pays for imports, which do not recur."""
-        self.state = State.EMPTY
+        self.state = SlotState.EMPTY
         self.worker: Worker | None = None
         self.work: object = None
         """What a busy worker works on, since `began` (monotonic seconds)."""
@@ -52,20 +52,22 @@ class Seat:
     @property
     def awake(self) -> bool:
         """Whether it holds its slots' memory; a lost worker keeps them while it is replaced."""
-        return self.state in (State.IDLE, State.BUSY, State.GOING) or (self.wanted and self.state is State.COMING)
+        return self.state in (SlotState.IDLE, SlotState.BUSY, SlotState.GOING) or (
+            self.wanted and self.state is SlotState.COMING
+        )
 
     @property
     def usable(self) -> bool:
         """Whether its worker waits for work."""
-        return self.wanted and self.state is State.IDLE
+        return self.wanted and self.state is SlotState.IDLE
 
     def use(self, worker: Worker) -> None:
         """Use a worker that another process has started."""
-        self.worker, self.state, self.wanted = worker, State.IDLE, True
+        self.worker, self.state, self.wanted = worker, SlotState.IDLE, True
 
     async def find(self) -> None:
         """Take over the worker that another process has started, or start one if it is gone."""
-        self.state = State.COMING
+        self.state = SlotState.COMING
         try:
             self.use(await find_worker(self._spec, self._name()))
         except WorkerLost:
@@ -73,7 +75,7 @@ class Seat:
 
     async def enter(self, record: object) -> None:
         """Start the worker, or wake it if it sleeps, and let it take a record; after a failure the seat is empty."""
-        self.state = State.COMING
+        self.state = SlotState.COMING
         try:
             if self.worker is None:
                 self.generation += 1
@@ -88,14 +90,14 @@ class Seat:
         except BaseException:
             self.lose()
             raise
-        self.state = State.IDLE
+        self.state = SlotState.IDLE
 
     async def sleep(self) -> float:
         """Give the worker's memory back, if need be by its end; return the seconds that this alone took."""
         if self.worker is None:
-            self.state = State.EMPTY
+            self.state = SlotState.EMPTY
             return 0.0
-        self.state, began = State.GOING, time.monotonic()
+        self.state, began = SlotState.GOING, time.monotonic()
         try:
             seconds = await self.worker.sleep(stall_seconds=self._spec.stall_seconds)
         except RheostatError as error:
@@ -105,7 +107,7 @@ class Seat:
         except BaseException:
             self.lose()
             raise
-        self.state = State.ASLEEP
+        self.state = SlotState.ASLEEP
         return seconds
 
     async def end(self) -> None:
@@ -119,7 +121,7 @@ class Seat:
         """Kill what is left of the worker."""
         if self.worker is not None:
             self.worker.kill()
-        self.worker, self.state, self.took = None, State.EMPTY, False
+        self.worker, self.state, self.took = None, SlotState.EMPTY, False
 
     def _name(self) -> str:
         return f"{self._spec.role}-{self.index}-{self.generation}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import psutil
 
 from infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
-from infra.pools.host import LIFE, WATCH, WORK, Host, Place, Raised, Returned, thread_variables
+from infra.pools.host import LIFE, WATCH, WORK, Host, ProcessPlace, Raised, Returned, thread_variables
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -51,7 +51,7 @@ class PoolSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Berth:
+class ReservedSlot:
     """One bundle of a Ray placement group."""
 
     group: "PlacementGroup"
@@ -82,7 +82,7 @@ class Worker:
     role: str
     name: str
     actor: "ActorHandle"
-    place: Place
+    place: ProcessPlace
 
     async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
         """Run a method; raise what it raised, or `WorkerLost` when it died or stood still."""
@@ -194,7 +194,7 @@ class Worker:
             _kill(self.actor)
 
 
-async def start_worker(spec: PoolSpec, name: str, *, berth: Berth | None = None) -> Worker:
+async def start_worker(spec: PoolSpec, name: str, *, berth: ReservedSlot | None = None) -> Worker:
     """Start a worker, or find the one of that name; the process is killed if it is not ready in time.
 
     In a berth, the worker is asleep until it is woken.
@@ -220,7 +220,7 @@ async def start_worker(spec: PoolSpec, name: str, *, berth: Berth | None = None)
     )
     try:
         async with asyncio.timeout(spec.start_seconds):
-            place: Place = await _ask(actor.place.options(concurrency_group=WATCH).remote(), what)
+            place: ProcessPlace = await _ask(actor.place.options(concurrency_group=WATCH).remote(), what)
             constructing = actor.construct.options(concurrency_group=WORK).remote(spec.target, spec.options)
             outcome = await _ask(constructing, what)
             _unwrap(outcome, f"{spec.role}: {spec.target}(...)", place.pid)
@@ -241,7 +241,7 @@ async def find_worker(spec: PoolSpec, name: str) -> Worker:
     try:
         actor = ray.get_actor(name)
         asked = actor.place.options(concurrency_group=WATCH).remote()
-        place: Place = await asyncio.wait_for(_ask(asked, what), spec.start_seconds)
+        place: ProcessPlace = await asyncio.wait_for(_ask(asked, what), spec.start_seconds)
     except (ValueError, TimeoutError) as error:
         raise WorkerLost(f"{what} is gone or did not answer within {spec.start_seconds:g} s") from error
     return Worker(spec.role, name, actor, place)

@@ -17,7 +17,7 @@ def canonical_json(value: JsonValue | Mapping[str, JsonValue]) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def digest_of(value: Mapping[str, JsonValue]) -> str:
+def record_digest(value: Mapping[str, JsonValue]) -> str:
     """Return the BLAKE3 of the canonical JSON."""
     return blake3(canonical_json(value)).hexdigest()
 
@@ -25,7 +25,7 @@ def digest_of(value: Mapping[str, JsonValue]) -> str:
 def seal(record: Mapping[str, JsonValue]) -> bytes:
     """Encode a record with its schema version and the digest of all of it."""
     versioned = {**record, "schema_version": SCHEMA_VERSION}
-    return canonical_json({**versioned, "seal": digest_of(versioned)})
+    return canonical_json({**versioned, "seal": record_digest(versioned)})
 
 
 def unseal(data: bytes, *, where: str) -> dict[str, JsonValue]:
@@ -37,7 +37,7 @@ def unseal(data: bytes, *, where: str) -> dict[str, JsonValue]:
     if not isinstance(record, dict) or "seal" not in record:
         raise Damaged(f"{where}: expected sealed JSON, found no seal")
     expected = record.pop("seal")
-    found = digest_of(record)
+    found = record_digest(record)
     # The bytes are compared too, since a changed space or escape decodes to the same record.
     if expected != found or canonical_json({**record, "seal": found}) != data:
         raise Damaged(f"{where}: expected seal {expected}, found {found} over {len(data)} bytes")

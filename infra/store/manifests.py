@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError
 from infra.config import Settings
 from infra.errors import Damaged
 from infra.store.bundles import BundleRef
-from infra.store.checksums import SCHEMA_VERSION, digest_of, seal, unseal
+from infra.store.checksums import SCHEMA_VERSION, record_digest, seal, unseal
 from infra.store.shards import ShardRef
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]*(/[a-z0-9][a-z0-9._-]*)*")
@@ -68,7 +68,7 @@ class Manifest(Settings):
     @property
     def digest(self) -> str:
         """BLAKE3 of the canonical JSON of everything but provenance: equal results have equal digests."""
-        return digest_of(self._result())
+        return record_digest(self._result())
 
     def encode(self) -> bytes:
         """Return the sealed file: the result, its digest, its provenance."""

@@ -48,7 +48,7 @@ class Needs:
         return any(astuple(self))
 
 
-def needs_of(algorithm: Algorithm) -> Needs:
+def required_models(algorithm: Algorithm) -> Needs:
     """Whose opinion of every token the algorithm needs."""
     return Needs(
         reference=reward_kl(algorithm) is not None,
@@ -84,7 +84,7 @@ def informative_groups(scored: ScoredGroups, algorithm: AlgorithmConfig) -> Mask
             return group_statistics(scored.total_N, scored.group_N, scored.num_groups).differ
 
 
-def told_apart(scored: ScoredGroups, algorithm: AlgorithmConfig, metric: str) -> Mask:
+def groups_that_differ(scored: ScoredGroups, algorithm: AlgorithmConfig, metric: str) -> Mask:
     """Find the groups in which a raw term differs (G); where steps get credit of their own, theirs may differ too."""
     raw_N = next(term.rewards_N for term in scored.terms if term.name == metric)
     raw_N = np.where(scored.is_scored, raw_N, np.nan)

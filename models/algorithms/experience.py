@@ -12,7 +12,7 @@ from models.records.columns import Floats, Integers, Mask
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
+class SpanColumns:
     """Values of the steps or tokens of completions."""
 
     starts_S: Integers
@@ -30,7 +30,7 @@ class Term:
     weight: float
     rewards_N: Floats
     """One number per completion; of a process term the aggregate of its spans."""
-    spans: Spans | None = None
+    spans: SpanColumns | None = None
     """What a process term says of steps or tokens."""
 
 

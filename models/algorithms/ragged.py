@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.algorithms.experience import Spans
+from models.algorithms.experience import SpanColumns
 from models.records.columns import Floats, Integers, Mask
 
 MIN_STD = 1e-6
@@ -86,7 +86,7 @@ def normalised(values_T: Floats, lengths_N: Integers, counted_N: Mask) -> Floats
     return centred_T
 
 
-def span_bounds(spans: Spans, lengths_N: Integers) -> tuple[Integers, Integers]:
+def span_bounds(spans: SpanColumns, lengths_N: Integers) -> tuple[Integers, Integers]:
     """Return each span's first token and the one behind its last, as indices of all tokens."""
     begins_S = spans.starts_S + np.repeat(np.cumsum(lengths_N) - lengths_N, spans.counts_N)
     ends_S = np.empty_like(begins_S)
@@ -95,7 +95,7 @@ def span_bounds(spans: Spans, lengths_N: Integers) -> tuple[Integers, Integers]:
     return begins_S, ends_S
 
 
-def values_on_tokens(spans: Spans, lengths_N: Integers) -> Floats:
+def values_on_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
     """Give every token its span's value; NaN where a completion has no spans."""
     begins_S, ends_S = span_bounds(spans, lengths_N)
     valued_N = spans.counts_N > 0
@@ -107,7 +107,7 @@ def values_on_tokens(spans: Spans, lengths_N: Integers) -> Floats:
     return values_T
 
 
-def values_on_last_tokens(spans: Spans, lengths_N: Integers) -> Floats:
+def values_on_last_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
     """Give the last token of every span its value, and the others 0."""
     _, ends_S = span_bounds(spans, lengths_N)
     values_T = np.zeros(int(lengths_N.sum()))

@@ -29,7 +29,7 @@ from models.data.load import load_preferences, load_problems, warmup_examples
 from models.data.problems import Problem, identity
 from models.engines.checks import BYTES, check_engine, check_environments
 from models.judges.checks import check_judge
-from models.records.versions import PolicyShape
+from models.records.versions import ModelShape
 from models.rewards.rules import build_reward, check_reward
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def _check_teacher(inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", *, long
 
 
 def _check_preferences(
-    inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", heldout: list[Problem], *, shape: PolicyShape
+    inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", heldout: list[Problem], *, shape: ModelShape
 ) -> dict[str, float]:
     """Read every pair as those models will that learn from them; reward models are as large as the policy."""
     from models.training.preferences import policy_pairs, reward_pairs

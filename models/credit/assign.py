@@ -18,7 +18,7 @@ from models.algorithms.ragged import group_statistics
 from models.config.algorithms import AlgorithmConfig
 from models.credit.inputs import TermColumns, check_needed, not_finite, read_estimates, scored_groups, unusable
 from models.credit.samples import sample_table
-from models.credit.selection import Selection, Wanted, select_groups
+from models.credit.selection import GroupQuota, Selection, select_groups
 from models.records.columns import Floats, Mask, flat, floats, integers, lengths_of
 from models.records.schemas import FinishReason
 
@@ -89,7 +89,7 @@ class CreditRule:
 
     terms: tuple[TermColumns, ...]
     algorithm: AlgorithmConfig
-    wanted: Wanted | None = None
+    wanted: GroupQuota | None = None
     """Groups that dynamic sampling wants; none takes every group that the algorithm learns from."""
     policy_version: int = 0
     """Version that learns from the samples."""
@@ -111,7 +111,7 @@ class Credit:
     """Prompt rows of informative groups beyond the target, by pair of tables."""
 
 
-def assign_credit(
+def credit_completions(
     rollouts: Sequence[pa.Table],
     scores: Sequence[pa.Table],
     rule: CreditRule,

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+from models.records.columns import Floats, Integers
 
 
 def rewards_of(store: Store, scores: Sequence[ShardRef]) -> Floats:
@@ -23,7 +20,7 @@ def rewards_of(store: Store, scores: Sequence[ShardRef]) -> Floats:
     return np.concatenate([np.empty(0), *(np.asarray(column, np.float64) for column in columns)])
 
 
-def read_samples(store: Store, samples: Sequence[ShardRef]) -> pa.Table:
+def read_rewards(store: Store, samples: Sequence[ShardRef]) -> pa.Table:
     """What is compared of some sample shards."""
     return pa.concat_tables(read_shard(store, ref, ("prompt_row", "sample", "advantages")) for ref in samples)
 

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from infra.errors import BadInput, Damaged
-from models.algorithms.advantages import needs_of
-from models.algorithms.experience import Estimates, ScoredGroups, Spans, Term
+from models.algorithms.advantages import required_models
+from models.algorithms.experience import Estimates, ScoredGroups, SpanColumns, Term
 from models.config.algorithms import AlgorithmConfig
 from models.config.rewards import ScoringConfig, is_process
 from models.records.columns import Floats, Integers, Mask, Numbers, flat, floats, integers, lengths_of
@@ -57,12 +57,12 @@ def _term(scores: pa.Table, term: TermColumns, lengths_N: Integers, scored_N: Ma
     return Term(term.name, term.weight, floats(scores[f"reward_{term.name}"]), spans)
 
 
-def _spans(scores: pa.Table, term: str, lengths_N: Integers, scored_N: Mask) -> Spans:
+def _spans(scores: pa.Table, term: str, lengths_N: Integers, scored_N: Mask) -> SpanColumns:
     starts, values = scores[f"spans_{term}"], scores[f"values_{term}"]
     counts_N, values_S = lengths_of(starts), flat(values).astype(np.float64)
     if not np.array_equal(lengths_of(values), counts_N) or not np.isfinite(values_S).all():
         raise Damaged(f"spans of {term!r}: expected one finite value per span, found others")
-    spans = Spans(starts_S=flat(starts).astype(np.int64), counts_N=counts_N, values_S=values_S)
+    spans = SpanColumns(starts_S=flat(starts).astype(np.int64), counts_N=counts_N, values_S=values_S)
     row_S = np.repeat(np.arange(len(lengths_N)), spans.counts_N)
     first_S = np.diff(row_S, prepend=-1) > 0
     fits_S = np.where(first_S, spans.starts_S == 0, spans.starts_S > np.roll(spans.starts_S, 1))
@@ -95,7 +95,7 @@ def read_estimates(tables: Sequence[pa.Table], lengths_N: Integers) -> Estimates
 
 def check_needed(estimates: Estimates, algorithm: AlgorithmConfig) -> None:
     """Raise BadInput if the algorithm needs an estimate that nobody made."""
-    needs = needs_of(algorithm)
+    needs = required_models(algorithm)
     needed = {
         "policy": (needs.teacher, estimates.policy_T),
         "reference": (needs.reference, estimates.reference_T),

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from infra.errors import Damaged
 from models.algorithms.experience import Advantages
-from models.records.columns import Floats, Integers, Mask, emptied, integers, joined, lengths_of, lists
+from models.records.columns import Floats, Integers, Mask, concatenated, emptied, integers, lengths_of, lists
 from models.records.schemas import SAMPLE_SCHEMA
 
 PER_TOKEN = ("completion_tokens", "logprobs", "advantages", "staleness", "values", "returns")
@@ -39,7 +39,7 @@ def sample_table(
     columns = {name: rows[name] for name in rows.column_names}
     if emptied_N[order_K].any():
         columns |= {name: emptied(rows[name], emptied_N[order_K]) for name in PER_TOKEN}
-    columns["tokens"] = joined(columns["prompt_tokens"], columns["completion_tokens"])
+    columns["tokens"] = concatenated(columns["prompt_tokens"], columns["completion_tokens"])
     columns["num_prompt_tokens"] = pa.array(lengths_of(columns["prompt_tokens"]).astype(np.int32))
     return pa.table({name: columns[name] for name in SAMPLE_SCHEMA.names}, schema=SAMPLE_SCHEMA)
 

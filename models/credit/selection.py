@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from models.algorithms.advantages import informative_groups, told_apart
+from models.algorithms.advantages import groups_that_differ, informative_groups
 from models.algorithms.experience import ScoredGroups
 from models.config.algorithms import AlgorithmConfig
 from models.credit.inputs import TermColumns, scored_groups
@@ -17,7 +17,7 @@ from models.records.columns import Integers, Mask
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class GroupQuota:
     """What an iteration wants of its groups."""
 
     target: int
@@ -53,7 +53,7 @@ class Selection:
         }
 
 
-def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, wanted: Wanted) -> Selection:
+def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, wanted: GroupQuota) -> Selection:
     """Train on the first informative groups in the order of completions, as many as are wanted."""
     informative_G = informative_by(scored, algorithm, wanted.metric)
     first_G = scored.first_completions
@@ -72,7 +72,7 @@ def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, wanted: Want
 
 def informative_by(scored: ScoredGroups, algorithm: AlgorithmConfig, metric: str) -> Mask:
     """Find the groups that all rewards together and the raw metric alone tell better from worse (G)."""
-    return informative_groups(scored, algorithm) & told_apart(scored, algorithm, metric)
+    return informative_groups(scored, algorithm) & groups_that_differ(scored, algorithm, metric)
 
 
 def informative_prompts(

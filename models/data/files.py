@@ -14,13 +14,13 @@ from infra.errors import BadInput
 from models.config.data import FileData
 from models.data.problems import Message, Problem, Prompt, fill_prompt, identity, is_heldout
 
-Row = tuple[str, Mapping[str, object]]
+FileRow = tuple[str, Mapping[str, object]]
 """A place for messages, and the row's columns."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def read_rows(path: Path, columns: Sequence[str]) -> Iterator[FileRow]:
     """Read one file in order; the columns must be there."""
     if path.suffix not in SUFFIXES:
         raise BadInput(f"{path}: unknown suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}")
@@ -33,7 +33,7 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[FileRow]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -49,7 +49,7 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             yield place, row
 
 
-def _table_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _table_rows(path: Path, columns: Sequence[str]) -> Iterator[FileRow]:
     try:
         table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
     except pa.ArrowException as error:

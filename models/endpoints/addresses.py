@@ -22,7 +22,7 @@ METADATA = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ResolvedEndpoint:
     """An address that the configuration allows; its host is not resolved yet."""
 
     scheme: str
@@ -47,7 +47,7 @@ class Endpoint:
         return f"{self.scheme}://{_bracketed(address)}:{self.port}{self.path}"
 
 
-def parse_endpoint(base_url: str, allowed_hosts: Sequence[str], *, allow_private: bool) -> Endpoint:
+def parse_endpoint(base_url: str, allowed_hosts: Sequence[str], *, allow_private: bool) -> ResolvedEndpoint:
     """Take a URL apart and refuse it unless its host is allowed. Asks no name server."""
     parts = _split(base_url)
     host, port = _host(parts, base_url), parts.port or PORTS[parts.scheme]
@@ -61,10 +61,12 @@ def parse_endpoint(base_url: str, allowed_hosts: Sequence[str], *, allow_private
         raise BadInput(
             f"endpoint {base_url!r}: expected https; plain http is only for private addresses (allow_private)"
         )
-    return Endpoint(scheme=parts.scheme, host=host, port=port, path=parts.path.rstrip("/"), allow_private=allow_private)
+    return ResolvedEndpoint(
+        scheme=parts.scheme, host=host, port=port, path=parts.path.rstrip("/"), allow_private=allow_private
+    )
 
 
-def resolve(endpoint: Endpoint) -> tuple[str, ...]:
+def resolve(endpoint: ResolvedEndpoint) -> tuple[str, ...]:
     """Ask for the host's addresses and refuse it unless all of them are allowed. Raises OSError without an answer."""
     found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -119,7 +121,7 @@ def _unwrapped(address: Address) -> Address:
     return address
 
 
-def _fault(address: Address, endpoint: Endpoint) -> str:
+def _fault(address: Address, endpoint: ResolvedEndpoint) -> str:
     """Say why nothing may be sent to an address; empty where it may."""
     if address in METADATA:
         return "a cloud's metadata service, never a model"

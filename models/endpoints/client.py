@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from models.config.endpoints import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, Endpoint
-from models.endpoints.addresses import Endpoint as Address
+from models.endpoints.addresses import ResolvedEndpoint as Address
 from models.endpoints.addresses import parse_endpoint, resolve
 from models.records.seeds import derive_seed
 
@@ -30,7 +30,7 @@ ITS_OWN = {400, 413}
 
 
 @dataclass(frozen=True, slots=True)
-class Request(Generic[R]):
+class EndpointRequest(Generic[R]):
     """What is sent, and what becomes of the response; either reader may raise, which ends all requests."""
 
     body: dict[str, JsonValue]
@@ -52,7 +52,7 @@ class _Unanswered(Exception):
         self.retry_after = retry_after
 
 
-class Client:
+class EndpointClient:
     """Posts requests to one path of an endpoint, several at once; answers come in the order of the requests.
 
     An endpoint that does not answer after all attempts raises EndpointDown, one that refuses raises WorkerFailed:
@@ -75,16 +75,16 @@ class Client:
     def __str__(self) -> str:
         return f"endpoint {self._address}"
 
-    def ask(self, requests: Sequence[Request[R]]) -> list[R]:
+    def ask(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
         """Return one answer per request, in order."""
         return asyncio.run(self._ask(requests)) if requests else []
 
-    async def _ask(self, requests: Sequence[Request[R]]) -> list[R]:
+    async def _ask(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
         addresses = await self._persist(self._addresses, seed=requests[0].seed)
         places = asyncio.Semaphore(self._config.concurrency)  # a pause keeps its place: a busy server is asked less
         async with self._client() as client:
 
-            async def answer(request: Request[R]) -> R:
+            async def answer(request: EndpointRequest[R]) -> R:
                 async with places:
                     return await self._answer(client, request, addresses=addresses)
 
@@ -108,7 +108,7 @@ class Client:
             transport=transport, headers=headers, trust_env=False, timeout=None, follow_redirects=False
         )
 
-    async def _answer(self, client: httpx.AsyncClient, request: Request[R], *, addresses: Sequence[str]) -> R:
+    async def _answer(self, client: httpx.AsyncClient, request: EndpointRequest[R], *, addresses: Sequence[str]) -> R:
         before = self._answered
 
         async def attempt(number: int) -> R:
@@ -152,7 +152,7 @@ class Client:
         except OSError as error:
             raise _Unanswered(f"{self._address.host} does not resolve: {error}") from error
 
-    async def _post(self, client: httpx.AsyncClient, request: Request[R], *, address: str) -> R:
+    async def _post(self, client: httpx.AsyncClient, request: EndpointRequest[R], *, address: str) -> R:
         tls = {"sni_hostname": self._address.host}  # certificates are the host's, though its address is asked
         seconds = self._config.timeout_seconds
         try:
@@ -167,7 +167,7 @@ class Client:
             raise _Unanswered(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         return self._judge(request, response, data)
 
-    def _judge(self, request: Request[R], response: httpx.Response, data: bytes) -> R:
+    def _judge(self, request: EndpointRequest[R], response: httpx.Response, data: bytes) -> R:
         """Tell answers from failures that pass and from refusals that do not."""
         status = response.status_code
         if status in AGAIN or status >= HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from infra.errors import WorkerFailed
 from models.config.endpoints import Endpoint
-from models.endpoints.client import Client, Request
+from models.endpoints.client import EndpointClient, EndpointRequest
 from models.records.seeds import derive_seed
 
 IMPOSSIBLE = -9999.0
@@ -62,16 +62,16 @@ class TokenScorer:
     def __init__(self, config: Endpoint, *, spell: Spell, beat: Callable[[], None]) -> None:
         """Check what can be checked without the network. Raises BadInput. `beat` is called after every attempt."""
         self._model, self._spell = config.model, spell
-        self._client = Client(config, "/completions", max_bytes=MAX_BODY_BYTES, beat=beat)
+        self._client = EndpointClient(config, "/completions", max_bytes=MAX_BODY_BYTES, beat=beat)
 
     def score(self, texts: Sequence[PromptedText]) -> list[NDArray[np.float32]]:
         """Return the log-prob of every completion token of each text, at temperature 1."""
         return self._client.ask([self._request(number, text) for number, text in enumerate(texts)])
 
-    def _request(self, number: int, text: PromptedText) -> Request[NDArray[np.float32]]:
+    def _request(self, number: int, text: PromptedText) -> EndpointRequest[NDArray[np.float32]]:
         # Spelt out, since a server may have other defaults, and some versions temper and filter these log-probs too.
         plain: dict[str, JsonValue] = {"temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
-        return Request(
+        return EndpointRequest(
             body={
                 "model": self._model,
                 "prompt": list(text.tokens),

@@ -14,7 +14,7 @@ def build_engine(config: EngineConfig, *, adapter_rank: int = 0) -> Engine:
 
             return HuggingFaceEngine(config)
         case PacedEngine():
-            from models.engines.paced import PacedEngine as Paced
+            from models.engines.paced import Paced as Paced
 
             return Paced(config)
         case VllmEngine():

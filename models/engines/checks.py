@@ -10,7 +10,7 @@ from models.config.engines import CPU_CACHE_GIB, EngineConfig, PacedEngine, Tran
 from models.config.judges import EndpointJudge, JudgeReward
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
-from models.records.versions import PolicyShape
+from models.records.versions import ModelShape
 
 INSTALL: Final = {
     "cpu": "`rheostat engine install vllm --platform cpu` makes one, give its Python as {name}.python; or set "
@@ -64,7 +64,7 @@ CPU_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def check_engine(
-    engine: EngineConfig, shape: PolicyShape, *, longest: int, gpus: float, name: str = "rollout.engine"
+    engine: EngineConfig, shape: ModelShape, *, longest: int, gpus: float, name: str = "rollout.engine"
 ) -> dict[str, float]:
     """Estimate the bytes of weights and cache per worker. Raises BadInput where the engine cannot serve the model.
 
@@ -81,7 +81,7 @@ def check_engine(
             return _check_vllm(engine, shape, longest=longest, gpus=gpus, name=name)
 
 
-def _check_vllm(engine: VllmEngine, shape: PolicyShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
+def _check_vllm(engine: VllmEngine, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
     length = engine.max_model_len or shape.context
     if length < longest:
         raise BadInput(
@@ -109,10 +109,10 @@ def _check_vllm(engine: VllmEngine, shape: PolicyShape, *, longest: int, gpus: f
     return weights | {"rollout_cache_bytes": int(gib * GIB)}
 
 
-def _weights_bytes(engine: TransformersEngine | VllmEngine, shape: PolicyShape) -> int:
+def _weights_bytes(engine: TransformersEngine | VllmEngine, shape: ModelShape) -> int:
     return shape.parameters * BYTES[engine.dtype]
 
 
-def _token_bytes(engine: TransformersEngine | VllmEngine, shape: PolicyShape) -> int:
+def _token_bytes(engine: TransformersEngine | VllmEngine, shape: ModelShape) -> int:
     """Keys and values of one token."""
     return 2 * shape.layers * shape.kv_heads * shape.head_size * BYTES[engine.dtype]

@@ -15,7 +15,7 @@ from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion, Request, StepSums
 from models.engines.sampling import uniforms
 from models.records.schemas import FinishReason
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
 
 LONGEST_SLEEP: Final = 0.5  # seconds between two moves of `progress`, by which the pools see that a worker is well
@@ -43,7 +43,7 @@ class _Row:
     finish_reason: FinishReason
 
 
-class PacedEngine:
+class Paced:
     """Sleep for `setup_seconds` per sequence, then `base_seconds + per_sequence_seconds * live sequences` per token.
 
     All sequences of a call are one batch, and leave it as they end. Lengths and tokens follow from the completion's own
@@ -60,7 +60,7 @@ class PacedEngine:
     def producer(self) -> str:
         return self._config.kind
 
-    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> int:
+    def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
         """Take the tokenizer and the version of a policy; its weights are not read, but waited for."""
         self._due = time.perf_counter()
         self._pause(self._config.load_seconds)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from models.config.engines import SamplingConfig
 from models.records.schemas import FinishReason
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Engine(Protocol):
     def producer(self) -> str:
         """Name the engine and what else its numbers depend on; shards keep it."""
 
-    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> int:
+    def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
         """Take the policy in `directory`, and its adapter, whose files were verified to be those of its digest.
 
         Returns the bytes that were moved.

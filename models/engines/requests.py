@@ -12,7 +12,7 @@ from models.records.schemas import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CompletionRow:
     """One completion to be made: the prompt (`request`-th of the work) and the seed of its draws."""
 
     request: int
@@ -31,16 +31,16 @@ class Row:
         return self.prompt + self.prefix
 
 
-def rows_of(requests: Iterable[Request], *, longest: int) -> list[Row]:
+def rows_of(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]:
     """Say of each wanted completion what it has and where it ends; those of one request are neighbours."""
     return [row for index, request in enumerate(requests) for row in _rows(index, request, longest)]
 
 
-def _rows(index: int, request: Request, longest: int) -> list[Row]:
+def _rows(index: int, request: Request, longest: int) -> list[CompletionRow]:
     prefixes = request.prefixes or ((),) * len(request.seeds)
     budget = longest if request.budget is None else request.budget
     return [
-        Row(
+        CompletionRow(
             request=index,
             sample=sample,
             prompt_row=request.row,
@@ -53,7 +53,7 @@ def _rows(index: int, request: Request, longest: int) -> list[Row]:
     ]
 
 
-def require_room(
+def require_engine_room(
     requests: Sequence[Request], sampling: SamplingConfig, *, context: int | None, whose: str = "the policy"
 ) -> None:
     """Refuse an empty prompt, and one that leaves no room for its completions in the context of policy or server."""

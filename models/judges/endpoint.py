@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from infra.errors import BadInput
 from models.config.engines import SamplingConfig
 from models.config.judges import ChoiceVerdict, EndpointJudge, LogprobVerdict, VerdictConfig
-from models.endpoints.client import Client, Request
+from models.endpoints.client import EndpointClient, EndpointRequest
 from models.judges.protocol import Answer, Question
 
 SEEDS = 1 << 31  # servers differ in how large a seed they take; all take 31 bits
@@ -154,13 +154,13 @@ class ChatJudge:
         self.progress = 0
         self._body = partial(request_body, judge=config, sampling=sampling, verdict=verdict)
         self._read = partial(read_answer, verdict=verdict)
-        self._client = Client(config, "/chat/completions", max_bytes=MAX_BODY_BYTES, beat=self._beat)
+        self._client = EndpointClient(config, "/chat/completions", max_bytes=MAX_BODY_BYTES, beat=self._beat)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer per question, in order."""
         return self._client.ask(
             [
-                Request(body=self._body(question), seed=question.seed, answer=self._read, refusal=refusal)
+                EndpointRequest(body=self._body(question), seed=question.seed, answer=self._read, refusal=refusal)
                 for question in questions
             ]
         )

@@ -17,7 +17,7 @@ from models.engines.protocol import Completion, Request, StepSums
 from models.engines.sampling import uniforms
 from models.judges.protocol import Answer, Question
 from models.records.schemas import FinishReason
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer, render
 
 _WEIGHED: Final = 1  # tokens of an answer that is chosen rather than written: one decision, one forward pass
@@ -46,7 +46,7 @@ class LocalJudge:
         """Moves with every forward pass and every load."""
         return self._engine.progress
 
-    def load(self, directory: Path, model: PolicyVersion) -> None:
+    def load(self, directory: Path, model: ModelVersion) -> None:
         """Take the model in `directory`, whose files were verified to be those of its digest."""
         self._engine.load(directory, model)
         self._tokenizer = load_tokenizer(directory)

@@ -75,7 +75,7 @@ def _canaries(completions: Sequence[Judged], canaries: Canaries) -> Iterator[Jud
         )
 
 
-Place = tuple[int, int]
+VotePlace = tuple[int, int]
 """Prompt row and sample."""
 
 
@@ -122,7 +122,7 @@ def _cast(verdicts: pa.Table, rollouts: pa.Table, term: str) -> list[list[Judgem
     return [cast[place] for place in places]
 
 
-def _last_attempts(verdicts: pa.Table) -> dict[Place, list[Judgement]]:
+def _last_attempts(verdicts: pa.Table) -> dict[VotePlace, list[Judgement]]:
     """Collect each vote's last judgement by completion; rows are ordered by vote and attempt, canaries are left out."""
     columns = ("prompt_row", "sample", "vote", "value", "error", "steps")
     rows = zip(*(verdicts[name].to_pylist() for name in columns), strict=True)
@@ -131,7 +131,7 @@ def _last_attempts(verdicts: pa.Table) -> dict[Place, list[Judgement]]:
         for row, sample, vote, value, error, steps in rows
         if row != CANARY
     }
-    cast: dict[Place, list[Judgement]] = {}
+    cast: dict[VotePlace, list[Judgement]] = {}
     for (row, sample, _), judgement in last.items():
         cast.setdefault((row, sample), []).append(judgement)
     return cast

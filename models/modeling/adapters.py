@@ -22,14 +22,14 @@ from infra.store.storage import Store
 from models.config.objectives import LoraConfig
 from models.modeling.merging import PREFIX, SETTINGS, TENSORS
 from models.records.seeds import derive_seed
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 
 _NAME: Final = "default"  # peft's name for the only adapter of a model; it stands in parameters' names, not in files
 _HEADS: Final = ("score", "classifier")
 
 
 def load_trainable(
-    store: Store, version: PolicyVersion, *, load: Callable[[Path], PreTrainedModel], lora: LoraConfig | None
+    store: Store, version: ModelVersion, *, load: Callable[[Path], PreTrainedModel], lora: LoraConfig | None
 ) -> PreTrainedModel:
     """Load a version's weights for training, in float32; with `lora` its adapters too, or fresh ones."""
     model = load(fetch_bundle(store, version.weights))

@@ -85,7 +85,7 @@ def plan_steps(
     """Deal groups to optimizer steps, balance each step over the ranks, and cut each rank's part into passes."""
     return [
         plan_step(rows, lengths, ranks=ranks, microbatch_tokens=microbatch_tokens)
-        for rows in deal(groups, lengths, minibatches=minibatches, seed=seed)
+        for rows in split_minibatches(groups, lengths, minibatches=minibatches, seed=seed)
     ]
 
 
@@ -97,7 +97,7 @@ def plan_step(rows: Rows, lengths: Sequence[int], *, ranks: int, microbatch_toke
     return StepPlan(tuple(part + ((),) * (most - len(part)) for part in passes))
 
 
-def deal(groups: Sequence[int], lengths: Sequence[int], *, minibatches: int, seed: int) -> list[Rows]:
+def split_minibatches(groups: Sequence[int], lengths: Sequence[int], *, minibatches: int, seed: int) -> list[Rows]:
     """Split rows into at most `minibatches` parts of whole groups: as many groups and about as many tokens in each.
 
     Which groups meet depends on the seed; so does the order of the parts.

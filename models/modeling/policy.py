@@ -20,7 +20,7 @@ from models.config.policy import ScratchPolicy
 from models.data.problems import Problem, identity
 from models.judges.training import question_about, verdict_texts
 from models.modeling.weights import load_weights
-from models.records.versions import PolicyShape
+from models.records.versions import ModelShape
 from models.text.tokenizer import train_tokenizer
 
 
@@ -78,14 +78,14 @@ def load_policy(directory: Path, *, device: str = "cpu", dtype: torch.dtype = to
     return load_weights(AutoModelForCausalLM, directory, what="policy", device=device, dtype=dtype)
 
 
-def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> PolicyShape:
+def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> ModelShape:
     """Read from its configuration what decides memory and length."""
     text = config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     if not isinstance(context, int):
         raise BadInput(f"policy {source}: config.json has no max_position_embeddings: its context is unknown")
     heads = text.num_attention_heads
-    return PolicyShape(
+    return ModelShape(
         parameters=parameters,
         context=context,
         layers=text.num_hidden_layers,
@@ -94,7 +94,7 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> P
     )
 
 
-def scratch_shape(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PolicyShape:
+def scratch_shape(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> ModelShape:
     """Describe the decoder without building it."""
     model = meta_scratch(policy, tokenizer)
     parameters = sum(weight.numel() for weight in model.parameters())

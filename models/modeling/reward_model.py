@@ -49,7 +49,7 @@ class RewardModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredTexts:
     """What a model says of one text: a finite score, or why there is none."""
 
     value: float | None
@@ -115,7 +115,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: 
 
 def score(
     reward: RewardModel, sequences: Sequence[Sequence[int]], *, batch_tokens: int, on_pass: Callable[[int, float], None]
-) -> list[Scored]:
+) -> list[ScoredTexts]:
     """Score token sequences in order, those of like length together; `on_pass` is told each pass's rows and seconds.
 
     A sequence that is empty or longer than the context has no score.
@@ -128,14 +128,14 @@ def score(
         values_B = _forward(reward, [sequences[row] for row in rows])
         on_pass(len(rows), time.perf_counter() - began)
         for row, value, finite in zip(rows, values_B.tolist(), values_B.isfinite().tolist(), strict=True):
-            scores[row] = Scored(value, None) if finite else Scored(None, f"the model's score is {value}")
+            scores[row] = ScoredTexts(value, None) if finite else ScoredTexts(None, f"the model's score is {value}")
     return scores
 
 
-def _unfit(length: int, context: int) -> Scored:
+def _unfit(length: int, context: int) -> ScoredTexts:
     if 0 < length <= context:
-        return Scored(None, None)
-    return Scored(None, f"the text has {length} tokens, expected 1 to {context}")
+        return ScoredTexts(None, None)
+    return ScoredTexts(None, f"the text has {length} tokens, expected 1 to {context}")
 
 
 @torch.inference_mode()

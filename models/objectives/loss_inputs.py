@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class PassTokens:
+class LossInputs:
     """What is known of a pass's completion tokens before the forward pass."""
 
     behaviour_N: Tensor
@@ -28,7 +28,7 @@ class PassTokens:
     """Log-probs under the reference; none without a KL penalty."""
 
 
-class PolicyTerms(NamedTuple):
+class LossOutputs(NamedTuple):
     """What one policy loss says of each token."""
 
     loss_N: Tensor

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-class Tally:
+class MetricSums:
     """Collects statistics on the device; nothing is read back before the end, so no pass waits for one."""
 
     def __init__(self) -> None:

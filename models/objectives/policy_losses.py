@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
-from models.objectives.loss_inputs import PassTokens, PolicyTerms
+from models.objectives.loss_inputs import LossInputs, LossOutputs
 
 
-def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor, config: PpoClip) -> PolicyTerms:
+def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor, config: PpoClip) -> LossOutputs:
     """Take the pessimistic of the plain and the clipped surrogate (PPO, arXiv 1707.06347, eq. 7; DAPO's bounds).
 
     The dual clip bounds that pessimism where the advantage is negative (arXiv 1912.09729, eq. 5).
@@ -20,7 +20,7 @@ def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor, config:
     if config.dual_clip is not None:
         dual_clipped_N = (seen_N > config.dual_clip) & bad_N
         loss_N = torch.where(dual_clipped_N, -config.dual_clip * advantages_N, loss_N)
-    return PolicyTerms(
+    return LossOutputs(
         loss_N=loss_N,
         ratio_N=seen_N,
         clipped_low_N=(seen_N < low) & bad_N,
@@ -29,7 +29,7 @@ def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor, config:
     )
 
 
-def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: PassTokens, config: Gspo) -> PolicyTerms:
+def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Gspo) -> LossOutputs:
     """Clip the sequence's ratio, in its token form (GSPO, arXiv 2507.18071, eq. 13 and 14).
 
     Every token has its sequence's ratio as value and its own log-prob's gradient times that ratio. Where all tokens of
@@ -39,7 +39,7 @@ def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: PassTokens, config: Gspo)
     ratio_N = sequence_N * torch.exp(logprobs_N - logprobs_N.detach())
     low, high = 1 - config.clip_low, 1 + config.clip_high
     advantages_N = tokens.advantages_N
-    return PolicyTerms(
+    return LossOutputs(
         loss_N=torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(low, high) * advantages_N),
         ratio_N=sequence_N,
         clipped_low_N=(sequence_N < low) & (advantages_N < 0),
@@ -56,14 +56,14 @@ def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, *, rows_N: Tensor, lengths
     return torch.exp(sums_B / lengths_B.clamp(min=1)).index_select(0, rows_N)
 
 
-def cispo(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor, config: Cispo) -> PolicyTerms:
+def cispo(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor, config: Cispo) -> LossOutputs:
     """Weigh log-probs by the clipped ratio, a constant to the gradient (CISPO, arXiv 2506.13585, eq. 4 and 5).
 
     No token is dropped: where the ratio is out of bounds, its weight stops growing or falling.
     """
     ratio_N = torch.exp(logprobs_N.detach() - old_N)
     low, high = 1 - config.clip_low, 1 + config.clip_high
-    return PolicyTerms(
+    return LossOutputs(
         loss_N=-ratio_N.clamp(low, high) * advantages_N * logprobs_N,
         ratio_N=ratio_N,
         clipped_low_N=ratio_N < low,
@@ -71,10 +71,10 @@ def cispo(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor, config: Ci
     )
 
 
-def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor) -> PolicyTerms:
+def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor) -> LossOutputs:
     """Log-prob times advantage (REINFORCE, Williams, 1992); the ratio is measured and changes nothing."""
     never_N = torch.zeros_like(advantages_N, dtype=torch.bool)
-    return PolicyTerms(
+    return LossOutputs(
         loss_N=-advantages_N * logprobs_N,
         ratio_N=torch.exp(logprobs_N.detach() - old_N),
         clipped_low_N=never_N,
@@ -82,7 +82,7 @@ def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor) 
     )
 
 
-def policy_loss(logprobs_N: Tensor, old_N: Tensor, *, tokens: PassTokens, config: LossConfig) -> PolicyTerms:
+def policy_loss(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: LossConfig) -> LossOutputs:
     """The loss that is configured; `old_N` are the log-probs that the policy is compared with."""
     match config:
         case PpoClip():

@@ -9,13 +9,13 @@ from torch import Tensor
 from models.config.objectives import KlPenalty, UpdateConfig
 from models.objectives.importance import Corrected, correct, mismatch
 from models.objectives.kl import kl_estimate
-from models.objectives.loss_inputs import PassTokens, PolicyTerms
-from models.objectives.metrics import Tally
+from models.objectives.loss_inputs import LossInputs, LossOutputs
+from models.objectives.metrics import MetricSums
 from models.objectives.policy_losses import policy_loss
 
 
 def update_loss(
-    logprobs_N: Tensor, tokens: PassTokens, *, config: UpdateConfig, kl_coefficient: float, tally: Tally
+    logprobs_N: Tensor, tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float, tally: MetricSums
 ) -> Tensor:
     """This pass's share of the minibatch's loss."""
     old_N = logprobs_N.detach() if tokens.old_N is None else tokens.old_N
@@ -35,7 +35,7 @@ def update_loss(
     return shares_N.sum()
 
 
-def tally_mismatch(train_N: Tensor, tokens: PassTokens, *, tally: Tally) -> None:
+def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) -> None:
     """Count the mismatch between what generated and the trainer before its first step.
 
     Tokens that an earlier version wrote are left out: there the difference would hold what was learnt since.
@@ -53,7 +53,7 @@ def tally_mismatch(train_N: Tensor, tokens: PassTokens, *, tally: Tally) -> None
     tally.raise_to({"mismatch_difference_max": difference_N, "mismatch_ratio_max": weight_N})
 
 
-def _tally_terms(terms: PolicyTerms, log_ratio_N: Tensor, tally: Tally) -> None:
+def _tally_terms(terms: LossOutputs, log_ratio_N: Tensor, tally: MetricSums) -> None:
     tally.add(
         {
             "clip_fraction_low": terms.clipped_low_N,
@@ -67,7 +67,7 @@ def _tally_terms(terms: PolicyTerms, log_ratio_N: Tensor, tally: Tally) -> None:
     tally.raise_to({"ratio_max": terms.ratio_N})
 
 
-def _tally_correction(corrected: Corrected, tokens: PassTokens, tally: Tally) -> None:
+def _tally_correction(corrected: Corrected, tokens: LossInputs, tally: MetricSums) -> None:
     tally.add(
         {
             "importance_weight_mean": corrected.weight_N,

@@ -61,7 +61,7 @@ def emptied(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
     return pa.chunked_array([lists(flat(column)[kept_T], np.where(emptied_K, 0, lengths_K))])
 
 
-def joined(left: pa.ChunkedArray, right: pa.ChunkedArray) -> pa.ListArray:
+def concatenated(left: pa.ChunkedArray, right: pa.ChunkedArray) -> pa.ListArray:
     """Concatenate two columns of integer lists row by row."""
     lefts_K, rights_K = lengths_of(left), lengths_of(right)
     starts_K = np.cumsum(lefts_K + rights_K) - lefts_K - rights_K

@@ -10,7 +10,7 @@ from infra.store.shards import ShardRef
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyVersion:
+class ModelVersion:
     """A model after `version` updates: immutable weights, and the optimizer state beside them (none at the start)."""
 
     version: int
@@ -29,7 +29,7 @@ class PolicyVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyShape:
+class ModelShape:
     """What can be known of a policy without loading its weights."""
 
     parameters: int
@@ -47,8 +47,8 @@ class Outcome:
     """
 
     shards: tuple[ShardRef, ...] = ()
-    policy: PolicyVersion | None = None
-    critic: PolicyVersion | None = None
+    policy: ModelVersion | None = None
+    critic: ModelVersion | None = None
     metrics: dict[str, float] | None = None
     detail: dict[str, JsonValue] | None = None
     """Other facts that follow from the inputs alone: names and row numbers, never payloads."""

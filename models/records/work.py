@@ -13,7 +13,7 @@ from models.config.judges import JudgeReward, ServedReward, TrainedRewardModel
 from models.config.policy import PolicyConfig
 from models.config.rollout import DynamicSampling, PartialRollout
 from models.config.training import DpoConfig, WarmupConfig
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class PolicyWork:
 class CriticWork:
     """Make the first critic: from the initial policy, or from the directory that is configured."""
 
-    policy: PolicyVersion
+    policy: ModelVersion
     critic: CriticConfig
 
 
@@ -39,7 +39,7 @@ class PromptWork:
 
     data: DataConfig
     split: str
-    policy: PolicyVersion
+    policy: ModelVersion
     seed: int
     max_new_tokens: int
     """Room that completions need; a prompt that leaves less in the policy's context is bad input."""
@@ -50,7 +50,7 @@ class RolloutWork:
     """Generate `group_size` completions for each of the named prompts: one shard."""
 
     iteration: int
-    policy: PolicyVersion
+    policy: ModelVersion
     prompts: ShardRef
     rows: tuple[int, ...]
     group_size: int
@@ -76,7 +76,7 @@ class JudgeWork:
 
     iteration: int
     rollouts: ShardRef
-    model: PolicyVersion | None
+    model: ModelVersion | None
     """The model; none behind an endpoint."""
     seed: int
 
@@ -125,10 +125,10 @@ class EstimateWork:
 
     iteration: int
     shards: tuple[ScoredShard, ...]
-    policy: PolicyVersion
-    reference: PolicyVersion | None = None
-    critic: PolicyVersion | None = None
-    teacher: PolicyVersion | None = None
+    policy: ModelVersion
+    reference: ModelVersion | None = None
+    critic: ModelVersion | None = None
+    teacher: ModelVersion | None = None
     """A teacher whose model the run holds; one behind an endpoint is known from the configuration."""
 
 
@@ -164,12 +164,12 @@ class UpdateWork:
     """Take the optimizer steps of one iteration; every rank gets the same record and reads its own rows."""
 
     iteration: int
-    policy: PolicyVersion
-    reference: PolicyVersion
+    policy: ModelVersion
+    reference: ModelVersion
     samples: tuple[ShardRef, ...]
     total_iterations: int
     seed: int
-    critic: PolicyVersion | None = None
+    critic: ModelVersion | None = None
     """The value model before the update; none where the algorithm has none."""
     learns: bool = True
     """Whether the policy takes steps; while its critic warms up it does not."""
@@ -181,7 +181,7 @@ class UpdateWork:
 class WarmupWork:
     """Train a policy on worked examples before the first iteration; every rank gets the same record."""
 
-    policy: PolicyVersion
+    policy: ModelVersion
     data: DataConfig
     warmup: WarmupConfig
     seed: int
@@ -201,7 +201,7 @@ class TeacherWork:
     """Copy the model that teaches into the run."""
 
     teacher: TeacherDirectory
-    policy: PolicyVersion
+    policy: ModelVersion
     """Whose tokens it must know."""
     longest_tokens: int
     """Prompt and completion that it must have room for, together."""
@@ -211,7 +211,7 @@ class TeacherWork:
 class JudgeWarmupWork:
     """Train a judge on the data's problems with right and wrong completions; every rank gets the same record."""
 
-    judge: PolicyVersion
+    judge: ModelVersion
     """As it was built."""
     reward: JudgeReward
     data: DataConfig
@@ -223,7 +223,7 @@ class JudgeWarmupWork:
 class PreferenceWork:
     """Train a policy directly on preferences (DPO); every rank gets the same record."""
 
-    policy: PolicyVersion
+    policy: ModelVersion
     """Where it starts, and what it is compared with."""
     data: DataConfig
     preferences: PreferencesConfig
@@ -235,7 +235,7 @@ class PreferenceWork:
 class RewardModelWork:
     """Give a policy a head of one output and train it on preferences; every rank gets the same record."""
 
-    policy: PolicyVersion
+    policy: ModelVersion
     """Whose trunk it starts from."""
     data: DataConfig
     preferences: PreferencesConfig

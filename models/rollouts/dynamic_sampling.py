@@ -12,15 +12,15 @@ _MEMORY: Final = 0.9
 _DIGITS: Final = 9  # what binary fractions add: 10 x 1.0 x 1.1 lies above 11, and its ceiling would be 12
 
 
-class Sampling(Settings):
+class DynamicSamplingState(Settings):
     """What is known about the yield of prompts; it travels from seal to seal."""
 
     ema: Annotated[float, Field(gt=0)] = 1.0
     """Smoothed issued/informative: prompts that one informative group costs."""
 
-    def after(self, issued: int, informative: int) -> "Sampling":
+    def after(self, issued: int, informative: int) -> "DynamicSamplingState":
         """Return what is known after an iteration with so many groups; one with no group tells nothing."""
-        return Sampling(ema=next_ema(self.ema, issued, informative)) if issued else self
+        return DynamicSamplingState(ema=next_ema(self.ema, issued, informative)) if issued else self
 
 
 def wave_size(gap: int, ema: float, margin: float, *, over_dispatch: float = 0.0) -> int:

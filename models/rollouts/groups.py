@@ -23,7 +23,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PartialCompletion:
     """A completion as far as it is written; it goes on while its reason is `cut`."""
 
     seed: int
@@ -33,7 +33,7 @@ class Draft:
     finish_reason: FinishReason = FinishReason.CUT
     segments: tuple[Segment, ...] = ()
 
-    def continued(self, completion: Completion, version: int) -> "Draft":
+    def continued(self, completion: Completion, version: int) -> "PartialCompletion":
         """Append what policy `version` wrote."""
         return replace(
             self,
@@ -54,7 +54,7 @@ class Group:
     prompt: str
     answer: str
     prompt_tokens: tuple[int, ...]
-    drafts: tuple[Draft, ...]
+    drafts: tuple[PartialCompletion, ...]
 
     @property
     def finished(self) -> bool:
@@ -94,7 +94,8 @@ def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, see
             answer=prompt["answer"],
             prompt_tokens=tuple(prompt["tokens"]),
             drafts=tuple(
-                Draft(seed=sample_seed(seed, iteration, prompt_row=row, sample=sample)) for sample in range(group_size)
+                PartialCompletion(seed=sample_seed(seed, iteration, prompt_row=row, sample=sample))
+                for sample in range(group_size)
             ),
         )
         for row, prompt in zip(rows, prompts.to_pylist(), strict=True)
@@ -159,8 +160,8 @@ def _group(rows: list[_Row]) -> Group:
     )
 
 
-def _draft(row: _Row) -> Draft:
-    return Draft(
+def _draft(row: _Row) -> PartialCompletion:
+    return PartialCompletion(
         seed=row["seed"],
         tokens=tuple(row["completion_tokens"]),
         logprobs=tuple(row["logprobs"]),

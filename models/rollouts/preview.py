@@ -14,7 +14,7 @@ COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reas
 TEXTS = ("prompt", "completion", "answer")
 
 
-class Sample(Settings):
+class RolloutPreview(Settings):
     """One completion as a person reads it."""
 
     iteration: int
@@ -41,20 +41,20 @@ class Sample(Settings):
 class Excerpts:
     """What a worker hands back of payloads, for a report: few completions, each text shortened."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[RolloutPreview, ...]
 
 
 def read_samples(
     store: Store, rollouts: ShardRef, scores: ShardRef | None, *, iteration: int, limit: int | None = None
-) -> list[Sample]:
+) -> list[RolloutPreview]:
     """Read the first `limit` completions whole; without scores, rewards are missing."""
     table, rewards = read_shard(store, rollouts), _rewards(store, rollouts, scores)
     return _samples(table.slice(0, limit), rewards.slice(0, limit), iteration)
 
 
-def read_excerpts(store: Store, work: ExcerptWork) -> list[Sample]:
+def read_excerpts(store: Store, work: ExcerptWork) -> list[RolloutPreview]:
     """Read the first completion of each of the first prompts; a text that is longer ends in `…`."""
-    samples: list[Sample] = []
+    samples: list[RolloutPreview] = []
     for shard in work.shards:
         table = read_shard(store, shard.rollouts)
         first = pc.indices_nonzero(pc.equal(table["sample"], 0)).slice(0, work.prompts - len(samples))
@@ -78,10 +78,10 @@ def _rewards(store: Store, rollouts: ShardRef, scores: ShardRef | None) -> pa.Ch
     return read_shard(store, scores, ["reward"])["reward"]
 
 
-def _samples(table: pa.Table, rewards: pa.ChunkedArray, iteration: int) -> list[Sample]:
+def _samples(table: pa.Table, rewards: pa.ChunkedArray, iteration: int) -> list[RolloutPreview]:
     lengths = pc.list_value_length(table["completion_tokens"]).to_pylist()
     rows = table.select(list(COLUMNS)).to_pylist()
     return [
-        Sample(iteration=iteration, tokens=length, reward=reward, **row)
+        RolloutPreview(iteration=iteration, tokens=length, reward=reward, **row)
         for row, length, reward in zip(rows, lengths, rewards.to_pylist(), strict=True)
     ]

@@ -8,7 +8,7 @@ from math import isfinite
 
 import torch
 
-from models.objectives.metrics import Tally
+from models.objectives.metrics import MetricSums
 from models.objectives.value_loss import explained_variance, fit_sums, value_loss
 from models.training.policy_update import Beat, StepPasses, StepsTaken
 from models.training.ranks import Ranks
@@ -19,7 +19,7 @@ def take_value_steps(
     trainer: Trainer, steps: Sequence[StepPasses], *, clip: float, ranks: Ranks, beat: Beat
 ) -> StepsTaken:
     """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
-    tally = Tally()
+    tally = MetricSums()
     norms: list[float] = []
     for step in steps:
         for number, batch in enumerate(step.batches):

@@ -17,12 +17,12 @@ from models.modeling.batching import MicroBatch, Rows, StepPlan, TokenSequence, 
 from models.modeling.logprobs import TokenLogprobs
 from models.objectives.aggregation import token_weights
 from models.objectives.importance import needs_old
-from models.objectives.loss_inputs import PassTokens
-from models.objectives.metrics import Tally
+from models.objectives.loss_inputs import LossInputs
+from models.objectives.metrics import MetricSums
 from models.objectives.update_loss import tally_mismatch, update_loss
 from models.records.work import UpdateWork
 from models.training.ranks import Ranks, sum_and_max
-from models.training.samples import Samples, read_rows, weighted_lengths
+from models.training.samples import TrainingSamples, read_training_rows, weighted_lengths
 from models.training.schedule import learning_rate
 from models.training.trainer import Trainer, frozen_forward
 
@@ -60,7 +60,7 @@ class StepsTaken:
         return not self.sums["not_finite"] and all(map(isfinite, (*self.grad_norms, *self.sums.values())))
 
     @classmethod
-    def over_ranks(cls, tally: Tally, grad_norms: Sequence[float], ranks: Ranks) -> Self:
+    def over_ranks(cls, tally: MetricSums, grad_norms: Sequence[float], ranks: Ranks) -> Self:
         """Add up what the ranks counted; all of them must have counted the same names."""
         sums, maxima = tally.packed()
         sum_and_max(sums, maxima)
@@ -69,11 +69,11 @@ class StepsTaken:
 
 
 def prepare(
-    samples: Samples, plans: Sequence[StepPlan], *, config: UpdateConfig, rank: int
+    samples: TrainingSamples, plans: Sequence[StepPlan], *, config: UpdateConfig, rank: int
 ) -> list[tuple[MicroBatch, ...]]:
     """Lay out this rank's passes of every step; only its own rows are read."""
     mine = [row for plan in plans for rows in plan.passes[rank] for row in rows]
-    sequences = read_rows(samples, mine)
+    sequences = read_training_rows(samples, mine)
     return [_lay_out_step(plan, samples, sequences, config=config, rank=rank) for plan in plans]
 
 
@@ -114,7 +114,7 @@ def take_steps(
     beat: Beat,
 ) -> StepsTaken:
     """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
-    tally = Tally()
+    tally = MetricSums()
     norms: list[float] = []
     for index, step in enumerate(steps):
         for number, batch in enumerate(step.batches):
@@ -135,7 +135,7 @@ def take_steps(
 
 
 def _lay_out_step(
-    plan: StepPlan, samples: Samples, sequences: dict[int, TokenSequence], *, config: UpdateConfig, rank: int
+    plan: StepPlan, samples: TrainingSamples, sequences: dict[int, TokenSequence], *, config: UpdateConfig, rank: int
 ) -> tuple[MicroBatch, ...]:
     rows = plan.rows
     lengths = [samples.completion_lengths[row] for row in rows]
@@ -153,9 +153,9 @@ def _without_stale(batch: MicroBatch, max_staleness: int) -> MicroBatch:
     return replace(batch, weights_N=np.where(batch.staleness_N > max_staleness, np.float32(0), batch.weights_N))
 
 
-def _on_device(batch: MicroBatch, *, old: Tensor | None, reference: Tensor | None, device: torch.device) -> PassTokens:
+def _on_device(batch: MicroBatch, *, old: Tensor | None, reference: Tensor | None, device: torch.device) -> LossInputs:
     lengths_B = np.bincount(batch.rows_N, minlength=len(batch.tokens_BT))
-    return PassTokens(
+    return LossInputs(
         behaviour_N=torch.from_numpy(batch.behaviour_N).to(device),
         advantages_N=torch.from_numpy(batch.advantages_N).to(device),
         staleness_N=torch.from_numpy(batch.staleness_N).to(device),
@@ -167,7 +167,7 @@ def _on_device(batch: MicroBatch, *, old: Tensor | None, reference: Tensor | Non
     )
 
 
-def policy_steps(samples: Samples, work: UpdateWork, *, config: UpdateConfig, ranks: Ranks) -> list[StepPasses]:
+def policy_steps(samples: TrainingSamples, work: UpdateWork, *, config: UpdateConfig, ranks: Ranks) -> list[StepPasses]:
     """Plan the iteration's steps and lay this rank's passes out; a step without a token in the loss is left out."""
     planned = plan_steps(
         samples.groups,

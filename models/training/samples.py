@@ -22,7 +22,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class TrainingSamples:
     """Training samples, mapped from the store; every row of the shards in their order."""
 
     table: pa.Table
@@ -33,7 +33,7 @@ class Samples:
     completion_lengths: tuple[int, ...]
 
 
-def open_samples(store: Store, shards: Sequence[ShardRef]) -> Samples:
+def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
     """Open verified shards and check that every row's columns agree in length; a critic has seen all rows or none."""
     tables = [read_shard(store, shard, SAMPLE_SCHEMA.names).replace_schema_metadata(None) for shard in shards]
     table = pa.concat_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
@@ -49,7 +49,7 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> Samples:
                 f"sample {row}: {lengths[row]} tokens of which {prompts[row]} are the prompt's: expected at least one "
                 f"and one of {column} per completion token, found {max(0, _lengths(table, column)[row])}"
             )
-    return Samples(
+    return TrainingSamples(
         table=table,
         groups=tuple(table["prompt_row"].to_pylist()),
         lengths=tuple(lengths.tolist()),
@@ -57,7 +57,7 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> Samples:
     )
 
 
-def weighted_lengths(samples: Samples, max_staleness: int | None) -> tuple[int, ...]:
+def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tuple[int, ...]:
     """Completion tokens of each sample that have a weight in the loss: those that are not too stale."""
     if max_staleness is None:
         return samples.completion_lengths
@@ -66,7 +66,7 @@ def weighted_lengths(samples: Samples, max_staleness: int | None) -> tuple[int, 
     return tuple(np.bincount(rows_T[recent_T], minlength=len(samples.lengths)).tolist())
 
 
-def read_rows(samples: Samples, rows: Sequence[int]) -> dict[int, TokenSequence]:
+def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[int, TokenSequence]:
     """Read the given rows alone."""
     if not rows:
         return {}

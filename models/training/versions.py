@@ -17,19 +17,19 @@ from models.modeling.critic import TokenValues, load_critic
 from models.modeling.logprobs import TokenLogprobs, TokenModule
 from models.modeling.policy import load_policy
 from models.modeling.teacher import load_teacher
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from models.training.optimizer_state import load_state, save_state
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
 from models.training.trainer import Trainer
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
-_VERSION = TypeAdapter(PolicyVersion)
+_VERSION = TypeAdapter(ModelVersion)
 
 
 def publish_policy(
-    store: Store, trainer: Trainer, *, version: int, parent: PolicyVersion, state_of: UpdateConfig | None, ranks: Ranks
-) -> PolicyVersion:
+    store: Store, trainer: Trainer, *, version: int, parent: ModelVersion, state_of: UpdateConfig | None, ranks: Ranks
+) -> ModelVersion:
     """Publish from rank 0 and tell all ranks; without `state_of` the next update starts a fresh optimizer.
 
     Where adapters are trained, the new version has its parent's weights and an adapter of its own.
@@ -49,7 +49,7 @@ def publish_policy(
             else:
                 _copy_beside_weights(fetch_bundle(store, parent.weights), trained)
                 weights = publish_bundle(store, trained, prefix=parent.weights.key.rpartition("/")[0])
-            published = PolicyVersion(
+            published = ModelVersion(
                 version=version,
                 weights=weights,
                 state=None if state_of is None else publish_bundle(store, state, prefix="states"),
@@ -69,7 +69,7 @@ def _copy_beside_weights(parent: Path, directory: Path) -> None:
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[PolicyVersion], TokenModule]
+Build = Callable[[ModelVersion], TokenModule]
 """Loads the verified weights of a version."""
 
 
@@ -85,9 +85,9 @@ class Learner:
         self._config = config
         self._ranks = ranks
         self._trainer: Trainer | None = None
-        self._at: PolicyVersion | None = None
+        self._at: ModelVersion | None = None
 
-    def stand_at(self, version: PolicyVersion) -> Trainer:
+    def stand_at(self, version: ModelVersion) -> Trainer:
         """Return a trainer at the version, loading it on every rank unless every rank is there; it counts as left."""
         hot = self._trainer is not None and self._at is not None and _same_model(self._at, version)
         self._at = None
@@ -99,20 +99,20 @@ class Learner:
         assert self._trainer is not None
         return self._trainer
 
-    def asked_at(self, version: PolicyVersion) -> Trainer:
+    def asked_at(self, version: ModelVersion) -> Trainer:
         """Return a trainer at the version that is only asked and learns nothing, so that it stays there."""
         trainer = self.stand_at(version)
         self._at = version
         return trainer
 
-    def begin_at(self, version: PolicyVersion) -> Trainer:
+    def begin_at(self, version: ModelVersion) -> Trainer:
         """Return a trainer with the version's weights and a fresh optimizer."""
         self.close()
         self._trainer = Trainer(self._build(version), self._config, ranks=self._ranks)
         logger.info("loaded %s", version.digest)
         return self._trainer
 
-    def publish(self, parent: PolicyVersion, *, version: int, with_state: bool = True) -> PolicyVersion:
+    def publish(self, parent: ModelVersion, *, version: int, with_state: bool = True) -> ModelVersion:
         """Publish what was learnt since `parent`; without state the next update starts a fresh optimizer."""
         assert self._trainer is not None, "publish before stand_at"
         published = publish_policy(
@@ -133,7 +133,7 @@ class Learner:
         self._trainer = self._at = None
 
 
-def _same_model(one: PolicyVersion, other: PolicyVersion) -> bool:
+def _same_model(one: ModelVersion, other: ModelVersion) -> bool:
     """Whether only the count of updates differs, as after one that was discarded."""
     return replace(one, version=other.version) == other
 
@@ -151,7 +151,7 @@ class LoadedModels:
         self._reference: tuple[str, TokenLogprobs] | None = None
         self._teacher: tuple[str, TokenLogprobs] | None = None
 
-    def reference(self, version: PolicyVersion) -> TokenLogprobs:
+    def reference(self, version: ModelVersion) -> TokenLogprobs:
         """A policy that is compared with and never trained; it has no adapter."""
         if self._reference is None or self._reference[0] != version.digest:
             self._reference = None
@@ -160,7 +160,7 @@ class LoadedModels:
             self._reference = (version.digest, policy.to(self.ranks.device))
         return self._reference[1]
 
-    def teacher(self, version: PolicyVersion) -> TokenLogprobs:
+    def teacher(self, version: ModelVersion) -> TokenLogprobs:
         """A model that is asked and never trained; every rank holds all of it."""
         if self._teacher is None or self._teacher[0] != version.digest:
             self._teacher = None
@@ -176,9 +176,9 @@ class LoadedModels:
         self.policy.close()
         self.critic.close()
 
-    def _actor(self, version: PolicyVersion) -> TokenLogprobs:
+    def _actor(self, version: ModelVersion) -> TokenLogprobs:
         model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
         return TokenLogprobs(model, temperature=self._temperature)
 
-    def _valuer(self, version: PolicyVersion) -> TokenValues:
+    def _valuer(self, version: ModelVersion) -> TokenValues:
         return TokenValues(load_trainable(self._store, version, load=load_critic, lora=self._update.lora))

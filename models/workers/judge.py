@@ -19,7 +19,7 @@ from models.judges.protocol import Answer, Judge
 from models.judges.verdicts import Judgement, read_verdict, worst
 from models.judges.votes import Ballot, Judged, count, with_canaries
 from models.records.schemas import VERDICT_SCHEMA
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWork
 from models.text.steps import segment
 
@@ -73,7 +73,7 @@ class JudgeWorker:
         """Return a count that moves with every forward pass or request, and every load."""
         return self._judge.progress
 
-    def take(self, policy: PolicyVersion) -> str:
+    def take(self, policy: ModelVersion) -> str:
         """Load the named model unless the engine proves that it serves it, and return the digest that is now served."""
         if self._local is None:
             raise BadInput(f"judge {self._term}: its model is behind an endpoint, found one to load")

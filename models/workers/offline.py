@@ -18,7 +18,7 @@ from models.modeling.critic import TokenValues, critic_from_policy
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.policy import load_policy, policy_shape
 from models.objectives.preference_losses import DpoTerms, PairTerms, bradley_terry, dpo
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, WarmupWork
 from models.text.tokenizer import load_tokenizer
 from models.training.preferences import (
@@ -91,7 +91,7 @@ class OfflineTrainer:
         learning = PairLearning(train, heldout, schedule=work.training, loss=loss, against="nothing", seed=work.seed)
         return self._learn(work.policy, learning, self._rewards)
 
-    def _imitate(self, model: PolicyVersion, examples: Sequence[Example], warmup: WarmupConfig) -> Outcome:
+    def _imitate(self, model: ModelVersion, examples: Sequence[Example], warmup: WarmupConfig) -> Outcome:
         def learn(trainer: Trainer) -> Learnt:
             return imitate(
                 trainer,
@@ -105,14 +105,14 @@ class OfflineTrainer:
 
         return self._train(model, self._logprobs, learn)
 
-    def _learn(self, model: PolicyVersion, learning: PairLearning, build: Build) -> Outcome:
+    def _learn(self, model: ModelVersion, learning: PairLearning, build: Build) -> Outcome:
         def learn(trainer: Trainer) -> Learnt:
             budget = self._update.microbatch_tokens
             return learn_preferences(trainer, learning, microbatch_tokens=budget, ranks=self._ranks, beat=self._beat)
 
         return self._train(model, build, learn)
 
-    def _train(self, model: PolicyVersion, build: Build, learn: Callable[[Trainer], Learnt]) -> Outcome:
+    def _train(self, model: ModelVersion, build: Build, learn: Callable[[Trainer], Learnt]) -> Outcome:
         clock = time.perf_counter
         begun = clock()
         learner = Learner(self._store, build, self._update, ranks=self._ranks)
@@ -125,10 +125,10 @@ class OfflineTrainer:
         timings = {"load": loaded - begun, "steps": stepped - loaded, "save": clock() - stepped}
         return Outcome(policy=policy, metrics=learnt.metrics, detail={"losses": [*learnt.curve()]}, timings=timings)
 
-    def _logprobs(self, version: PolicyVersion) -> TokenLogprobs:
+    def _logprobs(self, version: ModelVersion) -> TokenLogprobs:
         return TokenLogprobs(load_policy(fetch_bundle(self._store, version.weights)), temperature=1.0)
 
-    def _rewards(self, version: PolicyVersion) -> TokenValues:
+    def _rewards(self, version: ModelVersion) -> TokenValues:
         directory = fetch_bundle(self._store, version.weights)
         model = critic_from_policy(directory)
         # A classifier finds a text's end by it; policies from elsewhere often name it in their tokenizer alone.

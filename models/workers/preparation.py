@@ -21,7 +21,7 @@ from models.modeling.judge import write_served_model
 from models.modeling.policy import build_scratch, policy_shape, save_policy, scratch_tokenizer
 from models.modeling.teacher import check_teacher
 from models.records.schemas import PROMPT_SCHEMA
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import CriticWork, JudgePreparation, PolicyWork, PromptWork, TeacherWork
 from models.text.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_prompts
 
@@ -48,7 +48,7 @@ class PreparationWorker:
             ref = publish_bundle(self._store, Path(folder), prefix="policies")
         self._progress += 1
         return Outcome(
-            policy=PolicyVersion(version=0, weights=ref),
+            policy=ModelVersion(version=0, weights=ref),
             metrics={"parameters": parameters},
             timings={"make": time.perf_counter() - started},
         )
@@ -63,7 +63,7 @@ class PreparationWorker:
             ref = publish_bundle(self._store, Path(folder), prefix="critics")
         self._progress += 1
         return Outcome(
-            critic=PolicyVersion(version=0, weights=ref),
+            critic=ModelVersion(version=0, weights=ref),
             metrics={"parameters": parameters},
             timings={"make": time.perf_counter() - started},
         )
@@ -78,7 +78,7 @@ class PreparationWorker:
             ref = publish_bundle(self._store, Path(folder), prefix="judges")
         self._progress += 1
         return Outcome(
-            policy=PolicyVersion(version=0, weights=ref),
+            policy=ModelVersion(version=0, weights=ref),
             metrics={"parameters": parameters},
             timings={"make": time.perf_counter() - started},
         )
@@ -94,7 +94,7 @@ class PreparationWorker:
             ref = publish_bundle(self._store, Path(folder), prefix="teachers")
         self._progress += 1
         return Outcome(
-            policy=PolicyVersion(version=0, weights=ref),
+            policy=ModelVersion(version=0, weights=ref),
             metrics={"parameters": parameters},
             timings={"make": time.perf_counter() - started},
         )

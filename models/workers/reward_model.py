@@ -13,9 +13,9 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import ModelReward
 from models.engines.protocol import StepSums
-from models.modeling.reward_model import RewardModel, Scored, encode, load_reward_model, score
+from models.modeling.reward_model import RewardModel, ScoredTexts, encode, load_reward_model, score
 from models.records.schemas import VERDICT_SCHEMA
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWork
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class RewardModelWorker:
         """Return a count that moves with every forward pass and every load."""
         return self._progress
 
-    def take(self, policy: PolicyVersion) -> str:
+    def take(self, policy: ModelVersion) -> str:
         """Load the named model unless it is loaded, and return the digest that is now served."""
         if self._loaded != policy.weights.digest:
             self.sleep()  # the old weights go before the new ones come
@@ -84,7 +84,7 @@ class RewardModelWorker:
             | self._steps.since(before),
         )
 
-    def _score(self, rollouts: pa.Table) -> tuple[list[Scored], list[int]]:
+    def _score(self, rollouts: pa.Table) -> tuple[list[ScoredTexts], list[int]]:
         """Return scores and how many tokens the model read for each, none where it was not asked."""
         assert self._model is not None, "take() comes first"
         texts = zip(rollouts["prompt"].to_pylist(), rollouts["completion"].to_pylist(), strict=True)
@@ -98,14 +98,14 @@ class RewardModelWorker:
             sequences.append(tokens)
         scores = score(self._model, sequences, batch_tokens=self._reward.batch_tokens, on_pass=self._passed)
         read = [len(tokens) if len(tokens) <= self._model.context else 0 for tokens in sequences]
-        return [Scored(None, faults[row]) if row in faults else scored for row, scored in enumerate(scores)], read
+        return [ScoredTexts(None, faults[row]) if row in faults else scored for row, scored in enumerate(scores)], read
 
     def _passed(self, sequences: int, seconds: float) -> None:
         self._progress += 1
         self._steps = self._steps.plus(sequences, seconds)
 
 
-def _table(rollouts: pa.Table, scores: list[Scored]) -> pa.Table:
+def _table(rollouts: pa.Table, scores: list[ScoredTexts]) -> pa.Table:
     count = len(scores)
     columns = {
         "prompt_row": rollouts["prompt_row"],
@@ -121,7 +121,7 @@ def _table(rollouts: pa.Table, scores: list[Scored]) -> pa.Table:
     return pa.table(columns, schema=VERDICT_SCHEMA)
 
 
-def _metrics(scores: list[Scored], *, passed: int, tokens_read: int) -> dict[str, float]:
+def _metrics(scores: list[ScoredTexts], *, passed: int, tokens_read: int) -> dict[str, float]:
     return {
         "sequences": float(passed),
         "tokens": float(passed),

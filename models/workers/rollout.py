@@ -15,7 +15,7 @@ from infra.store.storage import open_store
 from models.config.engines import EngineConfig
 from models.engines.build import build_engine
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import RolloutWork
 from models.rollouts.groups import Group, fresh_groups, groups_of, table_of
 
@@ -40,7 +40,7 @@ class RolloutWorker:
         """Return a count that moves with every decoding step and every load."""
         return self._engine.progress
 
-    def take(self, policy: PolicyVersion) -> str:
+    def take(self, policy: ModelVersion) -> str:
         """Load a policy unless the engine proves that it serves it, and return the digest of what is now served."""
         self._load(policy)
         return policy.digest
@@ -53,7 +53,7 @@ class RolloutWorker:
         """End the engine."""
         self._engine.close()
 
-    def _load(self, policy: PolicyVersion) -> None:
+    def _load(self, policy: ModelVersion) -> None:
         if self._engine.serves() == policy.digest:
             return
         started = time.perf_counter()

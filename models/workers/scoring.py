@@ -15,10 +15,10 @@ from infra.store.storage import open_store
 from models.config.algorithms import AlgorithmConfig
 from models.config.judges import JudgeReward, ServedReward, StepsVerdict
 from models.config.rewards import ScoringConfig
-from models.credit.assign import ROLLOUT_COLUMNS, Credit, CreditRule, assign_credit
-from models.credit.comparison import compare_advantages, compare_rewards, read_samples, rewards_of
+from models.credit.assign import ROLLOUT_COLUMNS, Credit, CreditRule, credit_completions
+from models.credit.comparison import compare_advantages, compare_rewards, read_rewards, rewards_of
 from models.credit.inputs import term_columns
-from models.credit.selection import Wanted, informative_prompts
+from models.credit.selection import GroupQuota, informative_prompts
 from models.judges.verdicts import Judgement
 from models.judges.votes import tally, tally_steps
 from models.records.columns import counted, lengths_of
@@ -70,7 +70,7 @@ class ScoringWorker:
         began = time.perf_counter()
         rule = credit_rule(work, self._scoring, self._algorithm)
         estimates = zip(work.estimates, work.shards, strict=True) if work.estimates else ()
-        credit = assign_credit(
+        credit = credit_completions(
             [counted(read_shard(self._store, shard.rollouts, ROLLOUT_COLUMNS), shard.rows) for shard in work.shards],
             [counted(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards],
             rule,
@@ -97,7 +97,7 @@ class ScoringWorker:
 
     def compare_advantages(self, work: ComparisonWork) -> Outcome:
         """Describe new samples beside those that were learnt from."""
-        stored, new = (read_samples(self._store, refs) for refs in (work.stored, work.new))
+        stored, new = (read_rewards(self._store, refs) for refs in (work.stored, work.new))
         return Outcome(metrics=compare_advantages(stored, new))
 
     def excerpts(self, work: ExcerptWork) -> Excerpts:
@@ -175,12 +175,14 @@ def credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmCo
     )
 
 
-def wanted_groups(work: CreditWork, terms: Sequence[str]) -> Wanted | None:
+def wanted_groups(work: CreditWork, terms: Sequence[str]) -> GroupQuota | None:
     """Say what dynamic sampling wants; none takes every group."""
     if work.dynamic is None:
         return None
     assert work.target is not None, "dynamic sampling has a target"
-    return Wanted(target=work.target, metric=work.dynamic.metric or terms[0], fill=work.dynamic.on_shortfall == "fill")
+    return GroupQuota(
+        target=work.target, metric=work.dynamic.metric or terms[0], fill=work.dynamic.on_shortfall == "fill"
+    )
 
 
 def check_shortfall(credit: Credit, work: CreditWork) -> None:

@@ -3,7 +3,7 @@
 import time
 
 
-class Laps:
+class StageTimer:
     """Seconds by name, each since the one before."""
 
     def __init__(self) -> None:

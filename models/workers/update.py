@@ -13,17 +13,17 @@ from models.config.algorithms import AlgorithmConfig, Ppo, TeacherConfig, Teache
 from models.config.objectives import KlPenalty, UpdateConfig
 from models.modeling.batching import AuxiliaryPass
 from models.modeling.teacher import ask_endpoint
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import EstimateWork, JudgeWarmupWork, PreferenceWork, RewardModelWork, UpdateWork, WarmupWork
 from models.training.auxiliary import ask_model, write_estimates
 from models.training.critic_update import take_value_steps, value_metrics
 from models.training.policy_update import StepPasses, StepsTaken, critic_steps, extra_logprobs, policy_steps, take_steps
 from models.training.ranks import join_ranks
-from models.training.samples import Samples, open_samples
+from models.training.samples import TrainingSamples, open_samples
 from models.training.trainer import frozen_forward
 from models.training.versions import LoadedModels
 from models.workers.offline import OfflineTrainer
-from models.workers.timing import Laps
+from models.workers.timing import StageTimer
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class UpdateWorker:
 
     def estimate(self, work: EstimateWork) -> Outcome:
         """AuxiliaryPass models about every token of an iteration's rollouts before credit; nothing is learnt."""
-        models, laps = self._joined(), Laps()
+        models, laps = self._joined(), StageTimer()
         asks = self._asks(work, models)
         laps.end("load")
         asked = write_estimates(
@@ -82,7 +82,7 @@ class UpdateWorker:
         Without a token to learn from, or where anything was not finite, the next versions have their parents' very
         weights and state; so has a policy that does not learn yet.
         """
-        models, laps = self._joined(), Laps()
+        models, laps = self._joined(), StageTimer()
         samples = open_samples(self._store, work.samples)
         steps = policy_steps(samples, work, config=self._update, ranks=models.ranks)
         if not steps:
@@ -156,7 +156,7 @@ class UpdateWorker:
             raise BadInput(f"iteration {work.iteration}: expected the teacher's model to ask, found none")
         return ask_model(partial(frozen_forward, models.teacher(work.teacher)), self._beat)
 
-    def _learn_policy(self, work: UpdateWork, steps: list[StepPasses], laps: Laps) -> StepsTaken:
+    def _learn_policy(self, work: UpdateWork, steps: list[StepPasses], laps: StageTimer) -> StepsTaken:
         models, config = self._joined(), self._update
         trainer = models.policy.stand_at(work.policy)
         reference = None
@@ -177,7 +177,9 @@ class UpdateWorker:
         laps.end("steps")
         return taken
 
-    def _learn_values(self, work: UpdateWork, critic: PolicyVersion, steps: list[StepPasses], laps: Laps) -> StepsTaken:
+    def _learn_values(
+        self, work: UpdateWork, critic: ModelVersion, steps: list[StepPasses], laps: StageTimer
+    ) -> StepsTaken:
         assert isinstance(self._algorithm, Ppo), "only PPO has a critic"
         models, config = self._joined(), self._algorithm.critic
         trainer = models.critic.stand_at(critic)
@@ -220,12 +222,12 @@ class UpdateWorker:
         self._progress += 1
 
 
-def _next(parent: PolicyVersion) -> PolicyVersion:
+def _next(parent: ModelVersion) -> ModelVersion:
     """The next version with all that the parent has."""
     return replace(parent, version=parent.version + 1)
 
 
-def _metrics(taken: StepsTaken, samples: Samples, steps: list[StepPasses]) -> dict[str, float]:
+def _metrics(taken: StepsTaken, samples: TrainingSamples, steps: list[StepPasses]) -> dict[str, float]:
     sums, maxima = dict(taken.sums), dict(taken.maxima)
     del sums["not_finite"]
     num_tokens, num_compared = sum(samples.completion_lengths), sums.pop("mismatch_tokens")

@@ -10,9 +10,8 @@ Shapes: B bootstraps, L lanes, J units of a lane in turn, Q shares of the units,
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from placement.records import Floats
 
 LANES = 64
 ROUNDS = 8
@@ -74,7 +73,7 @@ def tabulate(seconds_BU: Floats) -> Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PoolLoad:
     """Units of one role on the lanes of each candidate."""
 
     table: Table
@@ -91,7 +90,7 @@ class Load:
         return self.units * self.table.mean_B
 
 
-def stream_end(rollout: Load, scoring: Load) -> Floats:
+def stream_end(rollout: PoolLoad, scoring: PoolLoad) -> Floats:
     """Return when scoring ends [K, B] that takes units as rollout finishes them.
 
     From whenever a share of the units is there, the others still need their time on the scoring workers; the latest of
@@ -104,7 +103,7 @@ def stream_end(rollout: Load, scoring: Load) -> Floats:
     return end_KB
 
 
-def handover_end(rollout: Load, scoring: Load, *, move_seconds: float) -> Floats:
+def handover_end(rollout: PoolLoad, scoring: PoolLoad, *, move_seconds: float) -> Floats:
     """Return when scoring ends [K, B] if each worker of rollout scores too, once its own queue is empty.
 
     All lanes of rollout work until they join, so they join after work / lanes on average. From whenever a share of the

@@ -8,11 +8,8 @@ from functools import cache
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 
-from placement.records import Demand
-
-Floats = NDArray[np.float64]
+from placement.records import Demand, Floats
 
 
 def normal_cdf(z: Floats) -> Floats:

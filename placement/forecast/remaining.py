@@ -11,13 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from placement.forecast.lengths import draw_units, normal_cdf
 from placement.forecast.stage import list_schedule, releases, unit_seconds
-from placement.records import DrainInputs, RoleProgress
-
-Floats = NDArray[np.float64]
+from placement.records import DrainInputs, Floats, RoleProgress
 
 BEYOND = 0.25
 """A unit that has outlasted all that was drawn takes this share of its time again, on average."""

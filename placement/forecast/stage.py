@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.forecast.large_pools import TABLE_UNITS, Load, handover_end, stream_end, tabulate
+from placement.forecast.large_pools import TABLE_UNITS, PoolLoad, handover_end, stream_end, tabulate
 from placement.forecast.lengths import UnitDraws, draw_units
-from placement.records import Demand, Plan, PlanInputs
-
-Floats = NDArray[np.float64]
+from placement.records import Demand, Floats, Plan, PlanInputs
 
 
 def list_schedule(free_XW: Floats, seconds_XU: Floats, *, ready_XU: Floats | None = None) -> tuple[Floats, Floats]:
@@ -174,12 +172,12 @@ def _tabulated(stage: _Stage) -> Floats:
     return np.where(stage.turns_K[:, None], in_turns_KB, streamed_KB)
 
 
-def _load(demand: Demand, drawn: UnitDraws, slots_K: Ints) -> Load:
+def _load(demand: Demand, drawn: UnitDraws, slots_K: Ints) -> PoolLoad:
     workers_K, together_K = crews(demand, slots_K)
     # One table serves all candidates: that of the crew in the middle.
     together = float(np.median(together_K))
     seconds_BU = unit_seconds(demand, drawn.longest_BU, drawn.tokens_BU, together=together)
-    return Load(table=tabulate(seconds_BU), units=demand.units, lanes_K=(workers_K * together).astype(np.float64))
+    return PoolLoad(table=tabulate(seconds_BU), units=demand.units, lanes_K=(workers_K * together).astype(np.float64))
 
 
 def _exact_work(inputs: PlanInputs, plans: tuple[Plan, ...], bootstraps: int) -> int:

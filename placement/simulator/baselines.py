@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs
-from placement.simulator.stage import Role, Stage
+from placement.records import Decision, DrainInputs, Floats, Memory, Plan, PlanInputs
+from placement.simulator.stage import SimulatedRole, Stage
 from placement.simulator.workload import RoleWork, StageWork, Workload
-
-Floats = NDArray[np.float64]
 
 
 def split_seconds(work: StageWork, slowness_N: Floats, rollout: int) -> float:
@@ -133,7 +130,7 @@ def split_run(workload: Workload, rollout: int) -> tuple[float, ...]:
     workers = workload.workers
     if workload.simple:
         return tuple(split_seconds(stage, workload.slowness_N, rollout) for stage in workload.stages)
-    roles: list[Role] = ["rollout" if slot < rollout else "scoring" for slot in range(workers)]
+    roles: list[SimulatedRole] = ["rollout" if slot < rollout else "scoring" for slot in range(workers)]
     plan = Plan(mode="split", rollout=rollout, scoring=workers - rollout)
     return _staged(workload, plan, roles, move_seconds=0.0)
 
@@ -205,7 +202,7 @@ def _decision(plan: Plan, memory: Memory, reason: str) -> Decision:
     return Decision(plan=plan, predicted_seconds=0.0, unchanged_seconds=0.0, reason=reason, memory=memory)
 
 
-def _staged(workload: Workload, plan: Plan, roles: list[Role], *, move_seconds: float) -> tuple[float, ...]:
+def _staged(workload: Workload, plan: Plan, roles: list[SimulatedRole], *, move_seconds: float) -> tuple[float, ...]:
     return tuple(
         Stage(work, workload.slowness_N, plan=plan, roles=roles, move_seconds=move_seconds)
         .run(absences=absences)

@@ -24,7 +24,7 @@ from placement.simulator.baselines import (
 from placement.simulator.runs import play
 from placement.simulator.workload import (
     KNOWN,
-    Judge,
+    JudgeLoad,
     RoleWork,
     StageWork,
     Trouble,
@@ -38,9 +38,9 @@ REGIMES: dict[str, World] = {
     "throughput": World(workers=0),
     "tail": World(workers=0, units_per_worker=1.0, lengths=KNOWN["lognormal-1.2"]),
     "batched": World(workers=0, units_per_worker=24.0, groups_per_unit=1, units_at_once=8),
-    "votes-4": World(workers=0, judge=Judge(mean_tokens=128.0, votes=4)),
-    "votes-8": World(workers=0, judge=Judge(mean_tokens=128.0, votes=8)),
-    "long-verdicts": World(workers=0, judge=Judge(mean_tokens=2048.0, unparsable=0.03)),
+    "votes-4": World(workers=0, judge=JudgeLoad(mean_tokens=128.0, votes=4)),
+    "votes-8": World(workers=0, judge=JudgeLoad(mean_tokens=128.0, votes=8)),
+    "long-verdicts": World(workers=0, judge=JudgeLoad(mean_tokens=2048.0, unparsable=0.03)),
     "troubled": World(
         workers=0, trouble=Trouble(slow_share=0.02, kills_per_hour=1.0, preemptions_per_hour=1.0, notice_seconds=10.0)
     ),
@@ -131,7 +131,7 @@ def load_of(
     return Load(cells=cells, draw=partial(draw_workload, world))
 
 
-def evaluate(
+def evaluate_cell(
     load: Load,
     *,
     seeds: int,

@@ -64,7 +64,7 @@ class Aim:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AimResult:
     """One aim in one cell."""
 
     aim: Aim
@@ -122,10 +122,10 @@ AIMS = (
 """All aims."""
 
 
-def verdicts(results: Sequence[CellResult]) -> list[Verdict]:
+def verdicts(results: Sequence[CellResult]) -> list[AimResult]:
     """Every aim in every cell that it speaks of and whose policies were run."""
     return [
-        Verdict(aim=aim, result=result, ratio=aim.measure(result))
+        AimResult(aim=aim, result=result, ratio=aim.measure(result))
         for aim in AIMS
         for result in results
         if set(aim.needs) <= set(result.seconds) and aim.speaks_of(result)

@@ -8,7 +8,7 @@ import numpy as np
 from placement.measurements import SAMPLE, Measurements, UnitObservation
 from placement.policies.protocol import Policy
 from placement.records import Decision, Demand, DrainInputs, InFlight, Memory, Plan, PlanInputs, RoleProgress
-from placement.simulator.stage import Done, Role, RoleView, Stage, StageResult, View
+from placement.simulator.stage import RoleView, SimulatedRole, Stage, StageResult, UnitDone, View
 from placement.simulator.workload import StageWork, Workload
 
 ORDER_STATISTICS = 64
@@ -41,8 +41,8 @@ class _Player:
     clock: Callable[[], float]
     measurements: Measurements = field(default_factory=Measurements)
     memory: Memory = field(default_factory=Memory)
-    first: tuple[Role, ...] = ()
-    """Role of each slot when the last stage began."""
+    first: tuple[SimulatedRole, ...] = ()
+    """SimulatedRole of each slot when the last stage began."""
     current: Plan | None = None
     decisions: int = 0
     slowest: float = 0.0
@@ -86,7 +86,7 @@ class _Player:
         self.memory = decision.memory
         return decision
 
-    def _demand(self, role: Role, work: StageWork) -> Demand:
+    def _demand(self, role: SimulatedRole, work: StageWork) -> Demand:
         lengths_US = (work.rollout if role == "rollout" else work.scoring).lengths_US
         units, sequences = lengths_US.shape
         return self.measurements.demand(role, units=units, sequences=sequences, units_at_once=work.units_at_once)
@@ -138,11 +138,11 @@ def _play_stage(player: _Player, inputs: PlanInputs, work: StageWork, number: in
     return result, len(late)
 
 
-def _first_roles(before: tuple[Role, ...] | None, plan: Plan, workers: int) -> tuple[Role, ...]:
+def _first_roles(before: tuple[SimulatedRole, ...] | None, plan: Plan, workers: int) -> tuple[SimulatedRole, ...]:
     """Roles with which the slots begin; as few of them as possible differ from before."""
-    roles: list[Role] = list(before) if before else ["rollout"] * workers
+    roles: list[SimulatedRole] = list(before) if before else ["rollout"] * workers
     wanted = plan.rollout - roles.count("rollout")
-    source: Role = "scoring" if wanted > 0 else "rollout"
+    source: SimulatedRole = "scoring" if wanted > 0 else "rollout"
     # A split has its rollout in front: so it stays.
     order = range(workers) if wanted > 0 else range(workers - 1, -1, -1)
     for slot in [slot for slot in order if roles[slot] == source][: abs(wanted)]:
@@ -172,7 +172,7 @@ def _observed(
     return measurements.observe(units, moves=(resize_seconds,) * min(moved, SAMPLE))
 
 
-def _observation(done: Done, work: StageWork) -> UnitObservation:
+def _observation(done: UnitDone, work: StageWork) -> UnitObservation:
     lengths_S = np.sort((work.rollout if done.role == "rollout" else work.scoring).lengths_US[done.unit])
     ranks = np.linspace(0, lengths_S.size - 1, min(ORDER_STATISTICS, lengths_S.size)).round().astype(int)
     return UnitObservation(

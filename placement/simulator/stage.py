@@ -8,24 +8,24 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Literal
 
-from placement.records import Plan
-from placement.simulator.workers import Decoder, SharedBatch, Steps, WholeUnits
-from placement.simulator.workload import Absence, Floats, StageWork
+from placement.records import Floats, Plan
+from placement.simulator.workers import Decoder, DecodeSteps, SharedBatch, WholeUnits
+from placement.simulator.workload import Absence, StageWork
 
-Role = Literal["rollout", "scoring"]
-ROLES: tuple[Role, Role] = ("rollout", "scoring")
+SimulatedRole = Literal["rollout", "scoring"]
+ROLES: tuple[SimulatedRole, SimulatedRole] = ("rollout", "scoring")
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class UnitDone:
     """A unit that was finished, and where."""
 
-    role: Role
+    role: SimulatedRole
     unit: int
     slot: int
     begin: float
     end: float
-    steps: Steps
+    steps: DecodeSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class StageResult:
     """What a stage came to."""
 
     seconds: float
-    done: tuple[Done, ...]
+    done: tuple[UnitDone, ...]
     corrections: int
     """Workers moved while their own role still had units waiting or coming."""
     handovers: int
     """Workers moved once it had not: what takes the place of a turn."""
-    roles: tuple[Role, ...]
+    roles: tuple[SimulatedRole, ...]
     """Role of each slot at the end, or the one that it was on its way to."""
     plan: Plan
     """As the slots were dealt at the end."""
@@ -73,8 +73,8 @@ Drain = Callable[[View], Plan]
 
 @dataclass(slots=True)
 class _Slot:
-    role: Role
-    decoders: dict[Role, Decoder]
+    role: SimulatedRole
+    decoders: dict[SimulatedRole, Decoder]
     here: bool = True
     """In its role: not on the way to it."""
     alive: bool = True
@@ -99,7 +99,7 @@ class Stage:
         slowness_N: Floats,
         *,
         plan: Plan,
-        roles: Sequence[Role],
+        roles: Sequence[SimulatedRole],
         late: frozenset[int] = frozenset(),
         move_seconds: float,
     ) -> None:
@@ -112,12 +112,12 @@ class Stage:
         ]
         self._at_once, self._move_seconds, self._plan = work.units_at_once, move_seconds, plan
         self._units = len(work.rollout.seconds_U)
-        self._waiting: dict[Role, deque[int]] = {"rollout": deque(range(self._units)), "scoring": deque()}
-        self._offers: dict[Role, list[tuple[int, float, int, int]]] = {"rollout": [], "scoring": []}
-        self._finished: dict[Role, int] = {"rollout": 0, "scoring": 0}
+        self._waiting: dict[SimulatedRole, deque[int]] = {"rollout": deque(range(self._units)), "scoring": deque()}
+        self._offers: dict[SimulatedRole, list[tuple[int, float, int, int]]] = {"rollout": [], "scoring": []}
+        self._finished: dict[SimulatedRole, int] = {"rollout": 0, "scoring": 0}
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._order = count()
-        self._done: list[Done] = []
+        self._done: list[UnitDone] = []
         self._moves = {"corrections": 0, "handovers": 0}
         for index in range(len(self._slots)):
             if index in late:
@@ -191,7 +191,7 @@ class Stage:
             return
         role, steps = slot.role, slot.decoders[slot.role].end(unit, now)
         begin = slot.units.pop(unit)
-        self._done.append(Done(role=role, unit=unit, slot=index, begin=begin, end=now, steps=steps))
+        self._done.append(UnitDone(role=role, unit=unit, slot=index, begin=begin, end=now, steps=steps))
         self._finished[role] += 1
         slot.since = now
         self._changed(index)
@@ -209,7 +209,7 @@ class Stage:
         wanted = plan.rollout - sum(self._dealt(slot) == "rollout" for slot in self._slots)
         if wanted > 0 and self._finished["rollout"] == self._units:
             return
-        giver: Role = "scoring" if wanted > 0 else "rollout"
+        giver: SimulatedRole = "scoring" if wanted > 0 else "rollout"
         movable = [index for index, slot in enumerate(self._slots) if self._movable(slot, giver)]
         movable.sort(
             key=lambda index: (len(self._slots[index].units), min(self._slots[index].units.values(), default=0))
@@ -224,14 +224,14 @@ class Stage:
         rollout = sum(self._dealt(slot) == "rollout" for slot in self._slots)
         self._plan = plan.model_copy(update={"rollout": rollout, "scoring": len(self._slots) - rollout})
 
-    def _emptied(self, role: Role) -> bool:
+    def _emptied(self, role: SimulatedRole) -> bool:
         coming = role == "scoring" and self._finished["rollout"] < self._units
         return not self._waiting[role] and not coming
 
-    def _dealt(self, slot: _Slot) -> Role:
+    def _dealt(self, slot: _Slot) -> SimulatedRole:
         return _other(slot.role) if slot.leaving else slot.role
 
-    def _movable(self, slot: _Slot, giver: Role) -> bool:
+    def _movable(self, slot: _Slot, giver: SimulatedRole) -> bool:
         return slot.role == giver and slot.alive and slot.here and not slot.moved and not slot.noticed
 
     def _leave(self, index: int, now: float) -> None:
@@ -305,7 +305,7 @@ class Stage:
             scoring=self._role_view("scoring", now),
         )
 
-    def _role_view(self, role: Role, now: float) -> RoleView:
+    def _role_view(self, role: SimulatedRole, now: float) -> RoleView:
         present = [slot for slot in self._slots if slot.role == role]
         return RoleView(
             slots=len(present),
@@ -317,5 +317,5 @@ class Stage:
         )
 
 
-def _other(role: Role) -> Role:
+def _other(role: SimulatedRole) -> SimulatedRole:
     return "scoring" if role == "rollout" else "rollout"

@@ -8,7 +8,7 @@ from placement.simulator.workload import RoleWork
 
 
 @dataclass(slots=True)
-class Steps:
+class DecodeSteps:
     """Sums over decoding steps, as engines report them: step time is regressed on batch size from these."""
 
     steps: float = 0.0
@@ -25,9 +25,9 @@ class Steps:
         self.seconds += steps * step_seconds
         self.sequence_seconds += steps * step_seconds * batch
 
-    def since(self, earlier: "Steps") -> "Steps":
+    def since(self, earlier: "DecodeSteps") -> "DecodeSteps":
         """What lies between two readings."""
-        return Steps(
+        return DecodeSteps(
             steps=self.steps - earlier.steps,
             sequences=self.sequences - earlier.sequences,
             sequences_squared=self.sequences_squared - earlier.sequences_squared,
@@ -35,9 +35,9 @@ class Steps:
             sequence_seconds=self.sequence_seconds - earlier.sequence_seconds,
         )
 
-    def copy(self) -> "Steps":
+    def copy(self) -> "DecodeSteps":
         """The reading as it is now."""
-        return Steps(self.steps, self.sequences, self.sequences_squared, self.seconds, self.sequence_seconds)
+        return DecodeSteps(self.steps, self.sequences, self.sequences_squared, self.seconds, self.sequence_seconds)
 
 
 class Decoder(Protocol):
@@ -49,7 +49,7 @@ class Decoder(Protocol):
     def next_end(self) -> tuple[float, int]:
         """When the next unit ends if none is taken before, and which."""
 
-    def end(self, unit: int, now: float) -> Steps:
+    def end(self, unit: int, now: float) -> DecodeSteps:
         """Let go of a unit that has ended; return the steps that were taken since it began."""
 
     def drop(self, unit: int) -> None:
@@ -71,7 +71,7 @@ class WholeUnits:
     def next_end(self) -> tuple[float, int]:
         return self._end, self._unit
 
-    def end(self, unit: int, now: float) -> Steps:
+    def end(self, unit: int, now: float) -> DecodeSteps:
         return unit_steps(self.work, unit, slowness=self.slowness)
 
     def drop(self, unit: int) -> None:
@@ -95,8 +95,8 @@ class SharedBatch:
     """Steps at which the sequences of the batch end, ascending."""
     _units: dict[int, float] = field(default_factory=dict)
     """The step at which each unit ends."""
-    _sums: Steps = field(default_factory=Steps)
-    _began: dict[int, Steps] = field(default_factory=dict)
+    _sums: DecodeSteps = field(default_factory=DecodeSteps)
+    _began: dict[int, DecodeSteps] = field(default_factory=dict)
 
     def begin(self, unit: int, now: float) -> None:
         self._pass_time(now)
@@ -114,7 +114,7 @@ class SharedBatch:
         seconds = pace.base_seconds * (last - self._step) + pace.per_sequence_seconds * sequence_steps
         return self._clock + self.slowness * seconds, unit
 
-    def end(self, unit: int, now: float) -> Steps:
+    def end(self, unit: int, now: float) -> DecodeSteps:
         last = self._units.pop(unit)
         while self._ends and self._ends[0] <= last:
             self._count(self._ends[0])
@@ -144,7 +144,7 @@ class SharedBatch:
             self._ends.pop(0)
 
 
-def unit_steps(work: RoleWork, unit: int, *, slowness: float) -> Steps:
+def unit_steps(work: RoleWork, unit: int, *, slowness: float) -> DecodeSteps:
     """Sums over the steps of a unit that is decoded alone.
 
     A step's batch is the number of sequences at least so long, hence Σ b² = Σ_ij min(ℓ_i, ℓ_j).
@@ -154,7 +154,7 @@ def unit_steps(work: RoleWork, unit: int, *, slowness: float) -> Steps:
     steps, sequences = ascending[-1], sum(ascending)
     squared = sum(length * (2 * (size - rank) - 1) for rank, length in enumerate(ascending))
     base, slope = slowness * work.pace.base_seconds, slowness * work.pace.per_sequence_seconds
-    return Steps(
+    return DecodeSteps(
         steps=steps,
         sequences=sequences,
         sequences_squared=squared,

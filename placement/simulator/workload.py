@@ -11,11 +11,8 @@ from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from placement.records import Pace
-
-Floats = NDArray[np.float64]
+from placement.records import Floats, Pace
 
 RANGE = 8.0  # from the smallest to the largest factor of every scenario that moves
 
@@ -108,7 +105,7 @@ def draw(lengths: Lengths, rng: np.random.Generator, *, units: int, groups: int,
 
 def cap(lengths: Lengths) -> float:
     """The longest length, in medians: the quantile above which the truncated mass lies."""
-    z = normal_quantile(1 - lengths.truncated)
+    z = quantile_of_normal(1 - lengths.truncated)
     match lengths.shape:
         case "lognormal":
             return float(np.exp(lengths.parameter * z))
@@ -126,7 +123,7 @@ def _shaped(lengths: Lengths, normal: Floats) -> Floats:
             above = np.maximum(1 - normal_share(normal), 1e-12)
             return np.asarray((2 * above) ** (-1 / lengths.parameter))
         case "bimodal":
-            long = normal > normal_quantile(1 - BIMODAL_LONG)
+            long = normal > quantile_of_normal(1 - BIMODAL_LONG)
             return np.asarray(np.where(long, lengths.parameter, 1.0) * np.exp(BIMODAL_SIGMA * normal))
 
 
@@ -139,7 +136,7 @@ def normal_share(z: Floats) -> Floats:
     return np.asarray(0.5 * (1 + np.sign(z) * erf))
 
 
-def normal_quantile(share: float) -> float:
+def quantile_of_normal(share: float) -> float:
     """The z below which a share of a normal population lies."""
     return NormalDist().inv_cdf(share)
 
@@ -151,7 +148,7 @@ SCORING = Pace(base_seconds=0.009, per_sequence_seconds=0.0004, setup_seconds=0.
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class JudgeLoad:
     """A generative reward model: what it writes, and what reading costs it."""
 
     mean_tokens: float = 256.0
@@ -194,7 +191,7 @@ class World:
     prompt_tokens: float = 256.0
     rollout: Pace = ROLLOUT
     scoring: Pace = SCORING
-    judge: Judge = Judge()
+    judge: JudgeLoad = JudgeLoad()
     trouble: Trouble = Trouble()
     iterations: int = 12
 

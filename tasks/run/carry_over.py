@@ -8,7 +8,7 @@ from infra.config import Settings
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.data.curriculum import Cursor, give_back
-from models.rollouts.dynamic_sampling import Sampling
+from models.rollouts.dynamic_sampling import DynamicSamplingState
 from tasks.run.batch import BatchPlan, iteration_key
 
 
@@ -32,12 +32,12 @@ class CarriedGroups(Settings):
     """Their prompts."""
 
 
-class Handover(Settings):
+class CarryOver(Settings):
     """What the next iteration begins with."""
 
     cursor: Cursor = Cursor()
     """Where the stream of prompts stands."""
-    sampling: Sampling | None = None
+    sampling: DynamicSamplingState | None = None
     """State of dynamic sampling."""
     kept: tuple[KeptGroups, ...] = ()
     """Informative groups beyond the target."""
@@ -56,17 +56,17 @@ class Handover(Settings):
         }
 
 
-def handover_before(run: Run, number: int) -> Handover:
+def carry_over_before(run: Run, number: int) -> CarryOver:
     """What iteration `number` begins with."""
     sealed = run.find(f"{iteration_key(number - 1)}/seal") if number > 1 else None
     if sealed is None:
-        return Handover()
-    detail = {name: value for name, value in sealed.detail.items() if name in Handover.model_fields}
-    return Handover.model_validate(detail)
+        return CarryOver()
+    detail = {name: value for name, value in sealed.detail.items() if name in CarryOver.model_fields}
+    return CarryOver.model_validate(detail)
 
 
 def handover_after(
-    before: Handover,
+    before: CarryOver,
     waves: Sequence[BatchPlan],
     *,
     rollouts: Sequence[Manifest],
@@ -74,13 +74,13 @@ def handover_after(
     credit: Manifest,
     keep_surplus: bool,
     dynamic: bool,
-) -> Handover:
+) -> CarryOver:
     """What an iteration leaves, from its manifests; groups that were kept once are not kept again."""
     cursor = waves[-1].cursor
     assert cursor is not None, "an iteration's batches have a cursor"
     kept: list[KeptGroups] = []
     returned: list[int] = []
-    for surplus in surplus_of(credit):
+    for surplus in leftover_groups_of(credit):
         rows, new = surplus.rows, surplus.shard - len(before.kept)  # credit looks at the kept groups first
         if keep_surplus and new >= 0:
             kept.append(KeptGroups(rollouts=rollouts[new].key, scores=scores[new].key, rows=rows))
@@ -91,8 +91,8 @@ def handover_after(
     if dynamic:
         issued = sum(int(manifest.metrics["groups"]) for manifest in rollouts)
         informative = sum(int(manifest.metrics["informative_groups"]) for manifest in scores)
-        sampling = (before.sampling or Sampling()).after(issued, informative)
-    return Handover(
+        sampling = (before.sampling or DynamicSamplingState()).after(issued, informative)
+    return CarryOver(
         cursor=give_back(cursor, returned),
         sampling=sampling,
         kept=tuple(kept),
@@ -107,7 +107,7 @@ def carried_rows(rollouts: Manifest) -> tuple[int, ...]:
     return tuple(int(str(row)) for row in rows)
 
 
-class Surplus(Settings):
+class LeftoverGroups(Settings):
     """Informative groups of one scored shard that were not needed."""
 
     shard: int
@@ -116,8 +116,8 @@ class Surplus(Settings):
     """Their prompts."""
 
 
-def surplus_of(credit: Manifest) -> list[Surplus]:
+def leftover_groups_of(credit: Manifest) -> list[LeftoverGroups]:
     """Informative groups beyond the target, as credit found them."""
     found = credit.detail.get("surplus", [])
     assert isinstance(found, list)
-    return [Surplus.model_validate(groups) for groups in found]
+    return [LeftoverGroups.model_validate(groups) for groups in found]

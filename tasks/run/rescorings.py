@@ -12,7 +12,7 @@ from models.config.algorithms import AlgorithmConfig, TeacherConfig
 from models.config.rewards import ScoringConfig
 from tasks.config.run import RunConfig
 from tasks.run.batch import BatchPlan, iteration_key, waves_of
-from tasks.run.carry_over import handover_before
+from tasks.run.carry_over import carry_over_before
 
 Kind = Literal["rescore", "recredit"]
 
@@ -156,7 +156,7 @@ def rescored_pairs(run: Run, name: str, number: int) -> Iterator[tuple[Manifest,
 def credited_pairs(run: Run, number: int, scores: str | None) -> list[tuple[Manifest, Manifest]]:
     """Rollouts and scores that an iteration's credit looks at, in order: groups kept before, then its own."""
     prefix = "" if scores is None else Derived("rescore", scores).prefix
-    keys = [(groups.rollouts, groups.scores) for groups in handover_before(run, number).kept]
+    keys = [(groups.rollouts, groups.scores) for groups in carry_over_before(run, number).kept]
     for wave in waves_of(run, number):
         keys += [(wave.rollout_key(shard), wave.shard_key("scoring", shard)) for shard in range(wave.num_shards)]
     return [(run.require(rollouts), run.require(f"{prefix}{scored}")) for rollouts, scored in keys]

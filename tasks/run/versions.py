@@ -3,23 +3,23 @@
 from infra.store.bundles import CONTENTS, BundleRef
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 
 
-def policy_of(manifest: Manifest) -> PolicyVersion:
+def policy_of(manifest: Manifest) -> ModelVersion:
     """The policy version that a manifest committed."""
     version, bundles = manifest.detail["version"], manifest.bundles
     assert isinstance(version, int)
-    return PolicyVersion(
+    return ModelVersion(
         version=version, weights=bundles["weights"], state=bundles.get("state"), adapter=bundles.get("adapter")
     )
 
 
-def critic_of(manifest: Manifest) -> PolicyVersion:
+def critic_of(manifest: Manifest) -> ModelVersion:
     """The version of the critic that a manifest committed, beside a policy or alone."""
     version, bundles = manifest.detail["version"], manifest.bundles
     assert isinstance(version, int)
-    return PolicyVersion(
+    return ModelVersion(
         version=version,
         weights=bundles["critic"],
         state=bundles.get("critic_state"),
@@ -27,13 +27,13 @@ def critic_of(manifest: Manifest) -> PolicyVersion:
     )
 
 
-def bundles_of(policy: PolicyVersion) -> dict[str, BundleRef]:
+def bundles_of(policy: ModelVersion) -> dict[str, BundleRef]:
     """The bundles of a policy version by the names that manifests give them."""
     named = {"weights": policy.weights, "state": policy.state, "adapter": policy.adapter}
     return {name: bundle for name, bundle in named.items() if bundle is not None}
 
 
-def critic_bundles_of(critic: PolicyVersion) -> dict[str, BundleRef]:
+def critic_bundles_of(critic: ModelVersion) -> dict[str, BundleRef]:
     """The same of a critic."""
     named = {"critic": critic.weights, "critic_state": critic.state, "critic_adapter": critic.adapter}
     return {name: bundle for name, bundle in named.items() if bundle is not None}

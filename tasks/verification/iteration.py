@@ -8,7 +8,7 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.config.rollout import RolloutConfig
 from tasks.run.batch import PROMPTS, BatchPlan, credit_key, iteration_key, policy_key, waves_of
-from tasks.run.carry_over import Handover, Surplus, handover_before, surplus_of
+from tasks.run.carry_over import CarryOver, LeftoverGroups, carry_over_before, leftover_groups_of
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Evidence:
     run: Run
     number: int
     waves: tuple[BatchPlan, ...]
-    before: Handover
-    after: Handover
+    before: CarryOver
+    after: CarryOver
 
     @property
     def key(self) -> str:
@@ -64,9 +64,9 @@ class Evidence:
                 yield wave, shard
 
     @cached_property
-    def surplus(self) -> list[Surplus]:
+    def surplus(self) -> list[LeftoverGroups]:
         """Informative groups beyond the target, as credit found them."""
-        return surplus_of(self.credit)
+        return leftover_groups_of(self.credit)
 
 
 def gather(run: Run, number: int) -> Evidence:
@@ -75,6 +75,6 @@ def gather(run: Run, number: int) -> Evidence:
         run=run,
         number=number,
         waves=tuple(waves_of(run, number)),
-        before=handover_before(run, number),
-        after=handover_before(run, number + 1),
+        before=carry_over_before(run, number),
+        after=carry_over_before(run, number + 1),
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from infra.store.runs import Run
 from infra.store.verify import verify_store
 from models.data.curriculum import give_back, take
-from models.rollouts.dynamic_sampling import Sampling
+from models.rollouts.dynamic_sampling import DynamicSamplingState
 from tasks.run.batch import plan_key
 from tasks.verification.iteration import Evidence, gather
 from tasks.verification.rescorings import check_derived
@@ -88,7 +88,7 @@ def _check_sampling(evidence: Evidence) -> Iterator[str]:
     if dynamic is not None:
         issued = sum(int(manifest.metrics["groups"]) for manifest in evidence.stage("rollout"))
         informative = sum(int(manifest.metrics["informative_groups"]) for manifest in evidence.stage("scoring"))
-        expected = (evidence.before.sampling or Sampling()).after(issued, informative)
+        expected = (evidence.before.sampling or DynamicSamplingState()).after(issued, informative)
     if after.sampling != expected:
         yield f"{evidence.key}/seal: its sampling is {after.sampling}, expected {expected}"
     if evidence.surplus and dynamic is None:

@@ -17,7 +17,6 @@ from tasks.run.rescorings import (
     rescoring_terms,
 )
 
-Name = tuple[int, int]
 """Prompt row and sample."""
 
 
@@ -96,6 +95,6 @@ def _check_seal(
         yield f"{sealed.key}: its comparison is not that of the shards"
 
 
-def _names(run: Run, ref: ShardRef) -> list[Name]:
+def _names(run: Run, ref: ShardRef) -> list[tuple[int, int]]:
     table = read_shard(run.store, ref, columns=["prompt_row", "sample"])
     return list(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True))

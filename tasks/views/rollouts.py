@@ -5,20 +5,20 @@ from typing import Literal
 from infra.errors import BadInput
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from models.rollouts.preview import Sample, read_samples
+from models.rollouts.preview import RolloutPreview, read_samples
 from tasks.run.batch import rollouts_of
 
 
 def sample_rollouts(
     run: Run, iteration: int, *, limit: int, order: Literal["reward", "length", "position"] = "position"
-) -> list[Sample]:
+) -> list[RolloutPreview]:
     """Read completions of one iteration. By position only as many shards and rows are read as `limit` needs."""
     rollouts = rollouts_of(run, iteration)
     if not rollouts:
         begun = sorted({m.key.split("/")[0] for m in run.manifests("it-") if "/rollout/" in m.key})
         found = f"iterations {begun[0]} to {begun[-1]}" if begun else "none yet"
         raise BadInput(f"run {run.name!r} has no rollouts of iteration {iteration}, found {found}")
-    samples: list[Sample] = []
+    samples: list[RolloutPreview] = []
     for manifest in rollouts:
         samples += _read(run, manifest, iteration, limit=limit - len(samples) if order == "position" else None)
         if order == "position" and len(samples) >= limit:
@@ -30,7 +30,7 @@ def sample_rollouts(
     return samples[:limit]
 
 
-def _read(run: Run, manifest: Manifest, iteration: int, *, limit: int | None) -> list[Sample]:
+def _read(run: Run, manifest: Manifest, iteration: int, *, limit: int | None) -> list[RolloutPreview]:
     scored = run.find(manifest.key.replace("/rollout/", "/scoring/"))
     scores = None if scored is None else scored.shards[0]
     return read_samples(run.store, manifest.shards[0], scores, iteration=iteration, limit=limit)

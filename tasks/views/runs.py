@@ -13,7 +13,7 @@ from infra.store.runs import Run, list_runs, open_run
 from infra.store.shards import read_metadata, read_shard
 from infra.store.storage import open_store
 from models.config.rewards import ScoringConfig
-from models.rollouts.preview import Sample
+from models.rollouts.preview import RolloutPreview
 from tasks.config.validation_errors import nearest
 from tasks.run.batch import iteration_key, policy_key, rollouts_of
 from tasks.run.rescorings import Derived, DerivedLine, derived_of, sealed_numbers
@@ -164,7 +164,7 @@ def iteration_rows(description: RunDescription) -> list[dict[str, str]]:
 
 def read_rollouts(
     store: str, name: str, *, iteration: int | None, order: Literal["position", "reward", "length"], limit: int
-) -> list[Sample]:
+) -> list[RolloutPreview]:
     """Completions of one iteration, by default the last sealed one."""
     run = open_known_run(store, name)
     if iteration is None:

@@ -21,7 +21,7 @@ from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy
 from models.records.schemas import FinishReason
 from models.records.seeds import sample_seed
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from tests.support.policies import CONTEXT, VOCABULARY, small_tokenizer, write_policy
 
 SHAPE = {"head_dim": 32}
@@ -39,7 +39,7 @@ class Published:
     """A policy in a store, as workers find it."""
 
     directory: Path
-    version: PolicyVersion
+    version: ModelVersion
     adapter: Path | None = None
 
     def model(self) -> PreTrainedModel:
@@ -75,7 +75,7 @@ def publish_directory(path: Path) -> Published:
     """Publish what was written."""
     store = open_store(str(path / "store"))
     ref = publish_bundle(store, path / "written", prefix="policies")
-    return Published(fetch_bundle(store, ref), PolicyVersion(version=0, weights=ref))
+    return Published(fetch_bundle(store, ref), ModelVersion(version=0, weights=ref))
 
 
 def publish_adapter(path: Path, base: Published, *, rank: int = RANK) -> Published:
@@ -90,7 +90,7 @@ def publish_adapter(path: Path, base: Published, *, rank: int = RANK) -> Publish
     save_adapters(model, path / "adapter")
     store = open_store(str(path / "store"))
     ref: BundleRef = publish_bundle(store, path / "adapter", prefix="adapters")
-    version = PolicyVersion(version=1, weights=base.version.weights, adapter=ref)
+    version = ModelVersion(version=1, weights=base.version.weights, adapter=ref)
     return Published(base.directory, version, adapter=fetch_bundle(store, ref))
 
 

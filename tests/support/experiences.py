@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from models.algorithms.experience import Estimates, Experience, ScoredGroups, Spans, Term
+from models.algorithms.experience import Estimates, Experience, ScoredGroups, SpanColumns, Term
 from models.records.columns import Floats
 
 NAN = float("nan")
@@ -37,7 +37,7 @@ def experience(drawn: Drawn, **settings: object) -> Experience:
     terms = [Term("outcome", 1.0, rewards_N)]
     terms += [Term(name, weight, np.array(values, np.float64)) for name, (weight, values) in drawn.terms.items()]
     if drawn.steps is not None:
-        spans = Spans(
+        spans = SpanColumns(
             starts_S=np.array([start for steps in drawn.steps for start, _ in steps], np.int64),
             counts_N=np.array([len(steps) for steps in drawn.steps], np.int64),
             values_S=flat([[value for _, value in steps] for steps in drawn.steps]),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
-from models.objectives.loss_inputs import PassTokens
+from models.objectives.loss_inputs import LossInputs
 
 LOSSES: tuple[LossConfig, ...] = (
     PpoClip(),
@@ -33,10 +33,10 @@ def pass_tokens(
     reference: Sequence[float] | None = None,
     staleness: Sequence[int] | None = None,
     weights: Sequence[float] | None = None,
-) -> PassTokens:
+) -> LossInputs:
     """Tokens of sequences of these completion lengths, in float64; each has weight 1 unless told."""
     total = sum(lengths)
-    return PassTokens(
+    return LossInputs(
         behaviour_N=doubles(behaviour),
         advantages_N=doubles(advantages),
         staleness_N=torch.tensor(staleness or [0] * total, dtype=torch.int16),
@@ -48,7 +48,7 @@ def pass_tokens(
     )
 
 
-def random_tokens(lengths: Sequence[int], *, seed: int, mismatch: float = 0.3, move: float = 0.3) -> PassTokens:
+def random_tokens(lengths: Sequence[int], *, seed: int, mismatch: float = 0.3, move: float = 0.3) -> LossInputs:
     """Random tokens of random staleness; the old policy differs from the behaviour's, and from the reference."""
     rng, total = np.random.default_rng(seed), sum(lengths)
     old = -rng.exponential(1.5, total) - 0.01
@@ -63,7 +63,7 @@ def random_tokens(lengths: Sequence[int], *, seed: int, mismatch: float = 0.3, m
     )
 
 
-def moved(tokens: PassTokens, *, seed: int, move: float = 0.3) -> Tensor:
+def moved(tokens: LossInputs, *, seed: int, move: float = 0.3) -> Tensor:
     """Log-probs of a policy that has learnt since the old one, as a leaf that takes gradients."""
     assert tokens.old_N is not None, "nothing to move from"
     step_N = doubles(np.random.default_rng(seed + 1).normal(size=len(tokens.old_N)).tolist())

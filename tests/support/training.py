@@ -13,17 +13,17 @@ from models.config.policy import ScratchPolicy
 from models.data.load import load_problems
 from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
 from models.records.schemas import SAMPLE_SCHEMA
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 
 TINY = ScratchPolicy(hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2)
 DATA = ArithmeticData(train_problems=64, heldout_problems=8)
 
 
-def publish_scratch(store_uri: str, directory: Path, *, policy: ScratchPolicy = TINY, seed: int = 0) -> PolicyVersion:
+def publish_scratch(store_uri: str, directory: Path, *, policy: ScratchPolicy = TINY, seed: int = 0) -> ModelVersion:
     """Build a policy and publish it as version 0."""
     tokenizer = scratch_tokenizer(policy, load_problems(DATA, "train", 0))
     save_policy(build_scratch(policy, tokenizer, seed=seed), tokenizer, directory)
-    return PolicyVersion(version=0, weights=publish_bundle(open_store(store_uri), directory, prefix="policies"))
+    return ModelVersion(version=0, weights=publish_bundle(open_store(store_uri), directory, prefix="policies"))
 
 
 def write_samples(

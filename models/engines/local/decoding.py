@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 from infra.errors import Quarantined
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion
-from models.engines.requests import Row, stop_window, texts_of, unstopped
+from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
 from models.engines.sampling import draw, uniforms
 from models.records.schemas import FinishReason
 
@@ -77,7 +77,7 @@ class _Written:
 
 @torch.inference_mode()
 def decode(
-    policy: LoadedPolicy, rows: Sequence[Row], sampling: SamplingConfig, *, on_step: Callable[[int], None]
+    policy: LoadedPolicy, rows: Sequence[CompletionRow], sampling: SamplingConfig, *, on_step: Callable[[int], None]
 ) -> list[Completion]:
     """Return one completion per row; rows of one prompt must be neighbours.
 
@@ -106,7 +106,7 @@ def decode(
     return _completions(written, policy, sampling.max_new_tokens)
 
 
-def _written(rows: Sequence[Row], width: int, *, device: torch.device) -> _Written:
+def _written(rows: Sequence[CompletionRow], width: int, *, device: torch.device) -> _Written:
     limits_R = torch.tensor([row.limit for row in rows], device=device)
     return _Written(
         tokens_RT=torch.tensor([[*row.prefix, *[0] * (width - len(row.prefix))] for row in rows], device=device),
@@ -118,7 +118,7 @@ def _written(rows: Sequence[Row], width: int, *, device: torch.device) -> _Writt
     )
 
 
-def _prefill(policy: LoadedPolicy, rows: Sequence[Row], num_steps: int) -> tuple[Tensor, _Live]:
+def _prefill(policy: LoadedPolicy, rows: Sequence[CompletionRow], num_steps: int) -> tuple[Tensor, _Live]:
     """Run each prompt once, padded on the left, and repeat what it left in the cache for each of its rows."""
     device = policy.model.device
     firsts = [index for index, row in enumerate(rows) if index == 0 or not _shares_cache(row, rows[index - 1])]
@@ -154,7 +154,7 @@ def read_prompts(policy: LoadedPolicy, prompts: Sequence[Sequence[int]]) -> tupl
     return output.logits[:, -1], mask_PT, output.past_key_values
 
 
-def _shares_cache(row: Row, other: Row) -> bool:
+def _shares_cache(row: CompletionRow, other: CompletionRow) -> bool:
     return row.request == other.request and row.prefix == other.prefix
 
 
@@ -174,7 +174,7 @@ def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
     return logits_BV
 
 
-def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: Sequence[Row]) -> None:
+def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: Sequence[CompletionRow]) -> None:
     finite_B = logits_BV.isfinite().all(dim=1)
     if not finite_B.all():
         row = rows[int(live.rows_B[~finite_B][0])]

@@ -11,10 +11,10 @@ import torch
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
 from models.engines.protocol import Completion, Request, StepSums
-from models.engines.requests import end_tokens, require_context, require_room, rows_of
+from models.engines.requests import end_tokens, require_context, require_engine_room, rows_of
 from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
 
 
@@ -38,7 +38,7 @@ class HuggingFaceEngine:
     def producer(self) -> str:
         return self._config.kind
 
-    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> int:
+    def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
         self.sleep()  # the old weights go before the new ones come: two policies may not fit
         dtype = getattr(torch, self._config.dtype)
         if adapter is None:
@@ -92,7 +92,7 @@ class HuggingFaceEngine:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         assert self._policy is not None, "generate before load"
-        require_room(requests, sampling, context=self._policy.context)
+        require_engine_room(requests, sampling, context=self._policy.context)
         rows = rows_of(requests, longest=sampling.max_new_tokens)
         rows.sort(key=lambda row: len(row.given))  # stable: requests of equal length stay in their order
         groups: list[dict[int, Completion]] = [{} for _ in requests]

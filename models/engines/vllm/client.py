@@ -42,13 +42,13 @@ class Stops:
     ignore_eos: bool = False
 
 
-class Answer(BaseModel):
+class CompletionLine(BaseModel):
     """A JSON object that a server answers."""
 
     model_config = ConfigDict(frozen=True)
 
 
-class About(Answer):
+class About(CompletionLine):
     """What a server is; none of it changes while it runs."""
 
     vllm: str
@@ -65,7 +65,7 @@ class About(Answer):
     sleeps: bool
 
 
-class Loaded(Answer):
+class Loaded(CompletionLine):
     """What a load came to."""
 
     digest: str
@@ -73,7 +73,7 @@ class Loaded(Answer):
     seconds: float
 
 
-class Chunk(Answer):
+class Chunk(CompletionLine):
     """The next tokens of a completion, and after the last why it ended."""
 
     id: int
@@ -82,14 +82,14 @@ class Chunk(Answer):
     finish: Literal["stop", "length", "abort"] | None
 
 
-class Refused(Answer):
+class RequestRefused(CompletionLine):
     """What went wrong in the middle: with a digest, the server does not vouch for a completion."""
 
     error: str
     digest: str | None = None
 
 
-class Done(Answer):
+class RequestDone(CompletionLine):
     """The end of an answer: sums over the decoding steps of the server since it started."""
 
     done: Literal[True]
@@ -100,32 +100,32 @@ class Done(Answer):
     sequence_seconds: float
 
 
-class Proof(Answer):
+class Proof(CompletionLine):
     """What is served, empty where it is nothing or cannot be proven."""
 
     digest: str
 
 
-class Slept(Answer):
+class Slept(CompletionLine):
     """Whether memory was given back."""
 
     slept: bool
 
 
-class Likelihoods(Done):
+class Likelihoods(RequestDone):
     """Summed log-probs, prompts x continuations, row by row, and the same counts."""
 
     logprobs: Base64Bytes
 
 
-class Error(Answer):
+class Error(CompletionLine):
     """Why a request was refused, and what is served where another digest was asked for."""
 
     error: str = ""
     digest: str = ""
 
 
-LINES: Final = TypeAdapter(Annotated[Chunk | Done | Refused, Field(union_mode="left_to_right")])
+LINES: Final = TypeAdapter(Annotated[Chunk | RequestDone | RequestRefused, Field(union_mode="left_to_right")])
 
 CONNECT_SECONDS: Final = 10.0
 
@@ -140,11 +140,11 @@ class Stale(RheostatError):
     """A server serves other weights than the work wants, or cannot prove what it serves."""
 
 
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=CompletionLine)
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class ServerClient:
     """Asks one server. Every call has a connection of its own; closing it ends what the server does for the call.
 
     Nothing but connecting has a time limit: whoever watches the worker's progress decides how long is too long.
@@ -184,7 +184,7 @@ class Client:
 
     def likelihoods(
         self, digest: str, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
-    ) -> tuple[NDArray[np.float64], Done]:
+    ) -> tuple[NDArray[np.float64], RequestDone]:
         """Return summed log-probs, prompts x continuations, and the server's counts."""
         body: dict[str, JsonValue] = {
             "digest": digest,
@@ -201,8 +201,8 @@ class Client:
 
     def generate(
         self, digest: str, asks: Sequence[Ask], sampling: SamplingConfig, *, stops: Stops
-    ) -> Generator[Chunk | Done, None, None]:
-        """Yield the answer piece by piece as it comes; it is whole when `Done` came."""
+    ) -> Generator[Chunk | RequestDone, None, None]:
+        """Yield the answer piece by piece as it comes; it is whole when `RequestDone` came."""
         body: dict[str, JsonValue] = {
             "digest": digest,
             "sampling": {
@@ -222,14 +222,14 @@ class Client:
             self._check(response)
             for line in self._lines(response):
                 answer = self._parsed(line)
-                if isinstance(answer, Refused):
+                if isinstance(answer, RequestRefused):
                     raise self._refusal(answer, digest)
                 yield answer
-                if isinstance(answer, Done):
+                if isinstance(answer, RequestDone):
                     return
         raise EndpointDown(f"{self}: its answer ended before it was done")
 
-    def _refusal(self, refused: Refused, wanted: str) -> RheostatError:
+    def _refusal(self, refused: RequestRefused, wanted: str) -> RheostatError:
         if refused.digest is not None:
             return Stale(f"{self}: {refused.error} (it serves {refused.digest!r}, the work wants {wanted!r})")
         return self._failure(f"{self} failed in the middle of its answer: {refused.error}")
@@ -238,7 +238,7 @@ class Client:
         """Judge a failure by the server's health: another may do the work, or the work is at fault."""
         return WorkerFailed(told) if self.healthy() else EndpointDown(f"{told}; its engine is dead")
 
-    def _parsed(self, line: bytes) -> Chunk | Done | Refused:
+    def _parsed(self, line: bytes) -> Chunk | RequestDone | RequestRefused:
         try:
             return LINES.validate_json(line)
         except ValidationError:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import DrawnLengths, SamplingConfig
 from models.engines.protocol import Completion
-from models.engines.requests import Row, stop_window, texts_of, unstopped
+from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
 from models.engines.sampling import uniforms
 from models.engines.vllm.client import Ask, Chunk
 from models.records.schemas import FinishReason
@@ -23,10 +23,10 @@ MAX_ABORTS: Final = 8
 
 
 @dataclass(slots=True)
-class Draft:
+class PendingRequest:
     """One completion. What is `fresh` came in answer to the request under way, and goes if that fails."""
 
-    row: Row
+    row: CompletionRow
     end: int
     """Length, that of the prefix included, at which it ends if nothing stops it before."""
     at_end: FinishReason
@@ -88,7 +88,9 @@ class Draft:
         self.tokens, self.logprobs, self.seams, self.finish = [], [], [], None
 
 
-def drafts_of(rows: Sequence[Row], sampling: SamplingConfig, *, lengths: DrawnLengths | None) -> list[Draft]:
+def drafts_of(
+    rows: Sequence[CompletionRow], sampling: SamplingConfig, *, lengths: DrawnLengths | None
+) -> list[PendingRequest]:
     """Begin one draft per row."""
     longest = sampling.max_new_tokens
     drafts = []
@@ -97,7 +99,7 @@ def drafts_of(rows: Sequence[Row], sampling: SamplingConfig, *, lengths: DrawnLe
         if lengths is not None:
             drawn = max(drawn_length(lengths, row.seed), len(row.prefix) + 1)
             end, at_end = (drawn, FinishReason.STOP) if drawn <= row.limit else (end, at_end)
-        drafts.append(Draft(row=row, end=end, at_end=at_end))
+        drafts.append(PendingRequest(row=row, end=end, at_end=at_end))
     return drafts
 
 
@@ -108,7 +110,7 @@ def drawn_length(lengths: DrawnLengths, seed: int) -> int:
 
 
 def completions_of(
-    drafts: Sequence[Draft], tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...], *, digest: str
+    drafts: Sequence[PendingRequest], tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...], *, digest: str
 ) -> list[Completion]:
     """Read finished drafts. Raises Quarantined where a log-probability is no number."""
     for draft in drafts:
@@ -123,12 +125,12 @@ def completions_of(
     return [_completion(draft, text) for draft, text in zip(drafts, texts, strict=True)]
 
 
-def _completion(draft: Draft, text: str) -> Completion:
+def _completion(draft: PendingRequest, text: str) -> Completion:
     assert draft.finish is not None, "a completion is read when it has ended"
     return Completion(tuple(draft.tokens), tuple(draft.logprobs), text, draft.finish)
 
 
-def _cut_at_seams(draft: Draft, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]) -> None:
+def _cut_at_seams(draft: PendingRequest, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]) -> None:
     """End a completion at a stop text that began in one request and was completed in the next: neither server saw it.
 
     Only the tokens just after a seam need a look.

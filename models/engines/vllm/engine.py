@@ -14,11 +14,11 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import SamplingConfig, VllmEngine
 from models.engines.protocol import Completion, Request, StepSums
-from models.engines.requests import end_tokens, require_context, require_room, rows_of
-from models.engines.vllm.client import About, Ask, Client, Done, Stale, Stops
-from models.engines.vllm.completions import Draft, completions_of, drafts_of
+from models.engines.requests import end_tokens, require_context, require_engine_room, rows_of
+from models.engines.vllm.client import About, Ask, RequestDone, ServerClient, Stale, Stops
+from models.engines.vllm.completions import PendingRequest, completions_of, drafts_of
 from models.engines.vllm.servers import find_servers, require_fit
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
 
 R = TypeVar("R")
@@ -59,7 +59,7 @@ class ServedEngine:
         self._abouts: dict[str, About] = {}  # by address: known of every server that was loaded
         self._ready: set[str] = set()  # addresses that are taken to serve the policy
         self._moved = 0
-        self._counts: dict[str, Done] = {}  # what each server counted when it last answered
+        self._counts: dict[str, RequestDone] = {}  # what each server counted when it last answered
         self._steps = StepSums()
 
     def producer(self) -> str:
@@ -71,7 +71,7 @@ class ServedEngine:
         }
         return "; ".join(sorted(told)) or self._config.kind
 
-    def load(self, directory: Path, policy: PolicyVersion, *, adapter: Path | None = None) -> int:
+    def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
         tokenizer = load_tokenizer(directory)
         settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         self._policy = _Policy(
@@ -122,12 +122,12 @@ class ServedEngine:
         parts = [range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)]
         found: dict[int, tuple[float, ...]] = {}
 
-        def ask(clients: Sequence[Client]) -> None:
+        def ask(clients: Sequence[ServerClient]) -> None:
             for client, done in _together(compare, clients, [part for part in parts if part[0] not in found]):
                 self._count(client, done)
             self._require_proof(clients, or_else=found.clear)
 
-        def compare(client: Client, mine: Sequence[range]) -> tuple[Client, Done]:
+        def compare(client: ServerClient, mine: Sequence[range]) -> tuple[ServerClient, RequestDone]:
             assert mine, "a server without a share is not asked"
             for part in mine:
                 asked = [prompts[row] for row in part]
@@ -146,16 +146,16 @@ class ServedEngine:
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         policy = self._policy
         assert policy is not None, "generate before load"
-        require_room(requests, sampling, context=self._context(), whose=self._whose())
+        require_engine_room(requests, sampling, context=self._context(), whose=self._whose())
         drafts = drafts_of(rows_of(requests, longest=sampling.max_new_tokens), sampling, lengths=self._config.lengths)
         self._persist(lambda clients: self._write(drafts, sampling, clients))
         completions = iter(completions_of(drafts, policy.tokenizer, self._stops(sampling).texts, digest=policy.digest))
         return [[next(completions) for _ in request.seeds] for request in requests]
 
-    def _write(self, drafts: list[Draft], sampling: SamplingConfig, clients: Sequence[Client]) -> None:
+    def _write(self, drafts: list[PendingRequest], sampling: SamplingConfig, clients: Sequence[ServerClient]) -> None:
         """Bring every draft to its end, then have the servers prove that it was this policy who wrote."""
         while unfinished := [draft for draft in drafts if draft.finish is None]:
-            groups: dict[int, list[Draft]] = {}
+            groups: dict[int, list[PendingRequest]] = {}
             for draft in unfinished:  # a group stays together: its prompt is computed once
                 groups.setdefault(draft.row.request, []).append(draft)
             answered = _together(
@@ -172,14 +172,16 @@ class ServedEngine:
 
         self._require_proof(clients, or_else=forget)
 
-    def _require_proof(self, clients: Sequence[Client], *, or_else: Callable[[], None]) -> None:
+    def _require_proof(self, clients: Sequence[ServerClient], *, or_else: Callable[[], None]) -> None:
         """Raise Stale, and let what was made be forgotten, unless the policy still is what the servers serve."""
         proven = {client.proof() for client in clients}
         if proven != {self._digest()}:
             or_else()
             raise Stale(f"expected proof of {self._digest()} after the work, found {', '.join(map(repr, proven))}")
 
-    def _ask(self, drafts: Sequence[Draft], sampling: SamplingConfig, *, client: Client) -> tuple[Client, Done]:
+    def _ask(
+        self, drafts: Sequence[PendingRequest], sampling: SamplingConfig, *, client: ServerClient
+    ) -> tuple[ServerClient, RequestDone]:
         """Ask a server for what drafts lack; return its counts."""
         for draft in drafts:
             draft.forget_fresh()
@@ -188,7 +190,7 @@ class ServedEngine:
         with closing(client.generate(self._digest(), asks, sampling, stops=self._stops(sampling))) as answers:
             for answer in answers:
                 self._beat()
-                if isinstance(answer, Done):
+                if isinstance(answer, RequestDone):
                     if under_way:
                         raise WorkerFailed(
                             f"{client}: its answer is done, but {len(under_way)} completions have no end"
@@ -201,7 +203,7 @@ class ServedEngine:
                     del under_way[answer.id]
         raise AssertionError("an answer that does not end with its counts raises")
 
-    def _persist(self, work: Callable[[tuple[Client, ...]], None]) -> None:
+    def _persist(self, work: Callable[[tuple[ServerClient, ...]], None]) -> None:
         """Do work on servers that run and serve the policy; where one fails in it, mend that and go on."""
         restarts, loads = 0, 0
         while True:
@@ -221,7 +223,7 @@ class ServedEngine:
                     raise WorkerLost(f"{error}, after {restarts - 1} restarts{told}") from error
             self._ready.clear()
 
-    def _loaded(self) -> tuple[Client, ...]:
+    def _loaded(self) -> tuple[ServerClient, ...]:
         """Return the servers, each with the policy loaded."""
         policy = self._policy
         assert policy is not None, "asked before load"
@@ -232,7 +234,7 @@ class ServedEngine:
         self._abouts = {url: about for url, about in self._abouts.items() if url in urls}
         return clients
 
-    def _load(self, client: Client, policy: _Policy) -> int:
+    def _load(self, client: ServerClient, policy: _Policy) -> int:
         """Return the bytes that were moved."""
         about = self._abouts.get(client.url) or client.about()
         require_fit(client, about, self._config, adapter_rank=self._adapter_rank)
@@ -247,23 +249,23 @@ class ServedEngine:
         self._ready.add(client.url)
         return loaded.bytes
 
-    def _try(self, client: Client) -> None:
+    def _try(self, client: ServerClient) -> None:
         """Generate one token: shapes that vLLM cannot run show now, and the steps so far are not this engine's."""
         first = [Ask(id=0, tokens=(0,), seed=0, max_tokens=1)]
         try:
             for answer in client.generate(self._digest(), first, SamplingConfig(), stops=Stops((), ())):
-                if isinstance(answer, Done):
+                if isinstance(answer, RequestDone):
                     self._counts[client.url] = answer
         except EndpointDown as error:
             if cause := self._servers.cause():
                 raise WorkerFailed(f"vLLM cannot run the policy: {cause}") from error
             raise
 
-    def _count(self, client: Client, done: Done) -> None:
+    def _count(self, client: ServerClient, done: RequestDone) -> None:
         """Add the steps since the server was last heard of; one that counts from the start again was restarted."""
         last = self._counts.get(client.url)
         if last is None or done.steps < last.steps:
-            last = Done(done=True, steps=0, sequences=0, sequences_squared=0, seconds=0, sequence_seconds=0)
+            last = RequestDone(done=True, steps=0, sequences=0, sequences_squared=0, seconds=0, sequence_seconds=0)
         self._counts[client.url] = done
         so_far = self._steps
         self._steps = StepSums(
@@ -298,7 +300,9 @@ class ServedEngine:
         self.progress += 1
 
 
-def _together(ask: Callable[[Client, Sequence[T]], R], clients: Sequence[Client], items: Sequence[T]) -> list[R]:
+def _together(
+    ask: Callable[[ServerClient, Sequence[T]], R], clients: Sequence[ServerClient], items: Sequence[T]
+) -> list[R]:
     """Deal items out to the servers and ask all at once; what one answers is kept though another fails."""
     shares = [(client, items[index :: len(clients)]) for index, client in enumerate(clients)]
     shares = [(client, share) for client, share in shares if share]

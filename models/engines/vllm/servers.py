@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from infra.errors import BadInput, EndpointDown
 from models.config.engines import VllmEngine
-from models.engines.vllm.client import About, Client
+from models.engines.vllm.client import About, ServerClient
 from models.engines.vllm.server import Server, start_server
 
 logger = logging.getLogger(__name__)
@@ -25,10 +25,10 @@ _PASSING: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_versio
 class Servers(Protocol):
     """Servers that one engine asks."""
 
-    def clients(self, directory: Path) -> tuple[Client, ...]:
+    def clients(self, directory: Path) -> tuple[ServerClient, ...]:
         """Return those that can serve a model of the shape in `directory`, started where need be."""
 
-    def running(self) -> tuple[Client, ...]:
+    def running(self) -> tuple[ServerClient, ...]:
         """Return those that run now."""
 
     def mend(self, error: EndpointDown) -> None:
@@ -52,7 +52,7 @@ class OwnServer:
         self._server: Server | None = None
         self._shape = ""
 
-    def clients(self, directory: Path) -> tuple[Client, ...]:
+    def clients(self, directory: Path) -> tuple[ServerClient, ...]:
         shape = _shape(directory)
         if self._server is not None and (shape != self._shape or not self._server.alive()):
             self.close()
@@ -61,10 +61,10 @@ class OwnServer:
             self._shape = shape
         return self.running()
 
-    def running(self) -> tuple[Client, ...]:
+    def running(self) -> tuple[ServerClient, ...]:
         if self._server is None or not self._server.alive():
             return ()
-        return (Client(self._server.url, self._server.key),)
+        return (ServerClient(self._server.url, self._server.key),)
 
     def mend(self, error: EndpointDown) -> None:
         logger.warning("vLLM's server is started again: %s %s", error, self.cause())
@@ -97,12 +97,12 @@ class RunningServers:
                 raise BadInput(
                     f"engine.api_key_variable: expected the servers' key in {config.api_key_variable}, found nothing"
                 )
-        self._clients = tuple(Client(_address(url), key) for url in config.base_urls)
+        self._clients = tuple(ServerClient(_address(url), key) for url in config.base_urls)
 
-    def clients(self, directory: Path) -> tuple[Client, ...]:
+    def clients(self, directory: Path) -> tuple[ServerClient, ...]:
         return self._clients
 
-    def running(self) -> tuple[Client, ...]:
+    def running(self) -> tuple[ServerClient, ...]:
         return self._clients
 
     def mend(self, error: EndpointDown) -> None:
@@ -125,7 +125,7 @@ def find_servers(config: VllmEngine, *, adapter_rank: int, beat: Callable[[], No
     return OwnServer(config, adapter_rank=adapter_rank, beat=beat)
 
 
-def require_fit(client: Client, about: About, config: VllmEngine, *, adapter_rank: int) -> None:
+def require_fit(client: ServerClient, about: About, config: VllmEngine, *, adapter_rank: int) -> None:
     """Refuse a server that computes otherwise than the configuration says."""
     for name, expected, found in (
         ("dtype", config.dtype, about.dtype),

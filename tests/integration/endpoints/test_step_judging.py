@@ -13,7 +13,7 @@ from infra.store.storage import open_store
 from models.config.engines import PacedEngine, SamplingConfig
 from models.config.judges import Canaries, DirectoryJudge, EndpointJudge, JudgeReward, StepsVerdict
 from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWork
 from models.workers.judge import JudgeWorker
 from tests.support.chat_server import Reply, chat_server, says
@@ -42,9 +42,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(home: Path) -> PolicyVersion:
+def model(home: Path) -> ModelVersion:
     write_policy(home / "model", changes={"max_position_embeddings": 8192})
-    return PolicyVersion(version=0, weights=publish_bundle(open_store(f"{home}/run"), home / "model", prefix="judges"))
+    return ModelVersion(version=0, weights=publish_bundle(open_store(f"{home}/run"), home / "model", prefix="judges"))
 
 
 def rollouts(home: Path, *completions: str) -> ShardRef:
@@ -57,7 +57,7 @@ def rollouts(home: Path, *completions: str) -> ShardRef:
     return write_shard(open_store(f"{home}/run"), table, kind="rollouts", metadata={})
 
 
-def judge(home: Path, reward: JudgeReward, *completions: str, model: PolicyVersion | None = None) -> Outcome:
+def judge(home: Path, reward: JudgeReward, *completions: str, model: ModelVersion | None = None) -> Outcome:
     worker = JudgeWorker(str(home), "run", "critic", reward, 1)
     return worker.judge(JudgeWork(iteration=3, rollouts=rollouts(home, *completions), model=model, seed=5))
 

@@ -12,12 +12,12 @@ from infra.errors import BadInput
 from infra.store.bundles import BundleRef
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.engine import HuggingFaceEngine
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from tests.support.engines import *  # noqa: F403  # every claim there is one here
 from tests.support.engines import MIXED, SAMPLING, Loaded, Published, request, require_plain_logprobs
 from tests.support.policies import write_policy
 
-POLICY = PolicyVersion(version=0, weights=BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0))
+POLICY = ModelVersion(version=0, weights=BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0))
 
 
 @pytest.fixture(scope="module")

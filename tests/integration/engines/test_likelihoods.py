@@ -11,11 +11,11 @@ from infra.store.bundles import BundleRef
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.build import build_engine
 from models.engines.protocol import Request
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from tests.support.engines import CONTINUATIONS, PROMPTS
 from tests.support.policies import ARCHITECTURES, write_policy
 
-POLICY = PolicyVersion(version=0, weights=BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0))
+POLICY = ModelVersion(version=0, weights=BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0))
 
 
 def naive(directory: Path, prompt: list[int], continuation: list[int]) -> float:

@@ -16,7 +16,7 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import PartialRollout
 from models.engines.protocol import Completion, Request
 from models.records.schemas import ROLLOUT_SCHEMA, FinishReason
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
 from models.workers.scoring import ScoringWorker
 from tests.integration.engines.test_engine import engine_of
@@ -130,7 +130,7 @@ def work(store: Store, tmp_path: Path) -> RolloutWork:
     return example(store, tmp_path / "made")
 
 
-def following(work: RolloutWork, continued: ShardRef, *, policy: PolicyVersion | None = None) -> RolloutWork:
+def following(work: RolloutWork, continued: ShardRef, *, policy: ModelVersion | None = None) -> RolloutWork:
     """Return the work of the next iteration, by another version of the same weights unless a policy is given."""
     policy = policy or replace(work.policy, version=work.policy.version + 1)
     return replace(work, iteration=work.iteration + 1, policy=policy, rows=(), continued=continued)

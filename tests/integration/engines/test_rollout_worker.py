@@ -16,7 +16,7 @@ from infra.store.storage import Store, open_store
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
 from models.records.seeds import sample_seed
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import RolloutWork
 from models.workers.rollout import RolloutWorker
 from tests.support.policies import small_tokenizer, write_policy
@@ -61,9 +61,9 @@ def example(store: Store, folder: Path) -> RolloutWork:
     )
 
 
-def publish(store: Store, folder: Path, *, seed: int) -> PolicyVersion:
+def publish(store: Store, folder: Path, *, seed: int) -> ModelVersion:
     write_policy(folder, seed=seed)
-    return PolicyVersion(version=seed, weights=publish_bundle(store, folder, prefix="policies"))
+    return ModelVersion(version=seed, weights=publish_bundle(store, folder, prefix="policies"))
 
 
 def worker(tmp_path: Path) -> RolloutWorker:

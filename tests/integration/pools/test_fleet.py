@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from infra.errors import BadInput, ClusterFailed
 from infra.pools.cluster import Cluster
-from infra.pools.placement_group import Berths
+from infra.pools.placement_group import ReservedSlots
 from infra.pools.worker import PoolSpec
 from tests.support.fleet_workers import Served
 
@@ -434,7 +434,7 @@ asyncio.run(main())
 
 
 async def test_a_cluster_without_room_for_the_slots_says_so(cluster):
-    berths = Berths(2, gpus=1, embedded=False, start_seconds=0.3)
+    berths = ReservedSlots(2, gpus=1, embedded=False, start_seconds=0.3)
     with pytest.raises(ClusterFailed, match=r"did not set 2 worker slots of .*'GPU': 1.* aside within 0\.3 s"):
         await berths.reserve()
 

@@ -17,7 +17,7 @@ from models.config.judges import Canaries, ChoiceVerdict, JudgeReward, LogprobVe
 from models.config.reward_terms import NumericReward
 from models.config.rewards import ScoringConfig
 from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWork, ScoringWork, VerdictShard
 from models.workers.judge import JudgeWorker
 from models.workers.scoring import ScoringWorker
@@ -51,9 +51,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(home: Path) -> PolicyVersion:
+def model(home: Path) -> ModelVersion:
     write_policy(home / "model", eos_share=0.2)
-    return PolicyVersion(version=0, weights=publish_bundle(open_store(f"{home}/run"), home / "model", prefix="judges"))
+    return ModelVersion(version=0, weights=publish_bundle(open_store(f"{home}/run"), home / "model", prefix="judges"))
 
 
 def worker(home: Path, reward: JudgeReward = REWARD) -> JudgeWorker:
@@ -82,7 +82,7 @@ def rollouts(home: Path, *completions: str, group: int = 2) -> ShardRef:
     return write_shard(open_store(f"{home}/run"), table, kind="rollouts", metadata={})
 
 
-def judge(home: Path, model: PolicyVersion, shard: ShardRef, reward: JudgeReward = REWARD, *, seed: int = 5) -> Outcome:
+def judge(home: Path, model: ModelVersion, shard: ShardRef, reward: JudgeReward = REWARD, *, seed: int = 5) -> Outcome:
     return worker(home, reward).judge(JudgeWork(iteration=3, rollouts=shard, model=model, seed=seed))
 
 

@@ -24,7 +24,7 @@ from infra.store.storage import open_store
 from models.config.judges import DirectoryRewardModel, ModelReward
 from models.modeling.reward_model import check_reward_model, load_reward_model, score
 from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from models.records.work import JudgeWork
 from models.workers.reward_model import RewardModelWorker
 from tests.support.policies import DECODER, small_tokenizer
@@ -92,7 +92,7 @@ class Bench:
 
     def __init__(self, root, directory, *, reward=REWARD):
         self.store = open_store(str(root / "run"))
-        self.model = PolicyVersion(0, publish_bundle(self.store, directory, prefix="policies"))
+        self.model = ModelVersion(0, publish_bundle(self.store, directory, prefix="policies"))
         self.worker = RewardModelWorker(str(root), "run", "liked", reward, 1)
 
     def judge(self, pairs):
@@ -213,7 +213,7 @@ def test_a_model_is_loaded_when_it_is_named_and_only_if_it_is_what_its_digest_sa
     bench.worker.take(bench.model)
     assert bench.worker.progress() == 1
     other = write_classifier(tmp_path / "other", "qwen3")
-    torn = PolicyVersion(0, publish_bundle(bench.store, other, prefix="policies"))
+    torn = ModelVersion(0, publish_bundle(bench.store, other, prefix="policies"))
     weights = bench.store.local(f"{torn.weights.key}/model.safetensors")
     weights.chmod(0o644)
     data = bytearray(weights.read_bytes())

@@ -25,7 +25,7 @@ from models.modeling.critic import load_critic, write_critic
 from models.modeling.directory import check_directory, copy_directory, write_merged
 from models.modeling.merging import load_merged, merge, read_adapter
 from models.modeling.policy import load_policy
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from models.workers.rollout import RolloutWorker
 from tests.integration.engines.test_engine import POLICY
 from tests.integration.training.test_critic import learn
@@ -66,7 +66,7 @@ def uri(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def policy(uri: str) -> PolicyVersion:
+def policy(uri: str) -> ModelVersion:
     return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
 
 
@@ -305,7 +305,7 @@ def test_a_critics_head_is_trained_in_full_beside_its_adapters_and_both_are_merg
     store = open_store(f"{uri}/run")
     (tmp_path / "made").mkdir()
     write_critic(None, fetch_bundle(store, policy.weights), tmp_path / "made")
-    critic = PolicyVersion(version=0, weights=publish_bundle(store, tmp_path / "made", prefix="critics"))
+    critic = ModelVersion(version=0, weights=publish_bundle(store, tmp_path / "made", prefix="critics"))
     learnt = start_critic(uri, ADAPTED).update(learn(uri, policy, critic)).critic
     adapter = fetch_bundle(store, learnt.adapter)
     assert load_file(adapter / "adapter_model.safetensors")["base_model.model.score.weight"].any()

@@ -24,7 +24,7 @@ from models.config.objectives import LoraConfig, UpdateConfig
 from models.modeling.critic import TokenValues, critic_from_classifier, critic_from_policy, write_critic
 from models.modeling.policy import save_policy
 from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import CriticWork, EstimateWork, ScoredShard, UpdateWork
 from models.text.tokenizer import load_tokenizer, train_tokenizer
 from models.workers.preparation import PreparationWorker
@@ -42,18 +42,18 @@ def uri(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def policy(uri: str) -> PolicyVersion:
+def policy(uri: str) -> ModelVersion:
     return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
 
 
 @pytest.fixture
-def critic(uri: str, policy: PolicyVersion) -> PolicyVersion:
+def critic(uri: str, policy: ModelVersion) -> ModelVersion:
     """A critic whose head is not zero."""
     store = open_store(f"{uri}/run")
     directory = Path(uri, "critic")
     directory.mkdir()
     write_classifier(fetch_bundle(store, policy.weights), directory)
-    return PolicyVersion(version=0, weights=publish_bundle(store, directory, prefix="critics"))
+    return ModelVersion(version=0, weights=publish_bundle(store, directory, prefix="critics"))
 
 
 def write_classifier(policy: Path, directory: Path) -> None:
@@ -184,7 +184,7 @@ def write_rollouts(uri: str, *, prompts: int = 5, group: int = 3, first: int = 0
     )
 
 
-def asked(uri: str, policy: PolicyVersion, critic: PolicyVersion) -> EstimateWork:
+def asked(uri: str, policy: ModelVersion, critic: ModelVersion) -> EstimateWork:
     """Two shards, of one of which some prompts count."""
     shards = [write_rollouts(uri, first=first) for first in (0, 10)]
     return EstimateWork(
@@ -230,7 +230,7 @@ def test_estimates_are_those_of_each_sequence_by_itself(uri, policy, critic):
         np.testing.assert_allclose(values, valuer.score(states)[:, 0], atol=1e-5)
 
 
-def learn(uri: str, policy: PolicyVersion, critic: PolicyVersion, **changes) -> UpdateWork:
+def learn(uri: str, policy: ModelVersion, critic: ModelVersion, **changes) -> UpdateWork:
     shard = write_samples(f"{uri}/run", seed=policy.version, critic=True)
     work = UpdateWork(
         iteration=policy.version + 1,
@@ -397,7 +397,7 @@ def turns(uri: str, name: str, rank: int = 0) -> list[list[tuple[Outcome, Outcom
     return torch.load(Path(uri, f"{name}-{rank}.pt"), weights_only=False)
 
 
-def same_on_two_ranks(uri: str, parents: tuple[PolicyVersion, PolicyVersion], configs: list[UpdateConfig]) -> None:
+def same_on_two_ranks(uri: str, parents: tuple[ModelVersion, ModelVersion], configs: list[UpdateConfig]) -> None:
     together(take_turns, uri, configs, [parents] * len(configs), "hot")
     hot = turns(uri, "hot")
     starts = [(updated.policy, updated.critic) for ((_, updated), _) in hot]

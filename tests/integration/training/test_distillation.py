@@ -16,7 +16,7 @@ from models.config.objectives import UpdateConfig
 from models.config.reward_terms import NumericReward
 from models.config.rewards import ScoringConfig
 from models.records.schemas import ROLLOUT_SCHEMA, FinishReason, score_schema
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import CreditWork, EstimateWork, ScoredShard
 from models.workers.scoring import ScoringWorker
 from models.workers.update import UpdateWorker
@@ -37,11 +37,11 @@ def uri(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def student(uri: str) -> PolicyVersion:
+def student(uri: str) -> ModelVersion:
     return publish_scratch(f"{uri}/run", Path(uri, "student"))
 
 
-def publish_teacher(uri: str, *, seed: int = 5) -> PolicyVersion:
+def publish_teacher(uri: str, *, seed: int = 5) -> ModelVersion:
     bigger = TINY.model_copy(update={"hidden_size": 48, "intermediate_size": 64})
     return publish_scratch(f"{uri}/run", Path(uri, "teacher"), policy=bigger, seed=seed)
 
@@ -84,7 +84,7 @@ def start(uri: str, algorithm=ALONE, update: UpdateConfig | None = None, *, rank
     return worker
 
 
-def estimate_work(uri: str, student: PolicyVersion, teacher: PolicyVersion | None, **scored) -> EstimateWork:
+def estimate_work(uri: str, student: ModelVersion, teacher: ModelVersion | None, **scored) -> EstimateWork:
     shards = tuple(scored_shard(uri, seed=seed, **scored) for seed in (0, 1))
     return EstimateWork(iteration=1, shards=shards, policy=student, teacher=teacher)
 

@@ -16,7 +16,7 @@ from models.config.objectives import (
     TruncatedImportance,
     UpdateConfig,
 )
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from tests.integration.training.test_update_worker import gradients, read, start, together, work
 from tests.support.losses import LOSSES, NAMES
 from tests.support.training import publish_scratch
@@ -39,7 +39,7 @@ CONFIGS = [
 SAMPLES = {"stalest": 3, "seed": 4, "group": 3}
 
 
-def take_each(rank: int, ranks: int, port: int, uri: str, policy: PolicyVersion) -> None:
+def take_each(rank: int, ranks: int, port: int, uri: str, policy: ModelVersion) -> None:
     """Update the same policy by one loss after another; rank 0 notes the outcomes."""
     found = []
     for config in CONFIGS:

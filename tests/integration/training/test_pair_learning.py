@@ -19,7 +19,7 @@ from models.config.objectives import UpdateConfig
 from models.config.training import DpoConfig, WarmupConfig
 from models.data.load import load_preferences
 from models.modeling.reward_model import encode, load_reward_model, score
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import PreferenceWork, RewardModelWork, WarmupWork
 from models.text.tokenizer import load_tokenizer
 from models.training.preferences import policy_pairs, reward_pairs
@@ -39,23 +39,23 @@ def uri(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def policy(uri: str) -> PolicyVersion:
+def policy(uri: str) -> ModelVersion:
     return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
 
 
-def dpo_work(policy: PolicyVersion, dpo: DpoConfig = DPO, preferences=PREFERENCES) -> PreferenceWork:
+def dpo_work(policy: ModelVersion, dpo: DpoConfig = DPO, preferences=PREFERENCES) -> PreferenceWork:
     return PreferenceWork(policy=policy, data=DATA, preferences=preferences, dpo=dpo, seed=3)
 
 
 def reward_work(
-    policy: PolicyVersion, training: TrainedRewardModel = TRAINING, *, template: str | None = TEMPLATE
+    policy: ModelVersion, training: TrainedRewardModel = TRAINING, *, template: str | None = TEMPLATE
 ) -> RewardModelWork:
     return RewardModelWork(
         policy=policy, data=DATA, preferences=PREFERENCES, training=training, template=template, seed=3
     )
 
 
-def learn(uri: str, policy: PolicyVersion, kind: str, **changes) -> Outcome:
+def learn(uri: str, policy: ModelVersion, kind: str, **changes) -> Outcome:
     worker = start(uri, CONFIG.model_copy(update=changes))
     return worker.prefer(dpo_work(policy)) if kind == "dpo" else worker.train_reward_model(reward_work(policy))
 
@@ -64,7 +64,7 @@ def directory(uri: str, outcome: Outcome) -> Path:
     return fetch_bundle(open_store(f"{uri}/run"), outcome.policy.weights)
 
 
-def learn_together(rank: int, ranks: int, port: int, uri: str, policy: PolicyVersion, changes: list[dict]) -> None:
+def learn_together(rank: int, ranks: int, port: int, uri: str, policy: ModelVersion, changes: list[dict]) -> None:
     found = []
     for kind in ("dpo", "rewards"):
         for change in changes:
@@ -127,7 +127,7 @@ def test_both_completions_of_a_pair_end_where_the_policy_would_end_them(uri, pol
             assert tokenizer.decode(sequence.tokens[: sequence.num_prompt_tokens]) == pair.prompt
 
 
-def tokenizer_of(uri: str, policy: PolicyVersion) -> PreTrainedTokenizerFast:
+def tokenizer_of(uri: str, policy: ModelVersion) -> PreTrainedTokenizerFast:
     return load_tokenizer(fetch_bundle(open_store(f"{uri}/run"), policy.weights))
 
 
@@ -202,13 +202,13 @@ def test_a_text_that_ends_in_padding_is_read_where_the_scorer_reads_it(uri, poli
     assert margin == pytest.approx(outcome.metrics["heldout_margin"], abs=1e-4)
 
 
-def padded_by_eos(uri: str, policy: PolicyVersion, copy: Path) -> PolicyVersion:
+def padded_by_eos(uri: str, policy: ModelVersion, copy: Path) -> ModelVersion:
     store = open_store(f"{uri}/run")
     shutil.copytree(fetch_bundle(store, policy.weights), copy)
     (copy / "bundle.json").unlink(missing_ok=True)
     stated = json.loads((copy / "tokenizer_config.json").read_text())
     (copy / "tokenizer_config.json").write_text(json.dumps(stated | {"pad_token": "<|eos|>"}))
-    return PolicyVersion(0, publish_bundle(store, copy, prefix="policies"))
+    return ModelVersion(0, publish_bundle(store, copy, prefix="policies"))
 
 
 def test_centering_keeps_rewards_around_zero(uri, policy):

@@ -24,7 +24,7 @@ from models.config.training import WarmupConfig
 from models.data.load import load_problems
 from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
 from models.records.schemas import SAMPLE_SCHEMA
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import UpdateWork, WarmupWork
 from models.workers.update import UpdateWorker
 from tests.support.training import DATA, TINY, publish_scratch, write_samples
@@ -44,7 +44,7 @@ def uri(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def policy(uri: str) -> PolicyVersion:
+def policy(uri: str) -> ModelVersion:
     return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
 
 
@@ -54,7 +54,7 @@ def start(uri: str, config: UpdateConfig = CONFIG, *, rank: int = 0, ranks: int 
     return worker
 
 
-def work(uri: str, policy: PolicyVersion, *, reference: PolicyVersion | None = None, **samples) -> UpdateWork:
+def work(uri: str, policy: ModelVersion, *, reference: ModelVersion | None = None, **samples) -> UpdateWork:
     shard = write_samples(f"{uri}/run", **{"seed": policy.version} | samples)
     return UpdateWork(
         iteration=policy.version,
@@ -107,7 +107,7 @@ def test_a_learning_rate_of_zero_leaves_the_weights_bit_identical(uri, policy):
 
 def test_without_samples_the_policy_stays_as_it_is(uri, policy):
     outcome = start(uri).update(work(uri, policy, prompts=0))
-    assert outcome.policy == PolicyVersion(version=1, weights=policy.weights, state=None)
+    assert outcome.policy == ModelVersion(version=1, weights=policy.weights, state=None)
     assert outcome.metrics == {"quarantined": 0, "steps": 0, "samples": 0, "kl_coefficient": 0.1}
 
 
@@ -120,7 +120,7 @@ def test_groups_without_a_token_in_the_loss_have_no_weight_in_it(uri, policy):
 
 def test_groups_without_a_token_in_the_loss_take_no_step_of_their_own(uri, policy):
     alone = start(uri).update(work(uri, policy, prompts=0, filling=3))
-    assert alone.policy == PolicyVersion(version=1, weights=policy.weights, state=None)
+    assert alone.policy == ModelVersion(version=1, weights=policy.weights, state=None)
     one = start(uri).update(work(uri, policy, prompts=1, filling=1))  # two minibatches, of which one has no token
     assert one.metrics["steps"] == 1
 
@@ -141,7 +141,7 @@ def test_tokens_that_are_too_stale_take_no_step_and_change_no_count(uri, policy)
     rows[0]["staleness"] = [1] * len(rows[0]["staleness"])
     none = write_shard(open_store(f"{uri}/run"), pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})
     unmoved = start(uri, config).update(replace(old, samples=(none,)))
-    assert unmoved.policy == PolicyVersion(version=1, weights=policy.weights, state=None)
+    assert unmoved.policy == ModelVersion(version=1, weights=policy.weights, state=None)
 
 
 def test_every_fresh_token_is_compared_with_what_generated_it_before_anything_is_learnt(uri, policy):
@@ -159,7 +159,7 @@ def test_a_poisoned_advantage_changes_neither_weights_nor_what_comes_after(uri, 
     worker = start(uri)
     first = worker.update(work(uri, policy)).policy
     spoilt = worker.update(work(uri, first, advantages=[poison]))
-    assert spoilt.policy == PolicyVersion(version=2, weights=first.weights, state=first.state)
+    assert spoilt.policy == ModelVersion(version=2, weights=first.weights, state=first.state)
     assert spoilt.metrics["quarantined"] == 1
     after = work(uri, spoilt.policy)
     assert worker.update(after).policy == start(uri).update(after).policy
@@ -171,7 +171,7 @@ def test_a_model_that_overflows_is_quarantined(uri, tmp_path):
     model.model.norm.weight.data.fill_(3e38)
     save_policy(model, tokenizer, tmp_path / "huge")
     weights = publish_bundle(open_store(f"{uri}/run"), tmp_path / "huge", prefix="policies")
-    outcome = start(uri).update(work(uri, PolicyVersion(version=0, weights=weights)))
+    outcome = start(uri).update(work(uri, ModelVersion(version=0, weights=weights)))
     assert outcome.metrics["quarantined"] == 1
     assert outcome.policy.weights == weights
 
@@ -260,7 +260,7 @@ def staged(stage: int, dtype: str = "float32") -> UpdateConfig:
     return CONFIG.model_copy(update={"zero_stage": stage, "dtype": dtype})
 
 
-def same_after_restart(uri: str, policy: PolicyVersion, configs: list[UpdateConfig], *, ranks: int) -> None:
+def same_after_restart(uri: str, policy: ModelVersion, configs: list[UpdateConfig], *, ranks: int) -> None:
     together(take_updates, uri, configs, [policy] * len(configs), "hot", ranks=ranks)
     hot = read(uri, "hot")
     together(take_updates, uri, configs, [first.policy for first, _ in hot], "cold", ranks=ranks)

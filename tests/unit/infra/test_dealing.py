@@ -3,7 +3,7 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.pools.assignment import Post, changes, deal
+from infra.pools.assignment import Assignment, assign_slots, changes
 
 WIDTHS = {"rollout": 1, "judge": 2, "model": 3}
 
@@ -29,7 +29,7 @@ def test_whatever_is_wanted_in_turn_is_dealt_without_two_workers_in_one_slot(dat
     for _ in range(4):
         wanted = data.draw(counts(slots))
         order = data.draw(st.permutations(sorted(current, key=repr)))
-        target = deal(order, wanted, widths=WIDTHS, nodes=["one"] * slots, asleep=set())
+        target = assign_slots(order, wanted, widths=WIDTHS, nodes=["one"] * slots, asleep=set())
         assert len(slots_of(target)) == len(set(slots_of(target)))
         assert set(slots_of(target)) <= set(range(slots))
         assert {role: sum(post.role == role for post in target) for role in WIDTHS} == wanted
@@ -45,22 +45,24 @@ def test_whatever_is_wanted_in_turn_is_dealt_without_two_workers_in_one_slot(dat
 def test_workers_of_one_slot_move_no_more_than_they_must(before, after):
     widths = {"rollout": 1, "judge": 1}
     nodes = ["one"] * 6
-    current = deal([], {"rollout": before, "judge": 6 - before}, widths=widths, nodes=nodes, asleep=set())
-    target = deal(list(current), {"rollout": after, "judge": 6 - after}, widths=widths, nodes=nodes, asleep=set())
+    current = assign_slots([], {"rollout": before, "judge": 6 - before}, widths=widths, nodes=nodes, asleep=set())
+    target = assign_slots(
+        list(current), {"rollout": after, "judge": 6 - after}, widths=widths, nodes=nodes, asleep=set()
+    )
     assert len(target - current) == abs(after - before)
 
 
 def test_the_last_of_the_list_leaves_and_a_sleeping_worker_is_woken():
-    current = [Post("rollout", slot, 1) for slot in (2, 0, 3, 1)]
-    free = deal(current, {"rollout": 2}, widths=WIDTHS, nodes=["one"] * 4, asleep=set())
-    assert free == {Post("rollout", 2, 1), Post("rollout", 0, 1)}
-    asleep = {Post("rollout", 3, 1)}
-    assert deal([], {"rollout": 1}, widths=WIDTHS, nodes=["one"] * 4, asleep=asleep) == asleep
+    current = [Assignment("rollout", slot, 1) for slot in (2, 0, 3, 1)]
+    free = assign_slots(current, {"rollout": 2}, widths=WIDTHS, nodes=["one"] * 4, asleep=set())
+    assert free == {Assignment("rollout", 2, 1), Assignment("rollout", 0, 1)}
+    asleep = {Assignment("rollout", 3, 1)}
+    assert assign_slots([], {"rollout": 1}, widths=WIDTHS, nodes=["one"] * 4, asleep=asleep) == asleep
 
 
 def test_no_worker_lies_on_two_nodes():
     nodes = ["one"] * 3 + ["two"] * 3
-    dealt = deal([], {"judge": 2, "rollout": 2}, widths=WIDTHS, nodes=nodes, asleep=set())
+    dealt = assign_slots([], {"judge": 2, "rollout": 2}, widths=WIDTHS, nodes=nodes, asleep=set())
     judges = [post for post in dealt if post.role == "judge"]
     assert len(judges) == 2
     assert all(len(list(groupby(nodes[slot] for slot in post.slots))) == 1 for post in judges)

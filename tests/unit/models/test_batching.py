@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.modeling.batching import TokenSequence, balance, deal, lay_out, pack, plan_steps
+from models.modeling.batching import TokenSequence, balance, lay_out, pack, plan_steps, split_minibatches
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 
@@ -27,21 +27,25 @@ def test_every_rank_runs_as_many_passes(lengths, ranks, budget):
 @given(LENGTHS, st.integers(1, 6), st.integers(0, 9))
 def test_a_group_is_never_split_over_steps(lengths, minibatches, seed):
     groups = [row // 3 for row in range(len(lengths))]
-    parts = deal(groups, lengths, minibatches=minibatches, seed=seed)
+    parts = split_minibatches(groups, lengths, minibatches=minibatches, seed=seed)
     found = [{groups[row] for row in part} for part in parts]
     assert sum(map(len, found)) == len(set(groups))
     assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
 def test_fewer_groups_than_steps_make_fewer_steps():
-    assert len(deal([7, 7, 9], [3, 3, 3], minibatches=4, seed=0)) == 2
-    assert deal([], [], minibatches=4, seed=0) == []
+    assert len(split_minibatches([7, 7, 9], [3, 3, 3], minibatches=4, seed=0)) == 2
+    assert split_minibatches([], [], minibatches=4, seed=0) == []
 
 
 def test_another_seed_deals_other_groups():
     groups, lengths = list(range(16)), [5] * 16
-    assert deal(groups, lengths, minibatches=4, seed=1) == deal(groups, lengths, minibatches=4, seed=1)
-    assert deal(groups, lengths, minibatches=4, seed=1) != deal(groups, lengths, minibatches=4, seed=2)
+    assert split_minibatches(groups, lengths, minibatches=4, seed=1) == split_minibatches(
+        groups, lengths, minibatches=4, seed=1
+    )
+    assert split_minibatches(groups, lengths, minibatches=4, seed=1) != split_minibatches(
+        groups, lengths, minibatches=4, seed=2
+    )
 
 
 def test_largest_differencing_balances_the_textbook_case():

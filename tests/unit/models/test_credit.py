@@ -20,9 +20,9 @@ from models.config.algorithms import (
     RewardKl,
     TeacherDirectory,
 )
-from models.credit.assign import BAD_ESTIMATES, Credit, CreditRule, assign_credit
+from models.credit.assign import BAD_ESTIMATES, Credit, CreditRule, credit_completions
 from models.credit.inputs import TermColumns
-from models.credit.selection import Wanted, informative_prompts
+from models.credit.selection import GroupQuota, informative_prompts
 from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
 
 OUTCOME = TermColumns("numeric", 2.0)
@@ -77,7 +77,7 @@ class Tables:
         rule = CreditRule(**{"terms": terms, "algorithm": algorithm, "policy_version": 5} | settings)
         estimates = [pa.Table.from_pylist(self.estimates, ESTIMATE_SCHEMA)] if len(self.estimates[0]) > 2 else []
         rollouts = pa.Table.from_pylist(self.rollouts, ROLLOUT_SCHEMA)
-        return assign_credit([rollouts], [self.score_table()], rule, estimates=estimates)
+        return credit_completions([rollouts], [self.score_table()], rule, estimates=estimates)
 
 
 def advantages(credit: Credit) -> list[list[float]]:
@@ -200,7 +200,7 @@ def test_an_all_correct_group_with_flagged_steps_survives_dynamic_sampling_under
     tables = Tables([1, 1, 1, 1, 1, 0], [3, 2, 2, 2, 2, 2], [0, 0, 1, 1, 2, 2]).with_steps(
         ([0, 2], [0.0, -1.0]), *[([0], [0.0])] * 5
     )
-    wanted, terms = Wanted(target=3, metric="numeric", fill=False), (OUTCOME, STEPS)
+    wanted, terms = GroupQuota(target=3, metric="numeric", fill=False), (OUTCOME, STEPS)
     for algorithm, expected in ((Capo(), [0, 2]), (Grpo(), [2])):
         found = tables.credit(algorithm, wanted=wanted)
         assert sorted(set(found.samples["prompt_row"].to_pylist())) == expected
@@ -255,6 +255,6 @@ def test_groups_of_equal_rewards_are_kept_where_they_may_teach(algorithm: Algori
 
 def test_a_batch_is_normalised_over_the_groups_that_dynamic_sampling_trains():
     tables = Tables([1, 0, 100, 0], [1, 1, 1, 1], [0, 0, 1, 1])
-    found = tables.credit(ReinforcePlusPlus(kl=None), wanted=Wanted(target=1, metric="numeric", fill=False))
+    found = tables.credit(ReinforcePlusPlus(kl=None), wanted=GroupQuota(target=1, metric="numeric", fill=False))
     assert advantages(found) == [[1], [-1]]
     assert found.surplus == ((1,),)

@@ -16,7 +16,7 @@ from models.config.judges import DirectoryJudge, EndpointJudge, JudgeReward, Log
 from models.config.objectives import UpdateConfig
 from models.config.policy import ScratchPolicy
 from models.config.training import WarmupConfig
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgePreparation, JudgeWarmupWork, JudgeWork, PolicyWork
 from models.workers.judge import JudgeWorker
 from models.workers.preparation import PreparationWorker
@@ -38,7 +38,7 @@ def prepare(home: Path, reward: ServedReward = REWARD) -> Outcome:
     return PreparationWorker(str(home), "run", 1).make_judge(JudgePreparation(reward=reward, data=DATA, seed=0))
 
 
-def train(home: Path, judge: PolicyVersion) -> Outcome:
+def train(home: Path, judge: ModelVersion) -> Outcome:
     worker = UpdateWorker(str(home), "run", update=UpdateConfig(), algorithm=Grpo(), temperature=1.0, threads=1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])

@@ -15,7 +15,7 @@ from models.judges.local import LocalJudge
 from models.judges.protocol import Question
 from models.judges.verdicts import read_verdict
 from models.records.schemas import FinishReason
-from models.records.versions import PolicyVersion
+from models.records.versions import ModelVersion
 from placement.measurements import LineSums, fit_line
 from tests.support.policies import small_tokenizer, write_policy
 
@@ -34,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine_of(directory: Path, config: PacedConfig = FAST, *, version: int = 0) -> Engine:
     engine = build_engine(config)
     weights = BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0)
-    engine.load(directory, PolicyVersion(version=version, weights=weights))
+    engine.load(directory, ModelVersion(version=version, weights=weights))
     return engine
 
 
@@ -87,7 +87,7 @@ def test_a_completion_that_is_cut_goes_on_to_the_same_end(directory: Path) -> No
 def test_a_judge_that_is_paced_writes_one_of_its_endings_as_verdict(directory: Path) -> None:
     endings = FAST.model_copy(update={"endings": ("score: 2", "score: 7")})
     judge = LocalJudge(endings, SAMPLING, verdict=ScoreVerdict(), chat=False, threads=1)
-    judge.load(directory, PolicyVersion(version=0, weights=BundleRef(key="judges/d1", digest="d1", bytes=0)))
+    judge.load(directory, ModelVersion(version=0, weights=BundleRef(key="judges/d1", digest="d1", bytes=0)))
     answers = judge.ask([Question(text="Is it right?", seed=seed) for seed in range(100)])
     values = [read_verdict(answer, ScoreVerdict()).value for answer in answers]
     assert set(values) == {0.2, 0.7}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
-from models.objectives.loss_inputs import PolicyTerms
+from models.objectives.loss_inputs import LossOutputs
 from models.objectives.policy_losses import policy_loss
 from tests.support.losses import LOSSES, NAMES, doubles, moved, pass_tokens, random_tokens
 
@@ -16,7 +16,7 @@ DUAL = PpoClip(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
 
 def found(
     config: LossConfig, ratios: list[float], advantages: list[float], *, lengths: list[int] | None = None
-) -> tuple[PolicyTerms, list[float]]:
+) -> tuple[LossOutputs, list[float]]:
     """Terms of tokens whose old probability is a quarter, and the gradients of their log-probs."""
     tokens = pass_tokens(lengths or [len(ratios)], behaviour=[0.0] * len(ratios), advantages=advantages)
     old_N = torch.full((len(ratios),), math.log(0.25), dtype=torch.float64)

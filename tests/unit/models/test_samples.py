@@ -9,7 +9,7 @@ from infra.errors import Damaged
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
 from models.records.schemas import SAMPLE_SCHEMA
-from models.training.samples import open_samples, read_rows, weighted_lengths
+from models.training.samples import open_samples, read_training_rows, weighted_lengths
 from tests.support.training import write_samples
 
 
@@ -27,7 +27,7 @@ def changed(store: Store, shard: ShardRef, row: int, **columns: object) -> Shard
 def test_rows_are_read_as_they_were_written_in_any_order(store, tmp_path):
     shard = write_samples(str(tmp_path), prompts=2, group=2, filling=1, critic=True)
     written = read_shard(store, shard).to_pylist()
-    found = read_rows(open_samples(store, [shard]), [3, 0, 5])
+    found = read_training_rows(open_samples(store, [shard]), [3, 0, 5])
     assert list(found) == [3, 0, 5]
     for row, sequence in found.items():
         assert sequence.tokens.tolist() == written[row]["tokens"]
@@ -37,7 +37,7 @@ def test_rows_are_read_as_they_were_written_in_any_order(store, tmp_path):
 
 def test_without_a_critic_there_are_neither_values_nor_returns(store, tmp_path):
     samples = open_samples(store, [write_samples(str(tmp_path), prompts=1)])
-    assert {(part.values, part.returns) for part in read_rows(samples, [0, 1]).values()} == {(None, None)}
+    assert {(part.values, part.returns) for part in read_training_rows(samples, [0, 1]).values()} == {(None, None)}
 
 
 def test_tokens_that_are_too_stale_are_no_reason_for_a_step(store, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.algorithms.advantages import informative_groups, token_advantages, told_apart
+from models.algorithms.advantages import groups_that_differ, informative_groups, token_advantages
 from models.algorithms.experience import Estimates, Experience
 from models.algorithms.ppo import generalised_advantages
 from models.algorithms.ragged import discounted_sums, values_on_last_tokens, values_on_tokens
@@ -94,15 +94,15 @@ def test_an_all_correct_group_with_a_flagged_step_is_informative_for_capo_alone(
     steps = [[(0, 0)], [(0, 0), (1, -1)], [(0, 0)], [(0, 0)]]
     scored = experience(Drawn([2, 2, 2, 2], [3] * 4, [0, 0, 1, 1], steps)).scored
     assert informative_groups(scored, Capo()).tolist() == [True, False]
-    assert told_apart(scored, Capo(), "outcome").tolist() == [True, False]
-    assert told_apart(scored, REINFORCE, "outcome").tolist() == [False, False]
-    assert told_apart(scored, REINFORCE, "steps").tolist() == [True, False]  # by the steps' aggregate
+    assert groups_that_differ(scored, Capo(), "outcome").tolist() == [True, False]
+    assert groups_that_differ(scored, REINFORCE, "outcome").tolist() == [False, False]
+    assert groups_that_differ(scored, REINFORCE, "steps").tolist() == [True, False]  # by the steps' aggregate
 
 
 def test_a_flag_on_a_completion_without_a_reward_tells_nothing_apart():
     steps = [[(0, 0)], [(0, 0), (1, -1)], [(0, 0)]]
     scored = experience(Drawn([2, NAN, 2], [3] * 3, steps=steps)).scored
-    assert not told_apart(scored, Capo(), "outcome").any()
+    assert not groups_that_differ(scored, Capo(), "outcome").any()
     assert not informative_groups(scored, Capo()).any()
 
 

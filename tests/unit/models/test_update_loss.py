@@ -20,8 +20,8 @@ from models.config.objectives import (
     UpdateConfig,
 )
 from models.objectives.importance import correct, needs_old
-from models.objectives.loss_inputs import PassTokens
-from models.objectives.metrics import Tally
+from models.objectives.loss_inputs import LossInputs
+from models.objectives.metrics import MetricSums
 from models.objectives.update_loss import tally_mismatch, update_loss
 from tests.support.losses import LOSSES, NAMES, doubles, moved, pass_tokens, random_tokens
 
@@ -29,9 +29,9 @@ TRUNCATED, MASKED, NONE = TruncatedImportance(cap=1.5), MaskedImportance(low=0.5
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any)
 
 
-def shares(logprobs_N: torch.Tensor, tokens: PassTokens, config: UpdateConfig, *, kl: float = 0.0):
+def shares(logprobs_N: torch.Tensor, tokens: LossInputs, config: UpdateConfig, *, kl: float = 0.0):
     """The loss, the gradients of the log-probs, and the sums of the statistics."""
-    leaf_N, tally = logprobs_N.detach().clone().requires_grad_(), Tally()
+    leaf_N, tally = logprobs_N.detach().clone().requires_grad_(), MetricSums()
     loss = update_loss(leaf_N, tokens, config=config, kl_coefficient=kl, tally=tally)
     loss.backward()
     return loss.item(), leaf_N.grad, tally.unpacked(*tally.packed())[0]
@@ -105,7 +105,7 @@ def test_old_log_probs_are_needed_where_any_correction_in_use_needs_them(correct
 def test_the_mismatch_is_counted_over_what_this_very_policy_wrote():
     # The trainer finds the tokens 3, 1/2 and 9 times as likely; an earlier version wrote the last.
     tokens = pass_tokens([3], behaviour=[math.log(0.1)] * 3, advantages=[0.0] * 3, staleness=[0, 0, 1])
-    tally = Tally()
+    tally = MetricSums()
     tally_mismatch(doubles([0.3, 0.05, 0.9]).log(), tokens, tally=tally)
     sums, maxima = tally.unpacked(*tally.packed())
     assert sums == {
@@ -170,7 +170,8 @@ def test_the_gradient_of_the_whole_loss_is_that_of_finite_differences(correction
     tokens = random_tokens([5, 7], seed=1)
     config = UpdateConfig(correction=correction, stale_correction=stale, kl=KlPenalty(kind=kind))
     assert torch.autograd.gradcheck(
-        lambda x: update_loss(x, tokens, config=config, kl_coefficient=0.3, tally=Tally()), (moved(tokens, seed=1),)
+        lambda x: update_loss(x, tokens, config=config, kl_coefficient=0.3, tally=MetricSums()),
+        (moved(tokens, seed=1),),
     )
 
 
@@ -214,7 +215,7 @@ def test_the_policy_loss_is_as_large_as_the_advantages(config, lengths, seed, fa
     torch.testing.assert_close(other[1], one[1] * factor)
 
 
-def chosen(tokens: PassTokens, rows: list[int]) -> tuple[PassTokens, np.ndarray]:
+def chosen(tokens: LossInputs, rows: list[int]) -> tuple[LossInputs, np.ndarray]:
     """The pass of some of the sequences, in that order, and where its tokens were."""
     at = np.concatenate([np.flatnonzero(tokens.rows_N.numpy() == row) for row in rows])
     index = torch.from_numpy(at)
@@ -222,7 +223,7 @@ def chosen(tokens: PassTokens, rows: list[int]) -> tuple[PassTokens, np.ndarray]
     columns = ("behaviour_N", "advantages_N", "staleness_N", "weights_N", "old_N", "reference_N")
     picked = {name: getattr(tokens, name)[index] for name in columns}
     rows_N = torch.repeat_interleave(torch.arange(len(rows)), lengths)
-    return PassTokens(rows_N=rows_N, lengths_B=lengths, **picked), at
+    return LossInputs(rows_N=rows_N, lengths_B=lengths, **picked), at
 
 
 @settings(deadline=None)  # a busy machine is not wrong

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.objectives.metrics import Tally
+from models.objectives.metrics import MetricSums
 from models.objectives.value_loss import explained_variance, fit_sums, value_loss
 
 
@@ -38,7 +38,7 @@ def test_the_gradient_of_the_value_loss_is_that_of_finite_differences():
 
 
 def explained(values: list[float], returns: list[float], *, parts: int = 1) -> float:
-    tally = Tally()
+    tally = MetricSums()
     for part in range(parts):
         tally.add(fit_sums(torch.tensor(values[part::parts]), torch.tensor(returns[part::parts])))
     tally.raise_to({"nothing": torch.zeros(1)})

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.rollouts.dynamic_sampling import Sampling, another_wave, next_ema, wave_size
+from models.rollouts.dynamic_sampling import DynamicSamplingState, another_wave, next_ema, wave_size
 
 
 @pytest.mark.parametrize(
@@ -45,19 +45,19 @@ def test_an_iteration_that_teaches_little_or_nothing_counts_as_ten_prompts_for_a
 
 
 def test_an_iteration_without_a_group_tells_nothing():
-    assert Sampling(ema=2.0).after(0, 0) == Sampling(ema=2.0)
+    assert DynamicSamplingState(ema=2.0).after(0, 0) == DynamicSamplingState(ema=2.0)
 
 
 def test_a_run_begins_with_a_prompt_for_a_group_and_the_state_survives_a_seal():
-    assert Sampling().ema == 1.0
-    state = Sampling().after(77, 35).after(3, 1)
-    assert Sampling.model_validate_json(state.model_dump_json()) == state
+    assert DynamicSamplingState().ema == 1.0
+    state = DynamicSamplingState().after(77, 35).after(3, 1)
+    assert DynamicSamplingState.model_validate_json(state.model_dump_json()) == state
 
 
 @settings(deadline=None)  # a busy machine is not wrong
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(0, 1)), max_size=60))
 def test_no_history_asks_for_less_than_one_prompt_or_more_than_ten_for_a_group(history):
-    state = Sampling()
+    state = DynamicSamplingState()
     for issued, share in history:
         state = state.after(issued, int(issued * share))
     assert 20 <= wave_size(20, state.ema, 1.0) <= 200

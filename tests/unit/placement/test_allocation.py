@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.statistics import mean_interval, wilson_interval
-from placement.shards import cut, deal
+from placement.shards import cut, slice_shards
 
 
 @given(st.integers(1, 500), st.integers(1, 64))
@@ -16,7 +16,7 @@ def test_shards_hold_every_prompt_once_and_in_order(num_prompts, shard_prompts):
 
 @given(st.integers(0, 200), st.integers(1, 16))
 def test_controllers_get_disjoint_slices_of_nearly_equal_size(num_shards, controllers):
-    slices = deal(range(num_shards), controllers=controllers)
+    slices = slice_shards(range(num_shards), controllers=controllers)
     assert [shard for own in slices for shard in own] == list(range(num_shards))
     assert len(slices) == min(controllers, num_shards)
     assert max(map(len, slices), default=0) - min(map(len, slices), default=0) <= 1

@@ -23,7 +23,7 @@ from placement.simulator.baselines import (
     split_run,
     split_seconds,
 )
-from placement.simulator.cells import REGIMES, evaluate, load_of, recorded_load
+from placement.simulator.cells import REGIMES, evaluate_cell, load_of, recorded_load
 from placement.simulator.report import interval, paired_ratio
 from placement.simulator.runs import play
 from placement.simulator.stage import Stage
@@ -316,7 +316,7 @@ def test_a_seed_is_the_same_workload_for_every_policy_and_cost_of_moving():
         assert np.array_equal(one.rollout.lengths_US, other.rollout.lengths_US)
         assert np.array_equal(one.scoring.seconds_U, other.scoring.seconds_U)
     assert not np.array_equal(first.stages[0].rollout.lengths_US, load.draw(8).stages[0].rollout.lengths_US)
-    cheap, dear = evaluate(load, seeds=2, clock=no_clock)
+    cheap, dear = evaluate_cell(load, seeds=2, clock=no_clock)
     for name in ("lower_bound", "fixed_50", "fixed_hindsight", "clairvoyant"):
         assert cheap.seconds[name] == dear.seconds[name]
 
@@ -365,7 +365,7 @@ def test_a_run_is_simulated_with_what_each_iteration_measured_of_itself():
     assert (first.rollout.lengths_US.shape, second.rollout.lengths_US.shape) == ((5, 4), (7, 4))
     assert set(first.rollout.lengths_US.ravel()) == {10.0, 20.0}
     assert set(second.scoring.lengths_US.ravel()) == {30.0}
-    (result,) = evaluate(load, seeds=1, clock=no_clock)
+    (result,) = evaluate_cell(load, seeds=1, clock=no_clock)
     assert result.seconds["adaptive"][0] >= result.seconds["lower_bound"][0]
 
 

@@ -20,13 +20,13 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import DynamicSampling, PartialRollout, RolloutConfig
 from models.data.curriculum import take
 from models.records.schemas import PROMPT_SCHEMA
-from models.records.versions import Outcome, PolicyVersion
+from models.records.versions import ModelVersion, Outcome
 from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
-from models.rollouts.dynamic_sampling import Sampling, another_wave, wave_size
+from models.rollouts.dynamic_sampling import DynamicSamplingState, another_wave, wave_size
 from models.workers.rollout import RolloutWorker
 from models.workers.scoring import ScoringWorker
 from tasks.run.batch import BatchPlan, iteration_key, plan_key, policy_key, wave_key, waves_of
-from tasks.run.carry_over import Handover, handover_after, handover_before
+from tasks.run.carry_over import CarryOver, carry_over_before, handover_after
 from tasks.run.rescorings import credited_pairs
 from tasks.run.versions import bundles_of
 from tasks.verification.iterations import check_invariants
@@ -87,10 +87,10 @@ class Story:
         }
         shard = write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={})
         self.prompts = self._commit("prompts/train", Outcome(shards=(shard,)))
-        self._commit(policy_key(0), Outcome(policy=PolicyVersion(version=0, weights=self.weights)))
+        self._commit(policy_key(0), Outcome(policy=ModelVersion(version=0, weights=self.weights)))
 
     def _iterate(self, number: int) -> None:
-        before, informative = handover_before(self.run, number), 0
+        before, informative = carry_over_before(self.run, number), 0
         kept = [(self._find(g.rollouts), self._find(g.scores), g.rows) for g in before.kept]
         informative += sum(len(rows) for _, _, rows in kept)
         made: list[tuple[Manifest, Manifest, None]] = []
@@ -112,7 +112,7 @@ class Story:
         )
         looked_at = [manifest for rollouts, scores, _ in (*kept, *made) for manifest in (rollouts, scores)]
         credit = self._commit(f"{iteration_key(number)}/credit", self.scoring.credit(work), *looked_at)
-        policy = PolicyVersion(version=number, weights=self.weights)
+        policy = ModelVersion(version=number, weights=self.weights)
         self._commit(policy_key(number), Outcome(policy=policy), self._find(policy_key(number - 1)), credit)
         after = handover_after(
             before,
@@ -125,11 +125,11 @@ class Story:
         )
         self._commit(f"{iteration_key(number)}/seal", Outcome(detail={"policy": "", **after.detail()}), credit)
 
-    def _plan(self, number: int, wave: int, before: Handover, *, gap: int) -> BatchPlan:
+    def _plan(self, number: int, wave: int, before: CarryOver, *, gap: int) -> BatchPlan:
         earlier = waves_of(self.run, number)
         taken = before.rows().union(*(plan.rows for plan in earlier))
         carried = tuple(groups.rollouts for groups in before.carried) if wave == 1 else ()
-        count = max(0, wave_size(gap, (before.sampling or Sampling()).ema, DYNAMIC.margin) - len(carried))
+        count = max(0, wave_size(gap, (before.sampling or DynamicSamplingState()).ema, DYNAMIC.margin) - len(carried))
         cursor = earlier[-1].cursor if earlier else before.cursor
         rows, cursor = take(cursor, count, taken=taken, num_prompts=len(TEXTS), seed=3)
         plan = BatchPlan(
@@ -151,7 +151,7 @@ class Story:
     def _shard(self, plan: BatchPlan, shard: int) -> tuple[Manifest, Manifest]:
         work = RolloutWork(
             iteration=plan.number,
-            policy=PolicyVersion(version=plan.number - 1, weights=self.weights),
+            policy=ModelVersion(version=plan.number - 1, weights=self.weights),
             prompts=self.prompts.shards[0],
             rows=plan.shard_rows(shard),
             group_size=plan.group_size,
