@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
+from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, rewards_of
-from tasks.run.batch import credit_key, estimates_key, judge_role
+from tasks.run.batch import BatchPlan, credit_key, estimates_key, judge_role
 from tasks.run.rescorings import (
     Derived,
     credited_pairs,
@@ -16,8 +17,6 @@ from tasks.run.rescorings import (
     rescored_waves,
     rescoring_terms,
 )
-
-"""Prompt row and sample."""
 
 
 def check_derived(run: Run) -> Iterator[str]:
@@ -40,29 +39,38 @@ def _check_rescored(run: Run, derived: Derived, number: int) -> Iterator[str]:
     if terms is None:
         yield f"{derived.terms_key}: the manifest is missing"
         return
-    scoring = terms.scoring
     for rollouts, _, scores in pairs:
-        if scores.parents[:1] != (rollouts.digest,):
-            yield f"{scores.key}: its first parent is not {rollouts.key}"
-        table = read_shard(run.store, scores.shards[0])
-        if table.schema.metadata[b"rollouts"].decode() != rollouts.shards[0].digest:
-            yield f"{scores.key}: scores other rollouts than those of {rollouts.key}"
-        if _names(run, scores.shards[0]) != _names(run, rollouts.shards[0]):
-            yield f"{scores.key}: its rows are not those of {rollouts.key}"
-        if any(f"reward_{term}" not in table.column_names for term in scoring.terms):
-            yield f"{scores.key}: expected the terms {', '.join(scoring.terms)}, found {', '.join(table.column_names)}"
+        yield from _check_scores(run, rollouts, scores, terms.scoring)
     for wave in rescored_waves(run, derived.name, number):
-        for shard in range(wave.num_shards):
-            rollouts = run.require(wave.rollout_key(shard))
-            for term in scoring.served:
-                verdicts = run.require(wave.shard_key(judge_role(term), shard))
-                if rollouts.digest not in verdicts.parents:
-                    yield f"{verdicts.key}: {rollouts.key} is none of its parents"
+        yield from _check_verdicts(run, wave, terms.scoring)
     expected = compare_rewards(
         rewards_of(run.store, [stored.shards[0] for _, stored, _ in pairs]),
         rewards_of(run.store, [scores.shards[0] for _, _, scores in pairs]),
     )
     yield from _check_seal(run, derived, number, [part for pair in pairs for part in pair], expected)
+
+
+def _check_scores(run: Run, rollouts: Manifest, scores: Manifest, scoring: ScoringConfig) -> Iterator[str]:
+    """One shard: its parent, its rollouts, its rows and its terms."""
+    if scores.parents[:1] != (rollouts.digest,):
+        yield f"{scores.key}: its first parent is not {rollouts.key}"
+    table = read_shard(run.store, scores.shards[0])
+    if table.schema.metadata[b"rollouts"].decode() != rollouts.shards[0].digest:
+        yield f"{scores.key}: scores other rollouts than those of {rollouts.key}"
+    if _names(run, scores.shards[0]) != _names(run, rollouts.shards[0]):
+        yield f"{scores.key}: its rows are not those of {rollouts.key}"
+    if any(f"reward_{term}" not in table.column_names for term in scoring.terms):
+        yield f"{scores.key}: expected the terms {', '.join(scoring.terms)}, found {', '.join(table.column_names)}"
+
+
+def _check_verdicts(run: Run, wave: BatchPlan, scoring: ScoringConfig) -> Iterator[str]:
+    """Every verdict shard is of the rollouts that it says."""
+    for shard in range(wave.num_shards):
+        rollouts = run.require(wave.rollout_key(shard))
+        for term in scoring.served:
+            verdicts = run.require(wave.shard_key(judge_role(term), shard))
+            if rollouts.digest not in verdicts.parents:
+                yield f"{verdicts.key}: {rollouts.key} is none of its parents"
 
 
 def _check_recredited(run: Run, derived: Derived, number: int) -> Iterator[str]:

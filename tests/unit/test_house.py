@@ -1,10 +1,14 @@
 """The house itself: layers, sizes, words, generated pages, configurations that ship."""
 
+import ast
 import re
 import subprocess
 import sys
+import warnings
+from collections import Counter
 from pathlib import Path
 
+import grimp
 import pytest
 
 from tasks.config.reference import reference
@@ -12,6 +16,8 @@ from tasks.config.reference import reference
 HOME = Path(__file__).parents[2]
 ROOMS = ("flows", "tasks", "models", "placement", "infra")
 SOURCES = sorted(path for room in ROOMS for path in (HOME / room).rglob("*.py"))
+ELSEWHERE = HOME / "models/engines/vllm/plugin"
+"""Runs in vLLM's own environment, and shares no name with the rest."""
 TRACKED = subprocess.run(["git", "ls-files"], cwd=HOME, capture_output=True, text=True, check=True).stdout.split()
 
 
@@ -23,6 +29,56 @@ def test_imports_go_down_the_rooms_only():
 
 def test_the_configuration_page_is_the_one_that_the_models_generate():
     assert (HOME / "docs/configuration.md").read_text() == reference(), "run `make docs`"
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """Every module of the packages, and who imports whom; imports for types alone count too."""
+    return grimp.build_graph(*ROOMS, cache_dir=None)
+
+
+def folder(module):
+    """The folder that a module lies in."""
+    path = HOME.joinpath(*module.split("."))
+    return path if path.is_dir() else path.parent
+
+
+def test_no_two_folders_import_each_other(graph):
+    ways = {
+        (folder(importer), folder(imported))
+        for importer in graph.modules
+        for imported in graph.find_modules_directly_imported_by(importer)
+    }
+    both = {(here, there) for here, there in ways if here < there and (there, here) in ways}
+    assert both == set()
+
+
+def test_a_public_class_name_has_one_meaning():
+    trees = [ast.parse(path.read_text()) for path in SOURCES if ELSEWHERE not in path.parents]
+    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert [name for name, count in Counter(names).items() if count > 1 and not name.startswith("_")] == []
+
+
+def test_small_modules_with_one_importer_are_named(graph):
+    """A warning, not a verdict: such a module may belong to the one that imports it."""
+    small = []
+    for module in sorted(graph.modules):
+        path = HOME.joinpath(*module.split(".")).with_suffix(".py")
+        importers = graph.find_modules_that_directly_import(module)
+        if path.exists() and len(importers) == 1 and len(path.read_text().splitlines()) < 60:
+            small.append(f"{module} ({min(importers)})")
+    if small:
+        warnings.warn(f"fewer than 60 lines and one importer: {', '.join(small)}", stacklevel=1)
+
+
+def test_no_test_module_imports_another():
+    found = [
+        f"{path.relative_to(HOME)}: {line}"
+        for path in sorted((HOME / "tests").rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if re.match(r"\s*(from|import) tests\.\S*\btest_", line)
+    ]
+    assert found == []
 
 
 def test_no_file_has_grown_past_400_lines():
