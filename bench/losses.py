@@ -36,8 +36,8 @@ from models.training.policy_update import StepPasses, extra_logprobs, policy_ste
 from models.training.ranks import Ranks, join_ranks
 from models.training.samples import open_samples
 from models.training.trainer import Trainer
-from tests.integration.training.test_update_worker import free_port
 from tests.support.training import publish_scratch, write_samples
+from tests.support.update_workers import free_port
 
 ROUNDS = 15
 PROMPTS, GROUP = 48, 8

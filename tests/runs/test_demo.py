@@ -1,26 +1,11 @@
 """The demo as a newcomer runs it: it learns on every seed, and not without a learning rate."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-RHEOSTAT = str(Path(sys.executable).with_name("rheostat"))
-
-
-def demo(home: Path, *overrides: str, config: str = "configs/demo.toml") -> dict[str, object]:
-    """Run a configuration with overrides and return its summary."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    command = [RHEOSTAT, "train", config, *overrides, "--store", str(home / "runs"), "--json"]
-    environment = kept | {"PREFECT_HOME": str(home / "prefect")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    assert "eta" in done.stderr, "progress goes to stderr where JSON goes to stdout"
-    return json.loads(done.stdout)
+from tests.support.jobs import demo
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from infra.errors import BadInput, Quarantined
 from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
 from infra.store.storage import open_store
-from models.config.engines import SamplingConfig
+from models.config.engines import SamplingConfig, TransformersEngine
 from models.config.objectives import LoraConfig
+from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Completion, Engine, Request
 from models.modeling.adapters import put_adapters, save_adapters
 from models.modeling.merging import load_merged
@@ -26,10 +27,14 @@ from tests.support.policies import CONTEXT, VOCABULARY, small_tokenizer, write_p
 
 SHAPE = {"head_dim": 32}
 """Of every policy here: attention on CPUs takes few sizes of heads."""
+
 RANK = 4
 """Of adapters."""
+
 SAMPLING = SamplingConfig(max_new_tokens=24)
+
 EOS = small_tokenizer().eos_token_id
+
 TOLERANCE = 1e-4
 """Of log-probs in float32 between an engine, with its cache and its batches, and a plain forward pass."""
 
@@ -102,9 +107,11 @@ def request(row: int, length: int, group: int = 4) -> Request:
 
 
 MIXED = [request(row, length) for row, length in enumerate([30, 7, 19, 7, 41])]
+
 PROMPTS = [
     np.random.default_rng(row).integers(2, VOCABULARY, length).tolist() for row, length in enumerate([9, 3, 17, 1, 9])
 ]
+
 CONTINUATIONS = [[7], [8, 30, 31, 9], [12, 5]]
 
 
@@ -159,8 +166,6 @@ def require_frequencies(model: PreTrainedModel, prompt: tuple[int, ...], tokens:
 
 
 # ---- claims
-
-
 def test_log_probs_are_those_of_a_plain_forward_pass(loaded: Loaded, policy):
     groups = loaded(policy).generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0.8))
     assert len({len(completion.tokens) for group in groups for completion in group}) > 3
@@ -393,3 +398,12 @@ def test_greedy_is_what_transformers_itself_generates(loaded: Loaded, shape, tmp
     require_plain_logprobs(found, MIXED, groups, 1.0)
     drawn = engine.generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0.8))
     require_plain_logprobs(found, MIXED, drawn, 0.8)
+
+
+POLICY = ModelVersion(version=0, weights=BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0))
+
+
+def engine_of(directory: Path, **settings) -> HuggingFaceEngine:
+    engine = HuggingFaceEngine(TransformersEngine(**settings))
+    engine.load(directory, POLICY)
+    return engine

@@ -19,7 +19,9 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
+
 RHEOSTAT = str(Path(sys.executable).with_name("rheostat"))
+
 PATIENCE = 600.0
 """Seconds for a whole job, which takes 20 on an idle machine with two cores."""
 
@@ -51,8 +53,8 @@ minibatches = 2
 problems = 8
 """
 
-
 RAISE = 0
+
 KILL_SERVER = -1
 
 
@@ -283,3 +285,14 @@ def _answers(url: str) -> bool:
             return True
     except (urllib.error.URLError, OSError):
         return False
+
+
+def demo(home: Path, *overrides: str, config: str = "configs/demo.toml") -> dict[str, object]:
+    """Run a configuration with overrides and return its summary."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    command = [RHEOSTAT, "train", config, *overrides, "--store", str(home / "runs"), "--json"]
+    environment = kept | {"PREFECT_HOME": str(home / "prefect")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert "eta" in done.stderr, "progress goes to stderr where JSON goes to stdout"
+    return json.loads(done.stdout)

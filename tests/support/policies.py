@@ -9,8 +9,13 @@ from types import MappingProxyType
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
+from models.config.data import ArithmeticData
+from models.config.policy import DirectoryPolicy, ScratchPolicy
 from models.modeling.policy import save_policy
+from models.records.versions import Outcome
+from models.records.work import PolicyWork
 from models.text.tokenizer import train_tokenizer
+from models.workers.preparation import PreparationWorker
 
 CONTEXT, VOCABULARY, WIDTH = 256, 354, 64
 
@@ -23,6 +28,7 @@ DECODER = {
     "head_dim": 16,
     "max_position_embeddings": CONTEXT,
 }
+
 ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     "llama": (LlamaConfig, DECODER),
     "qwen3": (Qwen3Config, DECODER),
@@ -72,3 +78,13 @@ def write_policy(
             model.config.hidden_size
         )
     save_policy(model, tokenizer, directory)
+
+
+DATA = ArithmeticData(train_problems=64, heldout_problems=8)
+
+TINY = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=1, heads=2, kv_heads=1, context=64)
+
+
+def make_policy(folder: Path, policy: ScratchPolicy | DirectoryPolicy, *, seed: int = 0) -> Outcome:
+    work = PolicyWork(policy=policy, data=DATA, seed=seed)
+    return PreparationWorker(str(folder), "run", threads=1).make_policy(work)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tests.runs.test_demo import demo
-from tests.support.jobs import KILL_SERVER, Fault, Job, servers_of, wait_for
+from tests.support.jobs import KILL_SERVER, Fault, Job, demo, servers_of, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 

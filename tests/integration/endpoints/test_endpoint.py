@@ -8,33 +8,11 @@ import pytest
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from models.config.engines import SamplingConfig
-from models.config.judges import ChoiceVerdict, LogprobVerdict, ScoreVerdict
-from models.config.judges import EndpointJudge as EndpointConfig
-from models.judges.endpoint import ChatJudge
+from models.config.judges import ChoiceVerdict, LogprobVerdict
 from models.judges.protocol import Question
 from models.records.seeds import derive_seed
 from tests.support.chat_server import Reply, chat_server, says
-
-CANARY = "sk-canary-5f1b9c"
-
-
-def judge_at(url, *, verdict=None, sampling=None, **changes):
-    config = EndpointConfig(
-        **{
-            "base_url": url,
-            "allowed_hosts": ("127.0.0.1",),
-            "allow_private": True,
-            "model": "judge",
-            "backoff_seconds": 0.02,
-            "timeout_seconds": 5,
-            **changes,
-        }
-    )
-    return ChatJudge(config, sampling=sampling or SamplingConfig(), verdict=verdict or ScoreVerdict())
-
-
-def questions(count):
-    return [Question(text=f"question {number}", seed=derive_seed("test", number)) for number in range(count)]
+from tests.support.endpoint_judges import CANARY, judge_at, questions
 
 
 def echo(asked, before):

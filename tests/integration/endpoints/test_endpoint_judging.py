@@ -17,8 +17,8 @@ from models.config.judges import EndpointJudge as EndpointConfig
 from models.records.schemas import ROLLOUT_SCHEMA
 from models.records.work import JudgeWork
 from models.workers.judge import JudgeWorker
-from tests.integration.endpoints.test_endpoint import CANARY, judge_at, questions
 from tests.support.chat_server import Reply, chat_server, says
+from tests.support.endpoint_judges import CANARY, judge_at, questions
 
 TEMPLATE = "{prompt}|{completion}|{answer}"
 

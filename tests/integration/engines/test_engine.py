@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from infra.errors import BadInput
-from infra.store.bundles import BundleRef
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.engine import HuggingFaceEngine
-from models.records.versions import ModelVersion
-from tests.support.engines import *  # noqa: F403  # every claim there is one here
-from tests.support.engines import MIXED, SAMPLING, Loaded, Published, request, require_plain_logprobs
+from tests.support.engines import MIXED, POLICY, SAMPLING, Loaded, Published, engine_of, request, require_plain_logprobs
 from tests.support.policies import write_policy
-
-POLICY = ModelVersion(version=0, weights=BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0))
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +37,6 @@ def directory(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def engine(directory) -> HuggingFaceEngine:
     return engine_of(directory)
-
-
-def engine_of(directory: Path, **settings) -> HuggingFaceEngine:
-    engine = HuggingFaceEngine(TransformersEngine(**settings))
-    engine.load(directory, POLICY)
-    return engine
 
 
 @contextmanager

@@ -19,10 +19,9 @@ from models.records.schemas import ROLLOUT_SCHEMA, FinishReason
 from models.records.versions import ModelVersion
 from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
 from models.workers.scoring import ScoringWorker
-from tests.integration.engines.test_engine import engine_of
-from tests.integration.engines.test_rollout_worker import example, publish, worker
-from tests.support.engines import MIXED, SAMPLING, request
+from tests.support.engines import MIXED, SAMPLING, engine_of, request
 from tests.support.policies import CONTEXT, small_tokenizer, write_policy
+from tests.support.rollout_workers import example, publish, worker
 
 PARTIAL = PartialRollout(tokens=6, max_staleness=1)
 

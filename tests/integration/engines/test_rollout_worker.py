@@ -5,24 +5,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import torch
 
 from infra.errors import BadInput, Damaged
-from infra.store.bundles import publish_bundle
-from infra.store.shards import read_shard, write_shard
+from infra.store.shards import read_shard
 from infra.store.storage import Store, open_store
-from models.config.engines import SamplingConfig, TransformersEngine
-from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
+from models.records.schemas import ROLLOUT_SCHEMA
 from models.records.seeds import sample_seed
-from models.records.versions import ModelVersion, Outcome
 from models.records.work import RolloutWork
-from models.workers.rollout import RolloutWorker
-from tests.support.policies import small_tokenizer, write_policy
-
-ENGINE = TransformersEngine()
-TEXTS = [f"Ana has {n} pens, buys {n + 4}." + " How many?" * (n % 3) for n in range(12)]
+from tests.support.policies import small_tokenizer
+from tests.support.rollout_workers import TEXTS, digest, example, publish, worker
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,39 +33,6 @@ def store(tmp_path: Path) -> Store:
 @pytest.fixture
 def work(store: Store, tmp_path: Path) -> RolloutWork:
     return example(store, tmp_path / "made")
-
-
-def example(store: Store, folder: Path) -> RolloutWork:
-    """Work on a random policy and twelve prompts, of which it names five."""
-    columns = {
-        "prompt_id": [f"{row:016x}" for row in range(len(TEXTS))],
-        "text": TEXTS,
-        "tokens": [small_tokenizer().encode(text) for text in TEXTS],
-        "answer": [str(row) for row in range(len(TEXTS))],
-    }
-    return RolloutWork(
-        iteration=3,
-        policy=publish(store, folder, seed=0),
-        prompts=write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={}),
-        rows=(7, 2, 11, 3, 8),
-        group_size=4,
-        sampling=SamplingConfig(max_new_tokens=16),
-        seed=5,
-    )
-
-
-def publish(store: Store, folder: Path, *, seed: int) -> ModelVersion:
-    write_policy(folder, seed=seed)
-    return ModelVersion(version=seed, weights=publish_bundle(store, folder, prefix="policies"))
-
-
-def worker(tmp_path: Path) -> RolloutWorker:
-    return RolloutWorker(str(tmp_path), "run", ENGINE, 1)
-
-
-def digest(outcome: Outcome) -> str:
-    [ref] = outcome.shards
-    return ref.digest
 
 
 def test_a_shard_has_a_row_per_completion_in_the_order_of_prompts_and_samples(store, work, tmp_path):
@@ -190,7 +150,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from infra.store.storage import open_store
-from tests.integration.engines.test_rollout_worker import digest, example, worker
+from tests.support.rollout_workers import digest, example, worker
 
 root = Path(sys.argv[1])
 work = example(open_store(f"{root}/run"), root / "made-elsewhere")

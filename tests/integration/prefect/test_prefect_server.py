@@ -24,7 +24,7 @@ from infra.errors import Damaged, WorkerFailed, WorkerLost
 from infra.store.runs import open_run
 from tasks.config.run import RunConfig, load_config
 from tasks.run.stages import is_transient
-from tests.runs.test_controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
+from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
 from tests.support.jobs import PATIENCE, ROOT, TINY, Job, alive, family_of, kill, manifests_of, wait_for
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))

@@ -6,40 +6,13 @@ import sys
 import time
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
 from infra.errors import WorkerFailed, WorkerLost
-from infra.processes.server import Launch, OwnedProcess, free_ports, start
+from infra.processes.server import OwnedProcess, free_ports, start
+from tests.support.servers import FAMILY, SERVE, answers, launch
 
-SERVE = """
-import http.server, sys
-class Quiet(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *_):
-        pass
-server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Quiet)
-print("serving", flush=True)
-server.serve_forever()
-"""
-# An orphan and its child that left session, environment and log behind, as vLLM's processes that rename themselves.
-FAMILY = """
-import os, subprocess, sys
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        nothing = {"env": {}, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "close_fds": True}
-        sleep = subprocess.Popen(["sleep", "1000"], start_new_session=True, **nothing)
-        with open("family", "w") as told:
-            told.write(f"{os.getpid()} {sleep.pid}\\n")
-        for descriptor in (1, 2):
-            os.dup2(0, descriptor)
-        os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(1000)"], {})
-    os._exit(0)
-"""
 SLOW = """
 import time
 for step in range(1, 6):
@@ -47,6 +20,7 @@ for step in range(1, 6):
     time.sleep(0.1)
 time.sleep(1000)
 """
+
 OBEDIENT = """
 import pathlib, time
 print("waits", flush=True)
@@ -60,24 +34,6 @@ while pathlib.Path("busy").exists():
     pass
 time.sleep(1000)
 """
-
-
-def answers(port):
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}", timeout=1, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def launch(program, *, start_seconds=20.0, **changes):
-    fields = {
-        "what": "the small server",
-        "command": lambda port: [sys.executable, "-c", program, str(port)],
-        "environment": dict(os.environ),
-        "ready": answers,
-        "start_seconds": start_seconds,
-    }
-    return Launch(**(fields | changes))
 
 
 def serve(program, *, ports=None, beat=lambda: None, **changes):
@@ -151,7 +107,7 @@ print(block.name, flush=True)
 OWNER = """
 import os, time
 from infra.processes.server import free_ports, start
-from tests.integration.processes.test_servers import FAMILY, SERVE, launch
+from tests.support.servers import FAMILY, SERVE, launch
 process, port = start(launch(FAMILY + SERVE), beat=lambda: None, ports=free_ports())
 if {forks} and os.fork() == 0:
     time.sleep(1000)

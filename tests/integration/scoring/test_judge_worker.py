@@ -16,11 +16,12 @@ from models.config.engines import SamplingConfig
 from models.config.judges import Canaries, ChoiceVerdict, JudgeReward, LogprobVerdict, ScoreVerdict, TrainedJudge
 from models.config.reward_terms import NumericReward
 from models.config.rewards import ScoringConfig
-from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA
+from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWork, ScoringWork, VerdictShard
 from models.workers.judge import JudgeWorker
 from models.workers.scoring import ScoringWorker
+from tests.support.judged import rollouts
 from tests.support.policies import write_policy
 
 REWARD = JudgeReward(
@@ -31,9 +32,11 @@ REWARD = JudgeReward(
     votes=3,
     vote="majority",
 )
+
 FREE = REWARD.model_copy(
     update={"verdict": ScoreVerdict(), "sampling": SamplingConfig(max_new_tokens=12), "retries": 2}
 )
+
 Make = Callable[..., JudgeWorker]
 
 
@@ -58,28 +61,6 @@ def model(home: Path) -> ModelVersion:
 
 def worker(home: Path, reward: JudgeReward = REWARD) -> JudgeWorker:
     return JudgeWorker(str(home), "run", "honest", reward, 1)
-
-
-def rollouts(home: Path, *completions: str, group: int = 2) -> ShardRef:
-    rows = [
-        {
-            "prompt_row": 4 + index // group,
-            "sample": index % group,
-            "prompt_id": "",
-            "prompt": f"prompt {index // group}",
-            "completion": completion,
-            "answer": "1",
-            "prompt_tokens": [1],
-            "completion_tokens": [1],
-            "logprobs": [0.0],
-            "finish_reason": "stop",
-            "seed": 0,
-            "segments": [],
-        }
-        for index, completion in enumerate(completions)
-    ]
-    table = pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA)
-    return write_shard(open_store(f"{home}/run"), table, kind="rollouts", metadata={})
 
 
 def judge(home: Path, model: ModelVersion, shard: ShardRef, reward: JudgeReward = REWARD, *, seed: int = 5) -> Outcome:
@@ -195,8 +176,6 @@ def test_a_local_judge_without_a_model_is_bad_input(home):
 
 
 # ---- scores
-
-
 def score(home: Path, shard: ShardRef, *verdicts: ShardRef, reward: JudgeReward = REWARD) -> Outcome:
     scoring = ScoringConfig(rewards=(NumericReward(weight=0), reward))
     scorer = ScoringWorker(str(home), "run", scoring, Grpo())

@@ -24,13 +24,15 @@ from models.config.rollout import DynamicSampling
 from models.credit.inputs import TermColumns
 from models.credit.selection import informative_prompts
 from models.objectives.aggregation import token_weights
-from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_SCHEMA, score_schema
+from models.records.schemas import ESTIMATE_SCHEMA, SAMPLE_SCHEMA, score_schema
 from models.records.versions import Outcome
 from models.records.work import CreditWork, ScoredShard, ScoringWork
 from models.training.samples import open_samples
 from models.workers.scoring import ScoringWorker
+from tests.support.rollout_shards import rollout, write_rollouts
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")
+
 Make = Callable[..., ScoringWorker]
 
 
@@ -50,30 +52,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
     yield worker
     for opened in workers:
         opened.close()
-
-
-def rollout(prompt_row: int, sample: int, completion: str, **columns: object) -> dict[str, object]:
-    """Make a rollout row: the prompt has as many tokens as its row number, the completion one per character."""
-    return {
-        "prompt_row": prompt_row,
-        "sample": sample,
-        "prompt_id": f"{prompt_row:016x}",
-        "prompt": f"prompt {prompt_row}",
-        "completion": completion,
-        "answer": "1",
-        "prompt_tokens": [100 + position for position in range(prompt_row)],
-        "completion_tokens": [10 * sample + position for position in range(len(completion))],
-        "logprobs": [-0.5 * position for position in range(len(completion))],
-        "finish_reason": "stop",
-        "seed": 2**64 - 1,
-        "segments": [{"policy_version": 2, "tokens": len(completion)}],
-        **columns,
-    }
-
-
-def write_rollouts(store: Store, *rows: dict[str, object]) -> ShardRef:
-    table = pa.Table.from_pylist(list(rows), schema=ROLLOUT_SCHEMA)
-    return write_shard(store, table, kind="rollouts", metadata={})
 
 
 def scored(worker: ScoringWorker, *rollouts: ShardRef) -> CreditWork:

@@ -27,10 +27,12 @@ from models.modeling.merging import load_merged, merge, read_adapter
 from models.modeling.policy import load_policy
 from models.records.versions import ModelVersion
 from models.workers.rollout import RolloutWorker
-from tests.integration.engines.test_engine import POLICY
-from tests.integration.training.test_critic import learn
-from tests.integration.training.test_critic import start as start_critic
-from tests.integration.training.test_update_worker import (
+from tests.support.critics import learn
+from tests.support.critics import start as start_critic
+from tests.support.engines import MIXED, POLICY
+from tests.support.policies import write_policy
+from tests.support.training import publish_scratch
+from tests.support.update_workers import (
     CONFIG,
     UNCLIPPED,
     files,
@@ -43,9 +45,6 @@ from tests.integration.training.test_update_worker import (
     together,
     work,
 )
-from tests.support.engines import MIXED
-from tests.support.policies import write_policy
-from tests.support.training import publish_scratch
 
 LORA = LoraConfig(rank=4, alpha=10)
 ADAPTED = CONFIG.model_copy(update={"lora": LORA, "learning_rate": 1e-2})

@@ -25,15 +25,13 @@ from models.modeling.critic import TokenValues, critic_from_classifier, critic_f
 from models.modeling.policy import save_policy
 from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
-from models.records.work import CriticWork, EstimateWork, ScoredShard, UpdateWork
+from models.records.work import CriticWork, EstimateWork, ScoredShard
 from models.text.tokenizer import load_tokenizer, train_tokenizer
 from models.workers.preparation import PreparationWorker
-from models.workers.update import UpdateWorker
-from tests.integration.training.test_update_worker import CONFIG, free_port, staged, together
+from tests.support.critics import learn, start
 from tests.support.policies import ARCHITECTURES, DECODER, write_policy
-from tests.support.training import publish_scratch, write_samples
-
-ALGORITHM = Ppo(critic=CriticConfig(learning_rate=1e-2))
+from tests.support.training import publish_scratch
+from tests.support.update_workers import CONFIG, staged, together
 
 
 @pytest.fixture
@@ -63,17 +61,7 @@ def write_classifier(policy: Path, directory: Path) -> None:
     save_policy(model, load_tokenizer(policy), directory)
 
 
-def start(
-    uri: str, config: UpdateConfig = CONFIG, *, algorithm: Ppo = ALGORITHM, rank: int = 0, ranks: int = 1, port: int = 0
-) -> UpdateWorker:
-    worker = UpdateWorker(uri, "run", update=config, algorithm=algorithm, temperature=0.9, threads=1)
-    worker.join(rank, ranks, "127.0.0.1", port or free_port())
-    return worker
-
-
 # ---- values
-
-
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 @torch.no_grad()
 def test_values_are_the_classifiers_own_logits_at_every_position(architecture, tmp_path):
@@ -90,8 +78,6 @@ def test_values_are_the_classifiers_own_logits_at_every_position(architecture, t
 
 
 # ---- where a critic starts
-
-
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 @torch.no_grad()
 def test_a_critic_made_from_a_policy_has_its_trunk_and_values_everything_at_zero(architecture, tmp_path):
@@ -160,8 +146,6 @@ def test_an_encoder_is_no_critic(tmp_path):
 
 
 # ---- estimates
-
-
 def write_rollouts(uri: str, *, prompts: int = 5, group: int = 3, first: int = 0) -> ShardRef:
     """Write rollouts of random tokens and lengths."""
     rng = np.random.default_rng(first)
@@ -230,21 +214,6 @@ def test_estimates_are_those_of_each_sequence_by_itself(uri, policy, critic):
         np.testing.assert_allclose(values, valuer.score(states)[:, 0], atol=1e-5)
 
 
-def learn(uri: str, policy: ModelVersion, critic: ModelVersion, **changes) -> UpdateWork:
-    shard = write_samples(f"{uri}/run", seed=policy.version, critic=True)
-    work = UpdateWork(
-        iteration=policy.version + 1,
-        policy=policy,
-        reference=policy,
-        samples=(shard,),
-        total_iterations=3,
-        seed=policy.version,
-        critic=critic,
-        kl_coefficient=0.1,
-    )
-    return replace(work, **changes)
-
-
 def test_estimates_are_the_same_bits_whatever_ran_before(uri, policy, critic):
     work = asked(uri, policy, critic)
     worker = start(uri)
@@ -271,8 +240,6 @@ def test_an_estimate_leaves_a_hot_worker_where_it_is(uri, policy, critic, caplog
 
 
 # ---- the update
-
-
 def test_an_update_with_a_critic_is_the_same_bits_hot_reloaded_and_repeated(uri, policy, critic):
     hot = start(uri)
     first = hot.update(learn(uri, policy, critic))
@@ -373,8 +340,6 @@ def test_what_is_not_finite_in_either_discards_both(uri, policy, critic, column)
 
 
 # ---- several ranks
-
-
 def take_turns(rank: int, ranks: int, port: int, uri: str, configs: list[UpdateConfig], parents: list, name: str):
     """Estimate and update under each configuration until version 2; rank 0 notes what came out."""
     found = []

@@ -20,11 +20,10 @@ from models.records.versions import ModelVersion, Outcome
 from models.records.work import CreditWork, EstimateWork, ScoredShard
 from models.workers.scoring import ScoringWorker
 from models.workers.update import UpdateWorker
-from tests.integration.training.test_teacher import by_hand, sequence
-from tests.integration.training.test_update_worker import free_port, together
 from tests.support.chat_server import Reply
-from tests.support.teachers import teacher_at, teacher_server
+from tests.support.teachers import by_hand, sequence, teacher_at, teacher_server
 from tests.support.training import TINY, publish_scratch
+from tests.support.update_workers import free_port, together
 
 HELD = Distillation(teacher=TeacherDirectory(path=Path("elsewhere")))
 ALONE = DistillationOnly(distillation=HELD)

@@ -17,9 +17,9 @@ from models.config.objectives import (
     UpdateConfig,
 )
 from models.records.versions import ModelVersion, Outcome
-from tests.integration.training.test_update_worker import gradients, read, start, together, work
 from tests.support.losses import LOSSES, NAMES
 from tests.support.training import publish_scratch
+from tests.support.update_workers import gradients, read, start, together, work
 
 BASE = UpdateConfig(
     learning_rate=1e-3,

@@ -16,8 +16,8 @@ from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
-from models.config.data import ArithmeticData, DataConfig, FileData
-from models.config.policy import DirectoryPolicy, ScratchPolicy
+from models.config.data import DataConfig, FileData
+from models.config.policy import DirectoryPolicy
 from models.data.load import load_problems
 from models.data.problems import Message, Problem
 from models.modeling.directory import check_directory, copy_directory
@@ -27,9 +27,7 @@ from models.records.versions import Outcome
 from models.records.work import PolicyWork, PromptWork
 from models.text.tokenizer import load_tokenizer, tokenize_prompts
 from models.workers.preparation import PreparationWorker
-
-DATA = ArithmeticData(train_problems=64, heldout_problems=8)
-TINY = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=1, heads=2, kv_heads=1, context=64)
+from tests.support.policies import DATA, TINY, make_policy
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +50,12 @@ def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-def make_policy(folder: Path, policy: ScratchPolicy | DirectoryPolicy, *, seed: int = 0) -> Outcome:
-    work = PolicyWork(policy=policy, data=DATA, seed=seed)
-    return PreparationWorker(str(folder), "run", threads=1).make_policy(work)
-
-
 def make_prompts(folder: Path, made: Outcome, data: DataConfig = DATA, *, max_new_tokens: int = 32) -> Outcome:
     work = PromptWork(data=data, split="train", policy=made.policy, seed=0, max_new_tokens=max_new_tokens)
     return PreparationWorker(str(folder), "run", threads=1).make_prompts(work)
 
 
 # ---- tokenizer
-
-
 def test_any_text_can_be_spelt_and_read_back(model_directory):
     tokenizer = load_tokenizer(model_directory)
     for text in ("16+3=19 #### 16", "  two  spaces ", "漢字 and ⚙️\t\n", "\x00\x7f"):
@@ -91,11 +82,9 @@ def test_chats_are_rendered_up_to_the_assistants_turn_and_plain_text_is_left_alo
 
 
 # ---- from scratch
-
-
 def test_two_processes_make_the_same_bytes_from_one_seed(tmp_path):
     script = (
-        "import sys; from pathlib import Path; from tests.integration.training.test_policies import TINY, make_policy; "
+        "import sys; from pathlib import Path; from tests.support.policies import TINY, make_policy; "
         "sys.stdout.write(make_policy(Path(sys.argv[1]), TINY, seed=7).policy.weights.digest)"
     )
     there = subprocess.run(
@@ -130,8 +119,6 @@ def test_a_published_policy_is_loaded_by_plain_transformers_and_has_the_predicte
 
 
 # ---- from a directory
-
-
 def test_an_imported_policy_has_the_same_weights_and_nothing_that_could_run(spoilt, tmp_path):
     (spoilt / "modeling_evil.py").write_text("raise SystemExit")
     (spoilt / "pytorch_model.bin").write_bytes(b"\x80\x04")
@@ -257,8 +244,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(spoilt):
 
 
 # ---- prompts
-
-
 def test_prompts_are_tokenized_in_order_and_named_by_their_text(tmp_path):
     made = make_policy(tmp_path, TINY)
     outcome = make_prompts(tmp_path, made)

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from models.config.algorithms import TeacherDirectory
 from models.data.load import load_problems
-from models.modeling.batching import TokenSequence, lay_out
+from models.modeling.batching import lay_out
 from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
 from models.modeling.teacher import ask_endpoint, check_teacher, load_teacher
 from models.training.auxiliary import ask_model
 from models.training.trainer import frozen_forward
 from tests.support.chat_server import Reply
-from tests.support.teachers import teacher_at, teacher_server
+from tests.support.teachers import by_hand, sequence, teacher_at, teacher_server
 from tests.support.training import DATA, TINY
 
 
@@ -40,39 +40,12 @@ def tokenizer_of(policy=TINY, data=DATA):
     return scratch_tokenizer(policy, load_problems(data, "train", 0))
 
 
-def sequence(tokens: list[int], num_prompt_tokens: int) -> TokenSequence:
-    count = len(tokens) - num_prompt_tokens
-    zeros = np.zeros(count, np.float32)
-    return TokenSequence(
-        tokens=np.array(tokens, np.int32),
-        num_prompt_tokens=num_prompt_tokens,
-        logprobs=zeros,
-        advantages=zeros,
-        staleness=np.zeros(count, np.int16),
-    )
-
-
 def passes(counts=((3, 5), (4, 1), (2, 9), (6, 0), (1, 2)), *, rows=2):
     """Sequences of so many prompt and completion tokens, laid out two by two; the last pass is empty."""
     rng = np.random.default_rng(1)
     sequences = [sequence(rng.integers(2, 300, sum(count)).tolist(), count[0]) for count in counts]
     parts = [sequences[start : start + rows] for start in range(0, len(sequences), rows)]
     return sequences, [lay_out(part, [1.0] * len(part)) for part in [*parts, []]]
-
-
-def by_hand(directory: Path, sequences, *, temperature: float) -> list[float]:
-    """Log-probs of all completion tokens, sequence by sequence, from the whole model's logits."""
-    model = AutoModelForCausalLM.from_pretrained(directory).eval()
-    found = []
-    for each in sequences:
-        with torch.no_grad():
-            logits_TV = model(torch.from_numpy(each.tokens.astype(np.int64))[None]).logits[0].double()
-        logprobs_TV = (logits_TV / temperature).log_softmax(-1)
-        found += [
-            float(logprobs_TV[place - 1, each.tokens[place]])
-            for place in range(each.num_prompt_tokens, len(each.tokens))
-        ]
-    return found
 
 
 def held(directory: Path, *, temperature: float = 0.7):
@@ -85,8 +58,6 @@ def asked(directory: Path, url: str, beat=lambda: None, **changes):
 
 
 # ---- a directory
-
-
 def test_a_directory_scores_tokens_as_the_whole_model_does_at_the_policys_temperature(directory):
     sequences, batches = passes()
     found = held(directory)(batches)
@@ -95,8 +66,6 @@ def test_a_directory_scores_tokens_as_the_whole_model_does_at_the_policys_temper
 
 
 # ---- an endpoint
-
-
 def test_an_endpoint_scores_tokens_as_the_model_behind_it_does(directory):
     sequences, batches = passes()
     with teacher_server(directory) as server:
@@ -230,8 +199,6 @@ def test_what_the_server_says_of_the_prompt_is_not_looked_at(directory):
 
 
 # ---- what is refused before a run
-
-
 def test_a_teacher_with_the_policys_tokenizer_is_accepted_and_counted(directory):
     parameters = check_teacher(TeacherDirectory(path=directory), tokenizer_of(), longest_tokens=TINY.context)
     assert parameters == AutoModelForCausalLM.from_pretrained(directory).num_parameters()

@@ -1,41 +1,37 @@
 """The update worker on real processes: same work, same bits; what is not finite changes nothing."""
 
-import socket
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pytest
 import torch
-import torch.multiprocessing as mp
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
-from models.config.algorithms import Grpo
-from models.config.objectives import KlPenalty, SequenceMean, UpdateConfig
+from models.config.objectives import SequenceMean
 from models.config.training import WarmupConfig
 from models.data.load import load_problems
 from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
 from models.records.schemas import SAMPLE_SCHEMA
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import UpdateWork, WarmupWork
-from models.workers.update import UpdateWorker
-from tests.support.training import DATA, TINY, publish_scratch, write_samples
-
-CONFIG = UpdateConfig(learning_rate=1e-3, minibatches=2, microbatch_tokens=120, kl=KlPenalty(coefficient=0.1))
-UNCLIPPED = CONFIG.model_copy(update={"minibatches": 1, "max_grad_norm": 1e9})
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+from models.records.versions import ModelVersion
+from models.records.work import WarmupWork
+from tests.support.training import DATA, TINY, publish_scratch
+from tests.support.update_workers import (
+    CONFIG,
+    UNCLIPPED,
+    files,
+    gradients,
+    read,
+    same_after_restart,
+    staged,
+    start,
+    work,
+)
 
 
 @pytest.fixture
@@ -48,32 +44,7 @@ def policy(uri: str) -> ModelVersion:
     return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
 
 
-def start(uri: str, config: UpdateConfig = CONFIG, *, rank: int = 0, ranks: int = 1, port: int = 0) -> UpdateWorker:
-    worker = UpdateWorker(uri, "run", update=config, algorithm=Grpo(), temperature=0.9, threads=1)
-    worker.join(rank, ranks, "127.0.0.1", port or free_port())
-    return worker
-
-
-def work(uri: str, policy: ModelVersion, *, reference: ModelVersion | None = None, **samples) -> UpdateWork:
-    shard = write_samples(f"{uri}/run", **{"seed": policy.version} | samples)
-    return UpdateWork(
-        iteration=policy.version,
-        policy=policy,
-        reference=reference or policy,
-        samples=(shard,),
-        total_iterations=2,
-        seed=policy.version,
-        kl_coefficient=0.1,
-    )
-
-
-def files(uri: str, outcome: Outcome, part: str) -> Path:
-    return fetch_bundle(open_store(f"{uri}/run"), getattr(outcome.policy, part))
-
-
 # ---- one rank
-
-
 def test_an_update_is_the_same_bits_hot_reloaded_and_repeated(uri, policy):
     hot = start(uri)
     first = hot.update(work(uri, policy)).policy
@@ -195,13 +166,6 @@ def test_progress_counts_passes(uri, policy):
     assert worker.progress() > 4
 
 
-def gradients(uri: str, outcome: Outcome) -> np.ndarray:
-    """The first step's gradients: Adam's first moment after one step is a tenth of them."""
-    moments = load_file(files(uri, outcome, "state") / "rank-00000.safetensors")
-    names = sorted((name for name in moments if name.startswith("exp_avg.")), key=lambda name: int(name[8:]))
-    return np.concatenate([moments[name].numpy().ravel() * 10 for name in names])
-
-
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 def test_the_size_of_a_pass_changes_no_gradient(uri, policy, aggregation):
     loss = CONFIG.loss.model_copy(update={"aggregation": SequenceMean()} if aggregation == "sequence" else {})
@@ -225,46 +189,6 @@ def test_an_update_after_warmup_starts_as_in_a_new_process(uri, policy):
     worker = start(uri)
     warm = worker.warmup(WarmupWork(policy=policy, data=DATA, warmup=WarmupConfig(steps=3, batch_size=4), seed=3))
     assert worker.update(work(uri, warm.policy)).policy == start(uri).update(work(uri, warm.policy)).policy
-
-
-# ---- several ranks
-
-
-def together(job: Callable[..., None], uri: str, *args: object, ranks: int = 2) -> None:
-    mp.spawn(job, args=(ranks, free_port(), uri, *args), nprocs=ranks)
-
-
-def take_updates(rank: int, ranks: int, port: int, uri: str, configs: list[UpdateConfig], parents: list, name: str):
-    """Update each parent until version 2, one configuration after another; rank 0 notes the policies."""
-    found = []
-    for config, parent in zip(configs, parents, strict=True):
-        worker, outcomes = start(uri, config, rank=rank, ranks=ranks, port=port), []
-        version = parent
-        while version.version < 2:
-            outcomes.append(worker.update(work(uri, version)))
-            version = outcomes[-1].policy
-        found.append(outcomes)
-        # One poisoned sample, on one rank, is everybody's.
-        assert worker.update(work(uri, version, advantages=[float("nan")])).metrics["quarantined"] == 1
-        assert worker.update(work(uri, version)).metrics["quarantined"] == 0
-    listening = [link.laddr.ip for link in psutil.Process().net_connections() if link.status == psutil.CONN_LISTEN]
-    assert set(listening) <= {"127.0.0.1", "::1"}, listening
-    torch.save(found, Path(uri, f"{name}-{rank}.pt"))
-
-
-def read(uri: str, name: str) -> list[list[Outcome]]:
-    return torch.load(Path(uri, f"{name}-0.pt"), weights_only=False)
-
-
-def staged(stage: int, dtype: str = "float32") -> UpdateConfig:
-    return CONFIG.model_copy(update={"zero_stage": stage, "dtype": dtype})
-
-
-def same_after_restart(uri: str, policy: ModelVersion, configs: list[UpdateConfig], *, ranks: int) -> None:
-    together(take_updates, uri, configs, [policy] * len(configs), "hot", ranks=ranks)
-    hot = read(uri, "hot")
-    together(take_updates, uri, configs, [first.policy for first, _ in hot], "cold", ranks=ranks)
-    assert [outcomes[-1].policy for outcomes in hot] == [outcomes[-1].policy for outcomes in read(uri, "cold")]
 
 
 def test_two_ranks_continue_bit_identically_in_new_processes_and_agree_with_one(uri, policy):

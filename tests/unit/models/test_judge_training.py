@@ -21,7 +21,7 @@ from models.records.work import JudgePreparation, JudgeWarmupWork, JudgeWork, Po
 from models.workers.judge import JudgeWorker
 from models.workers.preparation import PreparationWorker
 from models.workers.update import UpdateWorker
-from tests.integration.scoring.test_judge_worker import rollouts
+from tests.support.judged import rollouts
 
 DATA = ArithmeticData(operations=1, train_problems=400, heldout_problems=16)
 SHAPE = ScratchPolicy(architecture="qwen3", hidden_size=64, intermediate_size=96, context=64)

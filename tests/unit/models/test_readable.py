@@ -13,7 +13,7 @@ from models.config.rewards import ScoringConfig
 from models.records.schemas import score_schema
 from models.records.work import ExcerptWork, ScoredShard
 from models.workers.scoring import ScoringWorker
-from tests.integration.scoring.test_scoring_worker import rollout, write_rollouts
+from tests.support.rollout_shards import rollout, write_rollouts
 
 LONG = "a" * 30 + "é" * 1_000_000
 

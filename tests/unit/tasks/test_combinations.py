@@ -2,22 +2,9 @@
 
 import pytest
 
-from infra.errors import BadInput
-from tasks.config.run import RunConfig, override_config
+from tests.support.configurations import accepted, refusal
 
 KEEP = ("rollout.dynamic.surplus=keep",)
-
-
-def refusal(*overrides: str) -> str:
-    """The one line that a combination earns."""
-    with pytest.raises(BadInput) as refused:
-        override_config({}, overrides, source="run.toml")
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
-def accepted(*overrides: str) -> RunConfig:
-    return override_config({}, overrides, source="run.toml")
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
@@ -90,7 +77,9 @@ def test_rewards_without_weight_teach_nothing():
 
 
 TEACHER = "algorithm.distillation.teacher"
+
 HELD = (f"{TEACHER}.kind=directory", f"{TEACHER}.path=somewhere")
+
 ASKED = (
     f"{TEACHER}.kind=endpoint",
     f"{TEACHER}.base_url=https://teacher.example.com/v1",
@@ -133,6 +122,7 @@ def test_tokens_of_a_paced_engine_have_no_teacher():
 
 
 NUMERIC = "{kind = 'numeric', weight = 2.0}"
+
 FLAGS = "{kind = 'target', target = 'models.rewards.arithmetic_steps:wrong_steps', per = 'step'}"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.tasks.test_combinations import accepted, refusal
+from tests.support.configurations import accepted, refusal
 
 VLLM = "rollout.engine.kind=vllm"
 RAW = "rollout.engine.logprobs=raw"

@@ -1,0 +1,18 @@
+"""Configurations that are accepted or refused."""
+
+import pytest
+
+from infra.errors import BadInput
+from tasks.config.run import RunConfig, override_config
+
+
+def refusal(*overrides: str) -> str:
+    """The one line that a combination earns."""
+    with pytest.raises(BadInput) as refused:
+        override_config({}, overrides, source="run.toml")
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def accepted(*overrides: str) -> RunConfig:
+    return override_config({}, overrides, source="run.toml")

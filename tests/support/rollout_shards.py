@@ -1,0 +1,31 @@
+"""Rollout shards written by hand."""
+
+import pyarrow as pa
+
+from infra.store.shards import ShardRef, write_shard
+from infra.store.storage import Store
+from models.records.schemas import ROLLOUT_SCHEMA
+
+
+def rollout(prompt_row: int, sample: int, completion: str, **columns: object) -> dict[str, object]:
+    """Make a rollout row: the prompt has as many tokens as its row number, the completion one per character."""
+    return {
+        "prompt_row": prompt_row,
+        "sample": sample,
+        "prompt_id": f"{prompt_row:016x}",
+        "prompt": f"prompt {prompt_row}",
+        "completion": completion,
+        "answer": "1",
+        "prompt_tokens": [100 + position for position in range(prompt_row)],
+        "completion_tokens": [10 * sample + position for position in range(len(completion))],
+        "logprobs": [-0.5 * position for position in range(len(completion))],
+        "finish_reason": "stop",
+        "seed": 2**64 - 1,
+        "segments": [{"policy_version": 2, "tokens": len(completion)}],
+        **columns,
+    }
+
+
+def write_rollouts(store: Store, *rows: dict[str, object]) -> ShardRef:
+    table = pa.Table.from_pylist(list(rows), schema=ROLLOUT_SCHEMA)
+    return write_shard(store, table, kind="rollouts", metadata={})

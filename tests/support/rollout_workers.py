@@ -1,0 +1,52 @@
+"""Rollout workers and their work."""
+
+from pathlib import Path
+
+import pyarrow as pa
+
+from infra.store.bundles import publish_bundle
+from infra.store.shards import write_shard
+from infra.store.storage import Store
+from models.config.engines import SamplingConfig, TransformersEngine
+from models.records.schemas import PROMPT_SCHEMA
+from models.records.versions import ModelVersion, Outcome
+from models.records.work import RolloutWork
+from models.workers.rollout import RolloutWorker
+from tests.support.policies import small_tokenizer, write_policy
+
+ENGINE = TransformersEngine()
+
+TEXTS = [f"Ana has {n} pens, buys {n + 4}." + " How many?" * (n % 3) for n in range(12)]
+
+
+def example(store: Store, folder: Path) -> RolloutWork:
+    """Work on a random policy and twelve prompts, of which it names five."""
+    columns = {
+        "prompt_id": [f"{row:016x}" for row in range(len(TEXTS))],
+        "text": TEXTS,
+        "tokens": [small_tokenizer().encode(text) for text in TEXTS],
+        "answer": [str(row) for row in range(len(TEXTS))],
+    }
+    return RolloutWork(
+        iteration=3,
+        policy=publish(store, folder, seed=0),
+        prompts=write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={}),
+        rows=(7, 2, 11, 3, 8),
+        group_size=4,
+        sampling=SamplingConfig(max_new_tokens=16),
+        seed=5,
+    )
+
+
+def publish(store: Store, folder: Path, *, seed: int) -> ModelVersion:
+    write_policy(folder, seed=seed)
+    return ModelVersion(version=seed, weights=publish_bundle(store, folder, prefix="policies"))
+
+
+def worker(tmp_path: Path) -> RolloutWorker:
+    return RolloutWorker(str(tmp_path), "run", ENGINE, 1)
+
+
+def digest(outcome: Outcome) -> str:
+    [ref] = outcome.shards
+    return ref.digest
