@@ -95,7 +95,7 @@ async def test_what_a_worker_raises_is_told_once_with_its_traceback(pair):
         WorkerFailed, match=r"^role\d+\.raise_value_error raised ValueError: cannot digest 7\n"
     ) as caught:
         await pair.run("raise_value_error", 7, returns=object)
-    assert "workers_for_tests.py" in "".join(caught.value.__notes__)
+    assert "support/workers.py" in "".join(caught.value.__notes__)
     assert pair.restarts == 0
 
 
