@@ -4,13 +4,13 @@ Durations of units come from lines through summed statistics, of which neither p
 """
 
 from collections.abc import Iterable
-from math import exp, log, sqrt
-from statistics import NormalDist
+from math import log, sqrt
 from typing import Literal
 
 import numpy as np
 
 from infra.config import Settings
+from infra.statistics import normal_quantile
 from placement.records import Demand, Floats, Pace, ResizeCost
 
 LEAST_VARIATION = 0.01
@@ -122,8 +122,9 @@ class Prior(Settings):
 
     def lengths(self) -> tuple[float, ...]:
         """Lengths at 64 evenly spaced quantiles."""
-        normals = [NormalDist().inv_cdf((rank + 0.5) / 64) for rank in range(64)]
-        return tuple(min(self.median_tokens * exp(self.sigma * z), self.max_tokens) for z in normals)
+        normals = normal_quantile((np.arange(64) + 0.5) / 64)
+        lengths = np.minimum(self.median_tokens * np.exp(self.sigma * normals), self.max_tokens)
+        return tuple(float(length) for length in lengths)
 
 
 class RoleMeasurements(Settings):

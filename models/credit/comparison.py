@@ -65,9 +65,7 @@ def correlation(left_N: Floats, right_N: Floats) -> dict[str, float]:
     left_K, right_K = left_N[both_N], right_N[both_N]
     if len(left_K) < 2 or np.ptp(left_K) == 0 or np.ptp(right_K) == 0:
         return {}
-    left_K, right_K = left_K - left_K.mean(), right_K - right_K.mean()
-    value = float(left_K @ right_K / np.sqrt((left_K @ left_K) * (right_K @ right_K)))
-    return {"correlation": max(-1.0, min(1.0, value))}
+    return {"correlation": float(np.corrcoef(left_K, right_K)[0, 1])}
 
 
 def _mean(name: str, values_N: Floats) -> dict[str, float]:

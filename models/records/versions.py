@@ -1,5 +1,6 @@
 """Records of model versions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -53,3 +54,17 @@ class Outcome:
     detail: dict[str, JsonValue] | None = None
     """Other facts that follow from the inputs alone: names and row numbers, never payloads."""
     timings: dict[str, float] | None = None
+
+
+def order_statistics(lengths: Sequence[int], most: int = 64) -> list[JsonValue]:
+    """At most `most` of the lengths, evenly spaced in ascending order from the least to the greatest.
+
+    They stand in an outcome's detail for all sequences of its unit: placement forecasts from them.
+
+    >>> order_statistics([9, 1, 5, 3, 7], most=3)
+    [1, 5, 9]
+    """
+    ascending = sorted(lengths)
+    if len(ascending) <= most:
+        return [*ascending]
+    return [ascending[round(index * (len(ascending) - 1) / (most - 1))] for index in range(most)]

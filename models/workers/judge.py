@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from infra.errors import BadInput
-from infra.statistics import order_statistics
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
@@ -19,7 +18,7 @@ from models.judges.protocol import Answer, Judge
 from models.judges.verdicts import Judgement, read_verdict, worst
 from models.judges.votes import Ballot, Judged, count, with_canaries
 from models.records.schemas import VERDICT_SCHEMA
-from models.records.versions import ModelVersion, Outcome
+from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import JudgeWork
 from models.text.steps import segment
 
@@ -117,7 +116,7 @@ class JudgeWorker:
         return Outcome(
             shards=(ref,),
             metrics=_metrics(everything, votes, self._reward),
-            detail={"lengths": [*order_statistics([answer.tokens for answer in answers])]},
+            detail={"lengths": order_statistics([answer.tokens for answer in answers])},
             timings={"load": loaded - started, "generate": judged - loaded, "write": clock() - judged}
             | self._steps().since(before),
         )

@@ -7,7 +7,6 @@ import pyarrow as pa
 import torch
 
 from infra.errors import BadInput
-from infra.statistics import order_statistics
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
@@ -15,7 +14,7 @@ from models.config.judges import ModelReward
 from models.engines.protocol import StepSums
 from models.modeling.reward_model import RewardModel, ScoredTexts, encode, load_reward_model, score
 from models.records.schemas import VERDICT_SCHEMA
-from models.records.versions import ModelVersion, Outcome
+from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import JudgeWork
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class RewardModelWorker:
             shards=(ref,),
             metrics=_metrics(scores, passed=passed, tokens_read=sum(tokens_read)),
             # A score takes one step, as an answer of one token would: that is what placement reckons with.
-            detail={"lengths": [*order_statistics([1] * passed)]},
+            detail={"lengths": order_statistics([1] * passed)},
             timings={"load": loaded - started, "generate": scored - loaded, "write": clock() - scored}
             | self._steps.since(before),
         )

@@ -8,14 +8,13 @@ import torch
 from pydantic import JsonValue
 
 from infra.errors import BadInput
-from infra.statistics import order_statistics
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.engines import EngineConfig
 from models.engines.build import build_engine
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
-from models.records.versions import ModelVersion, Outcome
+from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import RolloutWork
 from models.rollouts.groups import Group, fresh_groups, groups_of, table_of
 
@@ -85,7 +84,7 @@ class RolloutWorker:
         finished, cut = (table_of([group for group in groups if group.finished is done]) for done in (True, False))
         shards = [self._write(finished, work, kind="rollouts")]
         lengths = [len(completion.tokens) for new in answers for completion in new]
-        detail: dict[str, JsonValue] = {"lengths": [*order_statistics(lengths)]}
+        detail: dict[str, JsonValue] = {"lengths": order_statistics(lengths)}
         if cut.num_rows:
             shards.append(self._write(cut, work, kind="unfinished"))
             detail["carried_rows"] = [*sorted(group.prompt_row for group in groups if not group.finished)]

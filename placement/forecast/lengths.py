@@ -12,22 +12,26 @@ import numpy as np
 from placement.records import Demand, Floats
 
 
-def normal_cdf(z: Floats) -> Floats:
-    """Share of the distribution below z, to four digits."""
-    grid, share = _grid()
-    return np.asarray(np.interp(z, grid, share))
-
-
-def normal_quantile(share: Floats) -> Floats:
-    """The z below which such a share lies, between -6 and 6."""
-    grid, known = _grid()
-    return np.asarray(np.interp(share, known, grid))
-
-
 @cache
-def _grid() -> tuple[Floats, Floats]:
-    grid = np.linspace(-6, 6, 1201)
-    return grid, np.array([NormalDist().cdf(float(z)) for z in grid])
+def _normal_table() -> tuple[Floats, Floats]:
+    """Return z from -6 to 6 and the shares below them.
+
+    Decisions that a journal keeps are made again from these very figures, to the last digit: where a draw falls on the
+    other side of a rank, another worker moves. So the table stays, and so does its source (SciPy's is 1e-16 away).
+    """
+    z = np.linspace(-6, 6, 1201)
+    return z, np.array([NormalDist().cdf(float(at)) for at in z])
+
+
+def share_below(z: Floats) -> Floats:
+    """Share of the standard normal distribution below z, to four digits."""
+    return np.asarray(np.interp(z, *_normal_table()))
+
+
+def z_of_share(share: Floats) -> Floats:
+    """The z below which such a share lies, between -6 and 6."""
+    z, known = _normal_table()
+    return np.asarray(np.interp(share, known, z))
 
 
 PRIOR_LENGTHS = 8
@@ -77,7 +81,7 @@ def draw_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int, 
 
 def _shifts(drift: float, *, bootstraps: int, rng: np.random.Generator) -> Floats:
     """By how much the coming stage's lengths may differ from the last ones: factors of mean 1, evenly spread."""
-    z_B = rng.permutation(normal_quantile((np.arange(bootstraps) + 0.5) / bootstraps))
+    z_B = rng.permutation(z_of_share((np.arange(bootstraps) + 0.5) / bootstraps))
     factors_B = np.exp(drift * z_B)
     return np.asarray(factors_B / factors_B.mean())
 
@@ -87,8 +91,8 @@ def _highest(uniform_BU: Floats, shared_BU: Floats, *, sequences: int, likeness:
     highest_BU = uniform_BU ** (1 / sequences)
     if likeness == 0:
         return np.asarray(highest_BU)
-    shared_BU = np.sqrt(likeness) * shared_BU + np.sqrt(1 - likeness) * normal_quantile(highest_BU)
-    return normal_cdf(shared_BU)
+    shared_BU = np.sqrt(likeness) * shared_BU + np.sqrt(1 - likeness) * z_of_share(highest_BU)
+    return share_below(shared_BU)
 
 
 def _resamples(lengths_n: Floats, *, bootstraps: int, rng: np.random.Generator) -> Floats:

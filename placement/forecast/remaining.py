@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from placement.forecast.lengths import draw_units, normal_cdf
+from placement.forecast.lengths import draw_units, share_below
 from placement.forecast.stage import list_schedule, releases, unit_seconds
 from placement.records import DrainInputs, Floats, RoleProgress
 
@@ -57,7 +57,7 @@ def stage_factor(pool_BP: Floats, elapsed_F: Floats, *, done: int, done_seconds:
         belief_S = belief_S - done * gap_S**2 / (2 * sigma**2)
     if elapsed_F.size:
         outlived_FS = (np.log(np.maximum(elapsed_F, 1e-9))[:, None] - mean - shift_S) / sigma
-        belief_S = belief_S + np.log(np.maximum(1 - normal_cdf(outlived_FS), 1e-12)).sum(axis=0)
+        belief_S = belief_S + np.log(np.maximum(1 - share_below(outlived_FS), 1e-12)).sum(axis=0)
     weight_S = np.exp(belief_S - belief_S.max())
     return float((weight_S * FACTORS_S).sum() / weight_S.sum())
 

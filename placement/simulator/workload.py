@@ -7,11 +7,11 @@ Suffixes: U units, S sequences of a rollout unit, V verdicts asked of a unit (S 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 
+from infra.statistics import normal_cdf, normal_quantile
 from placement.records import Floats, Pace
 
 RANGE = 8.0  # from the smallest to the largest factor of every scenario that moves
@@ -105,7 +105,7 @@ def draw(lengths: Lengths, rng: np.random.Generator, *, units: int, groups: int,
 
 def cap(lengths: Lengths) -> float:
     """The longest length, in medians: the quantile above which the truncated mass lies."""
-    z = quantile_of_normal(1 - lengths.truncated)
+    z = normal_quantile(1 - lengths.truncated)
     match lengths.shape:
         case "lognormal":
             return float(np.exp(lengths.parameter * z))
@@ -120,25 +120,11 @@ def _shaped(lengths: Lengths, normal: Floats) -> Floats:
         case "lognormal":
             return np.asarray(np.exp(lengths.parameter * normal))
         case "pareto":
-            above = np.maximum(1 - normal_share(normal), 1e-12)
+            above = np.maximum(1 - normal_cdf(normal), 1e-12)
             return np.asarray((2 * above) ** (-1 / lengths.parameter))
         case "bimodal":
-            long = normal > quantile_of_normal(1 - BIMODAL_LONG)
+            long = normal > normal_quantile(1 - BIMODAL_LONG)
             return np.asarray(np.where(long, lengths.parameter, 1.0) * np.exp(BIMODAL_SIGMA * normal))
-
-
-def normal_share(z: Floats) -> Floats:
-    """Share of a normal population below z (Abramowitz and Stegun 7.1.26, absolute error below 1.5e-7)."""
-    x = np.abs(z) / np.sqrt(2)
-    t = 1 / (1 + 0.3275911 * x)
-    polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    erf = 1 - polynomial * np.exp(-x * x)
-    return np.asarray(0.5 * (1 + np.sign(z) * erf))
-
-
-def quantile_of_normal(share: float) -> float:
-    """The z below which a share of a normal population lies."""
-    return NormalDist().inv_cdf(share)
 
 
 ROLLOUT = Pace(base_seconds=0.005, per_sequence_seconds=0.0002, setup_seconds=0.002, unit_seconds=0.1)

@@ -3,7 +3,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.statistics import mean_interval, wilson_interval
 from placement.shards import cut, slice_shards
 
 
@@ -20,20 +19,3 @@ def test_controllers_get_disjoint_slices_of_nearly_equal_size(num_shards, contro
     assert [shard for own in slices for shard in own] == list(range(num_shards))
     assert len(slices) == min(controllers, num_shards)
     assert max(map(len, slices), default=0) - min(map(len, slices), default=0) <= 1
-
-
-def test_wilson_interval_is_that_of_the_textbook():
-    low, high = wilson_interval(8, 10)
-    assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)
-    assert wilson_interval(0, 0) == (0.0, 1.0)
-
-
-def test_a_reward_on_any_scale_has_the_normal_interval_of_its_mean():
-    low, high = mean_interval(30, 5**2 + 10**2 + 15**2, 3)  # standard deviation 5, 1.96 * 5 / sqrt(3) = 5.658
-    assert (round(low, 3), round(high, 3)) == (4.342, 15.658)
-    assert mean_interval(8, 8, 10) == wilson_interval(8, 10)
-
-
-def test_the_interval_of_a_perfect_score_holds_it():
-    assert {wilson_interval(trials, trials)[1] for trials in range(1, 2000)} == {1.0}
-    assert {wilson_interval(0, trials)[0] for trials in range(1, 2000)} == {0.0}
