@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from bench.jobs import DEMO, finished_job
 from bench.tables import Table
-from tasks.run.batch import policy_key
+from tasks.run.keys import StageKey
 from tasks.views.metrics import evaluations_of, reports_of
 
 SEEDS = (0, 1, 2)
@@ -99,7 +99,7 @@ def measure() -> Iterator[Table]:
 def warmed_up(seed: int, *overrides: str):
     """The directory of the demo's policy after its warm-up, before any reinforcement."""
     with finished_job(DEMO, (f"seed={seed}", "iterations=0", *overrides)) as job:
-        made = job.run.find(policy_key(0))
+        made = job.run.find(StageKey.policy(0))
         assert made is not None
         yield Path(job.run.store.local(f"{made.bundles['weights'].key}/config.json")).parent
 

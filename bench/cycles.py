@@ -16,7 +16,7 @@ from datetime import datetime
 
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from tasks.run.batch import iteration_key
+from tasks.run.keys import iteration_key
 
 DATA = ("load", "write", "save")
 """Timings that workers name for moving data; what is left of a worker's seconds is work."""

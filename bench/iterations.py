@@ -10,7 +10,7 @@ from bench.limits import Generated
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import read_shard
-from tasks.run.batch import iteration_key
+from tasks.run.keys import iteration_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from bench.jobs import finished_job
 from bench.tables import Table
 from bench.trl_workload import TrlIteration, Workload, running_trl
 from infra.store.runs import Run
-from tasks.run.batch import iteration_key
+from tasks.run.keys import iteration_key
 
 SETTLED = 2
 

@@ -9,7 +9,7 @@ from tasks.config.run import RunConfig, measured_by_rules, require_part
 from tasks.offline_training import is_fine_tuned, prefer
 from tasks.preparation import begin
 from tasks.reporting import TrainedPolicy, report_policy
-from tasks.run.batch import BASE, DPO, SFT
+from tasks.run.keys import BASE, DPO, SFT
 from tasks.run.session import RunRef
 
 

@@ -8,7 +8,7 @@ from tasks.config.run import RunConfig, measured_by_rules, require_part
 from tasks.offline_training import fine_tune
 from tasks.preparation import begin
 from tasks.reporting import TrainedPolicy, report_policy
-from tasks.run.batch import BASE, SFT
+from tasks.run.keys import BASE, SFT
 from tasks.run.session import RunRef
 
 

@@ -12,13 +12,10 @@ from models.config.algorithms import Ppo, TeacherDirectory
 from models.records.work import CriticWork, EstimateWork, TeacherWork
 from tasks.config.run import RunConfig
 from tasks.credit import scored_shards
-from tasks.run.batch import PROMPTS, critic_key, estimates_key, policy_key
+from tasks.run.keys import BASE, PROMPTS, TEACHER, StageKey, iteration_key
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import is_transient, once, required
 from tasks.run.versions import critic_of, policy_of
-
-TEACHER = "teacher/model"
-"""Key of the manifest that committed the teacher's model."""
 
 
 def held_teacher(settings: RunConfig) -> TeacherDirectory | None:
@@ -39,7 +36,7 @@ async def make_teacher(run: RunRef) -> Manifest:
     settings = session_of(run).settings
     teacher = held_teacher(settings)
     assert teacher is not None, "make_teacher where holds_teacher"
-    base, prompts = required(run, "policy/base"), required(run, PROMPTS["train"])
+    base, prompts = required(run, BASE), required(run, PROMPTS["train"])
     longest = int(prompts.metrics["longest"]) + settings.rollout.sampling.max_new_tokens
     work = TeacherWork(teacher=teacher, policy=policy_of(base), longest_tokens=longest)
     return await once(run, TEACHER, role="preparation", method="make_teacher", work=work, parents=[base, prompts])
@@ -55,9 +52,9 @@ async def estimate(run: RunRef, number: int) -> None:
 async def estimate_tokens(run: RunRef, number: int) -> Manifest:
     """Have the update ranks estimate every token that credit will look at, those of kept groups too."""
     needs = required_models(session_of(run).settings.algorithm)
-    scored, policy = scored_shards(run, number), required(run, policy_key(number - 1))
-    reference = required(run, policy_key(0)) if needs.reference else None
-    critic = required(run, critic_key(number - 1)) if needs.critic else None
+    scored, policy = scored_shards(run, number), required(run, StageKey.policy(number - 1))
+    reference = required(run, StageKey.policy(0)) if needs.reference else None
+    critic = required(run, StageKey.critic(number - 1)) if needs.critic else None
     teacher = required(run, TEACHER) if holds_teacher(run) else None
     work = EstimateWork(
         iteration=number,
@@ -69,7 +66,14 @@ async def estimate_tokens(run: RunRef, number: int) -> Manifest:
     )
     models = {manifest.key: manifest for manifest in (policy, reference, critic, teacher) if manifest is not None}
     parents = [*scored.rollouts, *models.values()]
-    return await once(run, estimates_key(number), role="update", method="estimate", work=work, parents=parents)
+    return await once(
+        run,
+        StageKey.of(iteration_key(number), "estimates"),
+        role="update",
+        method="estimate",
+        work=work,
+        parents=parents,
+    )
 
 
 def has_critic(run: RunRef) -> bool:
@@ -83,6 +87,6 @@ async def make_critic(run: RunRef) -> Manifest:
     """Build the critic from the initial policy, or import the one that is configured."""
     algorithm = session_of(run).settings.algorithm
     assert isinstance(algorithm, Ppo), "only PPO has a critic"
-    policy = required(run, policy_key(0))
+    policy = required(run, StageKey.policy(0))
     work = CriticWork(policy=policy_of(policy), critic=algorithm.critic)
-    return await once(run, critic_key(0), role="preparation", method="make_critic", work=work, parents=[policy])
+    return await once(run, StageKey.critic(0), role="preparation", method="make_critic", work=work, parents=[policy])

@@ -9,8 +9,9 @@ from infra.store.manifests import Manifest
 from infra.store.retention import retire_bundle
 from models.algorithms.advantages import required_models
 from tasks.credit import stage_of
-from tasks.run.batch import credit_key, critic_key, estimates_key, iteration_key, plan_key, policy_key, waves_of
+from tasks.run.batch import waves_of
 from tasks.run.carry_over import carry_over_before, handover_after
+from tasks.run.keys import StageKey, iteration_key
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import record, required
 from tasks.run.versions import policy_of
@@ -21,10 +22,14 @@ async def seal_iteration(run: RunRef, number: int) -> Manifest:
     """Commit the list of everything that the iteration made, with its metrics, and what it leaves to the next."""
     session = session_of(run)
     rollout, waves = session.settings.rollout, waves_of(session.run, number)
-    plans = [required(run, plan_key(wave.key)) for wave in waves]
+    plans = [required(run, wave.plan_key) for wave in waves]
     rollouts, scores = stage_of(run, waves, "rollout"), stage_of(run, waves, "scoring")
-    credit, update = required(run, credit_key(number)), required(run, policy_key(number))
-    estimates = [required(run, estimates_key(number))] if required_models(session.settings.algorithm).any else []
+    credit, update = required(run, StageKey.of(iteration_key(number), "credit")), required(run, StageKey.policy(number))
+    estimates = (
+        [required(run, StageKey.of(iteration_key(number), "estimates"))]
+        if required_models(session.settings.algorithm).any
+        else []
+    )
     handover = handover_after(
         carry_over_before(session.run, number),
         waves,
@@ -49,7 +54,7 @@ async def seal_iteration(run: RunRef, number: int) -> Manifest:
     }
     return record(
         run,
-        f"{iteration_key(number)}/seal",
+        StageKey.of(iteration_key(number), "seal"),
         parents=[*plans, *rollouts, *scores, *estimates, credit, update],
         metrics={
             "prompts": sum(len(wave.rows) for wave in waves),
@@ -93,6 +98,6 @@ def kept_versions(number: int, *, keep_last: int, keep_every: int) -> set[int]:
 
 def _bundles(run: RunRef, version: int) -> list[BundleRef]:
     """Bundles of a policy and its critic; the first critic has a manifest of its own."""
-    first_critic = session_of(run).run.find(critic_key(0)) if version == 0 else None
-    manifests = [required(run, policy_key(version)), *([] if first_critic is None else [first_critic])]
+    first_critic = session_of(run).run.find(StageKey.critic(0)) if version == 0 else None
+    manifests = [required(run, StageKey.policy(version)), *([] if first_critic is None else [first_critic])]
     return [bundle for manifest in manifests for bundle in manifest.bundles.values()]

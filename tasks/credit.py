@@ -8,8 +8,9 @@ from infra.store.manifests import Manifest
 from models.algorithms.advantages import required_models
 from models.judges.checks import check_judges
 from models.records.work import CreditWork, ScoredShard
-from tasks.run.batch import BatchPlan, credit_key, estimates_key, judge_role, waves_of
+from tasks.run.batch import BatchPlan, waves_of
 from tasks.run.carry_over import carry_over_before
+from tasks.run.keys import StageKey, iteration_key, judge_role
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import is_transient, once, required
 from tasks.update import reward_coefficient
@@ -24,7 +25,11 @@ async def assign_credit(run: RunRef, number: int) -> Manifest:
     shown = {term: [manifest.metrics for manifest in manifests] for term, manifests in verdicts.items()}
     check_judges(settings.scoring, shown, iteration=number)
     scored = scored_shards(run, number)
-    estimates = [required(run, estimates_key(number))] if required_models(settings.algorithm).any else []
+    estimates = (
+        [required(run, StageKey.of(iteration_key(number), "estimates"))]
+        if required_models(settings.algorithm).any
+        else []
+    )
     work = CreditWork(
         iteration=number,
         shards=scored.shards,
@@ -37,7 +42,9 @@ async def assign_credit(run: RunRef, number: int) -> Manifest:
     )
     pairs = [manifest for pair in zip(scored.rollouts, scored.scores, strict=True) for manifest in pair]
     parents = [*pairs, *estimates]
-    return await once(run, credit_key(number), role="scoring", method="credit", work=work, parents=parents)
+    return await once(
+        run, StageKey.of(iteration_key(number), "credit"), role="scoring", method="credit", work=work, parents=parents
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ import logging
 
 from prefect import task
 
-from tasks.run.batch import BatchPlan, plan_key
+from tasks.run.batch import BatchPlan
+from tasks.run.keys import StageKey
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import record, required
 from tasks.views.metrics import Accuracy, accuracy_of
@@ -41,8 +42,8 @@ def _commit(run: RunRef, plan: BatchPlan) -> Accuracy:
     problems = int(sum(m.metrics["count"] - m.metrics["missing"] for m in scores))
     manifest = record(
         run,
-        f"{plan.key}/summary",
-        parents=[required(run, plan_key(plan.key)), *scores],
+        StageKey.of(plan.key, "summary"),
+        parents=[required(run, plan.plan_key), *scores],
         metrics={"accuracy": total / problems if problems else 0.0, "squares": squares, "problems": problems},
     )
     return accuracy_of(manifest)

@@ -8,7 +8,7 @@ from infra.store.manifests import Manifest
 from models.config.judges import JudgeReward, ModelReward, TrainedJudge, TrainedRewardModel
 from models.config.training import WarmupConfig
 from models.records.work import JudgePreparation, JudgeWarmupWork, PreferenceWork, RewardModelWork, WarmupWork
-from tasks.run.batch import BASE, DPO, SFT, judge_role, model_key, policy_key
+from tasks.run.keys import BASE, DPO, SFT, StageKey
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import is_transient, once, record, required
 from tasks.run.versions import policy_of
@@ -64,7 +64,7 @@ async def prefer(run: RunRef) -> Manifest:
 async def begin_with(run: RunRef) -> Manifest:
     """Commit version 0: the policy after all its training on data alone."""
     trained = required(run, DPO if is_preferring(run) else SFT if is_fine_tuned(run) else BASE)
-    return record(run, policy_key(0), parents=[trained], bundles=trained.bundles, detail={"version": 0})
+    return record(run, StageKey.policy(0), parents=[trained], bundles=trained.bundles, detail={"version": 0})
 
 
 def losses_line(trained: Manifest) -> str:
@@ -100,9 +100,9 @@ def local_terms(run: RunRef) -> list[str]:
 async def make_judge(run: RunRef, term: str, prefix: str = "") -> Manifest:
     """Build or copy the model of a served reward; `prefix` is that of a re-scoring's manifests."""
     settings = session_of(run).settings
-    reward, key = settings.scoring.served[term], f"{prefix}{judge_role(term)}/base"
+    reward, key = settings.scoring.served[term], StageKey.judge(term, made=True).below(prefix)
     if isinstance(reward, ModelReward) and isinstance(reward.model, TrainedRewardModel):
-        policy = required(run, policy_key(0))
+        policy = required(run, StageKey.policy(0))
         return record(run, key, parents=[policy], bundles=policy.bundles, detail={"version": 0})
     work = JudgePreparation(reward=reward, data=settings.data, seed=settings.seed)
     return await once(run, key, role="preparation", method="make_judge", work=work)
@@ -111,8 +111,8 @@ async def make_judge(run: RunRef, term: str, prefix: str = "") -> Manifest:
 @task(task_run_name="{term} training", retries=2, retry_condition_fn=is_transient)
 async def train_judge(run: RunRef, term: str, prefix: str = "") -> Manifest:
     """Commit the model of a served reward: as it was made, or after its training where the run trains it itself."""
-    reward, key = session_of(run).settings.scoring.served[term], f"{prefix}{model_key(term)}"
-    base = required(run, f"{prefix}{judge_role(term)}/base")
+    reward, key = session_of(run).settings.scoring.served[term], StageKey.judge(term).below(prefix)
+    base = required(run, StageKey.judge(term, made=True).below(prefix))
     match reward:
         case JudgeReward(model=TrainedJudge(warmup=warmup)):
             logger.info("judge %s: %d steps of %d examples", term, warmup.steps, warmup.batch_size)

@@ -8,17 +8,9 @@ from infra.store.manifests import Manifest
 from models.config.engines import SamplingConfig
 from models.data.curriculum import take
 from models.rollouts.dynamic_sampling import DynamicSamplingState, another_wave, wave_size
-from tasks.run.batch import (
-    PROMPTS,
-    BatchPlan,
-    evaluation_key,
-    measurement_key,
-    plan_key,
-    policy_key,
-    wave_key,
-    waves_of,
-)
+from tasks.run.batch import BatchPlan, waves_of
 from tasks.run.carry_over import carry_over_before
+from tasks.run.keys import PROMPTS, StageKey, evaluation_key, iteration_key
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import record, required
 
@@ -65,13 +57,13 @@ async def plan_next_wave(run: RunRef, plan: BatchPlan) -> BatchPlan | None:
 @task(task_run_name="plan eval-{number:04d}")
 async def plan_evaluation(run: RunRef, number: int) -> BatchPlan:
     """Take the first held-out problems for the policy after `number` iterations."""
-    return _plan_heldout(run, evaluation_key(number), number, policy=policy_key(number))
+    return _plan_heldout(run, evaluation_key(number), number, policy=StageKey.policy(number))
 
 
 @task(task_run_name="plan measurement of {policy}")
 async def plan_measurement(run: RunRef, policy: str) -> BatchPlan:
     """Take the first held-out problems for a policy that comes before the first iteration."""
-    return _plan_heldout(run, measurement_key(policy), 0, policy=policy)
+    return _plan_heldout(run, evaluation_key(0, policy=policy), 0, policy=policy)
 
 
 def _plan_heldout(run: RunRef, key: str, number: int, *, policy: str) -> BatchPlan:
@@ -96,7 +88,7 @@ def _plan_heldout(run: RunRef, key: str, number: int, *, policy: str) -> BatchPl
 
 def read_plan(run: RunRef, batch: str) -> BatchPlan:
     """The plan that was committed for a batch: small parameters and the store, rather than the plan itself, travel."""
-    return BatchPlan.read(required(run, plan_key(batch)))
+    return BatchPlan.read(required(run, StageKey.of(batch, "plan")))
 
 
 @task(task_run_name="plan it-{number:04d} wave {wave}")
@@ -105,7 +97,7 @@ async def plan_wave(run: RunRef, number: int, wave: int, wanted: int) -> BatchPl
     session = session_of(run)
     before = carry_over_before(session.run, number)
     rollout = session.settings.rollout
-    policy = required(run, policy_key(number - 1))
+    policy = required(run, StageKey.policy(number - 1))
     earlier = waves_of(session.run, number)[: wave - 1]
     taken = before.rows().union(*(plan.rows for plan in earlier))
     num_prompts = _num_prompts(required(run, PROMPTS["train"]))
@@ -116,7 +108,7 @@ async def plan_wave(run: RunRef, number: int, wave: int, wanted: int) -> BatchPl
     if count:
         rows, after = take(cursor, count, taken=taken, num_prompts=num_prompts, seed=session.settings.seed)
     plan = BatchPlan(
-        key=wave_key(number, wave),
+        key=iteration_key(number, wave),
         number=number,
         split="train",
         rows=rows,
@@ -133,9 +125,7 @@ async def plan_wave(run: RunRef, number: int, wave: int, wanted: int) -> BatchPl
 
 def _commit(run: RunRef, plan: BatchPlan, policy: Manifest) -> BatchPlan:
     prompts = required(run, PROMPTS[plan.split])
-    return BatchPlan.read(
-        record(run, plan_key(plan.key), parents=[policy, prompts], detail=plan.model_dump(mode="json"))
-    )
+    return BatchPlan.read(record(run, plan.plan_key, parents=[policy, prompts], detail=plan.model_dump(mode="json")))
 
 
 def _num_prompts(prompts: Manifest) -> int:

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from infra.store.manifests import Manifest
 from models.records.work import PolicyWork, PromptWork
-from tasks.run.batch import BASE, PROMPTS, policy_key
+from tasks.run.keys import BASE, PROMPTS, StageKey
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import is_transient, once, required
 from tasks.run.subprocesses import preflight
@@ -44,7 +44,7 @@ def start_pools(run: RunRef) -> None:
     session = session_of(run)
     if session.run.find(PROMPTS["heldout"]) is None:
         session.warm("preparation")
-    if session.run.find(policy_key(session.settings.iterations)) is None:
+    if session.run.find(StageKey.policy(session.settings.iterations)) is None:
         session.warm("update", "scoring")
         session.warm_slots()
 

@@ -19,7 +19,8 @@ from models.config.judges import JudgeReward, ModelReward, TrainedJudge, Trained
 from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import Excerpts, RolloutPreview
 from tasks.offline_training import local_terms, losses_of
-from tasks.run.batch import artifact_key, model_key, policy_key, rollouts_of
+from tasks.run.batch import rollouts_of
+from tasks.run.keys import StageKey, artifact_key
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import required
 from tasks.run.versions import directory_of, policy_of
@@ -90,7 +91,7 @@ async def report_run(run: RunRef) -> RunSummary:
     """Draw the learning curve and publish the summary, the full table and some rollouts."""
     session = session_of(run)
     reports, evaluations = _reports(run), evaluations_of(session.run)
-    last = policy_of(required(run, policy_key(len(reports))))
+    last = policy_of(required(run, StageKey.policy(len(reports))))
     scored = [(r.iteration, r.accuracy, r.reward) for r in reports if r.accuracy is not None and r.reward is not None]
     png = learning_curve(run.name, scored, evaluations)
     plot_key = f"report/learning-curve-{len(reports):04d}.png"
@@ -129,7 +130,7 @@ async def _excerpts(run: RunRef, iteration: int) -> Sequence[RolloutPreview]:
     shards: list[ScoredShard] = []
     for rollouts in rollouts_of(session.run, iteration):
         if sum(shard.rollouts.rows for shard in shards) < SAMPLE_ROWS * session.settings.rollout.group_size:
-            scores = required(run, rollouts.key.replace("/rollout/", "/scoring/"))
+            scores = required(run, StageKey.parse(rollouts.key).at("scoring"))
             shards.append(ScoredShard(rollouts=rollouts.shards[0], scores=scores.shards[0]))
     work = ExcerptWork(iteration=iteration, shards=tuple(shards), prompts=SAMPLE_ROWS, characters=SAMPLE_CHARACTERS)
     done = await session.ask("scoring", "excerpts", work, returns=Excerpts)
@@ -274,7 +275,9 @@ async def report_rewards(run: RunRef) -> TrainedRewards:
     """Gather what is to be told of the reward models that the run trained, and draw their losses."""
     rewards = session_of(run).settings.scoring.local
     trained = [
-        _trained(run, term, required(run, model_key(term))) for term in local_terms(run) if _is_trained(rewards[term])
+        _trained(run, term, required(run, StageKey.judge(term)))
+        for term in local_terms(run)
+        if _is_trained(rewards[term])
     ]
     return TrainedRewards(run=run.name, path=_path(run), models=tuple(trained), plot=_plot(run, "rewards", trained))
 

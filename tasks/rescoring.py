@@ -18,7 +18,8 @@ from placement.records import Plan
 from tasks.credit import ScoredShards, scored_shards
 from tasks.offline_training import local_terms
 from tasks.placement.demand import workers_of
-from tasks.run.batch import BatchPlan, credit_key, estimates_key, judge_role, model_key
+from tasks.run.batch import BatchPlan
+from tasks.run.keys import StageKey, iteration_key, judge_role
 from tasks.run.rescorings import (
     Derived,
     RecreditTerms,
@@ -60,11 +61,11 @@ async def adopt_judges(run: RunRef, name: str) -> list[str]:
     own = ScoringConfig.model_validate(session.run.record.config["scoring"]).local
     missing = []
     for term, reward in session.settings.scoring.local.items():
-        made = session.run.find(model_key(term)) if own.get(term) == reward else None
+        made = session.run.find(StageKey.judge(term)) if own.get(term) == reward else None
         if made is None:
             missing.append(term)
         else:
-            record(run, f"{prefix}{model_key(term)}", parents=[made], bundles=made.bundles, detail=made.detail)
+            record(run, StageKey.judge(term).below(prefix), parents=[made], bundles=made.bundles, detail=made.detail)
     return missing
 
 
@@ -77,7 +78,7 @@ async def wake_judges(run: RunRef, name: str) -> None:
     if terms:
         slots = session.settings.pools.workers
         workers = workers_of(session.settings, Plan(mode="colocated", rollout=slots, scoring=slots), "scoring")
-        models = {judge_role(term): policy_of(required(run, f"{prefix}{model_key(term)}")) for term in terms}
+        models = {judge_role(term): policy_of(required(run, StageKey.judge(term).below(prefix))) for term in terms}
         await (await session.fleet()).arrange(workers, take=models)
 
 
@@ -107,7 +108,7 @@ async def seal_rescoring(run: RunRef, name: str, number: int, began: float) -> M
     metrics = (await session.perform("scoring", "compare_rewards", work)).result.metrics or {}
     sealed = record(
         run,
-        derived.seal_key(number),
+        derived.key(number, "seal"),
         parents=[manifest for rollouts, stored, new in pairs for manifest in (rollouts, stored, new)],
         metrics=metrics,
         seconds={"total": time.monotonic() - began},
@@ -138,7 +139,11 @@ async def credit_again(run: RunRef, name: str, number: int, scores: str | None) 
     """Turn an iteration's stored rollouts into training samples, as the run did or would have done."""
     settings = session_of(run).settings
     scored = scored_again(run, number, scores)
-    estimates = [required(run, estimates_key(number))] if required_models(settings.algorithm).any else []
+    estimates = (
+        [required(run, StageKey.of(iteration_key(number), "estimates"))]
+        if required_models(settings.algorithm).any
+        else []
+    )
     dynamic = settings.rollout.dynamic
     if dynamic is not None and dynamic.on_shortfall == "fail":  # other scores may well leave fewer groups to learn from
         dynamic = dynamic.model_copy(update={"on_shortfall": "shrink"})
@@ -153,7 +158,7 @@ async def credit_again(run: RunRef, name: str, number: int, scores: str | None) 
         kl_coefficient=_kl_coefficient(run, number),
     )
     pairs = [manifest for pair in zip(scored.rollouts, scored.scores, strict=True) for manifest in pair]
-    key = f"{Derived('recredit', name).iteration_key(number)}/credit"
+    key = Derived("recredit", name).key(number, "credit")
     return await once(run, key, role="scoring", method="credit", work=work, parents=[*pairs, *estimates])
 
 
@@ -163,14 +168,19 @@ def scored_again(run: RunRef, number: int, scores: str | None) -> ScoredShards:
     if scores is None:
         return scored
     prefix = Derived("rescore", scores).prefix
-    return replace(scored, scores=tuple(required(run, f"{prefix}{stored.key}") for stored in scored.scores))
+    return replace(
+        scored, scores=tuple(required(run, StageKey.parse(stored.key).below(prefix)) for stored in scored.scores)
+    )
 
 
 @task(task_run_name="it-{number:04d} seal")
 async def seal_recredit(run: RunRef, name: str, number: int, began: float) -> Manifest:
     """Commit that an iteration has its other advantages, and how they compare with those that were learnt from."""
     session, derived = session_of(run), Derived("recredit", name)
-    stored, new = required(run, credit_key(number)), required(run, f"{derived.iteration_key(number)}/credit")
+    stored, new = (
+        required(run, StageKey.of(iteration_key(number), "credit")),
+        required(run, derived.key(number, "credit")),
+    )
     work = ComparisonWork(stored=stored.shards, new=new.shards)
     compared = await session.perform("scoring", "compare_advantages", work)
     metrics = {
@@ -179,7 +189,9 @@ async def seal_recredit(run: RunRef, name: str, number: int, began: float) -> Ma
         **(compared.result.metrics or {}),
     }
     elapsed = time.monotonic() - began
-    sealed = record(run, derived.seal_key(number), parents=[stored, new], metrics=metrics, seconds={"total": elapsed})
+    sealed = record(
+        run, derived.key(number, "seal"), parents=[stored, new], metrics=metrics, seconds={"total": elapsed}
+    )
     logger.info(
         "iteration %3d  samples %d  informative groups %d  mean |advantage| %s  correlation %s  %.1fs",
         number,

@@ -4,7 +4,8 @@ from prefect import task
 
 from infra.store.manifests import Manifest
 from models.records.work import RolloutWork
-from tasks.run.batch import PROMPTS, BatchPlan
+from tasks.run.batch import BatchPlan
+from tasks.run.keys import PROMPTS
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import is_transient, once, required
 from tasks.run.versions import policy_of

@@ -6,7 +6,8 @@ from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest
 from models.records.work import JudgeWork, ScoringWork, VerdictShard
 from tasks.offline_training import local_terms
-from tasks.run.batch import BatchPlan, judge_role, model_key, policy_key
+from tasks.run.batch import BatchPlan
+from tasks.run.keys import StageKey, judge_role
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import committed, is_transient, once, required
 from tasks.run.versions import policy_of
@@ -25,7 +26,7 @@ async def judge_shard(run: RunRef, plan: BatchPlan, shard: int, term: str, silen
     """Wait for one rollout shard's commit, have a served reward judge it, commit the verdicts."""
     rollouts = await committed(run, plan.rollout_key(shard), silence_seconds=silence_seconds)
     settings = session_of(run).settings
-    served = [required(run, f"{plan.rescoring}{model_key(term)}")] if term in local_terms(run) else []
+    served = [required(run, StageKey.judge(term).below(plan.rescoring))] if term in local_terms(run) else []
     work = JudgeWork(
         iteration=plan.number,
         rollouts=rollouts.shards[0],
@@ -62,4 +63,4 @@ async def score_shard(run: RunRef, plan: BatchPlan, shard: int, silence_seconds:
 def tokenizer_of(run: RunRef) -> BundleRef | None:
     """Bundle with the run's tokenizer, where steps or tokens have rewards of their own; the first policy is kept."""
     process = session_of(run).settings.scoring.process_terms
-    return policy_of(required(run, policy_key(0))).weights if process else None
+    return policy_of(required(run, StageKey.policy(0))).weights if process else None

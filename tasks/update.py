@@ -13,7 +13,8 @@ from models.config.algorithms import Ppo
 from models.config.objectives import AdaptiveKl, KlPenalty
 from models.objectives.kl_control import next_coefficient
 from models.records.work import UpdateWork
-from tasks.run.batch import BatchPlan, credit_key, critic_key, policy_key
+from tasks.run.batch import BatchPlan
+from tasks.run.keys import StageKey, iteration_key
 from tasks.run.session import RunRef, session_of
 from tasks.run.stages import is_transient, once, required
 from tasks.run.versions import critic_of, policy_of
@@ -24,7 +25,13 @@ def reward_coefficient(run: RunRef, number: int) -> float:
     kl = reward_kl(session_of(run).settings.algorithm)
     if kl is None:
         return 0.0
-    return _coefficient(run, number, first=kl.coefficient, adaptive=kl.adaptive, measured=credit_key(number - 1))
+    return _coefficient(
+        run,
+        number,
+        first=kl.coefficient,
+        adaptive=kl.adaptive,
+        measured=StageKey.of(iteration_key(number - 1), "credit"),
+    )
 
 
 def loss_coefficient(run: RunRef, number: int) -> float:
@@ -32,13 +39,13 @@ def loss_coefficient(run: RunRef, number: int) -> float:
     kl = session_of(run).settings.update.kl
     if not isinstance(kl, KlPenalty):
         return 0.0
-    return _coefficient(run, number, first=kl.coefficient, adaptive=kl.adaptive, measured=policy_key(number - 1))
+    return _coefficient(run, number, first=kl.coefficient, adaptive=kl.adaptive, measured=StageKey.policy(number - 1))
 
 
 def _coefficient(run: RunRef, number: int, *, first: float, adaptive: AdaptiveKl | None, measured: str) -> float:
     if number == 1 or adaptive is None:
         return first
-    discarded = required(run, policy_key(number - 1)).metrics["quarantined"] > 0
+    discarded = required(run, StageKey.policy(number - 1)).metrics["quarantined"] > 0
     return adapted(required(run, measured).metrics, adaptive=adaptive, discarded=discarded)
 
 
@@ -57,16 +64,18 @@ async def update_policy(run: RunRef, plan: BatchPlan) -> Manifest:
     settings = session_of(run).settings
     algorithm = settings.algorithm
     critic = algorithm.critic if isinstance(algorithm, Ppo) else None
-    parent, credit = required(run, plan.policy), required(run, credit_key(plan.number))
+    parent, credit = required(run, plan.policy), required(run, StageKey.of(iteration_key(plan.number), "credit"))
     work = UpdateWork(
         iteration=plan.number,
         policy=policy_of(parent),
-        reference=policy_of(required(run, policy_key(0))),
+        reference=policy_of(required(run, StageKey.policy(0))),
         samples=credit.shards,
         total_iterations=settings.iterations,
         seed=settings.seed,
-        critic=None if critic is None else critic_of(required(run, critic_key(plan.number - 1))),
+        critic=None if critic is None else critic_of(required(run, StageKey.critic(plan.number - 1))),
         learns=critic is None or plan.number > critic.warmup_iterations,
         kl_coefficient=loss_coefficient(run, plan.number),
     )
-    return await once(run, policy_key(plan.number), role="update", method="update", work=work, parents=[parent, credit])
+    return await once(
+        run, StageKey.policy(plan.number), role="update", method="update", work=work, parents=[parent, credit]
+    )

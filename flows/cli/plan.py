@@ -10,7 +10,7 @@ from models.config.algorithms import Distillation, TeacherEndpoint
 from models.config.engines import PacedEngine, VllmEngine
 from models.config.judges import EndpointJudge, JudgeReward
 from tasks.config.run import RunConfig
-from tasks.run.batch import judge_role
+from tasks.run.keys import judge_role
 from tasks.run.subprocesses import preflight
 from tasks.views.metrics import sealed_iterations
 

@@ -24,6 +24,7 @@ from tasks.config.compatibility import reasons_against
 from tasks.config.run import RunConfig, override_config
 from tasks.config.validation_errors import explain, nearest
 from tasks.run.carry_over import carry_over_before
+from tasks.run.keys import StageKey
 from tasks.run.rescorings import (
     Derived,
     Recredit,
@@ -124,9 +125,7 @@ def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence
 def _scores_wanting(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[str]:
     derived = Derived("rescore", scores)
     for number in numbers:
-        before = {
-            int(groups.scores.split("/")[0].removeprefix("it-")) for groups in carry_over_before(run, number).kept
-        }
+        before = {StageKey.parse(groups.scores).iteration for groups in carry_over_before(run, number).kept}
         for needed in sorted({number, *before} - {*sealed_numbers(run, derived)}):
             also = "" if needed == number else f", of which iteration {number} has groups"
             yield f"re-scoring {scores!r} lacks iteration {needed}{also}: rescore it first"
@@ -302,7 +301,7 @@ class RescoredIteration(Settings):
 def rescored_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RescoredIteration]:
     """How the new rewards of some iterations compare."""
     run, derived = open_known_run(store, run_name), Derived("rescore", name)
-    return [_rescored(number, run.require(derived.seal_key(number)).metrics) for number in numbers]
+    return [_rescored(number, run.require(derived.key(number, "seal")).metrics) for number in numbers]
 
 
 def _rescored(number: int, metrics: dict[str, float]) -> RescoredIteration:
@@ -353,7 +352,7 @@ class RecreditedIteration(Settings):
 def recredited_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RecreditedIteration]:
     """How the new advantages of some iterations compare."""
     run, derived = open_known_run(store, run_name), Derived("recredit", name)
-    return [_recredited(number, run.require(derived.seal_key(number)).metrics) for number in numbers]
+    return [_recredited(number, run.require(derived.key(number, "seal")).metrics) for number in numbers]
 
 
 def _recredited(number: int, metrics: dict[str, float]) -> RecreditedIteration:

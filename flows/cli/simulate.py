@@ -18,7 +18,8 @@ from placement.simulator.report import AIMS, AimResult, paired_ratio, verdicts
 from placement.simulator.workload import KNOWN, SCENARIOS
 from tasks.config.validation_errors import nearest
 from tasks.placement.demand import observed
-from tasks.run.batch import BatchPlan, judge_role
+from tasks.run.batch import BatchPlan
+from tasks.run.keys import judge_role
 from tasks.views.plots import policy_bars
 from tasks.views.runs import open_known_run
 

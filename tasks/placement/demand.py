@@ -10,7 +10,8 @@ from placement.measurements import Measurements, Prior, Role, UnitObservation
 from placement.records import Demand, Pace, Plan
 from placement.slots import allot, least_slots
 from tasks.config.run import RunConfig
-from tasks.run.batch import BatchPlan, judge_role, waves_of
+from tasks.run.batch import BatchPlan, waves_of
+from tasks.run.keys import judge_role
 
 
 def rollout_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:

@@ -13,7 +13,8 @@ from placement.measurements import Role
 from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, Plan, PlanInputs
 from tasks.placement.demand import observed, recalled, rollout_demand, scoring_demand, workers_of
-from tasks.run.batch import BatchPlan, artifact_key, iteration_key, judge_role, model_key, waves_of
+from tasks.run.batch import BatchPlan, waves_of
+from tasks.run.keys import StageKey, artifact_key, iteration_key, judge_role
 from tasks.run.session import Placing, RunRef, Session, session_of
 from tasks.run.stages import required
 from tasks.run.versions import policy_of
@@ -116,7 +117,7 @@ async def _arrange(run: RunRef, plan: BatchPlan, workers: dict[str, int]) -> tup
     fleet = await session.fleet()
     take: dict[str, object] = {"rollout": policy_of(required(run, plan.policy))}
     for term in session.settings.scoring.local:
-        take[judge_role(term)] = policy_of(required(run, model_key(term)))
+        take[judge_role(term)] = policy_of(required(run, StageKey.judge(term)))
     started = time.monotonic()
     moves = await fleet.arrange(workers, take={role: take[role] for role in workers})
     for move in moves:

@@ -8,12 +8,7 @@ from infra.store.runs import Run
 from models.config.engines import SamplingConfig
 from models.data.curriculum import Cursor
 from placement.shards import cut
-
-BASE, SFT, DPO = "policy/base", "policy/sft", "policy/dpo"
-"""Keys of the manifests that committed the policy before, and after, each stage of training on data alone."""
-
-PROMPTS = {"train": "prompts/train", "heldout": "prompts/heldout"}
-"""Keys of the manifests that committed the prompts of each split."""
+from tasks.run.keys import StageKey, iteration_key
 
 
 class BatchPlan(Settings):
@@ -63,83 +58,29 @@ class BatchPlan(Settings):
     def _fresh(self) -> tuple[range, ...]:
         return cut(len(self.rows), shard_prompts=self.shard_prompts)
 
-    def shard_key(self, stage: str, shard: int) -> str:
+    @property
+    def plan_key(self) -> StageKey:
+        """Key of the manifest that carries the plan."""
+        return StageKey.of(self.key, "plan")
+
+    def shard_key(self, stage: str, shard: int) -> StageKey:
         """Key of the manifest that commits one shard of a stage."""
-        return f"{self.key}/{stage}/{shard:04d}"
+        return StageKey.of(self.key, stage, shard)
 
-    def rollout_key(self, shard: int) -> str:
+    def rollout_key(self, shard: int) -> StageKey:
         """Key of the manifest that committed the rollouts of one shard."""
-        return self.shard_key("rollout", shard).removeprefix(self.rescoring)
-
-
-def plan_key(batch: str) -> str:
-    """Key of a batch's plan."""
-    return f"{batch}/plan"
-
-
-def iteration_key(number: int) -> str:
-    """Prefix of an iteration's manifests; iterations count from 1."""
-    return f"it-{number:04d}"
-
-
-def wave_key(number: int, wave: int) -> str:
-    """Prefix of the manifests of one of an iteration's batches."""
-    return iteration_key(number) if wave == 1 else f"{iteration_key(number)}/wave-{wave}"
+        return self.shard_key("rollout", shard).stored
 
 
 def waves_of(run: Run, number: int) -> list[BatchPlan]:
     """Batches of an iteration that have been planned so far, in order."""
     waves: list[BatchPlan] = []
-    while (planned := run.find(plan_key(wave_key(number, len(waves) + 1)))) is not None:
+    while (planned := run.find(StageKey.of(iteration_key(number, len(waves) + 1), "plan"))) is not None:
         waves.append(BatchPlan.read(planned))
     return waves
 
 
 def rollouts_of(run: Run, number: int) -> list[Manifest]:
     """Manifests of an iteration's rollouts that have been committed so far, of all its batches."""
-    return [manifest for manifest in run.manifests(f"{iteration_key(number)}/") if "/rollout/" in manifest.key]
-
-
-def credit_key(number: int) -> str:
-    """Key of the manifest that committed an iteration's training samples."""
-    return f"{iteration_key(number)}/credit"
-
-
-def evaluation_key(number: int) -> str:
-    """Prefix of the manifests of the evaluation after `number` iterations."""
-    return f"eval-{number:04d}"
-
-
-def measurement_key(policy: str) -> str:
-    """Prefix of the manifests of a measurement of one of the policies that come before the first iteration."""
-    return f"{policy}/{evaluation_key(0)}"
-
-
-def policy_key(number: int) -> str:
-    """Key of the manifest that committed the policy after `number` iterations."""
-    return f"{iteration_key(number)}/update" if number else "policy/initial"
-
-
-def estimates_key(number: int) -> str:
-    """Key of the manifest that committed what models say of an iteration's tokens."""
-    return f"{iteration_key(number)}/estimates"
-
-
-def critic_key(number: int) -> str:
-    """Key of the manifest that committed the critic after `number` iterations, where there is one."""
-    return policy_key(number) if number else "critic/initial"
-
-
-def judge_role(term: str) -> str:
-    """Role of the workers that serve a reward; also the stage that its manifests are filed under."""
-    return f"judge-{term}"
-
-
-def model_key(term: str) -> str:
-    """Key of the manifest that committed the model behind a served reward."""
-    return f"{judge_role(term)}/model"
-
-
-def artifact_key(name: str) -> str:
-    """A run's name as Prefect wants artifact keys: lower-case letters, digits and dashes."""
-    return name.replace(".", "-").replace("_", "-")
+    made = run.manifests(f"{iteration_key(number)}/")
+    return [manifest for manifest in made if StageKey.parse(manifest.key).stage == "rollout"]

@@ -9,7 +9,8 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.data.curriculum import Cursor, give_back
 from models.rollouts.dynamic_sampling import DynamicSamplingState
-from tasks.run.batch import BatchPlan, iteration_key
+from tasks.run.batch import BatchPlan
+from tasks.run.keys import StageKey, iteration_key
 
 
 class KeptGroups(Settings):
@@ -58,7 +59,7 @@ class CarryOver(Settings):
 
 def carry_over_before(run: Run, number: int) -> CarryOver:
     """What iteration `number` begins with."""
-    sealed = run.find(f"{iteration_key(number - 1)}/seal") if number > 1 else None
+    sealed = run.find(StageKey.of(iteration_key(number - 1), "seal")) if number > 1 else None
     if sealed is None:
         return CarryOver()
     detail = {name: value for name, value in sealed.detail.items() if name in CarryOver.model_fields}

@@ -11,8 +11,9 @@ from infra.store.runs import Run, difference
 from models.config.algorithms import AlgorithmConfig, TeacherConfig
 from models.config.rewards import ScoringConfig
 from tasks.config.run import RunConfig
-from tasks.run.batch import BatchPlan, iteration_key, waves_of
+from tasks.run.batch import BatchPlan, waves_of
 from tasks.run.carry_over import carry_over_before
+from tasks.run.keys import StageKey, iteration_key, iterations_among
 
 Kind = Literal["rescore", "recredit"]
 
@@ -30,17 +31,17 @@ class Derived:
         return f"{self.kind}/{self.name}/"
 
     @property
-    def terms_key(self) -> str:
+    def terms_key(self) -> StageKey:
         """Key of the manifest that says by which rewards or algorithm."""
-        return f"{self.prefix}terms"
+        return StageKey.parse(f"{self.prefix}terms")
 
     def iteration_key(self, number: int) -> str:
         """Prefix of its manifests of one iteration."""
         return f"{self.prefix}{iteration_key(number)}"
 
-    def seal_key(self, number: int) -> str:
-        """Key of the manifest that makes its part of an iteration complete."""
-        return f"{self.iteration_key(number)}/seal"
+    def key(self, number: int, stage: str) -> StageKey:
+        """Key of a stage of an iteration; its seal makes its part of the iteration complete."""
+        return StageKey.of(self.iteration_key(number), stage)
 
     @property
     def label(self) -> str:
@@ -104,8 +105,8 @@ def iterations_text(numbers: Sequence[int]) -> str:
 
 def sealed_numbers(run: Run, derived: Derived) -> tuple[int, ...]:
     """Iterations that a re-scoring or re-credit has done."""
-    numbers = (int(m.removeprefix("it-")) for m in run.folders(derived.prefix) if m.startswith("it-"))
-    return tuple(number for number in numbers if run.find(derived.seal_key(number)) is not None)
+    numbers = iterations_among(run.folders(derived.prefix))
+    return tuple(number for number in numbers if run.find(derived.key(number, "seal")) is not None)
 
 
 def rescoring_terms(run: Run, name: str) -> RescoringTerms | None:
@@ -148,7 +149,7 @@ def rescored_pairs(run: Run, name: str, number: int) -> Iterator[tuple[Manifest,
     for wave in rescored_waves(run, name, number):
         for shard in range(wave.num_shards):
             scored = wave.shard_key("scoring", shard)
-            keys = (wave.rollout_key(shard), scored.removeprefix(wave.rescoring), scored)
+            keys = (wave.rollout_key(shard), scored.stored, scored)
             rollouts, stored, new = (run.require(key) for key in keys)
             yield rollouts, stored, new
 
@@ -156,10 +157,11 @@ def rescored_pairs(run: Run, name: str, number: int) -> Iterator[tuple[Manifest,
 def credited_pairs(run: Run, number: int, scores: str | None) -> list[tuple[Manifest, Manifest]]:
     """Rollouts and scores that an iteration's credit looks at, in order: groups kept before, then its own."""
     prefix = "" if scores is None else Derived("rescore", scores).prefix
-    keys = [(groups.rollouts, groups.scores) for groups in carry_over_before(run, number).kept]
+    kept = carry_over_before(run, number).kept
+    keys = [(StageKey.parse(groups.rollouts), StageKey.parse(groups.scores)) for groups in kept]
     for wave in waves_of(run, number):
         keys += [(wave.rollout_key(shard), wave.shard_key("scoring", shard)) for shard in range(wave.num_shards)]
-    return [(run.require(rollouts), run.require(f"{prefix}{scored}")) for rollouts, scored in keys]
+    return [(run.require(rollouts), run.require(scored.below(prefix))) for rollouts, scored in keys]
 
 
 class Rescoring(Settings):

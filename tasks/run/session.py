@@ -23,7 +23,7 @@ from placement.measurements import Measurements
 from placement.policies.protocol import Policy
 from placement.records import Memory, Plan
 from tasks.config.run import RunConfig
-from tasks.run.batch import judge_role
+from tasks.run.keys import judge_role
 
 
 @dataclass(slots=True)

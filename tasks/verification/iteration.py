@@ -7,8 +7,9 @@ from functools import cached_property
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.config.rollout import RolloutConfig
-from tasks.run.batch import PROMPTS, BatchPlan, credit_key, iteration_key, policy_key, waves_of
+from tasks.run.batch import BatchPlan, waves_of
 from tasks.run.carry_over import CarryOver, LeftoverGroups, carry_over_before, leftover_groups_of
+from tasks.run.keys import PROMPTS, StageKey, iteration_key
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Evidence:
     @cached_property
     def credit(self) -> Manifest:
         """What committed the training samples."""
-        return self.run.require(credit_key(self.number))
+        return self.run.require(StageKey.of(iteration_key(self.number), "credit"))
 
     @cached_property
     def update(self) -> Manifest:
         """What committed the policy that was learnt."""
-        return self.run.require(policy_key(self.number))
+        return self.run.require(StageKey.policy(self.number))
 
     def stage(self, stage: str) -> list[Manifest]:
         """Manifests of one stage, over all batches, in order."""

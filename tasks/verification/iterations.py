@@ -6,7 +6,7 @@ from infra.store.runs import Run
 from infra.store.verify import verify_store
 from models.data.curriculum import give_back, take
 from models.rollouts.dynamic_sampling import DynamicSamplingState
-from tasks.run.batch import plan_key
+from tasks.run.keys import StageKey, iteration_key
 from tasks.verification.iteration import Evidence, gather
 from tasks.verification.rescorings import check_derived
 from tasks.verification.samples import check_credit, check_rollouts, check_samples
@@ -19,7 +19,7 @@ def check_invariants(run: Run) -> list[str]:
     digests = {manifest.digest for manifest in run.manifests()}
     problems: list[str] = []
     for number, seal in enumerate(sealed_iterations(run), start=1):
-        expected = f"it-{number:04d}/seal"
+        expected = StageKey.of(iteration_key(number), "seal")
         if seal.key != expected:
             return [*problems, f"{seal.key}: expected {expected}, a sealed iteration is missing"]
         evidence = gather(run, number)
@@ -41,13 +41,13 @@ def _check_prompts(evidence: Evidence) -> Iterator[str]:
         yield f"{evidence.key}/seal: a prompt was both kept and carried into it, or twice"
     for wave in evidence.waves:
         if len(wave.rows) > evidence.num_prompts - len(set(taken)):
-            yield f"{plan_key(wave.key)}: {len(wave.rows)} prompts beside {len(taken)} are more than there are"
+            yield f"{wave.plan_key}: {len(wave.rows)} prompts beside {len(taken)} are more than there are"
             return
         rows, cursor = take(
             cursor, len(wave.rows), taken=set(taken), num_prompts=evidence.num_prompts, seed=evidence.seed
         )
         if wave.rows != rows or wave.cursor != cursor:
-            yield f"{plan_key(wave.key)}: its prompts are not the {len(rows)} that follow those issued before"
+            yield f"{wave.plan_key}: its prompts are not the {len(rows)} that follow those issued before"
             return
         taken += rows
 
@@ -58,7 +58,7 @@ def _check_handover(evidence: Evidence) -> Iterator[str]:
     expected = tuple(groups.rollouts for groups in evidence.before.carried)
     for wave in evidence.waves:
         if wave.carried != (expected if wave.wave == 1 else ()):
-            yield f"{plan_key(wave.key)}: the groups that were cut before are not its first shards"
+            yield f"{wave.plan_key}: the groups that were cut before are not its first shards"
     rollouts, scores = evidence.stage("rollout"), evidence.stage("scoring")
     offered = {
         (rollouts[index].key, scores[index].key): surplus.rows

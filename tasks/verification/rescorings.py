@@ -8,7 +8,8 @@ from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
 from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, rewards_of
-from tasks.run.batch import BatchPlan, credit_key, estimates_key, judge_role
+from tasks.run.batch import BatchPlan
+from tasks.run.keys import StageKey, iteration_key, judge_role
 from tasks.run.rescorings import (
     Derived,
     credited_pairs,
@@ -80,24 +81,29 @@ def _check_recredited(run: Run, derived: Derived, number: int) -> Iterator[str]:
     if terms is None:
         yield f"{derived.terms_key}: the manifest is missing"
         return
-    credit = run.require(f"{derived.iteration_key(number)}/credit")
+    credit = run.require(derived.key(number, "credit"))
     pairs = credited_pairs(run, number, terms.scores)
     parents = [manifest.digest for pair in pairs for manifest in pair]
     if list(credit.parents[: len(parents)]) != parents:
         yield f"{credit.key}: its parents are not the iteration's rollouts and their scores"
-    if len(credit.parents) > len(parents) and credit.parents[-1] != run.require(estimates_key(number)).digest:
-        yield f"{credit.key}: its last parent is not {estimates_key(number)}"
+    if (
+        len(credit.parents) > len(parents)
+        and credit.parents[-1] != run.require(StageKey.of(iteration_key(number), "estimates")).digest
+    ):
+        yield f"{credit.key}: its last parent is not {StageKey.of(iteration_key(number), 'estimates')}"
     finished = {name for rollouts, _ in pairs for name in _names(run, rollouts.shards[0])}
     names = _names(run, credit.shards[0])
     if len({*names}) < len(names) or not finished.issuperset(names):
         yield f"{credit.key}: a completion is repeated or is none of the iteration's"
-    yield from _check_seal(run, derived, number, [run.require(credit_key(number)), credit], None)
+    yield from _check_seal(
+        run, derived, number, [run.require(StageKey.of(iteration_key(number), "credit")), credit], None
+    )
 
 
 def _check_seal(
     run: Run, derived: Derived, number: int, parts: list[Manifest], expected: dict[str, float] | None
 ) -> Iterator[str]:
-    sealed = run.require(derived.seal_key(number))
+    sealed = run.require(derived.key(number, "seal"))
     if sealed.parents != tuple(part.digest for part in parts):
         yield f"{sealed.key}: its parents are not all that it was made from"
     if expected is not None and not _agree(sealed.metrics, expected):

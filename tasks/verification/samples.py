@@ -8,7 +8,8 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
 from models.records.schemas import FinishReason
-from tasks.run.batch import BatchPlan, estimates_key
+from tasks.run.batch import BatchPlan
+from tasks.run.keys import StageKey, iteration_key
 from tasks.run.rescorings import credited_pairs
 from tasks.run.versions import policy_of
 from tasks.verification.iteration import Evidence
@@ -51,7 +52,9 @@ def check_credit(evidence: Evidence) -> Iterator[str]:
     """Credit looked at the iteration's rollouts with their scores, and at estimates of the same completions."""
     run, credit = evidence.run, evidence.credit
     pairs = credited_pairs(run, evidence.number, None)
-    estimates = [found] if (found := run.find(estimates_key(evidence.number))) is not None else []
+    estimates = (
+        [found] if (found := run.find(StageKey.of(iteration_key(evidence.number), "estimates"))) is not None else []
+    )
     looked_at = [manifest for pair in pairs for manifest in pair]
     if credit.parents != tuple(manifest.digest for manifest in (*looked_at, *estimates)):
         yield f"{credit.key}: its parents are not the iteration's rollouts with their scores and estimates"

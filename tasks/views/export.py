@@ -18,7 +18,7 @@ from infra.store.bundles import fetch_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.records.work import ExportWork
-from tasks.run.batch import DPO, SFT, policy_key
+from tasks.run.keys import DPO, SFT, StageKey
 from tasks.run.versions import policy_of
 from tasks.views.metrics import sealed_iterations
 
@@ -67,7 +67,7 @@ def export_policy(
 
 def _policy(run: Run, number: int) -> Manifest:
     """The policy's manifest. A run that was told to end after SFT or DPO has no initial policy yet, but that one."""
-    keys = [policy_key(number)] if number else [policy_key(0), DPO, SFT]
+    keys = [StageKey.policy(number)] if number else [StageKey.policy(0), DPO, SFT]
     found = [manifest for key in keys if (manifest := run.find(key)) is not None]
     return found[0] if found else run.require(keys[0])
 

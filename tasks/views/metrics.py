@@ -7,6 +7,7 @@ from infra.config import Settings
 from infra.statistics import mean_interval
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
+from tasks.run.keys import StageKey, iteration_key, iterations_among
 
 
 class Accuracy(Settings):
@@ -89,7 +90,7 @@ def report_of(sealed: Manifest, *, term: str) -> IterationReport:
     metrics, seconds = sealed.metrics, dict(sealed.provenance.seconds)
     compared = metrics.get("update/mismatch_tokens", 0) > 0
     return IterationReport(
-        iteration=int(sealed.key.split("/")[0].removeprefix("it-")),
+        iteration=StageKey.parse(sealed.key).iteration,
         accuracy=metrics.get(f"credit/term_{term}_mean"),
         reward=metrics.get("credit/reward_mean"),
         length=metrics.get("credit/length_mean"),
@@ -116,12 +117,13 @@ def _cut(metrics: Mapping[str, float]) -> float | None:
 
 def evaluations_of(run: Run) -> list[Accuracy]:
     """Every evaluation of a run, in order."""
-    return [accuracy_of(m) for m in run.manifests("eval-") if m.key.endswith("/summary")]
+    return [accuracy_of(m) for m in run.manifests("eval-") if StageKey.parse(m.key).stage == "summary"]
 
 
 def sealed_iterations(run: Run) -> list[Manifest]:
     """Manifests of the iterations that exist, in order; seals that are known already cost no look at the store."""
-    seals = (run.find(f"{folder}/seal") for folder in run.folders() if folder.startswith("it-"))
+    numbers = iterations_among(run.folders())
+    seals = (run.find(StageKey.of(iteration_key(number), "seal")) for number in numbers)
     return [sealed for sealed in seals if sealed is not None]
 
 
@@ -134,5 +136,5 @@ def accuracy_of(summary: Manifest) -> Accuracy:
     """Read an evaluation's summary manifest."""
     mean, problems = summary.metrics["accuracy"], int(summary.metrics["problems"])
     low, high = mean_interval(mean * problems, summary.metrics["squares"], problems)
-    number = int(summary.key.split("/")[-2].removeprefix("eval-"))
+    number = StageKey.parse(summary.key).evaluation
     return Accuracy(number=number, problems=problems, mean=mean, low=low, high=high)

@@ -7,6 +7,7 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.rollouts.preview import RolloutPreview, read_samples
 from tasks.run.batch import rollouts_of
+from tasks.run.keys import StageKey, iteration_key, iterations_among
 
 
 def sample_rollouts(
@@ -15,7 +16,7 @@ def sample_rollouts(
     """Read completions of one iteration. By position only as many shards and rows are read as `limit` needs."""
     rollouts = rollouts_of(run, iteration)
     if not rollouts:
-        begun = sorted({m.key.split("/")[0] for m in run.manifests("it-") if "/rollout/" in m.key})
+        begun = [iteration_key(number) for number in iterations_among(run.folders()) if rollouts_of(run, number)]
         found = f"iterations {begun[0]} to {begun[-1]}" if begun else "none yet"
         raise BadInput(f"run {run.name!r} has no rollouts of iteration {iteration}, found {found}")
     samples: list[RolloutPreview] = []
@@ -31,6 +32,6 @@ def sample_rollouts(
 
 
 def _read(run: Run, manifest: Manifest, iteration: int, *, limit: int | None) -> list[RolloutPreview]:
-    scored = run.find(manifest.key.replace("/rollout/", "/scoring/"))
+    scored = run.find(StageKey.parse(manifest.key).at("scoring"))
     scores = None if scored is None else scored.shards[0]
     return read_samples(run.store, manifest.shards[0], scores, iteration=iteration, limit=limit)

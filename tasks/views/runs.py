@@ -15,7 +15,8 @@ from infra.store.storage import open_store
 from models.config.rewards import ScoringConfig
 from models.rollouts.preview import RolloutPreview
 from tasks.config.validation_errors import nearest
-from tasks.run.batch import iteration_key, policy_key, rollouts_of
+from tasks.run.batch import rollouts_of
+from tasks.run.keys import StageKey, iteration_key
 from tasks.run.rescorings import Derived, DerivedLine, derived_of, sealed_numbers
 from tasks.run.versions import directory_of, policy_of
 from tasks.views.metrics import (
@@ -40,7 +41,7 @@ def producers_of(run: Run) -> dict[str, list[str]]:
         for shard in manifest.shards:
             producer = read_metadata(run.store, shard).get("producer")
             if producer is not None:
-                found.setdefault(manifest.key.split("/")[-2], set()).add(producer)
+                found.setdefault(StageKey.parse(manifest.key).stage, set()).add(producer)
     return {role: sorted(names) for role, names in found.items()}
 
 
@@ -226,7 +227,7 @@ def _scored(run: Run, number: int, *, prefix: str = "") -> Iterator[pa.Table]:
     """An iteration's rollouts and scores side by side, shard by shard, with run and iteration as columns."""
     for rollouts in rollouts_of(run, number):
         table = read_shard(run.store, rollouts.shards[0])
-        scored = run.find(f"{prefix}{rollouts.key.replace('/rollout/', '/scoring/')}")
+        scored = run.find(StageKey.parse(rollouts.key).at("scoring").below(prefix))
         assert scored is not None, "a sealed iteration has scores for every rollout shard"
         scores = read_shard(run.store, scored.shards[0])
         for name in scores.column_names:
@@ -238,7 +239,7 @@ def _scored(run: Run, number: int, *, prefix: str = "") -> Iterator[pa.Table]:
 
 def _last_policy(run: Run) -> tuple[str | None, str | None]:
     """Directory of the last policy or of its adapter, and of the adapter's base."""
-    committed = run.find(policy_key(len(sealed_iterations(run))))
+    committed = run.find(StageKey.policy(len(sealed_iterations(run))))
     if committed is None:
         return None, None
     policy = policy_of(committed)

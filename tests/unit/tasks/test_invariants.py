@@ -25,8 +25,9 @@ from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWor
 from models.rollouts.dynamic_sampling import DynamicSamplingState, another_wave, wave_size
 from models.workers.rollout import RolloutWorker
 from models.workers.scoring import ScoringWorker
-from tasks.run.batch import BatchPlan, iteration_key, plan_key, policy_key, wave_key, waves_of
+from tasks.run.batch import BatchPlan, waves_of
 from tasks.run.carry_over import CarryOver, carry_over_before, handover_after
+from tasks.run.keys import StageKey, iteration_key
 from tasks.run.rescorings import credited_pairs
 from tasks.run.versions import bundles_of
 from tasks.verification.iterations import check_invariants
@@ -87,7 +88,7 @@ class Story:
         }
         shard = write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={})
         self.prompts = self._commit("prompts/train", Outcome(shards=(shard,)))
-        self._commit(policy_key(0), Outcome(policy=ModelVersion(version=0, weights=self.weights)))
+        self._commit(StageKey.policy(0), Outcome(policy=ModelVersion(version=0, weights=self.weights)))
 
     def _iterate(self, number: int) -> None:
         before, informative = carry_over_before(self.run, number), 0
@@ -113,7 +114,7 @@ class Story:
         looked_at = [manifest for rollouts, scores, _ in (*kept, *made) for manifest in (rollouts, scores)]
         credit = self._commit(f"{iteration_key(number)}/credit", self.scoring.credit(work), *looked_at)
         policy = ModelVersion(version=number, weights=self.weights)
-        self._commit(policy_key(number), Outcome(policy=policy), self._find(policy_key(number - 1)), credit)
+        self._commit(StageKey.policy(number), Outcome(policy=policy), self._find(StageKey.policy(number - 1)), credit)
         after = handover_after(
             before,
             waves_of(self.run, number),
@@ -133,19 +134,19 @@ class Story:
         cursor = earlier[-1].cursor if earlier else before.cursor
         rows, cursor = take(cursor, count, taken=taken, num_prompts=len(TEXTS), seed=3)
         plan = BatchPlan(
-            key=wave_key(number, wave),
+            key=iteration_key(number, wave),
             number=number,
             split="train",
             rows=rows,
             group_size=ROLLOUT.group_size,
             shard_prompts=ROLLOUT.shard_prompts,
             sampling=ROLLOUT.sampling,
-            policy=policy_key(number - 1),
+            policy=StageKey.policy(number - 1),
             wave=wave,
             carried=carried,
             cursor=cursor,
         )
-        self._commit(plan_key(plan.key), Outcome(detail=plan.model_dump(mode="json")))
+        self._commit(plan.plan_key, Outcome(detail=plan.model_dump(mode="json")))
         return plan
 
     def _shard(self, plan: BatchPlan, shard: int) -> tuple[Manifest, Manifest]:
