@@ -1,5 +1,6 @@
-"""Where completions may be sent: hosts that the configuration names, at addresses that were checked. No HTTP here."""
+"""Where completions may be sent: hosts that the configuration names, at addresses that were found and checked once."""
 
+import asyncio
 import difflib
 import ipaddress
 import re
@@ -7,6 +8,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
+
+import httpx
 
 from infra.errors import BadInput
 
@@ -42,10 +45,6 @@ class ResolvedEndpoint:
     def __str__(self) -> str:
         return f"{self.scheme}://{self.authority}{self.path}"
 
-    def at(self, address: str) -> str:
-        """Spell the URL with an address in place of the host: what connects to it resolves no name again."""
-        return f"{self.scheme}://{_bracketed(address)}:{self.port}{self.path}"
-
 
 def parse_endpoint(base_url: str, allowed_hosts: Sequence[str], *, allow_private: bool) -> ResolvedEndpoint:
     """Take a URL apart and refuse it unless its host is allowed. Asks no name server."""
@@ -75,6 +74,39 @@ def resolve(endpoint: ResolvedEndpoint) -> tuple[str, ...]:
         if fault:
             raise BadInput(f"endpoint {endpoint}: {endpoint.host} is at {address}: {fault}")
     return addresses
+
+
+class PinnedTransport(httpx.AsyncBaseTransport):
+    """Connects to the addresses that the endpoint had when it was first asked, whatever a name server answers later.
+
+    A request's extension `attempt`, counted from 0, chooses among them. Raises BadInput where one is not allowed.
+    """
+
+    def __init__(self, endpoint: ResolvedEndpoint, *, connections: int) -> None:
+        self._endpoint = endpoint
+        self._addresses: tuple[str, ...] = ()
+        self._resolving = asyncio.Lock()
+        self._transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=connections))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        addresses = await self._resolved()
+        address = addresses[request.extensions["attempt"] % len(addresses)]
+        request.url = request.url.copy_with(host=address)
+        # Certificates are the host's, though its address is asked.
+        request.extensions = {**request.extensions, "sni_hostname": self._endpoint.host}
+        return await self._transport.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+    async def _resolved(self) -> tuple[str, ...]:
+        async with self._resolving:
+            if not self._addresses:
+                try:
+                    self._addresses = await asyncio.to_thread(resolve, self._endpoint)
+                except OSError as error:
+                    raise httpx.ConnectError(f"{self._endpoint.host} does not resolve: {error}") from error
+            return self._addresses
 
 
 def _split(base_url: str) -> SplitResult:

@@ -4,21 +4,26 @@ import asyncio
 import email.utils
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
 import httpx
 from pydantic import JsonValue
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_exception,
+    wait_random_exponential,
+)
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from models.config.endpoints import MAX_BACKOFF_SECONDS, MAX_RETRY_AFTER_SECONDS, Endpoint
-from models.endpoints.addresses import ResolvedEndpoint as Address
-from models.endpoints.addresses import parse_endpoint, resolve
-from models.records.seeds import derive_seed
+from models.endpoints.addresses import PinnedTransport, parse_endpoint
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 EXCERPT = 200
@@ -35,8 +40,6 @@ class EndpointRequest(Generic[R]):
 
     body: dict[str, JsonValue]
     """Sent as JSON."""
-    seed: int
-    """Of the pauses between attempts."""
     answer: Callable[[bytes], R]
     """Reads the body of an answer."""
     refusal: Callable[[str], R]
@@ -66,27 +69,24 @@ class EndpointClient:
         """
         self._config, self._max_bytes, self._beat = config, max_bytes, beat
         base = parse_endpoint(config.base_url, config.allowed_hosts, allow_private=config.allow_private)
-        self._address = Address(
-            base.scheme, base.host, base.port, f"{base.path}{path}", allow_private=base.allow_private
-        )
+        self._endpoint = replace(base, path=f"{base.path}{path}")
         self._key = _key(config.api_key_variable)
         self._answered = 0
 
     def __str__(self) -> str:
-        return f"endpoint {self._address}"
+        return f"endpoint {self._endpoint}"
 
     def ask(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
         """Return one answer per request, in order."""
         return asyncio.run(self._ask(requests)) if requests else []
 
     async def _ask(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
-        addresses = await self._persist(self._addresses, seed=requests[0].seed)
         places = asyncio.Semaphore(self._config.concurrency)  # a pause keeps its place: a busy server is asked less
         async with self._client() as client:
 
             async def answer(request: EndpointRequest[R]) -> R:
                 async with places:
-                    return await self._answer(client, request, addresses=addresses)
+                    return await self._answer(client, request)
 
             asked = [asyncio.create_task(answer(request)) for request in requests]
             try:
@@ -97,74 +97,54 @@ class EndpointClient:
                 await asyncio.gather(*asked, return_exceptions=True)
 
     def _client(self) -> httpx.AsyncClient:
-        # No proxy and no .netrc of the environment: a proxy would resolve the name again, and see what is sent.
-        limits = httpx.Limits(max_connections=self._config.concurrency)
-        headers = {"Host": self._address.authority, "Accept-Encoding": "identity"}
+        headers = {"Accept-Encoding": "identity"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        transport = httpx.AsyncHTTPTransport(limits=limits)
+        # No proxy and no .netrc of the environment: a proxy would resolve the name again, and see what is sent.
         # The limit on one request as a whole stands in `_post`; httpx limits only each of its steps.
         return httpx.AsyncClient(
-            transport=transport, headers=headers, trust_env=False, timeout=None, follow_redirects=False
+            transport=PinnedTransport(self._endpoint, connections=self._config.concurrency),
+            headers=headers,
+            trust_env=False,
+            timeout=None,
+            follow_redirects=False,
         )
 
-    async def _answer(self, client: httpx.AsyncClient, request: EndpointRequest[R], *, addresses: Sequence[str]) -> R:
-        before = self._answered
-
-        async def attempt(number: int) -> R:
-            return await self._post(client, request, address=addresses[number % len(addresses)])
-
+    async def _answer(self, client: httpx.AsyncClient, request: EndpointRequest[R]) -> R:
+        """Make attempts until one succeeds. Raises EndpointDown after the last."""
+        before, attempts = self._answered, self._config.retries + 1
+        backoff = wait_random_exponential(multiplier=self._config.backoff_seconds, max=MAX_BACKOFF_SECONDS)
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_Unanswered),
+            stop=stop_after_attempt(attempts),
+            wait=backoff + wait_exception(_asked_patience),
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
         try:
-            answer = await self._persist(attempt, seed=request.seed)
-        except EndpointDown as down:
+            async for attempt in retrying:
+                with attempt:
+                    answer = await self._post(client, request, attempt=attempt.retry_state.attempt_number - 1)
+        except _Unanswered as failure:
             # Servers have requests that they fall over: one that fails while others are answered is its own error.
-            failed = (
-                isinstance(down.__cause__, _Unanswered) and down.__cause__.status == HTTPStatus.INTERNAL_SERVER_ERROR
-            )
-            if failed and self._answered > before:
+            if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR and self._answered > before:
                 return request.refusal("the endpoint answers 500 to this request, and answers others")
-            raise
+            raise EndpointDown(f"{self} is down: {failure}, at attempt {attempts} of {attempts}") from failure
         self._answered += 1
         return answer
 
-    async def _persist(self, attempt: Callable[[int], Awaitable[T]], *, seed: int) -> T:
-        """Make attempts until one succeeds. Raises EndpointDown after the last."""
-        attempts = self._config.retries + 1
-        for number in range(attempts):
-            try:
-                return await attempt(number)
-            except _Unanswered as error:
-                failure = error
-            finally:
-                self._beat()
-            if number + 1 < attempts:
-                await asyncio.sleep(self._pause(failure, number=number, seed=seed))
-        raise EndpointDown(f"{self} is down: {failure}, at attempt {attempts} of {attempts}") from failure
-
-    def _pause(self, failure: _Unanswered, *, number: int, seed: int) -> float:
-        """Back off exponentially with full jitter, after what the server asked for."""
-        longest = min(MAX_BACKOFF_SECONDS, self._config.backoff_seconds * 2.0**number)
-        return failure.retry_after + longest * derive_seed("backoff", seed, number) / 2.0**64
-
-    async def _addresses(self, number: int) -> tuple[str, ...]:
-        try:
-            return await asyncio.to_thread(resolve, self._address)
-        except OSError as error:
-            raise _Unanswered(f"{self._address.host} does not resolve: {error}") from error
-
-    async def _post(self, client: httpx.AsyncClient, request: EndpointRequest[R], *, address: str) -> R:
-        tls = {"sni_hostname": self._address.host}  # certificates are the host's, though its address is asked
+    async def _post(self, client: httpx.AsyncClient, request: EndpointRequest[R], *, attempt: int) -> R:
         seconds = self._config.timeout_seconds
+        post = partial(client.stream, "POST", str(self._endpoint), extensions={"attempt": attempt})
         try:
-            async with (
-                asyncio.timeout(seconds),
-                client.stream("POST", self._address.at(address), json=request.body, extensions=tls) as response,
-            ):
+            async with asyncio.timeout(seconds), post(json=request.body) as response:
                 data = await _read(response, max_bytes=self._max_bytes)
         except TimeoutError:
             raise _Unanswered(f"no answer within {seconds:g} s") from None
-        except (httpx.TransportError, OSError) as error:
+        except httpx.TransportError as error:
             raise _Unanswered(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        finally:
+            self._beat()
         return self._judge(request, response, data)
 
     def _judge(self, request: EndpointRequest[R], response: httpx.Response, data: bytes) -> R:
@@ -207,6 +187,11 @@ def _key(variable: str | None) -> str:
         found = "something that is no key" if key else "nothing"
         raise BadInput(f"api_key_variable: expected a key in the environment variable {variable!r}, found {found}")
     return key
+
+
+def _asked_patience(failure: BaseException) -> float:
+    """Return what the server asked for, before the pause of our own."""
+    return failure.retry_after if isinstance(failure, _Unanswered) else 0.0
 
 
 def _retry_after(header: str) -> float:

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from infra.errors import WorkerFailed
 from models.config.endpoints import Endpoint
 from models.endpoints.client import EndpointClient, EndpointRequest
-from models.records.seeds import derive_seed
 
 IMPOSSIBLE = -9999.0
 """What vLLM writes for -inf, which JSON does not have."""
@@ -66,9 +65,9 @@ class TokenScorer:
 
     def score(self, texts: Sequence[PromptedText]) -> list[NDArray[np.float32]]:
         """Return the log-prob of every completion token of each text, at temperature 1."""
-        return self._client.ask([self._request(number, text) for number, text in enumerate(texts)])
+        return self._client.ask([self._request(text) for text in texts])
 
-    def _request(self, number: int, text: PromptedText) -> EndpointRequest[NDArray[np.float32]]:
+    def _request(self, text: PromptedText) -> EndpointRequest[NDArray[np.float32]]:
         # Spelt out, since a server may have other defaults, and some versions temper and filter these log-probs too.
         plain: dict[str, JsonValue] = {"temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
         return EndpointRequest(
@@ -79,7 +78,6 @@ class TokenScorer:
                 "max_tokens": 1,  # the fewest that every version generates
                 **plain,
             },
-            seed=derive_seed("teacher", number),
             answer=partial(self._read, text),
             refusal=partial(self._refuse, text),
         )

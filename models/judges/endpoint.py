@@ -159,10 +159,7 @@ class ChatJudge:
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer per question, in order."""
         return self._client.ask(
-            [
-                EndpointRequest(body=self._body(question), seed=question.seed, answer=self._read, refusal=refusal)
-                for question in questions
-            ]
+            [EndpointRequest(self._body(question), answer=self._read, refusal=refusal) for question in questions]
         )
 
     def _beat(self) -> None:

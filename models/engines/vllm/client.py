@@ -6,15 +6,15 @@ WorkerFailed (it refuses the work), BadInput (the key).
 """
 
 import contextlib
-import http.client
-import json
+import functools
+import ssl
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
-from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
@@ -129,8 +129,7 @@ LINES: Final = TypeAdapter(Annotated[Chunk | RequestDone | RequestRefused, Field
 
 CONNECT_SECONDS: Final = 10.0
 
-BLOCK: Final = 1 << 16
-"""Bytes read at once, at most."""
+READY_SECONDS: Final = 2.0
 
 EXCERPT: Final = 300
 """Characters of a refusal that its message repeats."""
@@ -160,7 +159,15 @@ class ServerClient:
         """Whether the server answers, and says that its engine lives."""
         try:
             with self._ask("GET", "/health") as response:
-                return response.status == HTTPStatus.OK
+                return response.status_code == HTTPStatus.OK
+        except EndpointDown:
+            return False
+
+    def ready(self) -> bool:
+        """Whether the server answers at once and knows the key, as no other at its address does."""
+        try:
+            with self._ask("GET", "/rheostat/about", within=READY_SECONDS) as response:
+                return response.status_code == HTTPStatus.OK
         except EndpointDown:
             return False
 
@@ -220,7 +227,7 @@ class ServerClient:
         }
         with self._ask("POST", "/rheostat/generate", body) as response:
             self._check(response)
-            for line in self._lines(response):
+            for line in response.iter_lines():
                 answer = self._parsed(line)
                 if isinstance(answer, RequestRefused):
                     raise self._refusal(answer, digest)
@@ -238,30 +245,16 @@ class ServerClient:
         """Judge a failure by the server's health: another may do the work, or the work is at fault."""
         return WorkerFailed(told) if self.healthy() else EndpointDown(f"{told}; its engine is dead")
 
-    def _parsed(self, line: bytes) -> Chunk | RequestDone | RequestRefused:
+    def _parsed(self, line: str) -> Chunk | RequestDone | RequestRefused:
         try:
             return LINES.validate_json(line)
         except ValidationError:
-            raise EndpointDown(f"{self}: a line of its answer is torn: {_excerpt(line)!r}") from None
-
-    def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
-        rest = b""
-        while block := self._block(response):
-            *lines, rest = (rest + block).split(b"\n")
-            yield from lines
-        if rest:
-            yield rest
-
-    def _block(self, response: http.client.HTTPResponse) -> bytes:
-        try:
-            return response.read1(BLOCK)
-        except (OSError, http.client.HTTPException) as error:
-            raise EndpointDown(f"{self}: its answer broke off: {_spell(error)}") from error
+            raise EndpointDown(f"{self}: a line of its answer is torn: {line[:EXCERPT]!r}") from None
 
     def _read(self, method: str, path: str, answer: type[A], *, body: dict[str, JsonValue] | None = None) -> A:
         with self._ask(method, path, body) as response:
             self._check(response)
-            data = self._whole(response)
+            data = response.read()
         try:
             return answer.model_validate_json(data)
         except ValidationError as error:
@@ -269,14 +262,14 @@ class ServerClient:
             where = ".".join(map(str, first["loc"]))
             raise WorkerFailed(f"{self}{path}: {where}: {first['msg']}, found {_excerpt(data)!r}") from error
 
-    def _check(self, response: http.client.HTTPResponse) -> None:
+    def _check(self, response: httpx.Response) -> None:
         """Raise what a refusal means."""
-        status = response.status
+        status = response.status_code
         if status == HTTPStatus.OK:
             return
         if status == HTTPStatus.UNAUTHORIZED:
             raise BadInput(f"{self} refuses the key: expected the one it was started with, in engine.api_key_variable")
-        data = self._whole(response)
+        data = response.read()
         try:
             told = Error.model_validate_json(data)
         except ValidationError:
@@ -286,43 +279,36 @@ class ServerClient:
         refusal = f"{self} answers {status}: {told.error}"
         raise self._failure(refusal) if status >= HTTPStatus.INTERNAL_SERVER_ERROR else WorkerFailed(refusal)
 
-    def _whole(self, response: http.client.HTTPResponse) -> bytes:
-        try:
-            return response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise EndpointDown(f"{self}: its answer broke off: {_spell(error)}") from error
-
     @contextlib.contextmanager
     def _ask(
-        self, method: str, path: str, body: dict[str, JsonValue] | None = None
-    ) -> Iterator[http.client.HTTPResponse]:
+        self, method: str, path: str, body: dict[str, JsonValue] | None = None, *, within: float | None = None
+    ) -> Iterator[httpx.Response]:
         """Send a request and hand out the response before its body was read."""
-        connection = self._connection()
+        lost = " does not answer"
         try:
-            try:
-                connection.connect()
-                assert connection.sock is not None
-                connection.sock.settimeout(None)
-                data = None if body is None else json.dumps(body, separators=(",", ":"))
-                connection.request(method, f"{urlsplit(self.url).path.rstrip('/')}{path}", data, self._headers())
-                response = connection.getresponse()
-            except (OSError, http.client.HTTPException) as error:
-                raise EndpointDown(f"{self} does not answer: {_spell(error)}") from error
-            yield response
-        finally:
-            connection.close()
-
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
-
-    def _connection(self) -> http.client.HTTPConnection:
-        place = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-        return kind(place.hostname or "", place.port, timeout=CONNECT_SECONDS)
+            with _http().stream(
+                method,
+                f"{self.url.rstrip('/')}{path}",
+                json=body,
+                headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
+                timeout=httpx.Timeout(within, connect=within or CONNECT_SECONDS),
+            ) as response:
+                lost = ": its answer broke off"
+                yield response
+        except httpx.TransportError as error:
+            raise EndpointDown(f"{self}{lost}: {type(error).__name__}: {error}".rstrip(": ")) from error
 
 
-def _spell(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+@functools.cache
+def _http() -> httpx.Client:
+    """Return what asks all servers: straight, past any proxy, and by a new connection each time."""
+    return httpx.Client(
+        transport=httpx.HTTPTransport(
+            verify=ssl.create_default_context(), limits=httpx.Limits(max_keepalive_connections=0)
+        ),
+        headers={"Accept-Encoding": "identity"},
+        trust_env=False,
+    )
 
 
 def _excerpt(data: bytes) -> str:

@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from infra.environments.find import Platform, find_python
 from infra.errors import BadInput
 from infra.processes.server import LOOPBACK, Launch, OwnedProcess, free_ports, last_lines, start
 from models.config.engines import CPU_CACHE_GIB, LORA_RANKS, VllmEngine
+from models.engines.vllm.client import ServerClient
 
 logger = logging.getLogger(__name__)
 
 PLUGIN = Path(__file__).parent / "plugin"
-ABOUT_SECONDS = 2.0
 ASK_SECONDS = 120.0
 """How long a Python may take to say what is installed: on a cold disk many times the usual 50 ms."""
 TAIL_LINES = 2000
@@ -86,7 +84,7 @@ def start_server(
         what=f"vLLM for {directory}",
         command=lambda port: command(config, directory, python=python, platform=platform, port=port, lora_rank=rank),
         environment=environment(key),
-        ready=lambda port: _answers(f"http://{LOOPBACK}:{port}", key),
+        ready=lambda port: ServerClient(f"http://{LOOPBACK}:{port}", key).ready(),
         start_seconds=config.start_seconds,
         explain=_explain,
     )
@@ -211,20 +209,6 @@ def _given(port: int) -> Iterable[int]:
         except OSError as error:
             raise BadInput(f"port {port} on {LOOPBACK}: {error.strerror}") from error
     return (port,)
-
-
-def _answers(url: str, key: str) -> bool:
-    """Whether the server at this address is ours, as it knows the key."""
-    try:
-        answer = httpx.get(
-            f"{url}/rheostat/about",
-            headers={"Authorization": f"Bearer {key}"},
-            timeout=ABOUT_SECONDS,
-            trust_env=False,
-        )
-    except httpx.HTTPError:
-        return False
-    return answer.status_code == httpx.codes.OK
 
 
 def _explain(process: OwnedProcess) -> str:

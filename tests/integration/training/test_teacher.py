@@ -99,7 +99,7 @@ def test_an_endpoint_is_asked_about_several_sequences_at_once(directory):
     with teacher_server(directory) as server:
         asked(directory, server.url, concurrency=4, beat=lambda: beats.append(1))(batches)
     assert server.most_at_once == 4
-    assert len(beats) == 13  # the name, and twelve answers
+    assert len(beats) == 12
 
 
 def test_an_endpoint_is_asked_again_after_faults_that_pass(directory):

@@ -25,12 +25,6 @@ def test_an_allowed_host_is_taken(url, shown, authority):
     assert (str(endpoint), endpoint.authority) == (shown, authority)
 
 
-def test_an_address_takes_the_place_of_the_name_in_what_is_connected_to():
-    endpoint = endpoint_of("https://judge.example.com/v1")
-    assert endpoint.at("93.184.216.34") == "https://93.184.216.34:443/v1"
-    assert endpoint.at("2001:db8::1") == "https://[2001:db8::1]:443/v1"
-
-
 def test_a_host_that_is_not_allowed_is_refused_with_the_nearest_one():
     with pytest.raises(
         BadInput, match=r"judge\.example\.org:443 is not in allowed_hosts; nearest: 'judge\.example\.com'"
