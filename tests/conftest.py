@@ -3,6 +3,7 @@
 import pytest
 
 pytest.register_assert_rewrite("tests.support.engines")  # claims that several modules import
+pytest_plugins = ["tests.support.cpu_seconds"]
 
 from tests.support.jobs import Job, prefect_server  # noqa: E402
 
@@ -21,3 +22,15 @@ def reference(tmp_path_factory, prefect_api):
     ended = job.train()
     assert ended.code == 0, ended.output
     return job
+
+
+RUNS = ("reference", "prefect_api")
+"""Fixtures of the session that cost a whole run or a server: one process of a parallel session has them."""
+
+
+def pytest_collection_modifyitems(items):
+    """Spread modules over parallel processes whole, and all that share a run or a server into one, begun first."""
+    for item in items:
+        shared = any(name in item.fixturenames for name in RUNS)
+        item.add_marker(pytest.mark.xdist_group("runs" if shared else item.path.stem))
+    items.sort(key=lambda item: not any(name in item.fixturenames for name in RUNS))

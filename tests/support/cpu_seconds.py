@@ -1,0 +1,64 @@
+"""CPU seconds per test: `--cpu-seconds LEAST` lists the tests that took at least so many, with all their processes.
+
+A whole run's time is in the test whose fixtures started it.
+"""
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+NAME = "cpu_seconds"
+
+
+def used() -> float:
+    """CPU seconds so far of this process, of those that ended under it, and of those that run under it now."""
+    living = [psutil.Process()]
+    if any(
+        task.read_text() for task in Path("/proc/self/task").glob("*/children")
+    ):  # the walk below reads all of /proc
+        living += living[0].children(recursive=True)
+    seconds = 0.0
+    for process in living:
+        try:
+            seconds += sum(process.cpu_times()[:4])  # user, system, and both of children that were waited for
+        except psutil.Error:
+            continue
+    return seconds
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option."""
+    parser.addoption("--cpu-seconds", type=float, metavar="LEAST", help="list tests by the CPU seconds that they took")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """Measure a test with its fixtures; the last of its reports carries the seconds."""
+    item.stash[BEGAN] = used() if item.config.getoption("--cpu-seconds") is not None else None
+    return (yield)
+
+
+BEGAN = pytest.StashKey[float | None]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """Add the seconds to the report of the test's end."""
+    if call.when == "teardown" and item.stash[BEGAN] is not None:
+        item.user_properties.append((NAME, used() - item.stash[BEGAN]))
+    return (yield)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """List the tests, those that took most first."""
+    least = config.getoption("--cpu-seconds")
+    if least is None or os.environ.get("PYTEST_XDIST_WORKER"):
+        return
+    ended = [report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "when")]
+    taken = {r.nodeid: dict(r.user_properties)[NAME] for r in ended if NAME in dict(r.user_properties)}
+    terminalreporter.section(f"{sum(taken.values()):.0f} CPU seconds; tests with at least {least:g}")
+    for name, seconds in sorted(taken.items(), key=lambda item: -item[1]):
+        if seconds >= least:
+            terminalreporter.line(f"{seconds:7.1f}  {name}")
