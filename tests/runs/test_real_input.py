@@ -19,9 +19,6 @@ from tests.support.jobs import RHEOSTAT, ROOT
 from tests.support.policies import write_policy
 
 GSM8K = ROOT / "configs" / "gsm8k.toml"
-needs_gsm8k = pytest.mark.skipif(
-    not (ROOT / "../shared/data/gsm8k").is_dir(), reason="GSM8K is not beside this checkout"
-)
 
 QUESTIONS = [f"Ana has {n} pens and buys {n % 7}. How many?" for n in range(40)]
 ANSWERS = [f"{n}+{n % 7}={n + n % 7}\n#### {n + n % 7}" for n in range(40)]
@@ -66,14 +63,13 @@ def test_every_format_gives_the_same_problems_from_columns_of_any_name(suffix, s
     assert problem.answer == ANSWERS[0]
 
 
-@needs_gsm8k
-def test_every_problem_of_gsm8k_is_read_by_its_configuration(monkeypatch):
+def test_every_problem_of_the_gsm8k_that_ships_is_read_by_its_configuration(monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config(GSM8K)
     train, heldout = (load_problems(config.data, split, 0) for split in ("train", "heldout"))
-    assert (len(train), len(heldout)) == (7473, 1319)
+    assert (len(train), len(heldout)) == (192, 64)
     assert all("#### " in problem.answer for problem in (*train, *heldout))
-    assert train[0].prompt.startswith("Question: Natalia sold clips to 48 of her friends in April")
+    assert train[0].prompt.startswith("Question: Mr. Sanchez found out that 40% of his Grade 5 ")
 
 
 def test_a_model_directory_learns_from_chats_in_parquet(tmp_path, prefect_api):
@@ -103,7 +99,6 @@ evaluation.problems = 1
     assert config["model_type"] == "qwen3"
 
 
-@needs_gsm8k
 @pytest.mark.slow
 @pytest.mark.parametrize("reward", ["numeric", "math"])
 def test_gsm8k_trains_a_small_random_model_for_three_iterations(reward, tmp_path, prefect_api):
@@ -118,7 +113,7 @@ def test_gsm8k_trains_a_small_random_model_for_three_iterations(reward, tmp_path
     assert verified == "run gsm8k: every digest and every invariant holds\n"
     run = open_run(str(tmp_path), "gsm8k")
     rows = {split: run.find(f"prompts/{split}").shards[0].rows for split in ("train", "heldout")}
-    assert rows == {"train": 7473, "heldout": 1319}
+    assert rows == {"train": 192, "heldout": 64}
     shown = json.loads(rheostat("rollouts", "gsm8k", "--json", *store, api=prefect_api, home=tmp_path, cwd=ROOT))
     assert all(sample["prompt"].startswith("Question: ") for sample in shown)
     assert all(sample["reward"] is not None for sample in shown)
