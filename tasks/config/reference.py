@@ -3,8 +3,13 @@
 `python -m tasks.config.reference` prints docs/configuration.md.
 """
 
+import inspect
+import json
+import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -17,37 +22,71 @@ from tasks.config.validation_errors import models_in
 HEAD = """# Configuration
 
 A run is one TOML file; every key can be overridden on the command line as `dotted.key=value`. Unknown keys are errors.
+Each table is described once, under the first place where it may stand; a key that holds a table links to it.
+The default of such a key is spelt as TOML: its `kind`, and what differs from the defaults of that kind.
+
 This page is generated from the models (`make docs`).
 """
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a table may stand, and the `kind` of the table around it, if that has one."""
+
+    path: str
+    around: str
+    model: type[BaseModel]
+
+    def title(self) -> str:
+        kinds = _kinds(self.model)
+        return (f"`[{self.path}]`" if self.path else "Top level") + (f" with `kind` {kinds}" if kinds else "")
+
+
 def reference() -> str:
-    """Render every table of the configuration as Markdown."""
+    """Render every table of the configuration as Markdown, each once."""
+    places = [_Place("", "", RunConfig), *_places(RunConfig, "")]
+    first = {place.model: place for place in reversed(places)}
+    repeated = Counter(place.title() for place in first.values())
+    titles = {
+        model: place.title() + (f" in `{place.around}`" if repeated[place.title()] > 1 else "")
+        for model, place in first.items()
+    }
     sections = [HEAD]
-    for path, model in _tables(RunConfig, ""):
-        title = f"`[{path}]`" if path else "Top level"
-        kind = model.model_fields.get("kind")
-        variant = f" with `kind` {_choices(kind)}" if kind is not None else ""
-        sections.append(f"## {title}{variant}\n\n{(model.__doc__ or '').strip()}\n\n{_rows(model)}")
+    for model in dict.fromkeys(place.model for place in places):
+        others = dict.fromkeys(f"`[{place.path}]`" for place in places if place.model is model)
+        also = [f"The same table stands at {', '.join([*others][1:])}."] if len(others) > 1 else []
+        parts = [f"## {titles[model]}", inspect.cleandoc(model.__doc__ or ""), *also, *_rows(model, titles)]
+        sections.append("\n\n".join(parts) + "\n")
     return "\n".join(sections)
 
 
-def _tables(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    yield path, model
+def _places(model: type[BaseModel], path: str) -> Iterator[_Place]:
     for name, field in model.model_fields.items():
         inner = f"{path}.{name}" if path else name
-        for part in models_in(field.annotation):
-            yield from _tables(part, inner)
+        parts = models_in(field.annotation)
+        yield from (_Place(inner, _kinds(model).strip("`"), part) for part in parts)
+        for part in parts:
+            yield from _places(part, inner)
 
 
-def _rows(model: type[BaseModel]) -> str:
-    lines = ["| key | default | what it is |", "|---|---|---|"]
-    for name, field in model.model_fields.items():
-        if name != "kind":
+def _rows(model: type[BaseModel], titles: Mapping[type[BaseModel], str]) -> Iterator[str]:
+    keys = {name: field for name, field in model.model_fields.items() if name != "kind"}
+    if keys:
+        lines = ["| key | default | what it is |", "|---|---|---|"]
+        for name, field in keys.items():
             limits = f" One of {choices}." if (choices := _choices(field)) else _limits(field)
             text = " ".join((field.description or "").split()).replace("|", "\\|")
-            lines.append(f"| `{name}` | {_default(field)} | {text}{limits} |")
-    return "\n".join(lines) + "\n"
+            lines.append(f"| `{name}` | {_default(field)} | {text}{limits}{_links(field, titles)} |")
+        yield "\n".join(lines)
+
+
+def _links(field: FieldInfo, titles: Mapping[type[BaseModel], str]) -> str:
+    """Name the tables that a key may hold, linked to their sections as GitHub and the site spell anchors."""
+    links = [
+        f"[{_kinds(model) or 'its keys'}](#{re.sub(r'[^a-z0-9_ -]', '', titles[model].lower()).replace(' ', '-')})"
+        for model in models_in(field.annotation)
+    ]
+    return f" → {', '.join(links)}" if links else ""
 
 
 def _default(field: FieldInfo) -> str:
@@ -55,13 +94,28 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if field.default is None:
         return "none"
-    if models_in(field.annotation):
-        return "see below"
-    if isinstance(field.default, bool):
-        return f"`{str(field.default).lower()}`"
-    if isinstance(field.default, str):
-        return f'`"{field.default}"`'.replace("|", "\\|")
-    return f"`{field.default}`"
+    text = _toml(field.default)
+    return "its defaults" if text == "{}" and models_in(field.annotation) else f"`{text}`".replace("|", "\\|")
+
+
+def _toml(value: object) -> str:
+    """Spell a default as TOML; of a table its kind, and what differs from the defaults of that kind."""
+    if isinstance(value, BaseModel):
+        named = {"kind": value.kind} if hasattr(value, "kind") else {}
+        value = {**named, **{name: getattr(value, name) for name in value.model_dump(exclude_defaults=True)}}
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{key} = {_toml(part)}" for key, part in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(part) for part in value)}]"
+    if isinstance(value, str):
+        return f"'{value}'" if "\\" in value else json.dumps(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _kinds(model: type[BaseModel]) -> str:
+    kind = model.model_fields.get("kind")
+    return _choices(kind) if kind is not None else ""
 
 
 def _choices(field: FieldInfo) -> str:

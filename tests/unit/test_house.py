@@ -31,6 +31,16 @@ def test_the_configuration_page_is_the_one_that_the_models_generate():
     assert (HOME / "docs/configuration.md").read_text() == reference(), "run `make docs`"
 
 
+def test_every_table_of_the_configuration_is_printed_once_and_links_to_tables_lead_there():
+    page = reference()
+    titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert len(set(titles)) == len(titles)
+    vllm = page.split("## `[rollout.engine]` with `kind` `vllm`")[1].split("\n## ")[0]
+    assert "\nThe same table stands at `[scoring.rewards.model.engine]`.\n" in vllm
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\(#([^)]+)\)", page)) == anchors - {"top-level"}
+
+
 @pytest.fixture(scope="module")
 def graph():
     """Every module of the packages, and who imports whom; imports for types alone count too."""
