@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo test test-slow test-vllm vllm check bench bench-vllm bench-gpu reality curves docs format
+.PHONY: demo test test-slow test-vllm vllm check bench bench-vllm bench-gpu reality curves docs site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -17,6 +17,10 @@ $(VENV)/.dev: $(VENV)/.base
 
 $(VENV)/.bench: $(VENV)/.dev
 	@infra/environments/install.sh $(VENV) dev bench
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	@infra/environments/install.sh $(VENV) docs
 	@touch $@
 
 demo: $(VENV)/.base  ## run the main job on this machine
@@ -47,6 +51,12 @@ format: $(VENV)/.dev
 
 docs: $(VENV)/.base  ## write the generated pages again
 	@$(BIN)/python -m tasks.config.reference > docs/configuration.md
+
+site: export NO_MKDOCS_2_WARNING := 1
+site: export DISABLE_MKDOCS_2_WARNING := true
+site: $(VENV)/.docs  ## the documentation as a site in build/site, without network; a broken link fails it
+	@$(BIN)/python -m mkdocs build
+	@echo "open build/site/index.html"
 
 bench: $(VENV)/.bench  ## compare with other trainers on this machine
 	@$(BIN)/python -m bench $(ARGS)
