@@ -23,7 +23,7 @@ from bench.decoders import MIDDLE, TINY, Decoder, write_decoder
 from bench.tables import Table
 from bench.vllm_raw import Raw, RawRound, RawWorkload, running_raw
 from infra.environments.find import find_python
-from infra.pools.cluster import Cluster
+from infra.pools.cluster import RayCluster
 from infra.pools.pool import Pool
 from infra.pools.worker import PoolSpec
 from infra.store.bundles import publish_bundle
@@ -112,7 +112,7 @@ async def _pool(home: Path, size: Size, python: Path):
         cache_gib=CACHE_GIB,
         lengths=LENGTHS,
     )
-    async with Cluster.open("bench") as cluster:
+    async with RayCluster.open("bench") as cluster:
         spec = PoolSpec(
             role="rollout",
             target="models.workers.rollout:RolloutWorker",

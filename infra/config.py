@@ -1,8 +1,8 @@
 """The base of every configuration model, bounds that many fields share, and the configuration of the worker pools."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Settings(BaseModel):
@@ -12,8 +12,10 @@ class Settings(BaseModel):
 
 
 class PoolsConfig(Settings):
-    """The worker processes and where they run."""
+    """The workers and where they run."""
 
+    cluster: Literal["ray", "threads"] = "ray"
+    """Workers are processes of a Ray cluster, or `threads` of this process: for notebooks and tests, on one CPU."""
     ray_address: str | None = None
     """Address of a Ray cluster (`ray://…`, `host:port` or `auto`); none starts an embedded one."""
     workers: Annotated[int, Field(ge=1, le=4096)] = 2
@@ -34,6 +36,23 @@ class PoolsConfig(Settings):
     """Longest time without progress before a worker counts as stalled, in seconds."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often one piece of work is tried again after its worker died."""
+
+    @model_validator(mode="after")
+    def _threads_can_do_it(self) -> "PoolsConfig":
+        if self.cluster == "threads":
+            beyond = {
+                "ray_address": self.ray_address,
+                "update_ranks": self.update_ranks if self.update_ranks > 1 else None,
+                "gpus_per_worker": self.gpus_per_worker or None,
+                "gpus_per_update_rank": self.gpus_per_update_rank or None,
+            }
+            for key, value in beyond.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{key} {value!r}: the workers of cluster 'threads' are in one process and share its devices; "
+                        "leave it out, or use cluster 'ray'"
+                    )
+        return self
 
 
 Positive = Annotated[int, Field(ge=1)]

@@ -7,18 +7,17 @@ environment set before that. One cluster per process.
 import asyncio
 import contextlib
 import logging
-import os
-import re
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.errors import ClusterFailed
 from infra.pools.fleet import Fleet
-from infra.pools.placement_group import SLOT, ReservedSlots
+from infra.pools.host import environment
+from infra.pools.placement_group import SLOT, RayLauncher, ReservedSlots
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
 from infra.pools.worker import PoolSpec
@@ -44,11 +43,11 @@ EMBEDDED_ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class RayCluster:
     """A connection to a Ray cluster, and the pools that this process works with."""
 
     address: str
-    """Where other processes find the same pools: `Cluster.open(namespace, address=address)`."""
+    """Where other processes find the same pools: `RayCluster.open(namespace, address=address)`."""
     namespace: str
     _embedded: bool
     _members: list[Pool | Fleet | RankGroup] = field(default_factory=list)
@@ -57,7 +56,7 @@ class Cluster:
     @contextlib.asynccontextmanager
     async def open(
         namespace: str, *, address: str | None = None, start_seconds: float = 60, log_to_driver: bool = False
-    ) -> "AsyncIterator[Cluster]":
+    ) -> "AsyncIterator[RayCluster]":
         """Start an embedded cluster, or connect to the one at `address`.
 
         Workers end with the process that started them, and at the latest with its context.
@@ -68,7 +67,7 @@ class Cluster:
             what = f"the Ray cluster at {address!r}"
             connection = _connected(address, namespace, log_to_driver=log_to_driver)
         async with _in_thread(connection, what=what, start_seconds=start_seconds) as reached:
-            cluster = Cluster(reached, namespace, address is None)
+            cluster = RayCluster(reached, namespace, address is None)
             try:
                 yield cluster
             finally:
@@ -76,8 +75,8 @@ class Cluster:
 
     async def pool(self, spec: PoolSpec) -> Pool:
         """Return a pool: workers that another process has started under this namespace and role, and new ones."""
-        pool = Pool(spec)
-        await pool.open(self._found(spec.role))
+        pool = Pool(spec, RayLauncher())
+        await pool.open()
         self._members.append(pool)
         return pool
 
@@ -88,28 +87,16 @@ class Cluster:
         """
         patience = max(spec.start_seconds for spec in specs)
         berths = ReservedSlots(slots, gpus=gpus_per_slot, embedded=self._embedded, start_seconds=patience)
-        fleet = Fleet(specs, berths=berths, found=self._found)
+        fleet = Fleet(specs, berths)
         self._members.append(fleet)
         return fleet
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
         """Return a group of ranks: the one that another process has started, else a new one."""
-        group = RankGroup(spec)
-        await group.open(self._found(spec.role))
+        group = RankGroup(spec, RayLauncher())
+        await group.open()
         self._members.append(group)
         return group
-
-    def _found(self, role: str) -> dict[int, int]:
-        """Look up the newest generation of each of a role's workers."""
-        import ray
-
-        found: dict[int, int] = {}
-        for name in ray.util.list_named_actors():
-            match = re.fullmatch(rf"{re.escape(role)}-(\d+)-(\d+)", name)
-            if match is not None:
-                index, generation = int(match[1]), int(match[2])
-                found[index] = max(generation, found.get(index, 0))
-        return found
 
 
 @contextlib.contextmanager
@@ -118,7 +105,7 @@ def _embedded(namespace: str, *, log_to_driver: bool) -> Iterator[str]:
     directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))  # sockets below it: paths of 103 bytes at most
     guard = start_guard(directory)
     try:
-        with _environment({**EMBEDDED_ENVIRONMENT, CLUSTER: str(directory)}):
+        with environment({**EMBEDDED_ENVIRONMENT, CLUSTER: str(directory)}):
             import ray
 
             ray.init(
@@ -141,7 +128,7 @@ def _embedded(namespace: str, *, log_to_driver: bool) -> Iterator[str]:
 @contextlib.contextmanager
 def _connected(address: str, namespace: str, *, log_to_driver: bool) -> Iterator[str]:
     """Connect to a cluster that others keep."""
-    with _environment(EMBEDDED_ENVIRONMENT if address.startswith("127.") else {}):
+    with environment(EMBEDDED_ENVIRONMENT if address.startswith("127.") else {}):
         import ray
 
         ray.init(address=address, namespace=namespace, log_to_driver=log_to_driver, logging_level=QUIET)
@@ -185,18 +172,3 @@ async def _in_thread(
         leave.set()
         if started.done():
             await asyncio.to_thread(thread.join, SHUTDOWN_SECONDS)
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

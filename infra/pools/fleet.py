@@ -5,15 +5,15 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from infra.errors import BadInput, ClusterFailed, RheostatError, WorkerLost
 from infra.pools.assignment import Assignment, Change, assign_slots, changes
-from infra.pools.placement_group import ReservedSlots
+from infra.pools.launcher import SlotLauncher
 from infra.pools.pool import Pool
 from infra.pools.slot import SlotState, WorkerSlot
-from infra.pools.worker import PoolSpec, ReservedSlot, find_worker, together
+from infra.pools.worker import PoolSpec, together
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +65,10 @@ class Fleet:
     A worker that falls asleep keeps its process, and is woken when its role returns to its slots.
     """
 
-    def __init__(
-        self, specs: Sequence[PoolSpec], *, berths: ReservedSlots, found: Callable[[str], Mapping[int, int]]
-    ) -> None:
-        """Describe a fleet; `found` looks a role's workers up (slot → newest generation). Nothing starts yet."""
-        self._berths = berths
-        self._found = found
-        self._pools = {spec.role: Pool(spec, ground=self) for spec in specs}
+    def __init__(self, specs: Sequence[PoolSpec], launcher: SlotLauncher) -> None:
+        """Describe a fleet. Nothing starts yet."""
+        self._launcher = launcher
+        self._pools = {spec.role: Pool(spec, launcher, look=self._look_for_workers) for spec in specs}
         self._widths = {spec.role: spec.slots for spec in specs}
         self._turn = asyncio.Lock()
         self._arranges = False
@@ -82,10 +79,6 @@ class Fleet:
     def role(self, role: str) -> Pool:
         """Return the pool of a role; its works wait while none of its workers is awake."""
         return self._pools[role]
-
-    def berth(self, role: str, slot: int) -> ReservedSlot:
-        """Say where the worker of a role in this slot runs."""
-        return self._berths.berth(slot, self._widths[role])
 
     def load(self) -> dict[str, RoleLoad]:
         """Measure every role, without asking any worker."""
@@ -126,9 +119,9 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
-        self._berths.remove()
+        self._launcher.remove()
 
-    def look(self) -> None:
+    def _look_for_workers(self) -> None:
         """Look for awake workers while work waits, unless they are this process's own."""
         if not self._arranges and self._looking is None and not self._closed:
             self._looking = asyncio.create_task(self._look())
@@ -178,7 +171,7 @@ class Fleet:
             growing = {role for role, count in workers.items() if count > serving[role]}
             current = self._awake(growing)
             asleep = {post for post, seat in self._seats() if seat.worker is not None and not seat.awake}
-            target = assign_slots(current, workers, widths=self._widths, nodes=self._berths.nodes, asleep=asleep)
+            target = assign_slots(current, workers, widths=self._widths, nodes=self._launcher.nodes, asleep=asleep)
             parts = changes(set(current), target)
             ended = await asyncio.gather(*(self._change(part) for part in parts), return_exceptions=True)
         moves: list[Move] = []
@@ -190,10 +183,10 @@ class Fleet:
 
     async def _begin(self) -> None:
         """Set the slots aside; names of workers that an earlier process may have left are not used again."""
-        await self._berths.reserve()
+        await self._launcher.reserve()
         self._arranges = True
         for role, pool in self._pools.items():
-            for slot, generation in self._found(role).items():
+            for slot, generation in self._launcher.found(role).items():
                 pool.add(slot, generation=generation)
 
     async def _change(self, change: Change) -> list[Move]:
@@ -242,7 +235,7 @@ class Fleet:
                         self._find(pool, slot, generation)
                         for role, pool in self._pools.items()
                         if pool.waiting
-                        for slot, generation in self._found(role).items()
+                        for slot, generation in self._launcher.found(role).items()
                     )
                 )
                 await asyncio.sleep(LOOK_SECONDS)
@@ -258,7 +251,7 @@ class Fleet:
             async with asyncio.timeout(LOOK_SECONDS):
                 worker = seat.worker
                 if worker is None or seat.generation != generation:
-                    worker = await find_worker(pool.spec, f"{pool.spec.role}-{slot}-{generation}")
+                    worker = await self._launcher.find(pool.spec, f"{pool.spec.role}-{slot}-{generation}")
                 if not await worker.asleep():
                     seat.generation = generation
                     seat.use(worker)

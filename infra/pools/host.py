@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -171,3 +172,18 @@ def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> di
         accelerator = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
     return {"TOKENIZERS_PARALLELISM": "false", **limits, **accelerator, **offline}
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,10 +1,11 @@
 """The places on the cluster that a fleet's slots stand for: bundles of one Ray placement group."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from infra.errors import BadInput, ClusterFailed
-from infra.pools.worker import ReservedSlot
+from infra.pools.worker import PoolSpec, ReservedSlot, WorkerProcess, find_worker, found_workers, start_worker
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -13,8 +14,26 @@ SLOT = "rheostat_slot"
 """Resource of an embedded cluster of which there is always enough: slots there are bounded by memory alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class RayLauncher:
+    """Start workers as actors of the Ray cluster that this process is connected to."""
+
+    async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerProcess:
+        """Start a worker that no fleet puts to sleep."""
+        assert slot is None, "slots are reserved first"
+        return await start_worker(spec, name)
+
+    async def find(self, spec: PoolSpec, name: str) -> WorkerProcess:
+        """Find a worker that another process has started."""
+        return await find_worker(spec, name)
+
+    def found(self, role: str) -> dict[int, int]:
+        """Look up the newest generation of each of a role's workers."""
+        return found_workers(role)
+
+
 class ReservedSlots:
-    """One bundle per slot, numbered so that those of one node follow each other.
+    """Start workers in slots. One bundle per slot, numbered so that those of one node follow each other.
 
     Processes of all roles share a bundle's GPUs, of which Ray can hand each only a part; so they ask Ray for none and
     are told which they are.
@@ -34,11 +53,20 @@ class ReservedSlots:
         self._bundles: list[int] = []
         self._devices: list[tuple[str, ...]] = []
 
-    def berth(self, first: int, width: int) -> ReservedSlot:
-        """Say where the worker of `width` slots from `first` on runs, and which GPUs it has."""
-        assert self._group is not None, "reserve() comes first"
-        devices = [device for held in self._devices[first : first + width] for device in held]
-        return ReservedSlot(self._group, self._bundles[first], tuple(dict.fromkeys(devices)))
+    async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerProcess:
+        """Start a worker in the slots from this one on; it is asleep until it is woken."""
+        assert slot is not None and self._group is not None, "reserve() comes first"
+        devices = [device for held in self._devices[slot : slot + spec.slots] for device in held]
+        berth = ReservedSlot(self._group, self._bundles[slot], tuple(dict.fromkeys(devices)))
+        return await start_worker(spec, name, berth=berth)
+
+    async def find(self, spec: PoolSpec, name: str) -> WorkerProcess:
+        """Find a worker that another process has started."""
+        return await find_worker(spec, name)
+
+    def found(self, role: str) -> dict[int, int]:
+        """Look up the newest generation of each of a role's workers."""
+        return found_workers(role)
 
     async def reserve(self) -> None:
         """Wait until the cluster has set the places aside."""

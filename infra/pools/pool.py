@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TypeVar
 
 from infra.errors import ClusterFailed, RheostatError, WorkerAsleep, WorkerLost
 from infra.pools.host import Returned
+from infra.pools.launcher import Launcher, Worker
 from infra.pools.slot import SlotState, WorkerSlot
-from infra.pools.worker import Done, PoolSpec, ReservedSlot, Worker, checked, together
+from infra.pools.worker import Done, PoolSpec, checked, together
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -17,25 +18,16 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class SlotProvider(Protocol):
-    """What a pool's workers stand on when it shares slots with others: a fleet."""
-
-    def berth(self, role: str, slot: int) -> ReservedSlot:
-        """Say where the worker of a role in this slot runs."""
-
-    def look(self) -> None:
-        """Be told that work waits for a worker."""
-
-
 class Pool:
     """Run work on interchangeable workers. Belongs to one event loop.
 
     A lost worker is replaced and its work done again elsewhere; what a worker raises is not tried again.
-    On a `ground`, workers come and go as its fleet says, and work waits for them; else there are always `spec.size`.
+    In a fleet's slots workers come and go as the fleet says, and work waits for them; else there are always
+    `spec.size`.
     """
 
-    def __init__(self, spec: PoolSpec, *, ground: SlotProvider | None = None) -> None:
-        """Make a pool without workers."""
+    def __init__(self, spec: PoolSpec, launcher: Launcher, *, look: Callable[[], None] | None = None) -> None:
+        """Make a pool without workers; its fleet is told by `look` that work waits for one."""
         self.spec = spec
         self.restarts = 0
         self.done = 0
@@ -44,7 +36,8 @@ class Pool:
         self.record: object = None
         """What the replacement of a lost worker takes before it is used."""
         self._ended_seconds = 0.0
-        self._ground = ground
+        self._launcher = launcher
+        self._look = look
         self._seats: dict[int, WorkerSlot] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._changed = asyncio.Event()
@@ -59,7 +52,7 @@ class Pool:
 
     @property
     def seats(self) -> Mapping[int, WorkerSlot]:
-        """Places of workers, by index; on a ground, the index is a worker's first slot."""
+        """Places of workers, by index; in a fleet, the index is a worker's first slot."""
         return self._seats
 
     @property
@@ -69,8 +62,9 @@ class Pool:
         under_way = sum(now - seat.began for seat in self._seats.values() if seat.state is SlotState.BUSY)
         return self._ended_seconds + under_way
 
-    async def open(self, found: Mapping[int, int]) -> None:
-        """Take over the workers found (index → generation) and start those that are missing; all or nothing."""
+    async def open(self) -> None:
+        """Take over the workers that others have started and start those that are missing; all or nothing."""
+        found = self._launcher.found(self.spec.role)
         for index, generation in found.items():
             self.add(index, generation=generation)
         starts = []
@@ -91,9 +85,9 @@ class Pool:
     def add(self, index: int, *, generation: int = -1) -> WorkerSlot:
         """Return the place of this index; a new one has no process, and its next will be `generation + 1`."""
         if index not in self._seats:
-            ground = self._ground
-            berth = None if ground is None else (lambda: ground.berth(self.spec.role, index))
-            self._seats[index] = WorkerSlot(self.spec, index, generation=generation, berth=berth)
+            self._seats[index] = WorkerSlot(
+                self.spec, index, launcher=self._launcher, shared=self._look is not None, generation=generation
+            )
         return self._seats[index]
 
     async def run(self, method: str, work: object, *, returns: type[R]) -> Done[R]:
@@ -181,8 +175,8 @@ class Pool:
                 wanted = [seat for seat in self._seats.values() if seat.wanted]
                 if self._fault is not None and wanted and all(seat.state is SlotState.EMPTY for seat in wanted):
                     raise self._fault
-                if self._ground is not None:
-                    self._ground.look()
+                if self._look is not None:
+                    self._look()
                 await self._changed.wait()
         finally:
             self.waiting -= 1
@@ -209,7 +203,7 @@ class Pool:
 
     def _lose(self, seat: WorkerSlot) -> None:
         """Give a lost worker up, and replace it if it is still wanted."""
-        ours = self._ground is None or (seat.worker is not None and seat.worker.ours)
+        ours = self._look is None or (seat.worker is not None and seat.worker.ours)
         seat.lose()
         self.restarts += 1
         seat.wanted = seat.wanted and ours  # its fleet replaces it

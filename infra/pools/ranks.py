@@ -4,16 +4,20 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import TypeVar
 
 from infra.errors import ClusterFailed, WorkerFailed, WorkerLost
 from infra.pools.host import Returned
-from infra.pools.worker import Done, PoolSpec, Worker, checked, find_worker, start_worker, together
+from infra.pools.launcher import Launcher, Worker
+from infra.pools.worker import Done, PoolSpec, checked, together
 
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
+
+JOIN = "join"
+"""The method by which ranks meet."""
 
 PEER_SECONDS = 3.0
 """How long a rank that raised waits for its peers' fate: a lost peer explains a broken connection."""
@@ -48,9 +52,10 @@ class RankGroup:
     hang in a collective: all are killed, started afresh and the work is done again.
     """
 
-    def __init__(self, spec: PoolSpec) -> None:
+    def __init__(self, spec: PoolSpec, launcher: Launcher) -> None:
         """Make a group without processes."""
         self.spec = spec
+        self._launcher = launcher
         self.restarts = 0
         self.busy_seconds = 0.0
         self._generation = -1
@@ -63,12 +68,13 @@ class RankGroup:
         """Process ids, rank 0's first; none after a failure, until the next work."""
         return tuple(worker.place.pid for _, worker in sorted(self._ranks.items()))
 
-    async def open(self, found: Mapping[int, int]) -> None:
-        """Take over the ranks found (rank → generation) if they are complete, else start all."""
+    async def open(self) -> None:
+        """Take over the ranks that another process has started if they are complete, else start all."""
+        found = self._launcher.found(self.spec.role)
         self._generation = max(found.values(), default=-1)
         whole = [rank for rank, generation in sorted(found.items()) if generation == self._generation]
         if whole == list(range(self.spec.size)):
-            self._ranks = {rank: await find_worker(self.spec, self._name(rank)) for rank in whole}
+            self._ranks = {rank: await self._launcher.find(self.spec, self._name(rank)) for rank in whole}
         else:
             await self._start()
 
@@ -127,14 +133,14 @@ class RankGroup:
             raise
 
     async def _start_rank(self, rank: int) -> None:
-        self._ranks[rank] = await start_worker(self.spec, self._name(rank))
+        self._ranks[rank] = await self._launcher.start(self.spec, self._name(rank), slot=None)
 
     async def _join(self) -> None:
         """Let the ranks meet at a free port of rank 0's node; a port taken meanwhile is a loss like any other."""
         address, port = self._ranks[0].place.address, await self._ranks[0].free_port()
         size, patience = self.spec.size, self.spec.start_seconds
         joins = [
-            worker.perform("join", rank, size, address, port, stall_seconds=patience)
+            worker.perform(JOIN, rank, size, address, port, stall_seconds=patience)
             for rank, worker in sorted(self._ranks.items())
         ]
         try:

@@ -3,19 +3,37 @@
 import enum
 import logging
 import time
-from collections.abc import Callable
 
 from infra.errors import RheostatError, WorkerLost
-from infra.pools.worker import PoolSpec, ReservedSlot, Worker, find_worker, start_worker
+from infra.pools.launcher import Launcher, Worker
+from infra.pools.worker import PoolSpec
 
 logger = logging.getLogger(__name__)
 
 
 class SlotState(enum.Enum):
-    """What the worker of a seat is at."""
+    """What the worker of a seat is at.
+
+    ::
+
+                  enter: start, wake, take           _take
+        ┌───────┐ ─────────────────────► ┌────────┐ ─► ┌──────┐ ───────► ┌──────┐
+        │ EMPTY │       _replace         │ COMING │    │ IDLE │          │ BUSY │
+        └───────┘ ◄───────────────────── └────────┘    └──────┘ ◄─────── └──────┘
+            ▲     failed                      ▲           │      answered    │
+            │                           enter │           │ sleep            │
+            │                            ┌────────┐    ┌───────┐             │
+            ├─────────────────────────── │ ASLEEP │ ◄─ │ GOING │             │
+            │  lose: it died             └────────┘    └───────┘             │
+            └──────── lose: it died, stood still, or would not sleep ────────┘
+
+    `enter`, `sleep`, `end` and `lose` are this module's; its pool makes an idle seat busy (`_take`) and back, and
+    replaces a lost worker that is still wanted (`_replace`, at once COMING). A fleet drains a seat before its worker
+    goes, so that BUSY is never left for GOING. IDLE, GOING and ASLEEP are lost to EMPTY as BUSY is.
+    """
 
     EMPTY = enum.auto()
-    """No process."""
+    """No worker."""
     COMING = enum.auto()
     """Starts, wakes or loads."""
     IDLE = enum.auto()
@@ -31,10 +49,8 @@ class WorkerSlot:
     A name is never used twice, and processes that replace one worker agree on it.
     """
 
-    def __init__(
-        self, spec: PoolSpec, index: int, *, generation: int = -1, berth: Callable[[], ReservedSlot] | None = None
-    ) -> None:
-        """Make a seat without a process; in a `berth`, workers start asleep."""
+    def __init__(self, spec: PoolSpec, index: int, *, launcher: Launcher, shared: bool, generation: int = -1) -> None:
+        """Make a seat without a worker; in the slots that a fleet shares, workers start asleep."""
         self.index = index
         self.generation = generation
         self.wanted = False
@@ -47,7 +63,8 @@ class WorkerSlot:
         """What a busy worker works on, since `began` (monotonic seconds)."""
         self.began = 0.0
         self._spec = spec
-        self._bundle = berth
+        self._launcher = launcher
+        self._shared = shared
 
     @property
     def awake(self) -> bool:
@@ -69,7 +86,7 @@ class WorkerSlot:
         """Take over the worker that another process has started, or start one if it is gone."""
         self.state = SlotState.COMING
         try:
-            self.use(await find_worker(self._spec, self._name()))
+            self.use(await self._launcher.find(self._spec, self._name()))
         except WorkerLost:
             await self.enter(None)
 
@@ -79,9 +96,9 @@ class WorkerSlot:
         try:
             if self.worker is None:
                 self.generation += 1
-                berth = None if self._bundle is None else self._bundle()
-                self.worker = await start_worker(self._spec, self._name(), berth=berth)
-            if self._bundle is not None:
+                slot = self.index if self._shared else None
+                self.worker = await self._launcher.start(self._spec, self._name(), slot=slot)
+            if self._shared:
                 await self.worker.wake(record, stall_seconds=self._spec.stall_seconds)
                 self.took = self.took or record is not None
         except RheostatError:

@@ -1,8 +1,9 @@
-"""The driver's side of one worker: start it, ask it, watch it, kill it. No retries here."""
+"""The driver's side of one worker process of Ray: start it, ask it, watch it, kill it. No retries here."""
 
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class Done(Generic[R]):
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerProcess:
     """One live worker process."""
 
     role: str
@@ -124,7 +125,7 @@ class Worker:
             for task in (answer, watch):
                 task.cancel()
             await asyncio.gather(answer, watch, return_exceptions=True)
-        return _unwrap(outcome, f"{self.role}.{method}", self.place.pid)
+        return unwrapped(outcome, f"{self.role}.{method}", self.place.pid)
 
     async def _watch(self, what: str, stall_seconds: float) -> None:
         """Raise when the counter has stood still for `stall_seconds`; a late answer alone is no stall."""
@@ -194,7 +195,7 @@ class Worker:
             _kill(self.actor)
 
 
-async def start_worker(spec: PoolSpec, name: str, *, berth: ReservedSlot | None = None) -> Worker:
+async def start_worker(spec: PoolSpec, name: str, *, berth: ReservedSlot | None = None) -> WorkerProcess:
     """Start a worker, or find the one of that name; the process is killed if it is not ready in time.
 
     In a berth, the worker is asleep until it is woken.
@@ -223,17 +224,17 @@ async def start_worker(spec: PoolSpec, name: str, *, berth: ReservedSlot | None 
             place: ProcessPlace = await _ask(actor.place.options(concurrency_group=WATCH).remote(), what)
             constructing = actor.construct.options(concurrency_group=WORK).remote(spec.target, spec.options)
             outcome = await _ask(constructing, what)
-            _unwrap(outcome, f"{spec.role}: {spec.target}(...)", place.pid)
+            unwrapped(outcome, f"{spec.role}: {spec.target}(...)", place.pid)
     except TimeoutError:
         _kill(actor)
         raise WorkerLost(f"{what} was not ready within {spec.start_seconds:g} s ({spec.target})") from None
     except BaseException:
         _kill(actor)
         raise
-    return Worker(spec.role, name, actor, place)
+    return WorkerProcess(spec.role, name, actor, place)
 
 
-async def find_worker(spec: PoolSpec, name: str) -> Worker:
+async def find_worker(spec: PoolSpec, name: str) -> WorkerProcess:
     """Find a worker that another process has started."""
     import ray
 
@@ -244,7 +245,20 @@ async def find_worker(spec: PoolSpec, name: str) -> Worker:
         place: ProcessPlace = await asyncio.wait_for(_ask(asked, what), spec.start_seconds)
     except (ValueError, TimeoutError) as error:
         raise WorkerLost(f"{what} is gone or did not answer within {spec.start_seconds:g} s") from error
-    return Worker(spec.role, name, actor, place)
+    return WorkerProcess(spec.role, name, actor, place)
+
+
+def found_workers(role: str) -> dict[int, int]:
+    """Look up the newest generation of each of a role's workers."""
+    import ray
+
+    found: dict[int, int] = {}
+    for name in ray.util.list_named_actors():
+        match = re.fullmatch(rf"{re.escape(role)}-(\d+)-(\d+)", name)
+        if match is not None:
+            index, generation = int(match[1]), int(match[2])
+            found[index] = max(generation, found.get(index, 0))
+    return found
 
 
 async def together(starts: Sequence[Awaitable[None]]) -> list[BaseException]:
@@ -273,7 +287,8 @@ async def _ask(answer: "Awaitable[T]", what: str) -> T:
         raise WorkerLost(f"{what} died: {_first_cause(error)}") from error
 
 
-def _unwrap(outcome: Returned | Raised, what: str, pid: int) -> Returned:
+def unwrapped(outcome: Returned | Raised, what: str, pid: int) -> Returned:
+    """Return what a worker returned, or raise what it raised with its traceback as a note."""
     if isinstance(outcome, Returned):
         return outcome
     error: RheostatError = outcome.error or WorkerFailed(f"{what} raised {outcome.kind}: {outcome.message}")

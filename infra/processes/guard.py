@@ -4,6 +4,11 @@ Ray's own agents stay for more than a minute after their driver was killed, and 
 longer. The owner holds the guard's stdin open; when that closes, by the owner's will or by its SIGKILL, every process
 of the cluster or of the server is killed, and their directory removed. A server's command is started by the guard
 itself, which adopts what the command leaves behind. Run as a file, so this imports nothing of the house.
+
+No library does this. psutil finds and kills a tree, but somebody must be alive to call it, and children of a dead
+process hang in no tree; the kernel's signal at a parent's death (prctl) reaches one generation, when a thread ends;
+supervisord and circus are daemons that are configured and outlive everybody; control groups and systemd's scopes end
+all that is in them, but need rights that a container or a laptop's user does not have.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""A server of another environment that this process owns: started, watched, and ended with its owner."""
+"""A server of another environment that this process owns: started, watched, and ended with its owner.
+
+The ending is the guard's, whose head says why no library does it; ports, logs and readiness are ordinary.
+"""
 
 import contextlib
 import errno

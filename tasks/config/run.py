@@ -143,6 +143,15 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _others_can_join(self) -> "RunConfig":
+        if self.pools.cluster == "threads" and self.controllers.where == "deployment":
+            raise ValueError(
+                "controllers.where 'deployment': controllers in other processes cannot reach the workers of "
+                "pools.cluster 'threads'; expected 'nested', or pools.cluster 'ray'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _roles_have_room(self) -> "RunConfig":
         slots = sum(self.placement.replicas.get(term, 1) * reward.slots for term, reward in self.scoring.local.items())
         if slots > self.pools.workers:

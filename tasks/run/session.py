@@ -5,16 +5,18 @@ Flows and tasks hand each other a `RunRef`, small and serialisable; `session_of`
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from infra.config import PoolsConfig, Settings
 from infra.errors import RheostatError
-from infra.pools.cluster import Cluster
+from infra.pools.cluster import RayCluster
 from infra.pools.fleet import Fleet
 from infra.pools.pool import Pool
+from infra.pools.protocol import Cluster
 from infra.pools.ranks import RankGroup
+from infra.pools.threads import ThreadCluster
 from infra.pools.worker import Done, PoolSpec
 from infra.store.runs import Run
 from models.config.judges import JudgeReward, ServedReward
@@ -54,7 +56,7 @@ class RunRef(Settings):
     epoch: int | None = None
     """Controller epoch of the holder; none makes the called flow take the run over itself."""
     cluster: str | None = None
-    """Address of the Ray cluster that hosts the holder's pools; none starts an embedded one."""
+    """Address of the Ray cluster that hosts the holder's pools; none has the run open pools of its own."""
     pools: PoolsConfig | None = None
     """The holder's worker processes, which who joins it shares; none takes those that the run was made with."""
 
@@ -163,14 +165,20 @@ def is_open(ref: RunRef) -> bool:
 @asynccontextmanager
 async def open_session(run: Run, settings: RunConfig, *, store: str, join: str | None = None) -> AsyncIterator[RunRef]:
     """Open the run's cluster, or at `join` the one where another process has its pools, and register the run."""
-    address = join or settings.pools.ray_address
-    async with Cluster.open(f"rheostat-{run.name}", address=address) as cluster:
+    async with _cluster(run, settings.pools, join=join) as cluster:
         session = _OPEN[store, run.name] = Session(run=run, settings=settings, cluster=cluster)
         try:
             yield RunRef(store=store, name=run.name, epoch=run.epoch, cluster=cluster.address, pools=settings.pools)
         finally:
             del _OPEN[store, run.name]
             await session.close()
+
+
+def _cluster(run: Run, pools: PoolsConfig, *, join: str | None) -> AbstractAsyncContextManager[Cluster]:
+    """Open what hosts the run's workers."""
+    if pools.cluster == "threads":
+        return ThreadCluster.open(threads=pools.threads)
+    return RayCluster.open(f"rheostat-{run.name}", address=join or pools.ray_address)
 
 
 async def _start(session: Session, role: str) -> Pool | RankGroup:

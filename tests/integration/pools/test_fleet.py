@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from infra.errors import BadInput, ClusterFailed
-from infra.pools.cluster import Cluster
+from infra.pools.cluster import RayCluster
 from infra.pools.placement_group import ReservedSlots
 from infra.pools.worker import PoolSpec
 from tests.support.fleet_workers import Served
@@ -113,7 +113,7 @@ async def until(holds, *, seconds=30):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster():
-    async with Cluster.open("fleets") as opened:
+    async with RayCluster.open("fleets") as opened:
         yield opened
 
 
@@ -405,10 +405,10 @@ async def test_another_process_uses_the_workers_that_are_awake_and_moves_none(cl
     program = f"""
 import asyncio
 from pathlib import PosixPath
-from infra.pools.cluster import Cluster
+from infra.pools.cluster import RayCluster
 from infra.pools.worker import PoolSpec
 async def main():
-    async with Cluster.open({cluster.namespace!r}, address={cluster.address!r}) as cluster:
+    async with RayCluster.open({cluster.namespace!r}, address={cluster.address!r}) as cluster:
         fleet = await cluster.fleet({shared.specs!r}, slots=2, gpus_per_slot=0)
         work = lambda role: fleet.role(role).run("work", ("other", 0.01), returns=tuple)
         rollout, judge = {shared.names!r}
@@ -444,7 +444,7 @@ async def test_workers_of_all_roles_see_the_gpus_of_their_slots():
     """On GPUs that are only said to be there: Ray counts them, nobody opens one."""
     program = """
 import asyncio, ray
-from infra.pools.placement_group import SLOT, Berths
+from infra.pools.placement_group import SLOT, ReservedSlots
 from infra.pools.fleet import Fleet
 from infra.pools.worker import PoolSpec
 async def main():
@@ -453,8 +453,7 @@ async def main():
     for gpus, slots in ((1, 4), (2, 2), (0.5, 4)):
         roles = {f"narrow{slots}{gpus}": 1, f"wide{slots}{gpus}": 2}
         specs = [PoolSpec(role, "tests.support.workers:Counting", slots=width) for role, width in roles.items()]
-        berths = Berths(slots, gpus=gpus, embedded=True, start_seconds=60)
-        fleet = Fleet(specs, berths=berths, found=lambda role: {})
+        fleet = Fleet(specs, ReservedSlots(slots, gpus=gpus, embedded=True, start_seconds=60))
         seen = []
         for (role, width) in roles.items():
             count = min(2, slots // width)
@@ -487,10 +486,10 @@ with tempfile.TemporaryDirectory(dir="/tmp") as directory:
 """
     arrange = """
 import asyncio, sys
-from infra.pools.cluster import Cluster
+from infra.pools.cluster import RayCluster
 from infra.pools.worker import PoolSpec
 async def main():
-    async with Cluster.open("others", address=sys.argv[1]) as cluster:
+    async with RayCluster.open("others", address=sys.argv[1]) as cluster:
         specs = [PoolSpec(role, "tests.support.workers:Counting") for role in ("rollout", "judge")]
         fleet = await cluster.fleet(specs, slots=2, gpus_per_slot=0)
         await fleet.arrange({"rollout": 1, "judge": 1})

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from infra.errors import ClusterFailed, Damaged, WorkerFailed, WorkerLost, WorkerStalled
-from infra.pools.cluster import Cluster
+from infra.pools.cluster import RayCluster
 from infra.pools.worker import PoolSpec
 from infra.processes.guard import processes_of
 
@@ -38,7 +38,7 @@ async def gone(*pids, seconds=10):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster():
-    async with Cluster.open("tests") as opened:
+    async with RayCluster.open("tests") as opened:
         yield opened
 
 
@@ -248,10 +248,10 @@ async def test_another_process_finds_the_pool_and_leaves_it_running(cluster):
     pool = await cluster.pool(described)
     program = f"""
 import asyncio
-from infra.pools.cluster import Cluster
+from infra.pools.cluster import RayCluster
 from infra.pools.worker import PoolSpec
 async def main():
-    async with Cluster.open({cluster.namespace!r}, address={cluster.address!r}) as cluster:
+    async with RayCluster.open({cluster.namespace!r}, address={cluster.address!r}) as cluster:
         pool = await cluster.pool(PoolSpec({described.role!r}, {described.target!r}, {described.options!r}, size=2))
         done = await pool.run("echo", 1, returns=int)
         print("used", done.pid, *sorted(pool.pids))
@@ -269,7 +269,7 @@ asyncio.run(main())
 
 async def test_one_process_has_one_cluster(cluster):
     with pytest.raises(ClusterFailed, match="embedded Ray cluster did not start"):
-        async with Cluster.open("second"):
+        async with RayCluster.open("second"):
             pass
 
 
@@ -277,9 +277,9 @@ async def test_one_process_has_one_cluster(cluster):
 async def test_a_cluster_that_is_not_there_in_time_is_one_error(address):
     program = f"""
 import asyncio
-from infra.pools.cluster import Cluster
+from infra.pools.cluster import RayCluster
 async def main():
-    async with Cluster.open("nobody", address={address!r}, start_seconds=0.7):
+    async with RayCluster.open("nobody", address={address!r}, start_seconds=0.7):
         pass
 asyncio.run(main())
 """
@@ -292,10 +292,10 @@ asyncio.run(main())
 async def test_nothing_survives_a_killed_driver():
     program = """
 import asyncio, os, sys
-from infra.pools.cluster import Cluster
+from infra.pools.cluster import RayCluster
 from infra.pools.worker import PoolSpec
 async def main():
-    async with Cluster.open("doomed") as cluster:
+    async with RayCluster.open("doomed") as cluster:
         pool = await cluster.pool(PoolSpec("role", "tests.support.workers:Counting"))
         child = (await pool.run("spawn", None, returns=int)).result
         print(child, *pool.pids, flush=True)

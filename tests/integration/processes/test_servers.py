@@ -145,10 +145,10 @@ class Serving:
 
 WITH_WORKER = """
 import asyncio, sys
-from infra.pools.cluster import Cluster
+from infra.pools.cluster import RayCluster
 from infra.pools.worker import PoolSpec
 async def main():
-    async with Cluster.open("servers") as cluster:
+    async with RayCluster.open("servers") as cluster:
         for role in ("let go", "killed"):
             pool = await cluster.pool(PoolSpec(role, "tests.integration.processes.test_servers:Serving"))
             print("pids", *(await pool.run("serve", None, returns=tuple)).result, flush=True)

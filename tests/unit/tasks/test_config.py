@@ -25,6 +25,18 @@ def test_every_shipped_configuration_parses_and_its_run_has_the_files_name(path)
     assert load_config(path).name == path.stem
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["pools.update_ranks=2", "pools.ray_address=auto", "pools.gpus_per_worker=1", "controllers.where=deployment"],
+)
+def test_what_threads_cannot_do_is_refused_in_a_line_that_names_it(override):
+    key = override.partition("=")[0].rpartition(".")[2]
+    told = complaint("", "pools.cluster=threads", override)
+    assert key in told
+    assert "'threads'" in told
+    assert "'ray'" in told
+
+
 def test_the_defaults_are_a_configuration():
     assert parse_config({}, source="nothing") == RunConfig()
 
@@ -223,7 +235,7 @@ def test_a_missing_file_is_answered_with_the_one_that_was_meant(tmp_path, monkey
     [
         "name=other", "store=elsewhere", "iterations=99", "controllers.count=5", "controllers.where=deployment",
         "pools.workers=7", "pools.scoring_workers=3", "pools.stall_seconds=9", "pools.gpus_per_update_rank=1",
-        "pools.ray_address=auto", "retention.keep_last=9", "retention.keep_every=2",
+        "pools.ray_address=auto", "pools.cluster=threads", "retention.keep_last=9", "retention.keep_every=2",
     ],
 )  # fmt: skip
 def test_what_results_do_not_depend_on_is_no_part_of_a_runs_identity(override):

@@ -1,0 +1,58 @@
+"""The tiny job as a flow of this process: real workers in threads, a real store and manifests, no process to start."""
+
+import contextlib
+import io
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.cli.app import main
+from flows.cli.train import run_flow
+from tasks.config.run import override_config
+from tests.support.jobs import TINY, Ended
+
+
+@dataclass(frozen=True)
+class InProcessJob:
+    """A place for one run, as `Job` is, whose workers are threads; what goes wrong is raised."""
+
+    home: Path
+    api: str
+    """A Prefect API that several jobs share."""
+
+    @property
+    def store(self) -> Path:
+        return self.home / "store"
+
+    @property
+    def run(self) -> Path:
+        """Directory of the run."""
+        return self.store / "tiny"
+
+    def train(self, *overrides: str) -> None:
+        """Run the job to its end."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        (self.home / "tiny.toml").write_text(TINY)
+        here = (f"store={self.store}", "pools.cluster=threads")
+        config = override_config(tomllib.loads(TINY), [*overrides, *here], source="tiny")
+        with self._prefect():
+            from flows.train import train
+
+            run_flow(train(config))
+
+    def command(self, name: str, *arguments: str) -> Ended:
+        """Give a command about the run, which only reads it."""
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = main([name, "tiny", *arguments, "--store", str(self.store)])
+        return Ended(code, output.getvalue())
+
+    @contextmanager
+    def _prefect(self) -> Iterator[None]:
+        from prefect.settings import PREFECT_API_URL, PREFECT_RESULTS_LOCAL_STORAGE_PATH, temporary_settings
+
+        results = str(self.home / "results")
+        with temporary_settings({PREFECT_API_URL: self.api, PREFECT_RESULTS_LOCAL_STORAGE_PATH: results}):
+            yield

@@ -1,0 +1,132 @@
+"""The cluster of threads: what pools promise, without a process."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+import pytest
+
+from infra.errors import BadInput, Damaged, WorkerFailed
+from infra.pools.threads import ThreadCluster
+from infra.pools.worker import PoolSpec
+from tests.support.fleet_workers import Served
+
+COUNTING = "tests.support.workers:Counting"
+
+
+@pytest.fixture
+async def cluster():
+    async with ThreadCluster.open(threads=1) as opened:
+        yield opened
+
+
+async def test_each_worker_does_one_piece_of_work_after_another(cluster):
+    pool = await cluster.pool(PoolSpec("echo", COUNTING, {"start": 3}, size=2))
+    works = [pool.run("echo", number, returns=int) for number in range(8)]
+    done = await asyncio.gather(*works)
+    assert [one.result for one in done] == list(range(8))
+    assert {one.worker for one in done} == {"echo-0-0", "echo-1-0"}
+    totals = await asyncio.gather(*(pool.run("total", None, returns=int) for _ in range(2)))
+    assert sum(one.result for one in totals) == 8 + 2 * 3
+
+
+async def test_a_counter_that_moves_is_read_while_its_worker_works(cluster):
+    pool = await cluster.pool(PoolSpec("slow", COUNTING, stall_seconds=0.4))
+    done = await pool.run("slow_but_steady", 1.2, returns=int)
+    assert done.result > 0
+
+
+async def test_errors_of_ours_stay_what_they_are_and_others_come_with_their_traceback(cluster):
+    pool = await cluster.pool(PoolSpec("faulty", COUNTING))
+    with pytest.raises(Damaged, match="shard 7 is torn"):
+        await pool.run("raise_damaged", 7, returns=int)
+    with pytest.raises(WorkerFailed, match=r"faulty\.raise_value_error raised ValueError: cannot digest 7") as raised:
+        await pool.run("raise_value_error", 7, returns=int)
+    assert "in raise_value_error" in raised.value.__notes__[0]
+    assert (await pool.run("echo", 1, returns=int)).result == 1
+    with pytest.raises(WorkerFailed, match="no weights at nowhere"):
+        await cluster.pool(PoolSpec("unbuildable", "tests.support.workers:Unbuildable", {"path": "nowhere"}))
+
+
+async def test_a_worker_that_stands_still_is_told_of_and_neither_replaced_nor_waited_for(tmp_path):
+    async with ThreadCluster.open(threads=1) as cluster:
+        pool = await cluster.pool(PoolSpec("stuck", COUNTING, stall_seconds=0.2))
+        with pytest.raises(WorkerFailed, match=r"stuck\.hang_once .* a thread cannot be killed"):
+            await pool.run("hang_once", tmp_path / "hung", returns=int)
+        assert pool.restarts == 0
+
+
+async def test_a_worker_that_is_busy_when_the_cluster_closes_ends_its_work_first(tmp_path):
+    async with ThreadCluster.open(threads=1) as cluster:
+        fleet = await cluster.fleet([spec("rollout", tmp_path)], slots=1, gpus_per_slot=0)
+        await fleet.arrange({"rollout": 1}, take={"rollout": Served("v1")})
+        working = asyncio.create_task(fleet.role("rollout").run("work", ("late", 0.2), returns=tuple))
+        await asyncio.sleep(0.05)
+        working.cancel()
+        with suppress(asyncio.CancelledError):
+            await working
+    assert (tmp_path / "done").read_text().startswith("rollout late")
+    assert not any(thread.name.startswith("rollout-") for thread in threading.enumerate())
+
+
+def spec(role, home):
+    (home / "awake").mkdir(exist_ok=True)
+    return PoolSpec(role, "tests.support.fleet_workers:Turning", {"role": role, "home": home})
+
+
+async def test_a_slot_changes_hands_by_sleep_and_wake_and_every_move_is_told(cluster, tmp_path):
+    fleet = await cluster.fleet([spec("rollout", tmp_path), spec("judge", tmp_path)], slots=1, gpus_per_slot=0)
+    take = {"rollout": Served("policy"), "judge": Served("judge")}
+    moves = [
+        (move.before, move.after, move.how)
+        for workers in ({"rollout": 1}, {"judge": 1}, {"rollout": 1}, {})
+        for move in await fleet.arrange(workers, take=take)
+    ]
+    assert moves == [
+        (None, "rollout", "start"),
+        ("rollout", "judge", "start"),
+        ("judge", "rollout", "wake"),
+        ("rollout", None, "sleep"),
+    ]
+    assert not list((tmp_path / "awake").iterdir())
+
+
+async def test_a_worker_that_cannot_take_what_it_shall_serve_leaves_the_slot_as_it_was(cluster, tmp_path):
+    fleet = await cluster.fleet([spec("rollout", tmp_path), spec("judge", tmp_path)], slots=1, gpus_per_slot=0)
+    take = {"rollout": Served("policy"), "judge": Served("judge")}
+    await fleet.arrange({"rollout": 1}, take=take)
+    (tmp_path / "fail-judge-take").touch()
+    (failed,) = await fleet.arrange({"judge": 1}, take=take)
+    assert failed.error is not None
+    assert "judge cannot take" in failed.error
+    assert fleet.allocation() == {"rollout": (0,), "judge": ()}
+
+
+async def test_ranks_are_one_and_more_are_refused(cluster):
+    ranks = await cluster.ranks(PoolSpec("update", "tests.support.workers:Ring"))
+    assert (await ranks.run("fail_on_one", None, returns=tuple)).result[0] == 0
+    with pytest.raises(BadInput, match="2 ranks are as many processes"):
+        await cluster.ranks(PoolSpec("pair", "tests.support.workers:Ring", size=2))
+
+
+async def test_workers_find_their_environment_and_the_process_keeps_its_own(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    async with ThreadCluster.open(threads=3) as cluster:
+        pool = await cluster.pool(PoolSpec("worker", COUNTING))
+        names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+        seen = [(await pool.run("environment", names, returns=dict)).result]
+    async with ThreadCluster.open(threads=1) as cluster:
+        seen.append(
+            (await (await cluster.pool(PoolSpec("w", COUNTING))).run("environment", names, returns=dict)).result
+        )
+    assert [one["OMP_NUM_THREADS"] for one in seen] == ["3", "1"]
+    assert seen[0]["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+
+
+def test_threads_need_no_ray():
+    program = "import sys, infra.pools.threads, tasks.run.session; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
