@@ -46,7 +46,7 @@ async def hold(config: RunConfig, *, scope: RunConfig | None = None) -> AsyncIte
             config = config.model_copy(update={"placement": config.placement.model_copy(update={"drain": False})})
         run = create_run(config.store, config.name, json.dumps(config.identity()), config.fingerprint())
         with run.hold():
-            async with open_session(run, scope or config, store=config.store) as ref:
+            async with open_session(run, scope or config, store=config.store, whole=True) as ref:
                 yield ref
 
 

@@ -7,6 +7,7 @@ environment set before that. One cluster per process.
 import asyncio
 import contextlib
 import logging
+import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -15,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.errors import ClusterFailed
+from infra.pools import forks
 from infra.pools.fleet import Fleet
-from infra.pools.host import environment
+from infra.pools.host import environment, thread_variables
 from infra.pools.placement_group import SLOT, RayLauncher, ReservedSlots
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
@@ -43,6 +45,14 @@ EMBEDDED_ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True)
+class Preload:
+    """What most workers of a cluster import: modules that the driver's `sys.path` finds, with so many threads."""
+
+    modules: tuple[str, ...]
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class RayCluster:
     """A connection to a Ray cluster, and the pools that this process works with."""
 
@@ -55,14 +65,21 @@ class RayCluster:
     @staticmethod
     @contextlib.asynccontextmanager
     async def open(
-        namespace: str, *, address: str | None = None, start_seconds: float = 60, log_to_driver: bool = False
+        namespace: str,
+        *,
+        address: str | None = None,
+        preload: Preload | None = None,
+        start_seconds: float = 60,
+        log_to_driver: bool = False,
     ) -> "AsyncIterator[RayCluster]":
         """Start an embedded cluster, or connect to the one at `address`.
 
-        Workers end with the process that started them, and at the latest with its context.
+        Workers end with the process that started them, and at the latest with its context. Those of an embedded
+        cluster are forks of a process that preloads what they import, where the system allows it.
         """
         if address is None:
-            what, connection = "an embedded Ray cluster", _embedded(namespace, log_to_driver=log_to_driver)
+            what = "an embedded Ray cluster"
+            connection = _embedded(namespace, preload=preload, log_to_driver=log_to_driver)
         else:
             what = f"the Ray cluster at {address!r}"
             connection = _connected(address, namespace, log_to_driver=log_to_driver)
@@ -100,12 +117,16 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def _embedded(namespace: str, *, log_to_driver: bool) -> Iterator[str]:
+def _embedded(namespace: str, *, preload: Preload | None, log_to_driver: bool) -> Iterator[str]:
     """Start Ray on this machine; its processes and files are gone at the end, however that comes."""
     directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))  # sockets below it: paths of 103 bytes at most
     guard = start_guard(directory)
+    nursery = None
     try:
         with environment({**EMBEDDED_ENVIRONMENT, CLUSTER: str(directory)}):
+            if preload is not None and sys.platform == "linux":
+                variables = thread_variables(preload.threads, gpus=0, devices=())
+                nursery = forks.start_nursery(directory, preload.modules, variables=variables)
             import ray
 
             ray.init(
@@ -117,12 +138,15 @@ def _embedded(namespace: str, *, log_to_driver: bool) -> Iterator[str]:
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=log_to_driver,
                 logging_level=QUIET,
+                runtime_env={} if nursery is None else {"py_executable": forks.worker_command(directory)},
                 _temp_dir=str(directory),
             )
         yield str(ray.get_runtime_context().gcs_address)
         ray.shutdown()
     finally:
         guard.communicate()
+        if nursery is not None:
+            nursery.wait()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from infra.config import PoolsConfig, Settings
 from infra.errors import RheostatError
-from infra.pools.cluster import RayCluster
+from infra.pools.cluster import Preload, RayCluster
 from infra.pools.fleet import Fleet
 from infra.pools.pool import Pool
 from infra.pools.protocol import Cluster
@@ -149,6 +149,13 @@ class Session:
         await asyncio.gather(*starting, return_exceptions=True)
 
 
+PRELOADED = (
+    "deepspeed",
+    "deepspeed.ops",
+    *(f"models.workers.{role}" for role in ("preparation", "rollout", "scoring", "update")),
+)
+"""What the workers of every run import, sooner or later."""
+
 _OPEN: dict[tuple[str, str], Session] = {}
 
 
@@ -163,9 +170,14 @@ def is_open(ref: RunRef) -> bool:
 
 
 @asynccontextmanager
-async def open_session(run: Run, settings: RunConfig, *, store: str, join: str | None = None) -> AsyncIterator[RunRef]:
-    """Open the run's cluster, or at `join` the one where another process has its pools, and register the run."""
-    async with _cluster(run, settings.pools, join=join) as cluster:
+async def open_session(
+    run: Run, settings: RunConfig, *, store: str, join: str | None = None, whole: bool = False
+) -> AsyncIterator[RunRef]:
+    """Open the run's cluster, or at `join` the one where another process has its pools, and register the run.
+
+    For a `whole` run, which has work for all roles, an embedded cluster imports what they need once.
+    """
+    async with _cluster(run, settings.pools, join=join, whole=whole) as cluster:
         session = _OPEN[store, run.name] = Session(run=run, settings=settings, cluster=cluster)
         try:
             yield RunRef(store=store, name=run.name, epoch=run.epoch, cluster=cluster.address, pools=settings.pools)
@@ -174,11 +186,12 @@ async def open_session(run: Run, settings: RunConfig, *, store: str, join: str |
             await session.close()
 
 
-def _cluster(run: Run, pools: PoolsConfig, *, join: str | None) -> AbstractAsyncContextManager[Cluster]:
+def _cluster(run: Run, pools: PoolsConfig, *, join: str | None, whole: bool) -> AbstractAsyncContextManager[Cluster]:
     """Open what hosts the run's workers."""
     if pools.cluster == "threads":
         return ThreadCluster.open(threads=pools.threads)
-    return RayCluster.open(f"rheostat-{run.name}", address=join or pools.ray_address)
+    preload = Preload(PRELOADED, threads=pools.threads) if whole else None
+    return RayCluster.open(f"rheostat-{run.name}", address=join or pools.ray_address, preload=preload)
 
 
 async def _start(session: Session, role: str) -> Pool | RankGroup:

@@ -7,7 +7,13 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["infra.store.verify", "pytest"])
+PRELOADED = ["infra.store.verify", "pytest"]
+CONTEXT.set_forkserver_preload(PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Have the process that processes are forked from import these modules too, if it has not started yet."""
+    PRELOADED.extend(module for module in modules if module not in PRELOADED)
 
 
 @contextmanager

@@ -17,7 +17,10 @@ from models.config.objectives import KlPenalty, UpdateConfig
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import UpdateWork
 from models.workers.update import UpdateWorker
+from tests.support.processes import preload
 from tests.support.training import write_samples
+
+preload("models.workers.update", "tests.support.training")  # not DeepSpeed: it chooses its accelerator when imported
 
 CONFIG = UpdateConfig(learning_rate=1e-3, minibatches=2, microbatch_tokens=120, kl=KlPenalty(coefficient=0.1))
 
@@ -61,7 +64,8 @@ def gradients(uri: str, outcome: Outcome) -> np.ndarray:
 
 # ---- several ranks
 def together(job: Callable[..., None], uri: str, *args: object, ranks: int = 2) -> None:
-    mp.spawn(job, args=(ranks, free_port(), uri, *args), nprocs=ranks)
+    method = "spawn" if torch.cuda.is_available() else "forkserver"  # a fork cannot use CUDA after its parent has
+    mp.start_processes(job, args=(ranks, free_port(), uri, *args), nprocs=ranks, start_method=method)
 
 
 def take_updates(rank: int, ranks: int, port: int, uri: str, configs: list[UpdateConfig], parents: list, name: str):

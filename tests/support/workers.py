@@ -1,11 +1,17 @@
 """Small real workers that pools host in tests."""
 
 import os
+import random
+import resource
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
 
 from infra.errors import Damaged
 
@@ -34,6 +40,33 @@ class Counting:
 
     def environment(self, work: tuple[str, ...]) -> dict[str, str | None]:
         return {name: os.environ.get(name) for name in work}
+
+    def draw(self, work: float) -> tuple[float, float, float]:
+        import torch
+
+        time.sleep(work)
+        return random.random(), float(np.random.random()), torch.rand(()).item()
+
+    def facts(self, work: object) -> dict[str, object]:
+        """What a fork could have otherwise than a process that was started."""
+        import torch
+
+        values = torch.linspace(0, 1, 300 * 300).reshape(300, 300)
+        return {
+            "variables": dict(os.environ),
+            "path": sys.path,
+            "flags": list(sys.flags),
+            "program": (sys.argv[0], len(sys.argv), sys.modules["__main__"].__file__),
+            "directory": str(Path.cwd()),
+            "niceness": os.nice(0),
+            "badness": Path("/proc/self/oom_score_adj").read_text(),
+            "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+            "handled": [str(signal.getsignal(number)) for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE)],
+            "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+            "sums": (values @ values).sum().item().hex(),
+            "arrow": pa.default_memory_pool().backend_name,
+            "limits": [resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)],
+        }
 
     def where(self, work: object) -> tuple[str, list[str]]:
         return str(Path.cwd()), sys.path
