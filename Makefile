@@ -26,8 +26,10 @@ $(VENV)/.docs: $(VENV)/.base
 demo: $(VENV)/.base  ## run the main job on this machine
 	@$(BIN)/rheostat train configs/demo.toml $(ARGS)
 
-test: $(VENV)/.dev  ## the default suite
-	@$(BIN)/python -m pytest $(ARGS)
+PARALLEL := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+
+test: $(VENV)/.dev  ## the default suite, on all cores, with the CPU seconds of its longest tests
+	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seeds, GSM8K
 	@$(BIN)/python -m pytest -m "slow and not vllm" $(ARGS)
