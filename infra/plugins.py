@@ -2,8 +2,9 @@
 
 import difflib
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 
 from infra.errors import BadInput
@@ -18,6 +19,32 @@ def find_target(target: str, *, where: str) -> object:
             raise BadInput(f"{where}: no attribute {name!r} in {found!r}{nearest_name(name, dir(found))}")
         found = getattr(found, name)
     return found
+
+
+def check_function(target: str, *parameters: str, where: str, named: Iterable[str] = ()) -> None:
+    """Raise BadInput unless a target can be imported and called with these parameters."""
+    found = find_target(target, where=where)
+    if not callable(found) or inspect.iscoroutinefunction(found):
+        raise BadInput(
+            f"{where}: expected what can be called with ({', '.join((*parameters, *named))}), found {found!r}"
+        )
+    check_call(found, *parameters, where=where, named=dict.fromkeys(named))
+
+
+def check_call(
+    function: Callable[..., object], *parameters: str, where: str, named: Mapping[str, object] | None = None
+) -> None:
+    """Raise BadInput unless a function takes these parameters, the named ones by keyword."""
+    given = named or {}
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-ins do not tell; the call itself will
+        return
+    try:
+        signature.bind(*parameters, **given)
+    except TypeError as error:
+        wanted = ", ".join((*parameters, *(f"{name}=…" for name in given)))
+        raise BadInput(f"{where}: expected to call it with ({wanted}), found {signature}: {error}") from error
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from prefect import task
 
 from infra.store.manifests import Manifest
 from models.algorithms.advantages import required_models
-from models.config.algorithms import Ppo, TeacherDirectory
+from models.config.algorithms import TeacherDirectory
 from models.records.work import CriticWork, EstimateWork, TeacherWork
 from tasks.config.run import RunConfig
 from tasks.credit import scored_shards
@@ -22,7 +22,7 @@ def held_teacher(settings: RunConfig) -> TeacherDirectory | None:
     """The teacher whose model the run holds; none without a teacher, or with one behind an endpoint."""
     distillation = settings.algorithm.distillation
     teacher = None if distillation is None else distillation.teacher
-    return teacher if isinstance(teacher, TeacherDirectory) else None
+    return teacher if teacher is not None and teacher.kind == "directory" else None
 
 
 def holds_teacher(run: RunRef) -> bool:
@@ -79,14 +79,14 @@ async def estimate_tokens(run: RunRef, number: int) -> Manifest:
 def has_critic(run: RunRef) -> bool:
     """Whether the run trains a critic beside its policy."""
     settings = session_of(run).settings
-    return isinstance(settings.algorithm, Ppo) and settings.iterations > 0
+    return settings.algorithm.value_model is not None and settings.iterations > 0
 
 
 @task(task_run_name="initial critic", retries=2, retry_condition_fn=is_transient)
 async def make_critic(run: RunRef) -> Manifest:
     """Build the critic from the initial policy, or import the one that is configured."""
-    algorithm = session_of(run).settings.algorithm
-    assert isinstance(algorithm, Ppo), "only PPO has a critic"
+    critic = session_of(run).settings.algorithm.value_model
+    assert critic is not None, "make_critic where has_critic"
     policy = required(run, StageKey.policy(0))
-    work = CriticWork(policy=policy_of(policy), critic=algorithm.critic)
+    work = CriticWork(policy=policy_of(policy), critic=critic)
     return await once(run, StageKey.critic(0), role="preparation", method="make_critic", work=work, parents=[policy])

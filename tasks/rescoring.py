@@ -10,7 +10,7 @@ from dataclasses import replace
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.algorithms.advantages import required_models, reward_kl
+from models.algorithms.advantages import required_models
 from models.config.rewards import ScoringConfig
 from models.judges.checks import check_judges
 from models.records.work import ComparisonWork, CreditWork
@@ -207,8 +207,8 @@ async def seal_recredit(run: RunRef, name: str, number: int, began: float) -> Ma
 def _kl_coefficient(run: RunRef, number: int) -> float:
     """As the run adapted it where the penalty is the run's own; another one stays at its first coefficient."""
     session = session_of(run)
-    kl = reward_kl(session.settings.algorithm)
+    kl = session.settings.algorithm.reward_kl
     if kl is None:
         return 0.0
-    own = reward_kl(own_terms(session.run).algorithm)
+    own = own_terms(session.run).algorithm.reward_kl
     return reward_coefficient(run, number) if kl == own else kl.coefficient

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from prefect import task
 
 from infra.store.manifests import Manifest
-from models.algorithms.advantages import reward_kl
-from models.config.algorithms import Ppo
-from models.config.objectives import AdaptiveKl, KlPenalty
+from models.config.objectives import AdaptiveKl
 from models.objectives.kl_control import next_coefficient
 from models.records.work import UpdateWork
 from tasks.run.batch import BatchPlan
@@ -22,7 +20,7 @@ from tasks.run.versions import critic_of, policy_of
 
 def reward_coefficient(run: RunRef, number: int) -> float:
     """Coefficient of an iteration's penalty in the reward; 0 without one."""
-    kl = reward_kl(session_of(run).settings.algorithm)
+    kl = session_of(run).settings.algorithm.reward_kl
     if kl is None:
         return 0.0
     return _coefficient(
@@ -36,8 +34,8 @@ def reward_coefficient(run: RunRef, number: int) -> float:
 
 def loss_coefficient(run: RunRef, number: int) -> float:
     """Coefficient of an iteration's penalty in the loss; 0 without one."""
-    kl = session_of(run).settings.update.kl
-    if not isinstance(kl, KlPenalty):
+    kl = session_of(run).settings.update.kl_penalty
+    if kl is None:
         return 0.0
     return _coefficient(run, number, first=kl.coefficient, adaptive=kl.adaptive, measured=StageKey.policy(number - 1))
 
@@ -62,8 +60,7 @@ def adapted(measured: Mapping[str, float], *, adaptive: AdaptiveKl, discarded: b
 async def update_policy(run: RunRef, plan: BatchPlan) -> Manifest:
     """Have the update ranks learn from the iteration's samples and commit the new policy version."""
     settings = session_of(run).settings
-    algorithm = settings.algorithm
-    critic = algorithm.critic if isinstance(algorithm, Ppo) else None
+    critic = settings.algorithm.value_model
     parent, credit = required(run, plan.policy), required(run, StageKey.of(iteration_key(plan.number), "credit"))
     work = UpdateWork(
         iteration=plan.number,

@@ -19,7 +19,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice:
-            from tasks.config.validation_errors import nearest
+            from infra.validation_errors import nearest
 
             what = "command" if "COMMAND" in message else message.removeprefix("argument ").partition(":")[0]
             known = re.findall(r"'([^']*)'", choice[2])

@@ -15,10 +15,10 @@ from flows.cli.output import write
 from infra.environments.find import check_environment, find_python
 from infra.environments.install import install
 from infra.errors import BadInput, WorkerFailed
+from infra.validation_errors import explain
 from models.config.engines import VllmEngine
 from models.engines.vllm.server import Server, start_server
 from tasks.config.run import overridden
-from tasks.config.validation_errors import explain
 
 
 def _install(options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ from flows.cli.placement import first_placement
 from infra.config import Settings
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.storage import open_store
-from models.config.algorithms import Distillation, TeacherEndpoint
+from models.config.algorithms import Distillation
 from models.config.engines import PacedEngine, VllmEngine
 from models.config.judges import EndpointJudge, JudgeReward
 from tasks.config.run import RunConfig
@@ -142,7 +142,7 @@ def _judge(config: RunConfig, term: str, facts: dict[str, float]) -> str:
 
 def _teacher(distillation: Distillation, facts: dict[str, float]) -> str:
     teacher = distillation.teacher
-    if isinstance(teacher, TeacherEndpoint):
+    if teacher.kind == "endpoint":
         return f"endpoint, {teacher.base_url}"
     return f"{facts['teacher_parameters']:,.0f} parameters, {teacher.path}, on every update rank"
 

@@ -16,13 +16,14 @@ from flows.cli.train import recredit_here, rescore_here
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
 from infra.store.runs import Run
+from infra.validation_errors import explain, nearest
 from models.algorithms.advantages import required_models
 from models.config.endpoints import MAX_PAUSE_SECONDS
+from models.config.job import Job
 from models.config.objectives import UpdateConfig
 from models.config.rewards import ScoringConfig
 from tasks.config.compatibility import reasons_against
 from tasks.config.run import RunConfig, override_config
-from tasks.config.validation_errors import explain, nearest
 from tasks.run.carry_over import carry_over_before
 from tasks.run.keys import StageKey
 from tasks.run.rescorings import (
@@ -87,7 +88,8 @@ def request_recredit(
     written = f"kind = {json.dumps(algorithm)}" if bare else algorithm
     terms = parse_part(written, RecreditTerms, part="algorithm", what="--algorithm")
     terms = terms.model_copy(update={"scores": scores})
-    chosen = checked_name(name) if name is not None else f"{terms.algorithm.kind}-{digest_of(terms)}"
+    short = terms.algorithm.known_as.rpartition(":")[2].lower()
+    chosen = checked_name(name) if name is not None else f"{short}-{digest_of(terms)}"
     numbers = parse_iterations(iterations, run)
     scoring = _scoring_of(run, scores)
     config = stored_configuration(run, store, overrides, scoring=scoring)
@@ -102,7 +104,14 @@ def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence
     """Reasons why an algorithm cannot give stored rollouts their advantages."""
     # The update is not taken, so its settings are no reason.
     yield from reasons_against(
-        terms.algorithm, update=UpdateConfig(), rollout=config.rollout, scoring=config.scoring, iterations=0
+        Job(
+            algorithm=terms.algorithm,
+            update=UpdateConfig(),
+            rollout=config.rollout,
+            scoring=config.scoring,
+            pools=config.pools,
+            iterations=0,
+        )
     )
     own, needs, has = (
         own_terms(run).algorithm,
@@ -117,7 +126,8 @@ def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence
     }
     for what, is_wanting in wanting.items():
         if is_wanting:
-            yield f"{terms.algorithm.kind} needs {what} for every token; the run, by {own.kind}, has stored none"
+            asked = f"{terms.algorithm.known_as} needs {what} for every token"
+            yield f"{asked}; the run, by {own.known_as}, has stored none"
     if terms.scores is not None:
         yield from _scores_wanting(run, terms.scores, numbers)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from flows.cli.output import table, write
 from infra.errors import BadInput
 from infra.store.runs import Run
+from infra.validation_errors import nearest
 from models.config.rewards import ScoringConfig
 from placement.measurements import Measurements, Role
 from placement.records import Demand, PlanInputs
 from placement.simulator.cells import POLICIES, REGIMES, CellResult, Load, evaluate_cell, load_of, recorded_load
 from placement.simulator.report import AIMS, AimResult, paired_ratio, verdicts
 from placement.simulator.workload import KNOWN, SCENARIOS
-from tasks.config.validation_errors import nearest
 from tasks.placement.demand import observed
 from tasks.run.batch import BatchPlan
 from tasks.run.keys import judge_role

@@ -28,7 +28,7 @@ def capo(experience: Experience, algorithm: Capo) -> Advantages:
     return Advantages(rewards_T)
 
 
-def informative(scored: ScoredGroups) -> Mask:
+def informative(scored: ScoredGroups, algorithm: Capo) -> Mask:
     """Find the groups whose tokens do not all earn the same."""
     return _tokens_differ(scored, _token_rewards(scored, scored.outcomes()))
 

@@ -5,9 +5,14 @@ Shapes: T completion tokens.
 
 import numpy as np
 
-from models.algorithms.experience import Experience
-from models.config.algorithms import Distillation
+from models.algorithms.experience import Advantages, Experience
+from models.config.algorithms import Distillation, DistillationOnly
 from models.records.columns import Floats
+
+
+def rewards_earn_nothing(experience: Experience, algorithm: DistillationOnly) -> Advantages:
+    """Leave all to the teacher."""
+    return Advantages(np.zeros(len(experience.logprobs_T)))
 
 
 def distillation(experience: Experience, settings: Distillation) -> Floats:

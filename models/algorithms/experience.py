@@ -5,6 +5,7 @@ A missing reward is NaN, and so is all that follows from it.
 """
 
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -111,3 +112,19 @@ class Advantages:
     returns_T: Floats | None = None
     """What the critic learns; none without a critic."""
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+class AdvantageFunction(Protocol):
+    """What each token of an iteration is worth, by rewards: a pure function."""
+
+    def __call__(self, experience: Experience, algorithm: Any, /) -> Advantages:  # noqa: ANN401 -- the algorithm's own class
+        """Return an advantage per token, NaN where the completion has no reward."""
+        ...
+
+
+class InformativeFunction(Protocol):
+    """Which groups are worth training, by rewards alone, before anything is taken from them: a pure function."""
+
+    def __call__(self, scored: ScoredGroups, algorithm: Any, /) -> Mask:  # noqa: ANN401 -- the algorithm's own class
+        """Return a truth value per group."""
+        ...

@@ -5,13 +5,15 @@ NaN.
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 
+from infra.plugins import find_target
 from models.algorithms.experience import Advantages, Experience, ScoredGroups
 from models.algorithms.ragged import MIN_STD, group_statistics
 from models.algorithms.shaping import penalties
-from models.config.algorithms import DrGrpo, GroupRelative, Grpo, Rloo
+from models.config.algorithms import GroupRelative
 from models.records.columns import Floats, Integers, Mask
 
 
@@ -61,6 +63,7 @@ def rloo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
 
 
 Relative = Callable[[Floats, Integers, int], Floats]
+"""From rewards, the group of each and the number of groups to advantages; a missing reward is NaN, and stays so."""
 
 
 def group_relative(experience: Experience, algorithm: GroupRelative) -> Advantages:
@@ -90,15 +93,7 @@ def informative(scored: ScoredGroups, algorithm: GroupRelative) -> Mask:
 
 
 def _relative(algorithm: GroupRelative) -> Relative:
-    match algorithm:
-        case Grpo():
-            return grpo
-        case DrGrpo():
-            return dr_grpo
-        case Rloo():
-            return rloo
-        case _:
-            raise AssertionError(f"{algorithm!r} is no algorithm whose baseline is the group")
+    return cast(Relative, find_target(algorithm.relative, where=f"{algorithm.known_as!r}"))
 
 
 def _sum_of_terms(scored: ScoredGroups, relative: Relative) -> Floats:

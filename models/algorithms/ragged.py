@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.algorithms.experience import SpanColumns
+from models.algorithms.experience import ScoredGroups, SpanColumns
+from models.config.algorithms import Algorithm
 from models.records.columns import Floats, Integers, Mask
 
 MIN_STD = 1e-6
@@ -41,6 +42,11 @@ def group_statistics(values_N: Floats, group_N: Integers, num_groups: int) -> Gr
     squares_N = (values_N - mean_G[group_N]) ** 2
     std_G = np.sqrt(np.bincount(group_N, weights=squares_N, minlength=num_groups) / divisor_G)
     return GroupStatistics(count_G=count_G, mean_G=mean_G, std_G=std_G)
+
+
+def rewards_differ(scored: ScoredGroups, algorithm: Algorithm) -> Mask:
+    """Find the groups whose total rewards are not all equal (G)."""
+    return group_statistics(scored.total_N, scored.group_N, scored.num_groups).differ
 
 
 def last_tokens(lengths_N: Integers) -> Integers:

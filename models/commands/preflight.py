@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
-from models.config.algorithms import AlgorithmConfig, Ppo
+from models.algorithms.advantages import check_algorithm
+from models.config.algorithms import AlgorithmConfig
 from models.config.data import DataConfig, PreferencesConfig
 from models.config.judges import JudgeReward
 from models.config.objectives import UpdateConfig
@@ -62,6 +63,7 @@ class Inputs(BaseModel):
 def check(inputs: Inputs) -> dict[str, float]:
     """Return counts, lengths and memory estimates (bytes per worker). Raises BadInput in one line."""
     _check_rewards(inputs)
+    check_algorithm(inputs.algorithm)
     check_environments(inputs.rollout, scoring=inputs.scoring, pools=inputs.pools)
     train = load_problems(inputs.data, "train", inputs.seed)
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
@@ -176,9 +178,10 @@ def _check_critic(
     """A critic is trained as the policy is, beside it."""
     from models.modeling.critic import check_critic
 
-    if not isinstance(inputs.algorithm, Ppo):
+    wanted = inputs.algorithm.value_model
+    if wanted is None:
         return {}
-    critic = check_critic(inputs.algorithm.critic.path, policy.config, tokenizer, longest_tokens=longest_tokens)
+    critic = check_critic(wanted.path, policy.config, tokenizer, longest_tokens=longest_tokens)
     held = _update_memory(inputs, critic, parameters=critic.num_parameters())
     return {
         "critic_parameters": critic.num_parameters(),

@@ -1,10 +1,15 @@
 """Configuration of the update: losses, penalties, corrections, optimizer. Torch-free; defaults are our recipe."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from infra.config import Positive, Settings
+from infra.variants import OneOf, Target, Variant
+
+if TYPE_CHECKING:
+    from models.config.job import Job
 
 # ---- aggregation
 
@@ -35,15 +40,21 @@ Aggregation = Annotated[TokenMean | SequenceMean | ConstantMean, Field(discrimin
 # ---- losses
 
 
-class PolicyLoss(Settings):
-    """What all losses share."""
+class PolicyLoss(Variant):
+    """What all losses share. `implementation` is a `models.objectives.loss_inputs.LossFunction`."""
 
     aggregation: Aggregation = TokenMean()
     """How token losses become one number."""
 
+    def reasons_against(self, job: "Job") -> Iterator[str]:
+        """Yield one line per combination that cannot work."""
+        yield from ()
+
 
 class PpoClip(PolicyLoss):
     """Clipped surrogate (PPO, arXiv 1707.06347) with separate bounds (clip-higher, DAPO, 2503.14476)."""
+
+    implementation = "models.objectives.policy_losses:ppo_clip"
 
     kind: Literal["ppo_clip"] = "ppo_clip"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -53,9 +64,19 @@ class PpoClip(PolicyLoss):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Where the advantage is negative, the loss is at most -dual_clip x advantage (arXiv 1912.09729, eq. 5)."""
 
+    def reasons_against(self, job: "Job") -> Iterator[str]:
+        """Two bounds must not cross."""
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            yield (
+                f"update.loss.dual_clip {self.dual_clip:g}: expected more than 1 + clip_high = {1 + self.clip_high:g}, "
+                "or it would cut ratios that are not clipped"
+            )
+
 
 class Gspo(PolicyLoss):
     """Clipped ratio of whole sequences, exp(mean token log-ratio) (GSPO, arXiv 2507.18071, eq. 5 and 7)."""
+
+    implementation = "models.objectives.policy_losses:gspo"
 
     kind: Literal["gspo"] = "gspo"
     aggregation: Aggregation = SequenceMean()
@@ -65,9 +86,19 @@ class Gspo(PolicyLoss):
     clip_high: Annotated[float, Field(gt=0)] = 4e-4
     """The ratio is clipped above 1 + clip_high."""
 
+    def reasons_against(self, job: "Job") -> Iterator[str]:
+        """Bounds so narrow need ratios of one arithmetic."""
+        if not job.update.correction.compares_with_trainer:
+            yield (
+                "update.loss.kind 'gspo' with correction.kind 'none': the engine's arithmetic differs by more than its "
+                "bounds; use 'truncated' or 'masked', which compare with the trainer's own log-probs"
+            )
+
 
 class Cispo(PolicyLoss):
     """Log-prob times a clipped importance weight without gradient (CISPO, arXiv 2506.13585, eq. 4)."""
+
+    implementation = "models.objectives.policy_losses:cispo"
 
     kind: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -79,10 +110,24 @@ class Cispo(PolicyLoss):
 class PolicyGradient(PolicyLoss):
     """Log-prob times advantage (REINFORCE): nothing is clipped; take one minibatch, or correct by importance."""
 
+    implementation = "models.objectives.policy_losses:policy_gradient"
+
     kind: Literal["policy_gradient"] = "policy_gradient"
 
+    def reasons_against(self, job: "Job") -> Iterator[str]:
+        """One step, since nothing holds a second one back."""
+        if job.update.minibatches > 1:
+            yield (
+                f"update.minibatches {job.update.minibatches} with loss.kind 'policy_gradient': nothing corrects for "
+                "steps taken before, use 1, or ppo_clip or cispo"
+            )
 
-LossConfig = Annotated[PpoClip | Gspo | Cispo | PolicyGradient, Field(discriminator="kind")]
+
+class TargetLoss(Target):
+    """A loss of your own: a subclass of `models.config.objectives.PolicyLoss` (see "Extending")."""
+
+
+LossConfig = Annotated[PolicyLoss, OneOf((PpoClip, Gspo, Cispo, PolicyGradient, TargetLoss))]
 
 
 # ---- divergence from the reference
@@ -120,11 +165,16 @@ Kl = Annotated[NoKl | KlPenalty, Field(discriminator="kind")]
 class NoCorrection(Settings):
     """Behaviour log-probs are taken as the old policy's; the mismatch is measured all the same, in the first step."""
 
+    compares_with_trainer: ClassVar[bool] = False
+    """Whether the loss compares with the trainer's own log-probs before the update."""
+
     kind: Literal["none"] = "none"
 
 
 class TruncatedImportance(Settings):
     """The loss is weighted by min(π_old / π_behaviour, cap); π_old is computed by the trainer."""
+
+    compares_with_trainer: ClassVar[bool] = True
 
     kind: Literal["truncated"] = "truncated"
     cap: Annotated[float, Field(ge=1)] = 2.0
@@ -133,6 +183,8 @@ class TruncatedImportance(Settings):
 
 class MaskedImportance(Settings):
     """The loss is weighted by π_old / π_behaviour, and by 0 where that is outside a band."""
+
+    compares_with_trainer: ClassVar[bool] = True
 
     kind: Literal["masked"] = "masked"
     low: Annotated[float, Field(ge=0, lt=1)] = 0.5
@@ -198,3 +250,8 @@ class UpdateConfig(Settings):
     """The same for tokens that an earlier policy version wrote; none treats them alike."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Tokens written more versions ago have no weight in the loss; none keeps them all."""
+
+    @property
+    def kl_penalty(self) -> KlPenalty | None:
+        """The penalty in the loss, where there is one."""
+        return self.kl if isinstance(self.kl, KlPenalty) else None

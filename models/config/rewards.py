@@ -65,6 +65,16 @@ class ScoringConfig(Settings):
         models = {term: reward for term, reward in self.served.items() if isinstance(reward, ModelReward)}
         return {term: reward for term, reward in models.items() if isinstance(reward.model, TrainedRewardModel)}
 
+    @property
+    def outcome_weight(self) -> float:
+        """What the terms that value whole completions weigh together."""
+        return sum(reward.weight for reward in self.rewards if not is_process(reward))
+
+    @property
+    def process_weight(self) -> float:
+        """What the terms that value steps or tokens weigh together, whatever their signs."""
+        return sum(abs(reward.weight) for reward in self.rewards if is_process(reward))
+
     @model_validator(mode="after")
     def _terms_differ(self) -> "ScoringConfig":
         if len(set(self.terms)) < len(self.terms):

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infra.errors import Damaged
-from models.algorithms.advantages import informative_groups, keeps_uninformative, token_advantages
+from models.algorithms.advantages import informative_groups, token_advantages
 from models.algorithms.experience import Experience, ScoredGroups
 from models.algorithms.ragged import group_statistics
 from models.config.algorithms import AlgorithmConfig
@@ -208,7 +208,7 @@ def _chosen(rollouts: pa.Table, scored: ScoredGroups, rule: CreditRule) -> _Chos
         filling_N = selection.filling_G[group_N]
         kept_N = scored_N & (selection.trained_G[group_N] | filling_N)
     else:
-        kept_N = scored_N if keeps_uninformative(algorithm) else scored_N & informative_G[group_N]
+        kept_N = scored_N if algorithm.keeps_uninformative else scored_N & informative_G[group_N]
         filling_N = np.zeros_like(kept_N)
     masked_N = kept_N & truncated(rollouts) if algorithm.mask_truncated else np.zeros_like(kept_N)
     return _Chosen(informative_G, kept_N, filling_N=filling_N, masked_N=masked_N, selection=selection)

@@ -104,7 +104,7 @@ def check_needed(estimates: Estimates, algorithm: AlgorithmConfig) -> None:
     }
     if lacking := [name for name, (is_needed, found_T) in needed.items() if is_needed and found_T is None]:
         found = ", ".join(name for name, (_, found_T) in needed.items() if found_T is not None) or "none"
-        raise BadInput(f"algorithm {algorithm.kind!r}: expected estimates of {', '.join(lacking)}, found {found}")
+        raise BadInput(f"algorithm {algorithm.known_as!r}: expected estimates of {', '.join(lacking)}, found {found}")
 
 
 def not_finite(column: pa.ChunkedArray, lengths_N: Integers) -> Mask:

@@ -48,10 +48,8 @@ class Corrected(NamedTuple):
 
 def needs_old(config: UpdateConfig) -> bool:
     """Whether a correction in use compares with the trainer's log-probs before the update."""
-    return any(
-        isinstance(correction, TruncatedImportance | MaskedImportance)
-        for correction in (config.correction, config.stale_correction)
-    )
+    stale = config.stale_correction
+    return config.correction.compares_with_trainer or (stale is not None and stale.compares_with_trainer)
 
 
 def correct(old_N: Tensor, behaviour_N: Tensor, *, staleness_N: Tensor, config: UpdateConfig) -> Corrected:

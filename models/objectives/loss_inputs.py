@@ -4,7 +4,7 @@ Shapes: N completion tokens of one pass, B its sequences.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -40,3 +40,19 @@ class LossOutputs(NamedTuple):
     """True where the upper bound does."""
     dual_clipped_N: Tensor | None = None
     """True where the dual clip cuts the gradient off; none where the loss has no such bound."""
+
+
+class LossFunction(Protocol):
+    """A policy loss per token: a pure function, whose gradient flows through `logprobs_N` alone."""
+
+    def __call__(
+        self,
+        logprobs_N: Tensor,
+        old_N: Tensor,
+        /,
+        *,
+        tokens: LossInputs,
+        config: Any,  # noqa: ANN401 -- the loss's own class
+    ) -> LossOutputs:
+        """Compare the policy's log-probs with those of the policy before, under the settings of the loss."""
+        ...

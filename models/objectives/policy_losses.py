@@ -1,18 +1,21 @@
 """Policy losses per token. Shapes: N completion tokens of one pass, of any number of sequences; B sequences."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
-from models.objectives.loss_inputs import LossInputs, LossOutputs
+from infra.variants import implementation_of
+from models.config.objectives import Cispo, Gspo, PolicyGradient, PolicyLoss, PpoClip
+from models.objectives.loss_inputs import LossFunction, LossInputs, LossOutputs
 
 
-def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor, config: PpoClip) -> LossOutputs:
+def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PpoClip) -> LossOutputs:
     """Take the pessimistic of the plain and the clipped surrogate (PPO, arXiv 1707.06347, eq. 7; DAPO's bounds).
 
     The dual clip bounds that pessimism where the advantage is negative (arXiv 1912.09729, eq. 5).
     """
-    ratio_N = torch.exp(logprobs_N - old_N)
+    ratio_N, advantages_N = torch.exp(logprobs_N - old_N), tokens.advantages_N
     low, high = 1 - config.clip_low, 1 + config.clip_high
     loss_N = torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(low, high) * advantages_N)
     seen_N, bad_N = ratio_N.detach(), advantages_N < 0
@@ -56,7 +59,7 @@ def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, *, rows_N: Tensor, lengths
     return torch.exp(sums_B / lengths_B.clamp(min=1)).index_select(0, rows_N)
 
 
-def cispo(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor, config: Cispo) -> LossOutputs:
+def cispo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Cispo) -> LossOutputs:
     """Weigh log-probs by the clipped ratio, a constant to the gradient (CISPO, arXiv 2506.13585, eq. 4 and 5).
 
     No token is dropped: where the ratio is out of bounds, its weight stops growing or falling.
@@ -64,32 +67,25 @@ def cispo(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor, config: Ci
     ratio_N = torch.exp(logprobs_N.detach() - old_N)
     low, high = 1 - config.clip_low, 1 + config.clip_high
     return LossOutputs(
-        loss_N=-ratio_N.clamp(low, high) * advantages_N * logprobs_N,
+        loss_N=-ratio_N.clamp(low, high) * tokens.advantages_N * logprobs_N,
         ratio_N=ratio_N,
         clipped_low_N=ratio_N < low,
         clipped_high_N=ratio_N > high,
     )
 
 
-def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, advantages_N: Tensor) -> LossOutputs:
+def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PolicyGradient) -> LossOutputs:
     """Log-prob times advantage (REINFORCE, Williams, 1992); the ratio is measured and changes nothing."""
-    never_N = torch.zeros_like(advantages_N, dtype=torch.bool)
+    never_N = torch.zeros_like(tokens.advantages_N, dtype=torch.bool)
     return LossOutputs(
-        loss_N=-advantages_N * logprobs_N,
+        loss_N=-tokens.advantages_N * logprobs_N,
         ratio_N=torch.exp(logprobs_N.detach() - old_N),
         clipped_low_N=never_N,
         clipped_high_N=never_N,
     )
 
 
-def policy_loss(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: LossConfig) -> LossOutputs:
+def policy_loss(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PolicyLoss) -> LossOutputs:
     """The loss that is configured; `old_N` are the log-probs that the policy is compared with."""
-    match config:
-        case PpoClip():
-            return ppo_clip(logprobs_N, old_N, advantages_N=tokens.advantages_N, config=config)
-        case Gspo():
-            return gspo(logprobs_N, old_N, tokens=tokens, config=config)
-        case Cispo():
-            return cispo(logprobs_N, old_N, advantages_N=tokens.advantages_N, config=config)
-        case PolicyGradient():
-            return policy_gradient(logprobs_N, old_N, advantages_N=tokens.advantages_N)
+    loss = cast(LossFunction, implementation_of(config))
+    return loss(logprobs_N, old_N, tokens=tokens, config=config)

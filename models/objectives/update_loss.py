@@ -6,7 +6,7 @@ Shapes: N completion tokens of one pass.
 import torch
 from torch import Tensor
 
-from models.config.objectives import KlPenalty, UpdateConfig
+from models.config.objectives import UpdateConfig
 from models.objectives.importance import Corrected, correct, mismatch
 from models.objectives.kl import kl_estimate
 from models.objectives.loss_inputs import LossInputs, LossOutputs
@@ -22,9 +22,9 @@ def update_loss(
     corrected = correct(old_N, tokens.behaviour_N, staleness_N=tokens.staleness_N, config=config)
     terms = policy_loss(logprobs_N, corrected.old_N, tokens=tokens, config=config.loss)
     loss_N = terms.loss_N * corrected.weight_N
-    if isinstance(config.kl, KlPenalty):
+    if config.kl_penalty is not None:
         assert tokens.reference_N is not None, "a KL penalty needs the reference's log-probs"
-        kl_N = kl_estimate(logprobs_N, tokens.reference_N, kind=config.kl.kind)
+        kl_N = kl_estimate(logprobs_N, tokens.reference_N, kind=config.kl_penalty.kind)
         loss_N = loss_N + kl_coefficient * kl_N
         tally.add({"kl": kl_N})
     shares_N = loss_N * tokens.weights_N

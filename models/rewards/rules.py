@@ -4,14 +4,13 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Final, assert_never
 
 from math_verify import parse, verify
 
 from infra.errors import BadInput
-from infra.plugins import find_target
+from infra.plugins import check_call, find_target
 from models.config.reward_terms import MathReward, NumericReward, RegexReward, RuleReward, TargetReward
 from models.rewards.protocols import Reward
 
@@ -67,21 +66,8 @@ def target_reward(config: TargetReward) -> Reward:
     found = find_target(config.target, where=where)
     if not callable(found) or inspect.iscoroutinefunction(found):
         raise BadInput(f"{where}: expected a function that returns a float, or several, found {found!r}")
-    _check_signature(found, config, where)
+    check_call(found, "prompt", "completion", "answer", where=where, named={**PARTS[config.per], **config.options})
     return functools.partial(found, **config.options)
-
-
-def _check_signature(function: Callable[..., object], config: TargetReward, where: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-ins do not tell; the call itself will
-        return
-    try:
-        signature.bind("prompt", "completion", "answer", **PARTS[config.per], **config.options)
-    except TypeError as error:
-        named = (f"{name}=…" for name in (*PARTS[config.per], *config.options))
-        wanted = ", ".join(("prompt", "completion", "answer", *named))
-        raise BadInput(f"{where}: expected to call it with ({wanted}), found {signature}: {error}") from error
 
 
 def build_reward(config: RuleReward) -> Reward:

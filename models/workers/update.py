@@ -9,8 +9,8 @@ import torch
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
 from infra.store.storage import open_store
-from models.config.algorithms import AlgorithmConfig, Ppo, TeacherConfig, TeacherEndpoint
-from models.config.objectives import KlPenalty, UpdateConfig
+from models.config.algorithms import AlgorithmConfig, TeacherConfig
+from models.config.objectives import UpdateConfig
 from models.modeling.batching import AuxiliaryPass
 from models.modeling.teacher import ask_endpoint
 from models.records.versions import ModelVersion, Outcome
@@ -149,7 +149,7 @@ class UpdateWorker:
         return asks
 
     def _teacher(self, work: EstimateWork, teacher: TeacherConfig, models: LoadedModels) -> AuxiliaryPass:
-        if isinstance(teacher, TeacherEndpoint):
+        if teacher.kind == "endpoint":
             directory = fetch_bundle(self._store, work.policy.weights)
             return ask_endpoint(teacher, directory=directory, beat=self._beat)
         if work.teacher is None:
@@ -160,7 +160,7 @@ class UpdateWorker:
         models, config = self._joined(), self._update
         trainer = models.policy.stand_at(work.policy)
         reference = None
-        if isinstance(config.kl, KlPenalty):
+        if config.kl_penalty is not None:
             reference = models.reference(work.reference)
         laps.end("load")
         extras = extra_logprobs(trainer, steps, config=config, reference=reference, beat=self._beat)
@@ -180,8 +180,8 @@ class UpdateWorker:
     def _learn_values(
         self, work: UpdateWork, critic: ModelVersion, steps: list[StepPasses], laps: StageTimer
     ) -> StepsTaken:
-        assert isinstance(self._algorithm, Ppo), "only PPO has a critic"
-        models, config = self._joined(), self._algorithm.critic
+        models, config = self._joined(), self._algorithm.value_model
+        assert config is not None, "work with a critic is of an algorithm with one"
         trainer = models.critic.stand_at(critic)
         laps.end("load")
         own = critic_steps(steps, work, config=self._update.model_copy(update={"learning_rate": config.learning_rate}))
@@ -211,7 +211,7 @@ class UpdateWorker:
         )
 
     def _kl_coefficient(self, work: UpdateWork) -> dict[str, float]:
-        return {"kl_coefficient": work.kl_coefficient} if isinstance(self._update.kl, KlPenalty) else {}
+        return {"kl_coefficient": work.kl_coefficient} if self._update.kl_penalty is not None else {}
 
     def _joined(self) -> LoadedModels:
         if self._models is None:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tasks.config.run import RunConfig
-from tasks.config.validation_errors import models_in
+from infra.validation_errors import field_models
 
 HEAD = """# Configuration
 
@@ -63,7 +63,7 @@ def reference() -> str:
 def _places(model: type[BaseModel], path: str) -> Iterator[_Place]:
     for name, field in model.model_fields.items():
         inner = f"{path}.{name}" if path else name
-        parts = models_in(field.annotation)
+        parts = field_models(field)
         yield from (_Place(inner, _kinds(model).strip("`"), part) for part in parts)
         for part in parts:
             yield from _places(part, inner)
@@ -84,7 +84,7 @@ def _links(field: FieldInfo, titles: Mapping[type[BaseModel], str]) -> str:
     """Name the tables that a key may hold, linked to their sections as GitHub and the site spell anchors."""
     links = [
         f"[{_kinds(model) or 'its keys'}](#{re.sub(r'[^a-z0-9_ -]', '', titles[model].lower()).replace(' ', '-')})"
-        for model in models_in(field.annotation)
+        for model in field_models(field)
     ]
     return f" → {', '.join(links)}" if links else ""
 
@@ -95,7 +95,7 @@ def _default(field: FieldInfo) -> str:
     if field.default is None:
         return "none"
     text = _toml(field.default)
-    return "its defaults" if text == "{}" and models_in(field.annotation) else f"`{text}`".replace("|", "\\|")
+    return "its defaults" if text == "{}" and field_models(field) else f"`{text}`".replace("|", "\\|")
 
 
 def _toml(value: object) -> str:

@@ -14,9 +14,11 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
+from infra.validation_errors import explain, nearest
 from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.data import ArithmeticData, DataConfig, PreferencesConfig
 from models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
+from models.config.job import Job
 from models.config.judges import JudgeReward, ServedReward, TrainedJudge
 from models.config.objectives import UpdateConfig
 from models.config.policy import PolicyConfig, ScratchPolicy
@@ -25,7 +27,6 @@ from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import AdaptivePlacement, PlacementConfig
 from tasks.config.compatibility import reasons_against, reasons_against_engines, reasons_against_preferences
-from tasks.config.validation_errors import explain, nearest
 
 
 class ControllersConfig(Settings):
@@ -117,16 +118,19 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> "RunConfig":
-        reasons = reasons_against(
-            self.algorithm,
+        for reason in reasons_against(self._job()):
+            raise ValueError(reason)
+        return self
+
+    def _job(self) -> Job:
+        return Job(
+            algorithm=self.algorithm,
             update=self.update,
             rollout=self.rollout,
             scoring=self.scoring,
+            pools=self.pools,
             iterations=self.iterations,
         )
-        for reason in reasons:
-            raise ValueError(reason)
-        return self
 
     @model_validator(mode="after")
     def _engines_can_serve(self) -> "RunConfig":

@@ -12,9 +12,9 @@ from infra.store.parquet import export_parquet
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.shards import read_metadata, read_shard
 from infra.store.storage import open_store
+from infra.validation_errors import nearest
 from models.config.rewards import ScoringConfig
 from models.rollouts.preview import RolloutPreview
-from tasks.config.validation_errors import nearest
 from tasks.run.batch import rollouts_of
 from tasks.run.keys import StageKey, iteration_key
 from tasks.run.rescorings import Derived, DerivedLine, derived_of, sealed_numbers

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 Models = list[type[BaseModel]]
@@ -110,7 +111,13 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _field_models(model: type[BaseModel], name: str) -> Models:
-    return models_in(model.model_fields[name].annotation) if name in model.model_fields else []
+    return field_models(model.model_fields[name]) if name in model.model_fields else []
+
+
+def field_models(field: FieldInfo) -> Models:
+    """Every model that a field's value may be: the variants that it is marked with, or what its annotation mentions."""
+    variants = [model for mark in field.metadata for model in getattr(mark, "variants", ())]
+    return variants or models_in(field.annotation)
 
 
 def models_in(annotation: object) -> Models:
