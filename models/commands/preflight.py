@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
+from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm
 from models.config.algorithms import AlgorithmConfig
 from models.config.data import DataConfig, PreferencesConfig
@@ -126,6 +127,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     from models.modeling.policy import meta_scratch, policy_shape, scratch_shape, scratch_tokenizer
     from models.text.tokenizer import require_room, tokenize_prompts
 
+    check_implementation(inputs.update.loss, "logprobs_N", "old_N", where="update.loss", named=("tokens", "config"))
     if isinstance(inputs.policy, DirectoryPolicy):
         config, tokenizer, parameters = check_directory(inputs.policy.path)
         shape = policy_shape(config, parameters=parameters, source=str(inputs.policy.path))
