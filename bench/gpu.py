@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bench.decoders import BYTES, QWEN3_0_6B, QWEN3_1_7B, TINY, Decoder, DType, write_decoder
 from bench.device import Measured, has_gpu, measured_device
+from bench.drawn import DrawnLengths
 from bench.gpu_tables import Taken, against_limit, beside_trl, seconds_per_stage
 from bench.iterations import generated_by, iterations_of
 from bench.jobs import finished_job
@@ -26,7 +27,6 @@ from bench.tables import Table
 from bench.trl_workload import ColocatedVllm, TrlIteration, Workload, running_trl
 from infra.environments.find import find_python
 from infra.errors import BadInput
-from models.config.engines import DrawnLengths
 
 SIZE_VARIABLE = "BENCH_GPU_SIZE"
 TRL_VARIABLE = "BENCH_TRL_PYTHON"
@@ -181,12 +181,14 @@ shard_prompts = {scale.prompts}
 [rollout.sampling]
 max_new_tokens = {scale.max_new_tokens}
 [rollout.engine]
-kind = "vllm"
+kind = "target"
+target = "bench.drawn:DrawnVllm"
+[rollout.engine.options]
 python = "{python}"
 dtype = "{scale.dtype}"
 max_batch_rows = {scale.max_batch_rows}
 {f"gpu_memory_share = {share}" if cuda else "cache_gib = 0.1"}
-[rollout.engine.lengths]
+[rollout.engine.options.lengths]
 median_tokens = {scale.lengths.median_tokens}
 sigma = {scale.lengths.sigma}
 [scoring]

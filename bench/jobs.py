@@ -12,7 +12,8 @@ from pathlib import Path
 
 from infra.store.runs import Run, open_run
 
-DEMO = Path(__file__).parents[1] / "configs" / "demo.toml"
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "configs" / "demo.toml"
 NAME = "bench"
 
 
@@ -34,7 +35,11 @@ def finished_job(config: Path, overrides: Sequence[str] = ()):
         child = subprocess.Popen(
             [*command, "--run", NAME, "--store", store],
             stdout=sys.stderr,
-            env={**os.environ, "PREFECT_HOME": f"{directory}/prefect"},
+            env={
+                **os.environ,
+                "PREFECT_HOME": f"{directory}/prefect",
+                "PYTHONPATH": str(ROOT),
+            },  # for bench's own engines
         )
         try:
             child.wait()

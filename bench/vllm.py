@@ -20,6 +20,7 @@ import psutil
 import pyarrow as pa
 
 from bench.decoders import MIDDLE, TINY, Decoder, write_decoder
+from bench.drawn import DrawnLengths, DrawnVllm
 from bench.tables import Table
 from bench.vllm_raw import Raw, RawRound, RawWorkload, running_raw
 from infra.environments.find import find_python
@@ -29,7 +30,7 @@ from infra.pools.worker import PoolSpec
 from infra.store.bundles import publish_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
-from models.config.engines import DrawnLengths, SamplingConfig, VllmEngine
+from models.config.engines import SamplingConfig
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import RolloutWork
@@ -105,7 +106,7 @@ async def _compare(size: Size, python: Path) -> Table:
 
 @asynccontextmanager
 async def _pool(home: Path, size: Size, python: Path):
-    engine = VllmEngine(
+    engine = DrawnVllm(
         python=python,
         dtype=DTYPE,
         max_batch_rows=size.max_batch_rows,

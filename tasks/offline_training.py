@@ -101,7 +101,7 @@ async def make_judge(run: RunRef, term: str, prefix: str = "") -> Manifest:
     """Build or copy the model of a served reward; `prefix` is that of a re-scoring's manifests."""
     settings = session_of(run).settings
     reward, key = settings.scoring.served[term], StageKey.judge(term, made=True).below(prefix)
-    if isinstance(reward, ModelReward) and isinstance(reward.model, TrainedRewardModel):
+    if term in settings.scoring.trained_reward_models:  # it begins as the policy
         policy = required(run, StageKey.policy(0))
         return record(run, key, parents=[policy], bundles=policy.bundles, detail={"version": 0})
     work = JudgePreparation(reward=reward, data=settings.data, seed=settings.seed)

@@ -15,7 +15,6 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifa
 from infra.config import Settings
 from infra.errors import Damaged
 from infra.store.manifests import Manifest
-from models.config.judges import JudgeReward, ModelReward, TrainedJudge, TrainedRewardModel
 from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import Excerpts, RolloutPreview
 from tasks.offline_training import local_terms, losses_of
@@ -277,13 +276,9 @@ async def report_rewards(run: RunRef) -> TrainedRewards:
     trained = [
         _trained(run, term, required(run, StageKey.judge(term)))
         for term in local_terms(run)
-        if _is_trained(rewards[term])
+        if rewards[term].is_trained
     ]
     return TrainedRewards(run=run.name, path=_path(run), models=tuple(trained), plot=_plot(run, "rewards", trained))
-
-
-def _is_trained(reward: JudgeReward | ModelReward) -> bool:
-    return isinstance(reward.model, TrainedJudge | TrainedRewardModel)
 
 
 def _trained(run: RunRef, name: str, manifest: Manifest) -> TrainedModel:

@@ -7,10 +7,7 @@ from infra.config import Settings
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.storage import open_store
 from models.config.algorithms import Distillation
-from models.config.engines import PacedEngine, VllmEngine
-from models.config.judges import EndpointJudge, JudgeReward
 from tasks.config.run import RunConfig
-from tasks.run.keys import judge_role
 from tasks.run.subprocesses import preflight
 from tasks.views.metrics import sealed_iterations
 
@@ -59,7 +56,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
         "worker slots": f"{pools.workers}{_sharing(config)}",
         "rollout": f"{_count(pools.workers, 'worker')} at most, of {_megabytes(facts, 'rollout')}",
-        "engine": _engine(config),
+        "engine": rollout.engine.described(pools),
         **{f"judge {term}": _judge(config, term, facts) for term in config.scoring.served},
         "scoring": _count(pools.scoring_workers, "worker"),
         **(
@@ -70,8 +67,6 @@ def plan_run(config: RunConfig) -> RunPlan:
         "threads": f"{pools.threads} per worker",
         "fingerprint": config.fingerprint(),
     }
-    if paced := _paced(config):
-        lines["paced"] = f"{', '.join(paced)}: sleeps instead of computing, for experiments; its texts mean nothing"
     return RunPlan(lines=lines, facts=facts)
 
 
@@ -92,29 +87,6 @@ def _preferences(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
 def _evaluations(config: RunConfig) -> str:
     every = config.evaluation.every
     return "at the start and the end" + (f", every {every} iterations" if every else "")
-
-
-def _paced(config: RunConfig) -> list[str]:
-    """Name the roles whose engine has no model."""
-    engines = {"rollout": config.rollout.engine}
-    for term, reward in config.scoring.local.items():
-        if isinstance(reward, JudgeReward) and not isinstance(reward.model, EndpointJudge):
-            engines[judge_role(term)] = reward.model.engine
-    return [role for role, engine in engines.items() if isinstance(engine, PacedEngine)]
-
-
-def _engine(config: RunConfig) -> str:
-    engine = config.rollout.engine
-    if isinstance(engine, PacedEngine):
-        return engine.kind
-    if not isinstance(engine, VllmEngine):
-        return f"{engine.kind}, {engine.dtype}"
-    where = f"at {', '.join(engine.base_urls)}" if engine.base_urls else "a server for each worker"
-    spread = f" over {engine.tensor_parallel} GPUs" if engine.tensor_parallel > 1 else ""
-    cache = ""
-    if engine.cache_gib is None and config.pools.gpus_per_worker and not engine.base_urls:
-        cache = f", cache up to {engine.gpu_memory_share:.0%} of the memory of each GPU"
-    return f"{engine.kind}, {engine.dtype}, {where}{spread}, {engine.logprobs} log-probs{cache}"
 
 
 def _waves(config: RunConfig) -> str:

@@ -20,18 +20,17 @@ from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm
 from models.config.algorithms import AlgorithmConfig
 from models.config.data import DataConfig, PreferencesConfig
-from models.config.judges import JudgeReward
+from models.config.engines import BYTES
+from models.config.job import slot_engines
 from models.config.objectives import UpdateConfig
-from models.config.policy import DirectoryPolicy, PolicyConfig
-from models.config.reward_terms import NumericReward
+from models.config.policy import DirectoryPolicy, ModelShape, PolicyConfig
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.load import load_preferences, load_problems, warmup_examples
 from models.data.problems import Problem, identity
-from models.engines.checks import BYTES, check_engine, check_environments
+from models.engines.build import check_implemented
 from models.judges.checks import check_judge
-from models.records.versions import ModelShape
 from models.rewards.rules import build_reward, check_reward
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def check(inputs: Inputs) -> dict[str, float]:
     """Return counts, lengths and memory estimates (bytes per worker). Raises BadInput in one line."""
     _check_rewards(inputs)
     check_algorithm(inputs.algorithm)
-    check_environments(inputs.rollout, scoring=inputs.scoring, pools=inputs.pools)
+    _check_environments(inputs.rollout, inputs)
     train = load_problems(inputs.data, "train", inputs.seed)
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
     _check_data(inputs, train, heldout)
@@ -83,15 +82,22 @@ def check_scoring(inputs: Inputs) -> dict[str, float]:
     So may the data, unless the model behind a reward is still to be made.
     """
     _check_rewards(inputs)
-    check_environments(None, scoring=inputs.scoring, pools=inputs.pools)
+    _check_environments(None, inputs)
     return _check_served(inputs, load_problems(inputs.data, "train", inputs.seed)) if inputs.scoring.local else {}
+
+
+def _check_environments(rollout: RolloutConfig | None, inputs: Inputs) -> None:
+    """Those of a cluster that runs elsewhere are looked for there, by its workers."""
+    if inputs.pools.ray_address is None:
+        for name, engine, slots in slot_engines(rollout, inputs.scoring):
+            engine.check_environment(name, gpus=slots * inputs.pools.gpus_per_worker)
 
 
 def _check_rewards(inputs: Inputs) -> None:
     for rule in inputs.scoring.rules:
         check_reward(rule)
     for term, served in inputs.scoring.served.items():
-        if isinstance(served, JudgeReward):
+        if served.kind == "judge":
             check_judge(term, served, inputs.data)
 
 
@@ -112,13 +118,13 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
             raise BadInput(f"{problem.source}: this held-out problem is a training problem too; remove one of them")
     if inputs.warmup is not None:
         warmup_examples(inputs.data, inputs.warmup.model_copy(update={"steps": 1}), inputs.seed)
-    numeric = [build_reward(reward) for reward in inputs.scoring.rewards if isinstance(reward, NumericReward)]
+    checking = [(rule.kind, build_reward(rule)) for rule in inputs.scoring.rules if rule.checks_references]
     for problem in (*train, *heldout):
-        for reward in numeric:
+        for kind, reward in checking:
             try:
                 reward("", "", problem.answer)
             except ValueError as error:
-                raise BadInput(f"{problem.source}: the numeric reward finds {error}") from error
+                raise BadInput(f"{problem.source}: the {kind} reward finds {error}") from error
 
 
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
@@ -127,6 +133,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     from models.modeling.policy import meta_scratch, policy_shape, scratch_shape, scratch_tokenizer
     from models.text.tokenizer import require_room, tokenize_prompts
 
+    for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
+        check_implemented(engine, name=name)
     check_implementation(inputs.update.loss, "logprobs_N", "old_N", where="update.loss", named=("tokens", "config"))
     if isinstance(inputs.policy, DirectoryPolicy):
         config, tokenizer, parameters = check_directory(inputs.policy.path)
@@ -150,7 +158,9 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         "parameters": shape.parameters,
         "context": shape.context,
         "longest_prompt_tokens": longest,
-        **check_engine(inputs.rollout.engine, shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker),
+        **inputs.rollout.engine.memory(
+            shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker, name="rollout.engine"
+        ),
         **_update_memory(inputs, model, parameters=shape.parameters),
         **_check_critic(inputs, model, tokenizer, longest_tokens=longest + new_tokens),
         **_check_teacher(inputs, tokenizer, longest_tokens=longest + new_tokens),

@@ -1,11 +1,25 @@
 """Configuration of sampling and of the engines that generate. Torch-free."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import Field
 
-from infra.config import Positive, Settings
+from infra.config import PoolsConfig, Positive, Settings
+from infra.environments.find import find_environment
+from infra.errors import BadInput
+from infra.variants import OneOf, Target, Variant
+from models.config.policy import ModelShape
+
+if TYPE_CHECKING:
+    from models.config.job import Job
+
+BYTES: Final = {"float32": 4, "bfloat16": 2}
+"""Of one number, by its precision."""
+
+GIB: Final = 2**30
 
 
 # ---- rollout
@@ -25,8 +39,55 @@ class SamplingConfig(Settings):
     """Texts that end a completion, beside EOS; the text stays in the completion."""
 
 
-class TransformersEngine(Settings):
+@dataclass(frozen=True, slots=True)
+class KnownPace:
+    """What an engine knows of its work before the first measurement: lengths in tokens, times in seconds."""
+
+    median_tokens: float
+    sigma: float
+    base_seconds: float
+    per_sequence_seconds: float
+    setup_seconds: float
+
+
+class EngineSettings(Variant):
+    """What all engines share. `implementation` is a `models.engines.protocol.EngineMaker`.
+
+    Whoever asks gives the name of the engine's key, for messages, and the GPUs that a worker of it has.
+    """
+
+    def reasons_against(self, job: "Job") -> Iterator[str]:
+        """Yield one line per combination that cannot work where the policy's completions are its own."""
+        yield from ()
+
+    def reasons_against_place(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
+        """Yield one line per reason why its worker cannot host it, of the rollout and of a judge alike."""
+        yield from ()
+
+    def check_environment(self, name: str, *, gpus: float) -> None:
+        """Raise BadInput if what it needs beside its worker is not on this machine."""
+
+    def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
+        """Estimate the bytes of weights and cache per worker. Raises BadInput where it cannot serve the model.
+
+        A cache that grows with its rows is counted full. Of a server elsewhere nothing is counted, and no cache where
+        that takes what a GPU has left.
+        """
+        return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
+
+    def known_pace(self) -> KnownPace | None:
+        """What it knows of its own lengths and step times; none leaves both to be measured."""
+        return None
+
+    def described(self, pools: PoolsConfig) -> str:
+        """The engine in a line of the plan."""
+        return self.known_as
+
+
+class TransformersEngine(EngineSettings):
     """Generation inside the worker with a KV cache; finished rows leave the batch."""
+
+    implementation = "models.engines.local.engine:HuggingFaceEngine"
 
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -34,39 +95,16 @@ class TransformersEngine(Settings):
     max_batch_rows: Positive = 512
     """Completions decoded together."""
 
+    def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
+        """Count the weights and a full cache."""
+        return {
+            "rollout_weights_bytes": shape.parameters * BYTES[self.dtype],
+            "rollout_cache_bytes": shape.cached_numbers * BYTES[self.dtype] * self.max_batch_rows * longest,
+        }
 
-class PacedEngine(Settings):
-    """No model: it draws lengths from a distribution and sleeps as long as a measured engine would decode.
-
-    For experiments with placement on machines without accelerators. Its tokens mean nothing.
-    """
-
-    kind: Literal["paced"] = "paced"
-    base_seconds: Annotated[float, Field(ge=0)] = 0.002
-    """Seconds of a decoding step, whatever the batch."""
-    per_sequence_seconds: Annotated[float, Field(ge=0)] = 0.0001
-    """Seconds that each sequence of the batch adds to a step."""
-    setup_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds per sequence before its first token."""
-    load_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds to load weights, of which there are none."""
-    median_tokens: Annotated[float, Field(gt=0)] = 64
-    """Median length of the log-normal distribution at policy version 0, in tokens."""
-    sigma: Annotated[float, Field(ge=0)] = 0.8
-    """Its standard deviation in log space."""
-    drift: Annotated[float, Field(gt=0)] = 1.0
-    """Factor of the median from one policy version to the next."""
-    endings: tuple[str, ...] = ()
-    """A completion that stops ends with one of these texts, by its seed: a judge's verdicts, such as `score: 7`."""
-
-
-class DrawnLengths(Settings):
-    """Lengths drawn from a log-normal distribution in place of the policy's own, for benchmarks with random weights."""
-
-    median_tokens: Annotated[float, Field(gt=0)]
-    """Median, in tokens; the mean is this times exp(sigma² / 2)."""
-    sigma: Annotated[float, Field(ge=0)] = 0.8
-    """Standard deviation in log space."""
+    def described(self, pools: PoolsConfig) -> str:
+        """Name its precision."""
+        return f"{self.kind}, {self.dtype}"
 
 
 CPU_CACHE_GIB = 1.0
@@ -75,13 +113,24 @@ CPU_CACHE_GIB = 1.0
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM reserves room for: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32."""
 
+CPU_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""vllm.v1.attention.backends.cpu_attn of vLLM 0.32; with another its engine dies at the first request."""
 
-class VllmEngine(Settings):
+INSTALL: Final = {
+    "cpu": "`rheostat engine install vllm --platform cpu` makes one, give its Python as {name}.python; or set "
+    "pools.gpus_per_worker",
+    "cuda": "set pools.gpus_per_worker=0, or install where the NVIDIA driver is",
+}
+
+
+class VllmEngine(EngineSettings):
     """A vLLM server in an environment of its own that the worker starts, watches and ends; or servers that run already.
 
     Weights reach it as verified local files, in place, and it proves by their digest what it serves. Its batches follow
     from timing, so the same work gives the same completions only up to float rounding.
     """
+
+    implementation = "models.engines.vllm.engine:ServedEngine"
 
     kind: Literal["vllm"] = "vllm"
     python: Path | None = None
@@ -114,8 +163,113 @@ class VllmEngine(Settings):
     """Longest time a server may take to start, in seconds."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often a server that died is started again within one piece of work."""
-    lengths: DrawnLengths | None = None
-    """For benchmarks alone: completions end at drawn lengths, whatever the policy writes."""
+
+    def reasons_against(self, job: "Job") -> Iterator[str]:
+        """Its log-probs must be those that the trainer computes, and its kernels must take the adapters."""
+        yield from self._against_sampling(job.rollout.sampling)
+        lora = job.update.lora
+        if lora is not None and lora.rank > LORA_RANKS[-1]:
+            yield (
+                f"update.lora.rank {lora.rank} with rollout.engine.kind 'vllm': it serves adapters of a rank up to "
+                f"{LORA_RANKS[-1]}, use that or rollout.engine.kind='transformers'"
+            )
+        if lora is not None and self.dtype == "float32" and job.pools.gpus_per_worker:
+            yield (
+                "update.lora with rollout.engine.dtype 'float32' on GPUs: vLLM's kernels for adapters take 16 bits, "
+                "set rollout.engine.dtype='bfloat16'"
+            )
+
+    def _against_sampling(self, sampling: SamplingConfig) -> Iterator[str]:
+        """The trainer computes log-probs at the sampling temperature over the whole vocabulary."""
+        truncated = sampling.top_p < 1 or sampling.top_k > 0
+        if self.logprobs == "processed" and truncated:
+            cut = f"top_p {sampling.top_p:g}" if sampling.top_p < 1 else f"top_k {sampling.top_k}"
+            warm = "" if sampling.temperature == 1 else " and rollout.sampling.temperature=1"
+            yield (
+                f"rollout.sampling.{cut} with rollout.engine.logprobs 'processed': those are of the truncated softmax, "
+                f"the trainer's of the whole; set rollout.engine.logprobs='raw'{warm}, or sample without truncation"
+            )
+        if self.logprobs == "raw" and sampling.temperature != 1:
+            out = "sample at temperature 1" if truncated else "use 'processed'"
+            yield (
+                f"rollout.engine.logprobs 'raw' with rollout.sampling.temperature {sampling.temperature:g}: the "
+                f"trainer's are tempered; {out}"
+            )
+
+    def reasons_against_place(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
+        """A server that a worker starts has that worker's GPUs, or its share of one."""
+        if self.base_urls:
+            return
+        if self.api_key_variable is not None:
+            yield f"{name}.api_key_variable: a server that a worker starts gets a key of its own, set {name}.base_urls"
+        if self.tensor_parallel > 1 and gpus < self.tensor_parallel:
+            yield (
+                f"{name}.tensor_parallel {self.tensor_parallel}: its worker has {gpus:g} GPUs, expected as many; set "
+                f"pools.gpus_per_worker={self.tensor_parallel}, or {name}.base_urls"
+            )
+        sharing = min(pools.workers, int(1 / gpus)) if 0 < gpus < 1 else 1
+        if sharing * self.gpu_memory_share > 1:
+            yield (
+                f"{name}.gpu_memory_share {self.gpu_memory_share:g}: {sharing} workers share a GPU at "
+                f"pools.gpus_per_worker {pools.gpus_per_worker:g}, so expected at most {1 / sharing:.2g}"
+            )
+
+    def check_environment(self, name: str, *, gpus: float) -> None:
+        """Refuse an environment that is not there, does not import, or was built for other workers."""
+        if self.base_urls:
+            return
+        try:
+            found = find_environment(self.kind, self.python)
+        except BadInput as error:
+            raise BadInput(f"{name}.kind {self.kind!r}: {error}") from error
+        expected, workers = ("cuda", "workers with GPUs") if gpus else ("cpu", "workers without GPUs")
+        if found.platform != expected:
+            raise BadInput(
+                f"{name}.kind {self.kind!r}: the environment of {found.python} is for {found.platform}, {workers} "
+                f"need one for {expected}; {INSTALL[expected].format(name=name)}"
+            )
+
+    def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
+        """Count the weights, and the cache where it is known; refuse a model that does not fit."""
+        length = self.max_model_len or shape.context
+        if length < longest:
+            raise BadInput(
+                f"{name}.max_model_len {length}: the longest prompt and completion have {longest} tokens together"
+            )
+        if length > shape.context:
+            raise BadInput(f"{name}.max_model_len {length}: the model's context is {shape.context} tokens")
+        if self.base_urls:
+            return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
+        if not gpus and shape.head_size not in CPU_HEAD_SIZES:
+            raise BadInput(
+                f"{name}.kind 'vllm' on a CPU: the model's heads have {shape.head_size} numbers, expected one of "
+                f"{', '.join(map(str, CPU_HEAD_SIZES))}; change its heads or hidden_size, or use "
+                f"{name}.kind='transformers'"
+            )
+        weights: dict[str, float] = {"rollout_weights_bytes": shape.parameters * BYTES[self.dtype]}
+        gib = self.cache_gib or (None if gpus else CPU_CACHE_GIB)
+        if gib is None:
+            return weights
+        needed = shape.cached_numbers * BYTES[self.dtype] * length
+        if gib * GIB < needed:
+            raise BadInput(
+                f"{name}.cache_gib {gib:g}: one sequence of {length} tokens takes {needed / GIB:.3g} GiB; raise it, or "
+                f"lower {name}.max_model_len"
+            )
+        return weights | {"rollout_cache_bytes": int(gib * GIB)}
+
+    def described(self, pools: PoolsConfig) -> str:
+        """Name where it runs, and what a server would take."""
+        where = f"at {', '.join(self.base_urls)}" if self.base_urls else "a server for each worker"
+        spread = f" over {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
+        cache = ""
+        if self.cache_gib is None and pools.gpus_per_worker and not self.base_urls:
+            cache = f", cache up to {self.gpu_memory_share:.0%} of the memory of each GPU"
+        return f"{self.kind}, {self.dtype}, {where}{spread}, {self.logprobs} log-probs{cache}"
 
 
-EngineConfig = Annotated[TransformersEngine | PacedEngine | VllmEngine, Field(discriminator="kind")]
+class TargetEngine(Target):
+    """An engine of your own: a subclass of `models.config.engines.EngineSettings` (see "Extending")."""
+
+
+EngineConfig = Annotated[EngineSettings, OneOf((TransformersEngine, VllmEngine, TargetEngine))]

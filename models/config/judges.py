@@ -1,13 +1,13 @@
 """Configuration of rewards that models give: generative judges and discriminative reward models. Torch-free."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from infra.config import Fraction, Positive, Settings
 from models.config.endpoints import Endpoint
-from models.config.engines import EngineConfig, SamplingConfig, TransformersEngine
+from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy
 from models.config.reward_terms import BlankLines, RewardTerm, Segmentation
 from models.config.training import WarmupConfig
@@ -152,10 +152,39 @@ class JudgeReward(RewardTerm):
     slots: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker slots that one replica takes, each with `pools.threads` threads or its GPUs."""
 
+    worker: ClassVar[str] = "models.workers.judge:JudgeWorker"
+    """Import string of the class that serves it."""
+
     @property
     def is_endpoint(self) -> bool:
         """Whether the model runs elsewhere."""
         return isinstance(self.model, EndpointJudge)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the run trains the model."""
+        return isinstance(self.model, TrainedJudge)
+
+    @property
+    def engine(self) -> EngineSettings | None:
+        """What runs the model here; none where it runs elsewhere."""
+        return None if isinstance(self.model, EndpointJudge) else self.model.engine
+
+    @property
+    def steps_verdict(self) -> StepsVerdict | None:
+        """The verdict, where it is of steps."""
+        return self.verdict if isinstance(self.verdict, StepsVerdict) else None
+
+    @property
+    def values_steps(self) -> bool:
+        """Whether it values steps rather than whole completions."""
+        return self.steps_verdict is not None
+
+    @property
+    def writes(self) -> bool:
+        """Whether an answer is written token by token, rather than weighed among given ones."""
+        verdict = self.verdict
+        return isinstance(verdict, ScoreVerdict) or (isinstance(verdict, ChoiceVerdict) and not verdict.constrained)
 
 
 class DirectoryRewardModel(Settings):
@@ -198,10 +227,25 @@ class ModelReward(RewardTerm):
     slots: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker slots that one replica takes."""
 
+    worker: ClassVar[str] = "models.workers.reward_model:RewardModelWorker"
+    """Import string of the class that serves it."""
+    votes: ClassVar[int] = 1
+    """Answers per completion."""
+    vote: ClassVar[Literal["mean"]] = "mean"
+    """How they become one reward."""
+    engine: ClassVar[None] = None
+    """It runs in its worker, without an engine."""
+    steps_verdict: ClassVar[None] = None
+    """It scores whole completions."""
+    writes: ClassVar[bool] = False
+    """It scores in one forward pass."""
+    is_endpoint: ClassVar[bool] = False
+    """The model never runs elsewhere."""
+
     @property
-    def is_endpoint(self) -> bool:
-        """Whether the model runs elsewhere: never."""
-        return False
+    def is_trained(self) -> bool:
+        """Whether the run trains the model."""
+        return isinstance(self.model, TrainedRewardModel)
 
 
 ServedReward = JudgeReward | ModelReward

@@ -1,5 +1,6 @@
 """Configuration of the policy that a run starts from. Torch-free."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -48,3 +49,19 @@ class DirectoryPolicy(Settings):
 
 
 PolicyConfig = Annotated[ScratchPolicy | DirectoryPolicy, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What can be known of a policy without loading its weights."""
+
+    parameters: int
+    context: int
+    layers: int
+    kv_heads: int
+    head_size: int
+
+    @property
+    def cached_numbers(self) -> int:
+        """Keys and values of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_size

@@ -1,7 +1,7 @@
 """Configuration of rewards that are rules, and what every reward term has. Torch-free."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
@@ -15,6 +15,14 @@ class RewardTerm(Settings):
     """Column name of this term; by default its kind."""
     weight: float = 1.0
     """Factor of this term in the total."""
+
+    checks_references: ClassVar[bool] = False
+    """Whether it raises ValueError at a reference that it cannot compare with: known before anything is generated."""
+
+    @property
+    def values_steps(self) -> bool:
+        """Whether it values steps or tokens rather than whole completions."""
+        return False
 
 
 # ---- steps
@@ -49,6 +57,8 @@ Segmentation = Annotated[BlankLines | PatternSteps, Field(discriminator="kind")]
 # ---- rules
 class NumericReward(RewardTerm):
     """1 if the number in the completion equals the number in the reference, else 0."""
+
+    checks_references = True
 
     kind: Literal["numeric"] = "numeric"
     pattern: str = r"####\s*(-?[\d,]*\.?\d+)"
@@ -87,6 +97,11 @@ class TargetReward(RewardTerm):
     """What a step is."""
     aggregate: Literal["mean", "sum", "min"] = "mean"
     """How the numbers of steps or tokens become one where a number per completion is wanted."""
+
+    @property
+    def values_steps(self) -> bool:
+        """Whether it values steps or tokens rather than whole completions."""
+        return self.per != "completion"
 
 
 RuleReward = NumericReward | MathReward | RegexReward | TargetReward

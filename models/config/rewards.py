@@ -5,17 +5,10 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from infra.config import Fraction, Settings
-from models.config.judges import JudgeReward, ModelReward, ServedReward, StepsVerdict, TrainedRewardModel
-from models.config.reward_terms import NumericReward, RewardTerm, RuleReward, TargetReward
+from models.config.judges import ModelReward, ServedReward, TrainedRewardModel
+from models.config.reward_terms import NumericReward, RuleReward
 
 RewardConfig = Annotated[RuleReward | ServedReward, Field(discriminator="kind")]
-
-
-def is_process(reward: RewardTerm) -> bool:
-    """Whether a reward values steps or tokens rather than whole completions."""
-    if isinstance(reward, TargetReward):
-        return reward.per != "completion"
-    return isinstance(reward, JudgeReward) and isinstance(reward.verdict, StepsVerdict)
 
 
 class ScoringConfig(Settings):
@@ -41,7 +34,7 @@ class ScoringConfig(Settings):
     @property
     def process_terms(self) -> tuple[str, ...]:
         """Column names of the terms that value steps or tokens, in order."""
-        return tuple(term for term, reward in zip(self.terms, self.rewards, strict=True) if is_process(reward))
+        return tuple(term for term, reward in zip(self.terms, self.rewards, strict=True) if reward.values_steps)
 
     @property
     def rule_terms(self) -> tuple[str, ...]:
@@ -68,12 +61,12 @@ class ScoringConfig(Settings):
     @property
     def outcome_weight(self) -> float:
         """What the terms that value whole completions weigh together."""
-        return sum(reward.weight for reward in self.rewards if not is_process(reward))
+        return sum(reward.weight for reward in self.rewards if not reward.values_steps)
 
     @property
     def process_weight(self) -> float:
         """What the terms that value steps or tokens weigh together, whatever their signs."""
-        return sum(abs(reward.weight) for reward in self.rewards if is_process(reward))
+        return sum(abs(reward.weight) for reward in self.rewards if reward.values_steps)
 
     @model_validator(mode="after")
     def _terms_differ(self) -> "ScoringConfig":

@@ -13,7 +13,7 @@ from infra.errors import BadInput, Damaged
 from models.algorithms.advantages import required_models
 from models.algorithms.experience import Estimates, ScoredGroups, SpanColumns, Term
 from models.config.algorithms import AlgorithmConfig
-from models.config.rewards import ScoringConfig, is_process
+from models.config.rewards import ScoringConfig
 from models.records.columns import Floats, Integers, Mask, Numbers, flat, floats, integers, lengths_of
 
 
@@ -29,7 +29,7 @@ class TermColumns:
 def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:
     """Name the terms of a configuration."""
     pairs = zip(scoring.terms, scoring.rewards, strict=True)
-    return tuple(TermColumns(name, reward.weight, is_process(reward)) for name, reward in pairs)
+    return tuple(TermColumns(name, reward.weight, reward.values_steps) for name, reward in pairs)
 
 
 def scored_groups(

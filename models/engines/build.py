@@ -1,25 +1,28 @@
 """From an engine's configuration to the engine."""
 
-from typing import assert_never
+from typing import cast
 
-from models.config.engines import EngineConfig, PacedEngine, TransformersEngine, VllmEngine
-from models.engines.protocol import Engine
+from infra.errors import BadInput
+from infra.variants import check_implementation, implementation_of
+from models.config.engines import EngineSettings
+from models.engines.protocol import Engine, EngineMaker
+
+METHODS = ("producer", "load", "serves", "sleep", "close", "steps", "likelihoods", "generate")
+"""What an engine must be able to do."""
 
 
-def build_engine(config: EngineConfig, *, adapter_rank: int = 0) -> Engine:
+def build_engine(config: EngineSettings, *, adapter_rank: int = 0) -> Engine:
     """Make an engine without weights; `adapter_rank` is the largest of the adapters that it will load."""
-    match config:
-        case TransformersEngine():
-            from models.engines.local.engine import HuggingFaceEngine  # torch: only workers that run models pay for it
+    return cast(EngineMaker, implementation_of(config))(config, adapter_rank=adapter_rank)
 
-            return HuggingFaceEngine(config)
-        case PacedEngine():
-            from models.engines.paced import Paced as Paced
 
-            return Paced(config)
-        case VllmEngine():
-            from models.engines.vllm.engine import ServedEngine
-
-            return ServedEngine(config, adapter_rank=adapter_rank)
-        case _:
-            assert_never(config)
+def check_implemented(config: EngineSettings, *, name: str) -> None:
+    """Raise BadInput unless the engine's class can be imported, made, and asked for all that engines do."""
+    check_implementation(config, "settings", where=name, named=("adapter_rank",))
+    found = implementation_of(config)
+    lacking = [method for method in METHODS if not callable(getattr(found, method, None))]
+    if isinstance(found, type) and lacking:
+        raise BadInput(
+            f"{name} {config.known_as!r}: expected {config.implementation!r} to have {', '.join(METHODS)}, "
+            f"found no {', '.join(lacking)}"
+        )

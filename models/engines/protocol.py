@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from models.config.engines import SamplingConfig
 from models.records.schemas import FinishReason
@@ -107,3 +107,11 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         """Return one list per request, with one completion per seed, in order."""
+
+
+class EngineMaker(Protocol):
+    """Makes an engine without weights: its class, mostly."""
+
+    def __call__(self, settings: Any, /, *, adapter_rank: int) -> Engine:  # noqa: ANN401 -- the engine's own settings
+        """`adapter_rank` is the largest of the adapters that it will load, 0 where it loads none."""
+        ...

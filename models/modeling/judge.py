@@ -17,7 +17,6 @@ from models.config.judges import (
     TrainedJudge,
 )
 from models.data.problems import Problem
-from models.engines.checks import check_engine
 from models.judges.training import question_about
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, judge_tokenizer, policy_shape, save_policy, scratch_shape
@@ -45,7 +44,7 @@ def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Pr
                     "a model behind an endpoint, or one that begins as the policy, is not made for the reward"
                 )
         longest = _check_room(reward, problems, tokenizer=tokenizer, context=shape.context)
-        check_engine(engine, shape, longest=longest, gpus=gpus, name="model.engine")
+        engine.memory(shape, longest=longest, gpus=gpus, name="model.engine")
     except BadInput as error:
         raise BadInput(f"reward {term}: {error}") from error
     return shape.parameters

@@ -16,11 +16,10 @@ from transformers import (
 
 from infra.errors import BadInput
 from models.config.judges import JudgeReward
-from models.config.policy import ScratchPolicy
+from models.config.policy import ModelShape, ScratchPolicy
 from models.data.problems import Problem, identity
 from models.judges.training import question_about, verdict_texts
 from models.modeling.weights import load_weights
-from models.records.versions import ModelShape
 from models.text.tokenizer import train_tokenizer
 
 

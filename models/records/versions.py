@@ -30,17 +30,6 @@ class ModelVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What can be known of a policy without loading its weights."""
-
-    parameters: int
-    context: int
-    layers: int
-    kv_heads: int
-    head_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """What a worker hands back: references and numbers.
 

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from models.config.judges import JudgeReward, StepsVerdict
 from models.config.reward_terms import TargetReward
-from models.config.rewards import RewardConfig, ScoringConfig, is_process
+from models.config.rewards import RewardConfig, ScoringConfig
 from models.judges.verdicts import Judgement
 from models.records.schemas import score_schema
 from models.rewards.evaluate import Verdict
@@ -115,7 +115,7 @@ def _scalar(value: float | Spans | None, reward: RewardConfig) -> float | None:
 
 
 def _aggregate(reward: RewardConfig) -> Aggregate:
-    assert is_process(reward), "only process rewards have spans"
+    assert reward.values_steps, "only process rewards have spans"
     if isinstance(reward, JudgeReward):
         assert isinstance(reward.verdict, StepsVerdict), "other verdicts are numbers"
         return reward.verdict.aggregate

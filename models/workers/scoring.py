@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from typing import Literal
 
 import pyarrow as pa
 from pydantic import JsonValue
@@ -13,7 +12,7 @@ from infra.store.bundles import fetch_file
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.algorithms import AlgorithmConfig
-from models.config.judges import JudgeReward, ServedReward, StepsVerdict
+from models.config.judges import ServedReward
 from models.config.rewards import ScoringConfig
 from models.credit.assign import ROLLOUT_COLUMNS, Credit, CreditRule, credit_completions
 from models.credit.comparison import compare_advantages, compare_rewards, read_rewards, rewards_of
@@ -153,14 +152,9 @@ def _cases(rollouts: pa.Table, starts: Sequence[Sequence[int] | None]) -> list[C
 def _tallied(
     verdicts: pa.Table, rollouts: pa.Table, reward: ServedReward, *, term: str
 ) -> Sequence[Judgement | StepValues]:
-    if isinstance(reward, JudgeReward) and isinstance(reward.verdict, StepsVerdict):
-        return tally_steps(verdicts, rollouts, verdict=reward.verdict, term=term)
-    return tally(verdicts, rollouts, vote=vote_of(reward), term=term)
-
-
-def vote_of(reward: ServedReward) -> Literal["mean", "median", "majority"]:
-    """How a served reward's answers are counted; a reward model gives but one."""
-    return reward.vote if isinstance(reward, JudgeReward) else "mean"
+    if reward.steps_verdict is not None:
+        return tally_steps(verdicts, rollouts, verdict=reward.steps_verdict, term=term)
+    return tally(verdicts, rollouts, vote=reward.vote, term=term)
 
 
 def credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:

@@ -19,14 +19,13 @@ from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.data import ArithmeticData, DataConfig, PreferencesConfig
 from models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
 from models.config.job import Job
-from models.config.judges import JudgeReward, ServedReward, TrainedJudge
 from models.config.objectives import UpdateConfig
 from models.config.policy import PolicyConfig, ScratchPolicy
-from models.config.rewards import ScoringConfig, is_process
+from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import AdaptivePlacement, PlacementConfig
-from tasks.config.compatibility import reasons_against, reasons_against_engines, reasons_against_preferences
+from tasks.config.compatibility import reasons_against, reasons_against_preferences
 
 
 class ControllersConfig(Settings):
@@ -131,13 +130,6 @@ class RunConfig(Settings):
             pools=self.pools,
             iterations=self.iterations,
         )
-
-    @model_validator(mode="after")
-    def _engines_can_serve(self) -> "RunConfig":
-        reasons = reasons_against_engines(self.rollout, update=self.update, scoring=self.scoring, pools=self.pools)
-        for reason in reasons:
-            raise ValueError(reason)
-        return self
 
     @model_validator(mode="after")
     def _preferences_have_a_use(self) -> "RunConfig":
@@ -292,7 +284,7 @@ def _near_file(path: Path) -> str:
 def measured_by_rules(config: RunConfig) -> RunConfig:
     """Score by the first reward alone, where that is a rule: models that score may not be there yet."""
     first = config.scoring.rewards[0]
-    if isinstance(first, ServedReward) or is_process(first):
+    if config.scoring.terms[0] in config.scoring.served or first.values_steps:
         return config
     scoring = config.scoring.model_copy(update={"rewards": (first,)})
     rollout = config.rollout.model_copy(update={"dynamic": None})
@@ -315,5 +307,4 @@ def require_part(command: str, config: RunConfig) -> None:
 
 
 def _trains_rewards(config: RunConfig) -> bool:
-    judges = [reward for reward in config.scoring.local.values() if isinstance(reward, JudgeReward)]
-    return bool(config.scoring.trained_reward_models) or any(isinstance(judge.model, TrainedJudge) for judge in judges)
+    return any(reward.is_trained for reward in config.scoring.local.values())

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from models.config.engines import EngineConfig, PacedEngine
-from models.config.judges import ChoiceVerdict, JudgeReward, ScoreVerdict, ServedReward, VerdictConfig
+from models.config.engines import EngineSettings
+from models.config.judges import ServedReward
 from placement.measurements import Measurements, Prior, Role, UnitObservation
 from placement.records import Demand, Pace, Plan
 from placement.slots import allot, least_slots
@@ -27,7 +27,7 @@ def scoring_demand(settings: RunConfig, measured: Measurements, *, shards: int, 
     if not local:
         return measured.demand("scoring", units=0, sequences=0)
     slots = {term: reward.slots for term, reward in local.items()}
-    answers = sum(reward.votes if isinstance(reward, JudgeReward) else 1 for reward in local.values())
+    answers = sum(reward.votes for reward in local.values())
     return measured.demand(
         "scoring",
         units=shards * len(local),
@@ -51,27 +51,22 @@ def workers_of(settings: RunConfig, plan: Plan, turn: str | None) -> dict[str, i
 
 
 def _served_prior(reward: ServedReward) -> Prior:
-    if not isinstance(reward, JudgeReward) or not _writes(reward.verdict):
+    if reward.kind != "judge" or reward.engine is None or not reward.writes:
         return Prior(median_tokens=1, sigma=0, max_tokens=1)
-    assert reward.model.kind != "endpoint", "what runs elsewhere takes no slot"
-    return _prior(reward.model.engine, most=reward.sampling.max_new_tokens)
+    return _prior(reward.engine, most=reward.sampling.max_new_tokens)
 
 
-def _writes(verdict: VerdictConfig) -> bool:
-    """Whether a judge writes its answer token by token, rather than weigh given ones."""
-    return isinstance(verdict, ScoreVerdict) or (isinstance(verdict, ChoiceVerdict) and not verdict.constrained)
-
-
-def _prior(engine: EngineConfig, *, most: int) -> Prior:
-    """Before the first measurement: completions take half the room they have."""
-    if isinstance(engine, PacedEngine):
-        pace = Pace(
-            base_seconds=engine.base_seconds,
-            per_sequence_seconds=engine.per_sequence_seconds,
-            setup_seconds=engine.setup_seconds,
-        )
-        return Prior(median_tokens=engine.median_tokens, sigma=engine.sigma, max_tokens=most, pace=pace)
-    return Prior(median_tokens=max(1.0, most / 2), max_tokens=most)
+def _prior(engine: EngineSettings, *, most: int) -> Prior:
+    """Before the first measurement: what the engine knows; of others, completions take half the room they have."""
+    known = engine.known_pace()
+    if known is None:
+        return Prior(median_tokens=max(1.0, most / 2), max_tokens=most)
+    pace = Pace(
+        base_seconds=known.base_seconds,
+        per_sequence_seconds=known.per_sequence_seconds,
+        setup_seconds=known.setup_seconds,
+    )
+    return Prior(median_tokens=known.median_tokens, sigma=known.sigma, max_tokens=most, pace=pace)
 
 
 STEPS = ("steps", "step_sequences", "step_sequences_squared", "step_seconds", "step_sequence_seconds")

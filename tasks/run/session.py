@@ -19,7 +19,7 @@ from infra.pools.ranks import RankGroup
 from infra.pools.threads import ThreadCluster
 from infra.pools.worker import Done, PoolSpec
 from infra.store.runs import Run
-from models.config.judges import JudgeReward, ServedReward
+from models.config.judges import ServedReward
 from models.records.versions import Outcome
 from placement.measurements import Measurements
 from placement.policies.protocol import Policy
@@ -235,8 +235,7 @@ async def _open_fleet(session: Session) -> Fleet:
 def _judge_spec(session: Session, term: str, reward: ServedReward, *, size: int) -> PoolSpec:
     threads = session.settings.pools.threads * reward.slots
     options: dict[str, object] = {"term": term, "reward": reward, "threads": threads}
-    kind = "judge:JudgeWorker" if isinstance(reward, JudgeReward) else "reward_model:RewardModelWorker"
-    spec = _spec(session, judge_role(term), f"models.workers.{kind}", size, options=options)
+    spec = _spec(session, judge_role(term), reward.worker, size, options=options)
     return replace(spec, threads=threads, slots=reward.slots)
 
 

@@ -18,9 +18,9 @@ CHECKED = (
 CRITIC = (
     "{{kind = 'judge', name = 'critic', votes = 2, sampling = {{max_new_tokens = 400}},"
     " verdict = {{kind = 'steps', steps = {{kind = 'pattern', pattern = ' '}}, flags = 'union'}},"
-    " model = {{kind = 'directory', path = '{path}', engine = {{kind = 'paced', base_seconds = 0.0,"
-    " per_sequence_seconds = 0.0, median_tokens = 40,"
-    " endings = ['<incorrect_steps></incorrect_steps>', '<incorrect_steps>0, 2</incorrect_steps>']}}}}}}"
+    " model = {{kind = 'directory', path = '{path}', engine = {{kind = 'target', target = 'bench.paced:PacedEngine',"
+    " options = {{base_seconds = 0.0, per_sequence_seconds = 0.0, median_tokens = 40,"
+    " endings = ['<incorrect_steps></incorrect_steps>', '<incorrect_steps>0, 2</incorrect_steps>']}}}}}}}}"
 )
 
 

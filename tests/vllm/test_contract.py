@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from bench.drawn import DrawnLengths, DrawnVllm
+from bench.drawn_engine import DrawnEngine, drawn_length
 from infra.errors import WorkerLost
-from models.config.engines import DrawnLengths, SamplingConfig, VllmEngine
-from models.engines.vllm.completions import drawn_length
+from models.config.engines import SamplingConfig, VllmEngine
 from models.engines.vllm.engine import ServedEngine
 from models.records.schemas import FinishReason
 from tests.support.engines import *  # noqa: F403  # every claim there is one here
@@ -157,7 +158,7 @@ def test_a_server_that_died_while_idle_serves_nothing(loaded, policy):
 
 def test_completions_end_at_drawn_lengths_and_a_server_that_may_not_be_restarted_loses_its_worker(policy):
     lengths = DrawnLengths(median_tokens=8, sigma=0.8)
-    engine = ServedEngine(CONFIG.model_copy(update={"lengths": lengths, "max_restarts": 0}))
+    engine = DrawnEngine(DrawnVllm.model_validate(CONFIG.model_dump() | {"lengths": lengths, "max_restarts": 0}))
     try:
         engine.load(policy.directory, policy.version)
         asked = request(1, 9, group=64)

@@ -27,7 +27,7 @@ class HuggingFaceEngine:
     completion still draws the same random numbers, but sums may round otherwise in the last bits of float32.
     """
 
-    def __init__(self, config: TransformersEngine) -> None:
+    def __init__(self, config: TransformersEngine, *, adapter_rank: int = 0) -> None:  # merged, whatever their rank
         self.progress = 0
         self._config = config
         self._device = "cuda" if torch.cuda.is_available() else "cpu"

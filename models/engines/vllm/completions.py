@@ -1,19 +1,16 @@
 """Completions while they are made: what a server is asked for each, what came, and how it ended."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Final
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
-from models.config.engines import DrawnLengths, SamplingConfig
+from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion
 from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
-from models.engines.sampling import uniforms
 from models.engines.vllm.client import Ask, Chunk
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
@@ -88,25 +85,10 @@ class PendingRequest:
         self.tokens, self.logprobs, self.seams, self.finish = [], [], [], None
 
 
-def drafts_of(
-    rows: Sequence[CompletionRow], sampling: SamplingConfig, *, lengths: DrawnLengths | None
-) -> list[PendingRequest]:
+def drafts_of(rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
     """Begin one draft per row."""
     longest = sampling.max_new_tokens
-    drafts = []
-    for row in rows:
-        end, at_end = row.limit, unstopped(row.limit, longest)
-        if lengths is not None:
-            drawn = max(drawn_length(lengths, row.seed), len(row.prefix) + 1)
-            end, at_end = (drawn, FinishReason.STOP) if drawn <= row.limit else (end, at_end)
-        drafts.append(PendingRequest(row=row, end=end, at_end=at_end))
-    return drafts
-
-
-def drawn_length(lengths: DrawnLengths, seed: int) -> int:
-    """Draw a completion's length, in tokens; its seed alone decides."""
-    deviation = NormalDist().inv_cdf(float(uniforms(seed, 1)[0]) + 2.0**-54)  # a uniform may be 0
-    return max(1, round(lengths.median_tokens * math.exp(lengths.sigma * deviation)))
+    return [PendingRequest(row=row, end=row.limit, at_end=unstopped(row.limit, longest)) for row in rows]
 
 
 def completions_of(

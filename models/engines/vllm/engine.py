@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import SamplingConfig, VllmEngine
 from models.engines.protocol import Completion, Request, StepSums
-from models.engines.requests import end_tokens, require_context, require_engine_room, rows_of
+from models.engines.requests import CompletionRow, end_tokens, require_context, require_engine_room, rows_of
 from models.engines.vllm.client import About, Ask, RequestDone, ServerClient, Stale, Stops
 from models.engines.vllm.completions import PendingRequest, completions_of, drafts_of
 from models.engines.vllm.servers import find_servers, require_fit
@@ -147,10 +147,13 @@ class ServedEngine:
         policy = self._policy
         assert policy is not None, "generate before load"
         require_engine_room(requests, sampling, context=self._context(), whose=self._whose())
-        drafts = drafts_of(rows_of(requests, longest=sampling.max_new_tokens), sampling, lengths=self._config.lengths)
+        drafts = self._begun(rows_of(requests, longest=sampling.max_new_tokens), sampling)
         self._persist(lambda clients: self._write(drafts, sampling, clients))
         completions = iter(completions_of(drafts, policy.tokenizer, self._stops(sampling).texts, digest=policy.digest))
         return [[next(completions) for _ in request.seeds] for request in requests]
+
+    def _begun(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
+        return drafts_of(rows, sampling)
 
     def _write(self, drafts: list[PendingRequest], sampling: SamplingConfig, clients: Sequence[ServerClient]) -> None:
         """Bring every draft to its end, then have the servers prove that it was this policy who wrote."""
@@ -278,8 +281,6 @@ class ServedEngine:
 
     def _stops(self, sampling: SamplingConfig) -> Stops:
         assert self._policy is not None, "asked before load"
-        if self._config.lengths is not None:
-            return Stops((), (), ignore_eos=True)
         return Stops(sampling.stop, self._policy.ends)
 
     def _context(self) -> int | None:

@@ -6,11 +6,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from bench.paced import PacedEngine
 from infra.errors import EndpointDown
 from infra.store.bundles import publish_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
-from models.config.engines import PacedEngine, SamplingConfig
+from models.config.engines import SamplingConfig
 from models.config.judges import Canaries, DirectoryJudge, EndpointJudge, JudgeReward, StepsVerdict
 from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome

@@ -6,10 +6,12 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from bench.drawn import DrawnLengths, DrawnVllm
+from bench.drawn_engine import drawn_length
 from infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
-from models.config.engines import DrawnLengths, SamplingConfig, VllmEngine
+from models.config.engines import SamplingConfig, VllmEngine
+from models.engines.build import build_engine
 from models.engines.protocol import Request
-from models.engines.vllm.completions import drawn_length
 from models.engines.vllm.engine import MAX_LOADS, ServedEngine
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
@@ -36,7 +38,8 @@ def serve(policy: Published, monkeypatch) -> Iterator[Serve]:  # noqa: F811
             ]
             urls = tuple(server.url for server in servers)
             given = {"base_urls": urls, "api_key_variable": "SERVERS_KEY"} | (settings or {})
-            engine = ServedEngine(VllmEngine.model_validate(given))
+            settings_class = DrawnVllm if "lengths" in given else VllmEngine
+            engine = build_engine(settings_class.model_validate(given))
             engine.load(policy.directory, policy.version)
             return engine, servers
 

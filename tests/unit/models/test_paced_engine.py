@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.paced import PacedEngine as PacedConfig
 from infra.store.bundles import BundleRef
-from models.config.engines import PacedEngine as PacedConfig
 from models.config.engines import SamplingConfig
 from models.config.judges import ScoreVerdict
 from models.engines.build import build_engine

@@ -118,7 +118,9 @@ def test_a_request_to_a_teacher_ends_before_it_counts_as_stalled():
 
 
 def test_tokens_of_a_paced_engine_have_no_teacher():
-    assert "mean nothing to a teacher" in refusal("algorithm.kind=grpo", "rollout.engine.kind=paced", *HELD)
+    assert "mean nothing to a teacher" in refusal(
+        "algorithm.kind=grpo", "rollout.engine.kind=target", "rollout.engine.target=bench.paced:PacedEngine", *HELD
+    )
 
 
 NUMERIC = "{kind = 'numeric', weight = 2.0}"

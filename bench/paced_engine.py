@@ -10,7 +10,7 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
-from models.config.engines import PacedEngine as PacedConfig
+from bench.paced import PacedEngine
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion, Request, StepSums
 from models.engines.sampling import uniforms
@@ -50,7 +50,7 @@ class Paced:
     seed and the policy's version, not from its neighbours.
     """
 
-    def __init__(self, config: PacedConfig) -> None:
+    def __init__(self, config: PacedEngine, *, adapter_rank: int = 0) -> None:
         self.progress = 0
         self._config = config
         self._vocabulary: _Vocabulary | None = None
@@ -58,7 +58,7 @@ class Paced:
         self._due = 0.0  # when the work so far should have ended: what a sleep takes too long, the next makes up for
 
     def producer(self) -> str:
-        return self._config.kind
+        return "paced"
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
         """Take the tokenizer and the version of a policy; its weights are not read, but waited for."""

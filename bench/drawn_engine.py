@@ -1,0 +1,39 @@
+"""The engine of `bench.drawn`."""
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
+from bench.drawn import DrawnLengths, DrawnVllm
+from models.config.engines import SamplingConfig
+from models.engines.requests import CompletionRow
+from models.engines.sampling import uniforms
+from models.engines.vllm.client import Stops
+from models.engines.vllm.completions import PendingRequest
+from models.engines.vllm.engine import ServedEngine
+from models.records.schemas import FinishReason
+
+
+class DrawnEngine(ServedEngine):
+    """Have the servers write on to the drawn length; nothing else ends a completion but its limit."""
+
+    def __init__(self, config: DrawnVllm, *, adapter_rank: int = 0) -> None:
+        super().__init__(config, adapter_rank=adapter_rank)
+        self._lengths = config.lengths
+
+    def _begun(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
+        begun = super()._begun(rows, sampling)
+        for draft in begun:
+            drawn = max(drawn_length(self._lengths, draft.row.seed), len(draft.row.prefix) + 1)
+            if drawn <= draft.row.limit:
+                draft.end, draft.at_end = drawn, FinishReason.STOP
+        return begun
+
+    def _stops(self, sampling: SamplingConfig) -> Stops:
+        return Stops((), (), ignore_eos=True)
+
+
+def drawn_length(lengths: DrawnLengths, seed: int) -> int:
+    """Draw a completion's length, in tokens; its seed alone decides."""
+    deviation = NormalDist().inv_cdf(float(uniforms(seed, 1)[0]) + 2.0**-54)  # a uniform may be 0
+    return max(1, round(lengths.median_tokens * math.exp(lengths.sigma * deviation)))

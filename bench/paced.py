@@ -1,0 +1,52 @@
+"""An engine without a model, for experiments with placement on machines without accelerators."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from infra.config import PoolsConfig
+from models.config.engines import EngineSettings, KnownPace
+from models.config.job import Job
+
+
+class PacedEngine(EngineSettings):
+    """It draws lengths from a distribution and sleeps as long as a measured engine would decode."""
+
+    implementation = "bench.paced_engine:Paced"
+
+    base_seconds: Annotated[float, Field(ge=0)] = 0.002
+    """Seconds of a decoding step, whatever the batch."""
+    per_sequence_seconds: Annotated[float, Field(ge=0)] = 0.0001
+    """Seconds that each sequence of the batch adds to a step."""
+    setup_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds per sequence before its first token."""
+    load_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds to load weights, of which there are none."""
+    median_tokens: Annotated[float, Field(gt=0)] = 64
+    """Median length of the log-normal distribution at policy version 0, in tokens."""
+    sigma: Annotated[float, Field(ge=0)] = 0.8
+    """Its standard deviation in log space."""
+    drift: Annotated[float, Field(gt=0)] = 1.0
+    """Factor of the median from one policy version to the next."""
+    endings: tuple[str, ...] = ()
+    """A completion that stops ends with one of these texts, by its seed: a judge's verdicts, such as `score: 7`."""
+
+    def reasons_against(self, job: Job) -> Iterator[str]:
+        """Its tokens are drawn, not written."""
+        if job.algorithm.distillation is not None:
+            yield "algorithm.distillation with a paced engine: its tokens mean nothing to a teacher"
+
+    def known_pace(self) -> KnownPace:
+        """All of it."""
+        return KnownPace(
+            median_tokens=self.median_tokens,
+            sigma=self.sigma,
+            base_seconds=self.base_seconds,
+            per_sequence_seconds=self.per_sequence_seconds,
+            setup_seconds=self.setup_seconds,
+        )
+
+    def described(self, pools: PoolsConfig) -> str:
+        """Say that nothing is computed."""
+        return "paced: sleeps instead of computing, for experiments; its texts mean nothing"
