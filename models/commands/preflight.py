@@ -65,6 +65,7 @@ def check(inputs: Inputs) -> dict[str, float]:
     _check_rewards(inputs)
     check_algorithm(inputs.algorithm)
     _check_environments(inputs.rollout, inputs)
+    check_implementation(inputs.data, "data", "split", "seed", where="data")
     train = load_problems(inputs.data, "train", inputs.seed)
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
     _check_data(inputs, train, heldout)

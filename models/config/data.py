@@ -1,16 +1,37 @@
 """Configuration of problems and of preferences between completions. Torch-free."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from infra.config import Positive, Settings
+from infra.variants import OneOf, Target, Variant
 
 
 # ---- data
-class ArithmeticData(Settings):
+class DataSource(Variant):
+    """What all sources share. `implementation` is a `models.data.problems.ProblemSource`."""
+
+    makes_pairs: ClassVar[bool] = False
+    """Whether preferences of kind `arithmetic` can be made from its problems."""
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether every problem has a reference answer, which warm-up imitates and judges learn from."""
+        return True
+
+    @property
+    def heldout_known(self) -> int | None:
+        """How many held-out problems there are, where that is known before they are read or made."""
+        return None
+
+
+class ArithmeticData(DataSource):
     """Templated word problems made from a seed; their answers are checked by a program."""
+
+    implementation = "models.data.arithmetic:arithmetic_problems"
+    makes_pairs = True
 
     kind: Literal["arithmetic"] = "arithmetic"
     operations: Annotated[int, Field(ge=1, le=8)] = 4
@@ -20,9 +41,16 @@ class ArithmeticData(Settings):
     heldout_problems: Positive = 256
     """Problems kept for evaluation; a hash of the question decides which, so the two never meet."""
 
+    @property
+    def heldout_known(self) -> int | None:
+        """As many as are made."""
+        return self.heldout_problems
 
-class FileData(Settings):
+
+class FileData(DataSource):
     """Problems from a JSON Lines, Parquet or Arrow file."""
+
+    implementation = "models.data.files:file_problems"
 
     kind: Literal["file"] = "file"
     path: Path
@@ -40,8 +68,17 @@ class FileData(Settings):
     limit: Positive | None = None
     """Read at most so many problems per file."""
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether there is a column of them."""
+        return self.answer_column is not None
 
-DataConfig = Annotated[ArithmeticData | FileData, Field(discriminator="kind")]
+
+class TargetData(Target):
+    """A source of your own: a subclass of `models.config.data.DataSource` (see "Extending")."""
+
+
+DataConfig = Annotated[DataSource, OneOf((ArithmeticData, FileData, TargetData))]
 
 
 # ---- preferences

@@ -117,7 +117,7 @@ def text_of(place: str, value: object, column: str) -> str:
     return value
 
 
-def file_problems(data: FileData, split: str) -> list[Problem]:
+def file_problems(data: FileData, split: str, seed: int) -> list[Problem]:
     """Read the split's problems, in file order."""
     if "{prompt}" not in data.template:
         raise BadInput(f"data.template {data.template!r} has no {{prompt}}: every prompt would be the same")

@@ -1,14 +1,15 @@
 """Problems to learn from and to be tested on, and preferences between completions, made or read."""
 
 from random import Random
+from typing import cast
 
 from infra.errors import BadInput
-from models.config.data import ArithmeticData, ArithmeticPreferences, DataConfig, PreferencesConfig
+from infra.variants import implementation_of
+from models.config.data import ArithmeticPreferences, DataConfig, PreferencesConfig
 from models.config.training import WarmupConfig
-from models.data.arithmetic import arithmetic_problems, bare_guess, right_completion, wrong_completion
-from models.data.files import file_problems
+from models.data.arithmetic import bare_guess, right_completion, wrong_completion
 from models.data.preferences import Preference, arithmetic_preferences, file_preferences
-from models.data.problems import Message, Problem, Prompt, identity, is_heldout
+from models.data.problems import Message, Problem, ProblemSource, Prompt, identity, is_heldout
 
 __all__ = [
     "Example",
@@ -32,17 +33,27 @@ Example = tuple[Prompt, str]
 def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
     """Load the `train` or `heldout` problems in a fixed order; no prompt is in both."""
     assert split in ("train", "heldout"), split
-    if isinstance(data, ArithmeticData):
-        return arithmetic_problems(data, split, seed)
-    return file_problems(data, split)
+    where = f"data {data.known_as!r}: its {split} problems"
+    try:
+        problems = [*cast(ProblemSource, implementation_of(data))(data, split, seed)]
+    except BadInput:
+        raise
+    except Exception as error:  # whatever a user's source raises means that there is nothing to learn from
+        raise BadInput(f"{where}: making them failed: {type(error).__name__}: {error}") from error
+    for problem in problems:
+        if not isinstance(problem, Problem):
+            raise BadInput(f"{where}: expected models.data.problems.Problem each, found {problem!r:.80}")
+    return problems
 
 
 def load_preferences(preferences: PreferencesConfig, data: DataConfig, *, split: str, seed: int) -> list[Preference]:
     """Load the `train` or `heldout` pairs in a fixed order; no prompt is in both."""
     if not isinstance(preferences, ArithmeticPreferences):
         return file_preferences(preferences, split)
-    if not isinstance(data, ArithmeticData):
-        raise BadInput("preferences.kind 'arithmetic' is made from arithmetic problems, but data.kind is 'file'")
+    if not data.makes_pairs:
+        raise BadInput(
+            f"preferences.kind 'arithmetic' is made from arithmetic problems, but data.kind is {data.known_as!r}"
+        )
     wanted = preferences.train_pairs if split == "train" else preferences.heldout_pairs
     return arithmetic_preferences(load_problems(data, split, seed), wanted, Random(f"{seed}/preferences/{split}"))
 
@@ -50,7 +61,7 @@ def load_preferences(preferences: PreferencesConfig, data: DataConfig, *, split:
 def warmup_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[Example]:
     """Draw the examples of all warm-up steps, in training order: the training problems, shuffled anew each pass."""
     problems = load_problems(data, "train", seed)
-    if not isinstance(data, ArithmeticData) and data.answer_column is None:
+    if not data.has_answers:
         raise BadInput("warmup needs answers to imitate: set data.answer_column, or remove [warmup]")
     rng = Random(f"{seed}/warmup")
     wanted = warmup.steps * warmup.batch_size

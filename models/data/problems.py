@@ -1,7 +1,9 @@
 """A problem, and which split it belongs to."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from blake3 import blake3
 
@@ -29,6 +31,14 @@ class Problem:
     """Reference answer; empty where the data has none."""
     worked: str | None = None
     """Worked solution that ends in the answer."""
+
+
+class ProblemSource(Protocol):
+    """Where problems come from: the same arguments give the same problems in the same order, none in both splits."""
+
+    def __call__(self, data: Any, split: str, seed: int, /) -> Iterable[Problem]:  # noqa: ANN401 -- the source's own settings
+        """Make or read the problems of a split, `train` or `heldout`."""
+        ...
 
 
 def is_heldout(text: str, share: float) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from infra.errors import BadInput, Quarantined
-from models.config.data import ArithmeticData, DataConfig
+from models.config.data import DataConfig
 from models.config.judges import (
     ChoiceVerdict,
     EndpointJudge,
@@ -76,7 +76,7 @@ def _check_texts(texts: tuple[str, ...]) -> None:
 
 def _check_training(reward: JudgeReward, data: DataConfig) -> None:
     verdict_texts(reward.verdict)
-    if not isinstance(data, ArithmeticData) and data.answer_column is None:
+    if not data.has_answers:
         raise BadInput("a judge is trained on right and wrong answers: set data.answer_column")
 
 

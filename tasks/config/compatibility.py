@@ -5,7 +5,7 @@ Each variant tells its own reasons; here are those that no single one of them ha
 
 from collections.abc import Iterator
 
-from models.config.data import ArithmeticData, ArithmeticPreferences, DataConfig, PreferencesConfig
+from models.config.data import DataConfig, PreferencesConfig
 from models.config.job import Job, slot_engines
 from models.config.objectives import UpdateConfig
 from models.config.rewards import ScoringConfig
@@ -46,8 +46,8 @@ def reasons_against_preferences(
         return
     if dpo is None and not trained:
         yield "preferences: nothing learns from them, set [dpo] or a reward of kind 'model' with model.kind 'trained'"
-    if isinstance(preferences, ArithmeticPreferences) and not isinstance(data, ArithmeticData):
+    if preferences.kind == "arithmetic" and not data.makes_pairs:
         yield (
-            f"preferences.kind 'arithmetic' with data.kind {data.kind!r}: its pairs are made from arithmetic problems, "
-            "use preferences.kind 'file'"
+            f"preferences.kind 'arithmetic' with data.kind {data.known_as!r}: its pairs are made from arithmetic "
+            "problems, use preferences.kind 'file'"
         )

@@ -88,8 +88,8 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "RunConfig":
-        if isinstance(self.data, ArithmeticData) and self.evaluation.problems > self.data.heldout_problems:
-            asked, made = self.evaluation.problems, self.data.heldout_problems
+        asked, made = self.evaluation.problems, self.data.heldout_known
+        if made is not None and asked > made:
             raise ValueError(f"evaluation.problems {asked} exceeds data.heldout_problems {made}")
         if self.rollout.sampling.temperature == 0:
             raise ValueError("rollout.sampling.temperature 0 makes every completion of a group the same: use above 0")
