@@ -91,6 +91,10 @@ class Job:
     """A Prefect API to use; none has the job start its own."""
     counts_works: bool = False
     """Log every piece of work that workers begin, and every write of the driver."""
+    document: str = TINY
+    """The configuration."""
+    path: Path = ROOT
+    """Where modules are that are not installed: rewards of tests, and what users bring."""
 
     @property
     def store(self) -> Path:
@@ -110,7 +114,7 @@ class Job:
     def started(self, *overrides: str, faults: Sequence[Fault] = ()) -> Iterator["subprocess.Popen[bytes]"]:
         """Start the job in a process group of its own; it is dead afterwards."""
         self.home.mkdir(parents=True, exist_ok=True)
-        (self.home / "tiny.toml").write_text(TINY)
+        (self.home / "tiny.toml").write_text(self.document)
         self._plant(faults)
         command = [sys.executable, "-m", "tests.support.faults"] if faults or self.counts_works else [RHEOSTAT]
         command += ["train", str(self.home / "tiny.toml"), *overrides, "--store", str(self.store)]
@@ -131,7 +135,7 @@ class Job:
     def part(self, command: str, *overrides: str) -> Ended:
         """Run the job a part of the way: `sft`, `dpo` or `reward-model`."""
         self.home.mkdir(parents=True, exist_ok=True)
-        (self.home / "tiny.toml").write_text(TINY)
+        (self.home / "tiny.toml").write_text(self.document)
         return self._call(command, str(self.home / "tiny.toml"), *overrides)
 
     def refused(self, *overrides: str) -> Ended:
@@ -176,7 +180,7 @@ class Job:
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         api = {} if self.api is None else {"PREFECT_API_URL": self.api}
-        planted = {"RHEOSTAT_FAULTS": str(self.home), "PYTHONPATH": str(ROOT)}  # rewards of tests are not installed
+        planted = {"RHEOSTAT_FAULTS": str(self.home), "PYTHONPATH": str(self.path)}
         return kept | api | planted | {"PREFECT_HOME": str(self.home / "prefect"), "DO_NOT_TRACK": "1"}
 
 

@@ -102,7 +102,10 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
             "[update.kl]\nkind = 'none'\ncoefficient = 1",
             "unknown key 'update.kl.coefficient': it belongs to kind 'k1' or 'k2' or 'k3'",
         ),
-        ("[data]\nkind = 'files'", "data.kind: expected 'arithmetic' or 'file' or 'target', got 'files'; did you mean 'file'?"),
+        (
+            "[data]\nkind = 'files'",
+            "data.kind: expected 'arithmetic' or 'file' or 'target', got 'files'; did you mean 'file'?",
+        ),
         ("[policy]\nlayers = 2", "policy.kind: missing, expected 'scratch' or 'directory'"),
         (
             "[[scoring.rewards]]\nkind = 'maths'",

@@ -1,0 +1,196 @@
+"""What users bring, by the files that docs/extending.md shows: read, written, carried to workers, and refused in one line."""
+
+import json
+import pickle
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from infra.errors import BadInput
+from infra.variants import Variant, check_implementation
+from models.algorithms.advantages import check_algorithm
+from models.config.algorithms import Algorithm, Grpo
+from models.config.engines import EngineSettings
+from models.data.load import load_problems
+from models.engines.build import check_implemented
+from tasks.config.run import RunConfig, override_config
+from tests.support.pages import EXTENDING, write_page
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The page's files, beside some that do not fit; gone from the interpreter afterwards."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    write_page(EXTENDING, folder)
+    (folder / "my_faults.py").write_text(FAULTS)
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        del sys.modules[name]
+
+
+FAULTS = """
+from models.config.algorithms import Algorithm
+from models.config.data import DataSource
+from models.config.engines import EngineSettings
+from models.config.objectives import PolicyLoss
+
+class Bare(Algorithm):
+    pass
+
+class Lost(Algorithm):
+    implementation = "my_faults:credti"
+
+class Greedy(Algorithm):
+    implementation = "my_faults:credit"
+
+def credit(experience, algorithm, more):
+    return None
+
+class Half(EngineSettings):
+    implementation = "my_faults:HalfEngine"
+
+class HalfEngine:
+    def __init__(self, settings, *, adapter_rank): ...
+    def load(self, directory, policy, *, adapter=None): ...
+
+class Numbers(DataSource):
+    implementation = "my_faults:numbers"
+    broken: bool = False
+
+def numbers(data, split, seed):
+    if data.broken:
+        raise OSError("no such bucket")
+    return [1, 2]
+
+class Loose(PolicyLoss):
+    implementation = "my_faults:loose"
+
+def loose(logprobs, old):
+    return None
+"""
+
+
+def read(folder: Path, *overrides: str) -> RunConfig:
+    return override_config(tomllib.loads((folder / "mine.toml").read_text()), overrides, source="mine.toml")
+
+
+def refusal(folder: Path, *overrides: str) -> str:
+    with pytest.raises(BadInput) as refused:
+        read(folder, *overrides)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_configuration_holds_objects_of_the_classes_that_it_names(folder):
+    config = read(folder)
+    brought = [config.algorithm, config.update.loss, config.rollout.engine, config.data]
+    assert [type(one).__name__ for one in brought] == ["Winners", "SoftClip", "Monkeys", "Sums"]
+    assert config.algorithm.overlong.buffer == 4
+    assert config.update.loss.aggregation.kind == "sequence"
+
+
+def test_it_is_written_as_it_was_read_with_every_default(folder):
+    config = read(folder)
+    written = config.identity()
+    assert written["algorithm"]["kind"] == "target"
+    assert written["algorithm"]["target"] == "my_algorithm:Winners"
+    assert written["algorithm"]["options"]["exponent"] == 0.5
+    assert written["algorithm"]["options"]["mask_truncated"] is False
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    assert RunConfig.model_validate(config.model_dump()) == config
+    assert RunConfig.model_validate(json.loads(json.dumps(config.model_dump(mode="json")))).identity() == written
+
+
+def test_workers_are_sent_the_same_objects(folder):
+    config = read(folder)
+    assert pickle.loads(pickle.dumps(config.algorithm)) == config.algorithm
+
+
+def test_a_class_of_ones_own_may_be_given_as_it_is(folder):
+    algorithm = read(folder).algorithm
+    config = RunConfig(algorithm=algorithm, evaluation={"problems": 1})
+    assert RunConfig.model_validate_json(config.model_dump_json()).algorithm == algorithm
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("algorithm.target=my_algoritm:Winners", "algorithm: target 'my_algoritm:Winners': no module 'my_algoritm', did"),
+        ("algorithm.target=my_algorithm:Winner", "no attribute 'Winner'"),
+        ("algorithm.target=my_algorithm:Winner", "did you mean 'Winners'?"),
+        ("algorithm.target=my_algorithm:winners", "expected a subclass of models.config.algorithms:Algorithm, found <fun"),
+        ("algorithm.target=my_loss:SoftClip", "expected a subclass of models.config.algorithms:Algorithm, found <class"),
+        ("algorithm.target=my_faults:Bare", "expected a class variable `implementation`"),
+        ("algorithm.options.exponnent=2", "unknown key 'exponnent'; did you mean 'exponent'?"),
+        ("algorithm.options.exponent=-1", "exponent: expected greater than 0, got -1"),
+        ("algorithm.exponent=1", "unknown key 'algorithm.exponent'"),
+        ("update.loss.target=my_los:SoftClip", "update.loss: target 'my_los:SoftClip': no module 'my_los', did you mean"),
+        ("rollout.engine.target=my_engine:Monkey", "rollout.engine: target 'my_engine:Monkey': no attribute 'Monkey'"),
+        ("data.options.largest=many", "data: options of target 'my_data:Sums': largest: expected an integer"),
+        ("data.target=my_data", "data.target: should match pattern"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_where_it_is_read(folder, override, expected):
+    assert expected in refusal(folder, override)
+
+
+def test_what_a_class_says_of_itself_counts_as_what_a_built_in_says(folder):
+    assert "1: my_algorithm:Winners compares the completions of a group" in refusal(folder, "rollout.group_size=1")
+    told = refusal(folder, "algorithm.options.exponent=2", "update.loss.kind=gspo")
+    assert "algorithm.options.exponent 2 with update.loss.kind 'gspo'" in told
+
+
+def fault(folder: Path, part: str, name: str) -> Variant:
+    config = read(folder, f"{part}.target=my_faults:{name}", f"{part}.options=")
+    found = config
+    for step in part.split("."):
+        found = getattr(found, step)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Lost", "algorithm 'my_faults:Lost': implementation 'my_faults:credti': no attribute 'credti' in"),
+        ("Lost", "did you mean 'credit'?"),
+        ("Greedy", "expected to call it with (experience, algorithm), found (experience, algorithm, more): missing"),
+    ],
+)
+def test_an_algorithm_whose_function_does_not_fit_is_refused_before_anything_starts(folder, name, expected):
+    with pytest.raises(BadInput) as refused:
+        check_algorithm(fault(folder, "algorithm", name))
+    assert expected in str(refused.value)
+
+
+def test_a_loss_that_takes_other_parameters_is_refused_before_anything_starts(folder):
+    with pytest.raises(BadInput, match=r"expected to call it with \(logprobs_N, old_N, tokens=…, config=…\), found"):
+        check_implementation(
+            fault(folder, "update.loss", "Loose"), "logprobs_N", "old_N", where="loss", named=("tokens", "config")
+        )
+
+
+def test_an_engine_that_cannot_do_all_that_engines_do_is_refused_before_anything_starts(folder):
+    with pytest.raises(BadInput, match="found no producer, serves, sleep, close, steps, likelihoods, generate"):
+        check_implemented(fault(folder, "rollout.engine", "Half"), name="rollout.engine")
+    check_implemented(read(folder).rollout.engine, name="rollout.engine")
+
+
+def test_a_source_gives_problems_and_what_it_raises_is_bad_input(folder):
+    assert load_problems(read(folder).data, "heldout", 0)[0].prompt == "1 + 0 ="
+    with pytest.raises(BadInput, match="'my_faults:Numbers': its train problems: expected .*Problem each, found 1"):
+        load_problems(fault(folder, "data", "Numbers"), "train", 0)
+    broken = fault(folder, "data", "Numbers").model_copy(update={"broken": True})
+    with pytest.raises(BadInput, match="making them failed: OSError: no such bucket"):
+        load_problems(broken, "train", 0)
+
+
+def test_built_ins_name_what_does_their_work_as_users_do():
+    for variant in (Algorithm, EngineSettings):
+        for built_in in variant.__subclasses__():
+            if built_in.__module__.startswith("models.") and hasattr(built_in, "implementation"):
+                assert built_in.implementation.startswith("models.")
+    check_algorithm(Grpo())
