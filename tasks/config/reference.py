@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tasks.config.run import RunConfig
 from infra.validation_errors import field_models
+from tasks.config.run import RunConfig
 
 HEAD = """# Configuration
 
