@@ -52,12 +52,13 @@ class WorkerThread:
         self._host = Host(asleep=asleep)
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: Future[None] = Future()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
 
     async def construct(self) -> None:
         """Construct the worker in its thread. Raises WorkerLost if it is not ready in time."""
         spec = self._spec
-        constructing = self._begin(lambda: _alone(lambda: self._host.construct(spec.target, spec.options)))
+        constructing = self._begin(lambda: self._host.construct(spec.target, spec.options), alone=True)
         try:
             outcome = await asyncio.wait_for(constructing, spec.start_seconds)
             unwrapped(outcome, f"{spec.role}: {spec.target}(...)", self.place.pid)
@@ -72,11 +73,7 @@ class WorkerThread:
 
     async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
         """Run a method; raise what it raised, or `WorkerFailed` when it stood still."""
-
-        def work() -> Returned | Raised:
-            return self._host.run(method, arguments)
-
-        return await self._answer((lambda: _alone(work)) if method == JOIN else work, method, stall_seconds)
+        return await self._answer(lambda: self._host.run(method, arguments), method, stall_seconds)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
         """Let it take work again; it `take`s the record first, if there is one."""
@@ -106,6 +103,7 @@ class WorkerThread:
         with contextlib.suppress(WorkerFailed):
             if not self._stalled:
                 await self._watch(asyncio.wrap_future(self._ended), f"worker {self.name}", self._spec.stall_seconds)
+                self._thread.join()  # it has nothing left to do but to return
 
     def kill(self) -> None:
         """Take no more work; what is under way goes on, and nobody gets its result."""
@@ -128,14 +126,15 @@ class WorkerThread:
         self._host = Host(asleep=True)  # the worker's memory is free, whoever still knows its thread
         self._ended.set_result(None)
 
-    def _begin(self, body: Callable[[], T]) -> "asyncio.Future[T]":
-        """Have the thread do something after all that it was given before."""
+    def _begin(self, body: Callable[[], T], *, alone: bool) -> "asyncio.Future[T]":
+        """Have the thread do something after all that it was given before; `alone`, while no other worker starts."""
         answer: Future[T] = Future()
 
         def work() -> None:
             if answer.set_running_or_notify_cancel():
                 try:
-                    answer.set_result(body())
+                    with STARTING if alone else contextlib.nullcontext():
+                        answer.set_result(body())
                 except BaseException as error:
                     answer.set_exception(error)
 
@@ -143,7 +142,7 @@ class WorkerThread:
         return asyncio.wrap_future(answer)
 
     async def _answer(self, body: Callable[[], Returned | Raised], method: str, stall_seconds: float) -> Returned:
-        answer = self._begin(body)
+        answer = self._begin(body, alone=method == JOIN)
         try:
             await self._watch(answer, f"{self.role}.{method} (thread {self.name})", stall_seconds)
             return unwrapped(answer.result(), f"{self.role}.{method}", self.place.pid)
@@ -246,11 +245,6 @@ class ThreadCluster:
 
     def _launcher(self, slots: int = 0) -> ThreadLauncher:
         return ThreadLauncher(slots, self._started)
-
-
-def _alone(body: Callable[[], T]) -> T:
-    with STARTING:
-        return body()
 
 
 def _here() -> ProcessPlace:
