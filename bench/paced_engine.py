@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from bench.paced import PacedEngine
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion, Request, StepSums
+from models.engines.requests import CompletionRow, rows_of, texts_of, unstopped
 from models.engines.sampling import uniforms
+from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
@@ -33,14 +35,6 @@ class _Vocabulary:
     median_tokens: float
     digest: str
     """Of the policy whose tokenizer it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One completion: its tokens from the first that is new."""
-
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
 
 
 class Paced:
@@ -93,7 +87,7 @@ class Paced:
         return self._steps
 
     def likelihoods(
-        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+        self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
         """Find all continuations equally likely, after one step over all prompts."""
         self._due = time.perf_counter()
@@ -101,42 +95,28 @@ class Paced:
         return [(-math.log(len(continuations)),) * len(continuations) for _ in prompts]
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        assert self._vocabulary is not None, "generate before load"
-        groups = [
-            [
-                self._row(seed, prefix, _limit(request, prefix, sampling), sampling.max_new_tokens)
-                for seed, prefix in zip(request.seeds, _prefixes(request), strict=True)
-            ]
-            for request in requests
-        ]
-        self._decode(sorted(len(row.tokens) for group in groups for row in group))
-        return [
-            [self._completion(row, prefix) for row, prefix in zip(group, _prefixes(request), strict=True)]
-            for request, group in zip(requests, groups, strict=True)
-        ]
+        rows = rows_of(requests, longest=sampling.max_new_tokens)
+        made = [self._completion(row, sampling.max_new_tokens) for row in rows]
+        self._decode(sorted(len(completion.tokens) for completion in made))
+        found = iter(made)
+        return [[next(found) for _ in request.seeds] for request in requests]
 
-    def _row(self, seed: int, prefix: tuple[int, ...], limit: int, longest: int) -> _Row:
+    def _completion(self, row: CompletionRow, longest: int) -> Completion:
         """Draw a completion: the first uniform decides its length, the second its ending, the others its tokens."""
         vocabulary = self._vocabulary
         assert vocabulary is not None, "generate before load"
-        draws = uniforms(seed, limit + 2)
+        draws = uniforms(row.seed, row.limit + 2)
         deviation = NormalDist().inv_cdf(float(draws[0]) + 2.0**-54)  # a uniform may be 0
         ending = vocabulary.endings[int(draws[1] * len(vocabulary.endings))]
         drawn = round(vocabulary.median_tokens * math.exp(self._config.sigma * deviation))
-        length = max(drawn, len(ending), len(prefix) + 1)
+        length = max(drawn, len(ending), row.begun + 1)
         filler = [vocabulary.tokens[int(draw * len(vocabulary.tokens))] for draw in draws[2:]]
         whole = (*filler[: max(0, length - len(ending))], *ending)
-        if length <= limit:
-            return _Row(whole[len(prefix) : length], FinishReason.STOP)
-        return _Row(whole[len(prefix) : limit], FinishReason.LENGTH if limit == longest else FinishReason.CUT)
-
-    def _completion(self, row: _Row, prefix: tuple[int, ...]) -> Completion:
-        vocabulary = self._vocabulary
-        assert vocabulary is not None, "generate before load"
-        tokenizer = vocabulary.tokenizer
-        text = tokenizer.batch_decode([[*prefix, *row.tokens]], skip_special_tokens=True)[0]
+        tokens = whole[row.begun : min(length, row.limit)]
+        [text] = texts_of(vocabulary.tokenizer, [[*row.input.completion.tolist(), *tokens]])
         logprob = -math.log(len(vocabulary.tokens))
-        return Completion(row.tokens, (logprob,) * len(row.tokens), text, row.finish_reason)
+        finish_reason = FinishReason.STOP if length <= row.limit else unstopped(row.limit, longest)
+        return Completion(tokens, (logprob,) * len(tokens), text, finish_reason)
 
     def _decode(self, lengths: Sequence[int]) -> None:
         """Take the time of one batch; between two completions that end, all steps are alike."""
@@ -159,13 +139,3 @@ class Paced:
             time.sleep(min(left, LONGEST_SLEEP))
             self.progress += 1
         self.progress += 1
-
-
-def _prefixes(request: Request) -> tuple[tuple[int, ...], ...]:
-    return request.prefixes or ((),) * len(request.seeds)
-
-
-def _limit(request: Request, prefix: tuple[int, ...], sampling: SamplingConfig) -> int:
-    """Return the length at which a completion ends for now, its prefix included."""
-    longest = sampling.max_new_tokens
-    return longest if request.budget is None else min(longest, len(prefix) + request.budget)

@@ -132,7 +132,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     # Imported here: what is wrong with rewards and data is said before the seconds that transformers takes.
     from models.modeling.directory import check_directory, meta_policy
     from models.modeling.policy import meta_scratch, policy_shape, scratch_shape, scratch_tokenizer
-    from models.text.tokenizer import require_room, tokenize_prompts
+    from models.text.tokenizer import require_room, tokenize_problems
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
         check_implemented(engine, name=name)
@@ -146,7 +146,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         shape = scratch_shape(inputs.policy, tokenizer)
         model = meta_scratch(inputs.policy, tokenizer)
     problems = [*train, *heldout]
-    prompts = tokenize_prompts(problems, tokenizer)
+    prompts = tokenize_problems(problems, tokenizer)
     new_tokens = inputs.rollout.sampling.max_new_tokens
     if new_tokens >= shape.context:
         raise BadInput(
@@ -154,7 +154,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
             f"the policy's context is {shape.context} tokens"
         )
     require_room(problems, prompts, max_tokens=shape.context - new_tokens)
-    longest = max(len(prompt.tokens) for prompt in prompts)
+    longest = max(len(prompt.input) for prompt in prompts)
     return {
         "parameters": shape.parameters,
         "context": shape.context,

@@ -20,6 +20,7 @@ from models.credit.inputs import TermColumns, check_needed, not_finite, read_est
 from models.credit.samples import sample_table
 from models.credit.selection import GroupQuota, Selection, select_groups
 from models.records.columns import Floats, Mask, flat, floats, integers, lengths_of
+from models.records.model_input import ROLLOUT_INPUT, completion_lengths
 from models.records.schemas import FinishReason
 
 
@@ -46,7 +47,7 @@ def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float
 
 def length_metrics(rollouts: pa.Table) -> dict[str, float]:
     """Describe all completions, missing ones too."""
-    lengths_N = lengths_of(rollouts["completion_tokens"]).astype(np.float64)
+    lengths_N = completion_lengths(rollouts).astype(np.float64)
     return _mean("length_mean", lengths_N) | _mean("truncated_fraction", truncated(rollouts).astype(np.float64))
 
 
@@ -73,7 +74,7 @@ def _mean(name: str, values_N: Floats) -> dict[str, float]:
 
 
 ROLLOUT_COLUMNS = (
-    "prompt_row", "sample", "prompt_tokens", "completion_tokens", "logprobs", "finish_reason", "segments",
+    "prompt_row", "sample", *ROLLOUT_INPUT, "logprobs", "finish_reason", "segments",
 )  # fmt: skip
 """Columns of the rollout shards that credit reads."""
 
@@ -129,7 +130,7 @@ def credit_completions(
         _check_paired(rollouts, estimates, "estimates")
     _check_apart(rollouts)
     table, judged = pa.concat_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
-    lengths_N = lengths_of(table["completion_tokens"])
+    lengths_N = completion_lengths(table)
     models = read_estimates(estimates, lengths_N)
     check_needed(models, rule.algorithm)
     bad = {BAD_LOGPROBS: not_finite(table["logprobs"], lengths_N), BAD_ESTIMATES: unusable(models, lengths_N)}

@@ -9,10 +9,11 @@ import pyarrow.compute as pc
 
 from infra.errors import Damaged
 from models.algorithms.experience import Advantages
-from models.records.columns import Floats, Integers, Mask, concatenated, emptied, integers, lengths_of, lists
+from models.records.columns import Floats, Integers, Mask, emptied, integers, lengths_of, lists
+from models.records.model_input import completion_lengths, sample_columns
 from models.records.schemas import SAMPLE_SCHEMA
 
-PER_TOKEN = ("completion_tokens", "logprobs", "advantages", "staleness", "values", "returns")
+PER_TOKEN = ("logprobs", "advantages", "staleness", "values", "returns")
 
 
 def sample_table(
@@ -29,7 +30,7 @@ def sample_table(
     A sample that is emptied has its prompt and no token of its completion. So it has a place in a minibatch, and
     neither a share in the loss or its penalty nor in what they are divided by.
     """
-    lengths_N = lengths_of(rollouts["completion_tokens"])
+    lengths_N = completion_lengths(rollouts)
     for name, values in (("advantages", made.advantages_T), ("values", values_T), ("returns", made.returns_T)):
         rollouts = rollouts.append_column(name, _floats_column(values, lengths_N))
     rollouts = rollouts.append_column("staleness", lists(staleness(rollouts, lengths_N, policy_version), lengths_N))
@@ -39,8 +40,7 @@ def sample_table(
     columns = {name: rows[name] for name in rows.column_names}
     if emptied_N[order_K].any():
         columns |= {name: emptied(rows[name], emptied_N[order_K]) for name in PER_TOKEN}
-    columns["tokens"] = concatenated(columns["prompt_tokens"], columns["completion_tokens"])
-    columns["num_prompt_tokens"] = pa.array(lengths_of(columns["prompt_tokens"]).astype(np.int32))
+    columns |= sample_columns(rows, emptied_K=emptied_N[order_K])
     return pa.table({name: columns[name] for name in SAMPLE_SCHEMA.names}, schema=SAMPLE_SCHEMA)
 
 

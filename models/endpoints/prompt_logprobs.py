@@ -6,7 +6,6 @@ Shapes: N completion tokens of one text.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, NoReturn
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from infra.errors import WorkerFailed
 from models.config.endpoints import Endpoint
 from models.endpoints.client import EndpointClient, EndpointRequest
+from models.records.model_input import ModelInput
 
 IMPOSSIBLE = -9999.0
 """What vLLM writes for -inf, which JSON does not have."""
@@ -25,14 +25,6 @@ MAX_BODY_BYTES = 64 << 20
 
 Spell = Callable[[int], str]
 """The text of one token in the policy's tokenizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptedText:
-    """A prompt and the completion whose tokens are to be scored."""
-
-    tokens: tuple[int, ...]
-    num_prompt_tokens: int
 
 
 class _Read(BaseModel):
@@ -63,17 +55,17 @@ class TokenScorer:
         self._model, self._spell = config.model, spell
         self._client = EndpointClient(config, "/completions", max_bytes=MAX_BODY_BYTES, beat=beat)
 
-    def score(self, texts: Sequence[PromptedText]) -> list[NDArray[np.float32]]:
+    def score(self, texts: Sequence[ModelInput]) -> list[NDArray[np.float32]]:
         """Return the log-prob of every completion token of each text, at temperature 1."""
         return self._client.ask([self._request(text) for text in texts])
 
-    def _request(self, text: PromptedText) -> EndpointRequest[NDArray[np.float32]]:
+    def _request(self, text: ModelInput) -> EndpointRequest[NDArray[np.float32]]:
         # Spelt out, since a server may have other defaults, and some versions temper and filter these log-probs too.
         plain: dict[str, JsonValue] = {"temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
         return EndpointRequest(
             body={
                 "model": self._model,
-                "prompt": list(text.tokens),
+                "prompt": text.tokens.tolist(),
                 "prompt_logprobs": 1,
                 "max_tokens": 1,  # the fewest that every version generates
                 **plain,
@@ -82,7 +74,7 @@ class TokenScorer:
             refusal=partial(self._refuse, text),
         )
 
-    def _read(self, text: PromptedText, data: bytes) -> NDArray[np.float32]:
+    def _read(self, text: ModelInput, data: bytes) -> NDArray[np.float32]:
         try:
             [choice] = _Completion.model_validate_json(data).choices
         except ValidationError as error:
@@ -90,16 +82,17 @@ class TokenScorer:
             where = ".".join(str(part) for part in first["loc"]) or "body"
             self._refuse(text, f"no log-probs of its prompt: {where}: {first['msg']}")
         found = choice.prompt_logprobs
-        if len(found) != len(text.tokens):
-            self._refuse(text, f"expected log-probs at {len(text.tokens)} positions, found {len(found)}")
+        if len(found) != len(text):
+            self._refuse(text, f"expected log-probs at {len(text)} positions, found {len(found)}")
         logprobs = [
-            self._candidate(text, position, found[position]).logprob
-            for position in range(text.num_prompt_tokens, len(text.tokens))
+            self._candidate(text, position, token, found[position]).logprob
+            for position, token in enumerate(text.completion.tolist(), start=text.num_prompt_tokens)
         ]
         return np.minimum(np.array(logprobs, np.float32), np.float32(0))
 
-    def _candidate(self, text: PromptedText, position: int, candidates: dict[str, _Candidate] | None) -> _Candidate:
-        token = text.tokens[position]
+    def _candidate(
+        self, text: ModelInput, position: int, token: int, candidates: dict[str, _Candidate] | None
+    ) -> _Candidate:
         candidate = (candidates or {}).get(str(token))
         if candidate is None:
             found = "none" if candidates is None else f"those of {', '.join(candidates) or 'no token'}"
@@ -110,8 +103,8 @@ class TokenScorer:
             self._refuse(text, f"token {token} is {ours!r} for the policy and {theirs!r} there: another tokenizer")
         return candidate
 
-    def _refuse(self, text: PromptedText, reason: str) -> NoReturn:
+    def _refuse(self, text: ModelInput, reason: str) -> NoReturn:
         raise WorkerFailed(
-            f"teacher at {self._client}: of a text of {len(text.tokens)} tokens, {text.num_prompt_tokens} of them the "
+            f"teacher at {self._client}: of a text of {len(text)} tokens, {text.num_prompt_tokens} of them the "
             f"prompt's: {reason}"
         )

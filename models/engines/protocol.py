@@ -6,34 +6,40 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from models.config.engines import SamplingConfig
+from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and the seeds of the completions that are wanted of it."""
+    """Completions that are wanted of one prompt."""
 
     row: int
     """Row of the prompt in its shard; names the prompt in messages."""
-    tokens: tuple[int, ...]
+    inputs: tuple[ModelInput, ...]
+    """One of each completion: the prompt, which all share, and what the completion already has, where it goes on."""
     seeds: tuple[int, ...]
-    prefixes: tuple[tuple[int, ...], ...] = ()
-    """What each completion already has, where it continues one; its draws go on after those of the prefix."""
+    """One of each completion; draws go on after those of what it already has."""
     budget: int | None = None
     """New tokens after which a completion is cut for now; none lets each come to its end."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Count the tokens of the prompt."""
+        return self.inputs[0].num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the policy answered: its tokens, how likely each was, and why it ended. Tokens of a prefix are not here."""
+    """What the policy answered: its new tokens, how likely each was, and why it ended."""
 
     tokens: tuple[int, ...]
     """Ends with an EOS token, or with the token that completed a stop text, when the reason is `stop`."""
     logprobs: tuple[float, ...]
     """float32 values, one per token: log-softmax at the sampling temperature (at 1 when greedy), untruncated."""
     text: str
-    """The tokens' text without special tokens; with a prefix, the whole text."""
+    """Text of the whole completion without special tokens, of what it already had too."""
     finish_reason: FinishReason
 
 
@@ -101,7 +107,7 @@ class Engine(Protocol):
         """Sums over all decoding steps so far, from which their time is regressed on the batch."""
 
     def likelihoods(
-        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+        self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
         """Return for each prompt the log-probability of each continuation after it, at temperature 1."""
 

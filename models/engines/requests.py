@@ -8,27 +8,27 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from infra.errors import BadInput
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Request
+from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    """One completion to be made: the prompt (`request`-th of the work) and the seed of its draws."""
+    """One completion to be made: what it follows (`request`-th of the work) and the seed of its draws."""
 
     request: int
     sample: int
     prompt_row: int
-    prompt: tuple[int, ...]
+    input: ModelInput
+    """The prompt, and what the completion already has: all that is prefilled."""
     seed: int
-    prefix: tuple[int, ...]
-    """Tokens that the completion already has."""
     limit: int
-    """Tokens, those of the prefix included, at which it ends for now."""
+    """Tokens of the completion, those that it already has included, at which it ends for now."""
 
     @property
-    def given(self) -> tuple[int, ...]:
-        """What is prefilled."""
-        return self.prompt + self.prefix
+    def begun(self) -> int:
+        """Tokens that the completion already has."""
+        return self.input.num_completion_tokens
 
 
 def rows_of(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]:
@@ -37,19 +37,17 @@ def rows_of(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]
 
 
 def _rows(index: int, request: Request, longest: int) -> list[CompletionRow]:
-    prefixes = request.prefixes or ((),) * len(request.seeds)
     budget = longest if request.budget is None else request.budget
     return [
         CompletionRow(
             request=index,
             sample=sample,
             prompt_row=request.row,
-            prompt=request.tokens,
+            input=each,
             seed=seed,
-            prefix=prefix,
-            limit=min(longest, len(prefix) + budget),
+            limit=min(longest, each.num_completion_tokens + budget),
         )
-        for sample, (seed, prefix) in enumerate(zip(request.seeds, prefixes, strict=True))
+        for sample, (each, seed) in enumerate(zip(request.inputs, request.seeds, strict=True))
     ]
 
 
@@ -58,10 +56,10 @@ def require_engine_room(
 ) -> None:
     """Refuse an empty prompt, and one that leaves no room for its completions in the context of policy or server."""
     for request in requests:
-        length = len(request.tokens)
+        length = request.num_prompt_tokens
         if length == 0:
             raise BadInput(f"prompt row {request.row}: expected at least one token, found none")
-        longest = max(map(len, request.prefixes), default=0)
+        longest = max(each.num_completion_tokens for each in request.inputs)
         if longest >= sampling.max_new_tokens:
             raise BadInput(
                 f"prompt row {request.row}: a completion of {longest} tokens cannot go on, max_new_tokens is "
@@ -75,13 +73,13 @@ def require_engine_room(
 
 
 def require_context(
-    prompts: Sequence[Sequence[int]], longest: int, *, context: int | None, whose: str = "the policy"
+    prompts: Sequence[ModelInput], longest: int, *, context: int | None, whose: str = "the policy"
 ) -> None:
     """Refuse an empty prompt, and one after which a continuation of `longest` tokens does not fit."""
-    for row, tokens in enumerate(prompts):
-        if not tokens or (context is not None and len(tokens) + longest > context):
+    for row, prompt in enumerate(prompts):
+        if not len(prompt) or (context is not None and len(prompt) + longest > context):
             raise BadInput(
-                f"prompt {row}: {len(tokens)} tokens and a continuation of {longest}, expected at least one token "
+                f"prompt {row}: {len(prompt)} tokens and a continuation of {longest}, expected at least one token "
                 f"and no more than {whose}'s context of {context}"
             )
 

@@ -16,9 +16,10 @@ from models.engines.build import build_engine
 from models.engines.protocol import Completion, Request, StepSums
 from models.engines.sampling import uniforms
 from models.judges.protocol import Answer, Question
+from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
-from models.text.tokenizer import load_tokenizer, render
+from models.text.tokenizer import load_tokenizer, tokenize_prompts
 
 _WEIGHED: Final = 1  # tokens of an answer that is chosen rather than written: one decision, one forward pass
 _UNREAD: Final = Answer(text=None, probabilities=None, tokens=0, error=None)
@@ -79,7 +80,7 @@ class LocalJudge:
         continuations = [self._tokens(choice) for choice in choices]
         room = max(map(len, continuations)) if choices else self._sampling.max_new_tokens
         prompts = self._prompts(questions)
-        fitting = {text: tokens for text, tokens in prompts.items() if self._fits(len(tokens) + room)}
+        fitting = {text: prompt for text, prompt in prompts.items() if self._fits(len(prompt) + room)}
         asked = [question for question in questions if question.text in fitting]
         answers = iter(self._compare(asked, fitting, continuations) if choices else self._write(asked, fitting))
         return [
@@ -88,7 +89,7 @@ class LocalJudge:
         ]
 
     def _compare(
-        self, questions: Sequence[Question], prompts: dict[str, tuple[int, ...]], continuations: list[list[int]]
+        self, questions: Sequence[Question], prompts: dict[str, ModelInput], continuations: list[list[int]]
     ) -> list[Answer]:
         if not questions:
             return []
@@ -101,14 +102,18 @@ class LocalJudge:
         drawn = [_draw(logprobs[q.text], self._sampling.temperature, q.seed) for q in questions]
         return [Answer(choices[index], None, _WEIGHED, None) for index in drawn]
 
-    def _write(self, questions: Sequence[Question], prompts: dict[str, tuple[int, ...]]) -> list[Answer]:
+    def _write(self, questions: Sequence[Question], prompts: dict[str, ModelInput]) -> list[Answer]:
         if not questions:
             return []
         places: dict[str, list[int]] = {text: [] for text in prompts}
         for index, question in enumerate(questions):
             places[question.text].append(index)
         requests = [
-            Request(row=row, tokens=prompts[text], seeds=tuple(questions[index].seed for index in indices))
+            Request(
+                row=row,
+                inputs=(prompts[text],) * len(indices),
+                seeds=tuple(questions[index].seed for index in indices),
+            )
             for row, (text, indices) in enumerate(places.items())
         ]
         answers = [_UNREAD] * len(questions)
@@ -117,17 +122,14 @@ class LocalJudge:
                 answers[index] = _written(completion)
         return answers
 
-    def _prompts(self, questions: Sequence[Question]) -> dict[str, tuple[int, ...]]:
+    def _prompts(self, questions: Sequence[Question]) -> dict[str, ModelInput]:
         """Tokenize each text once, in the order of first appearance."""
         assert self._tokenizer is not None, "ask before load"
         texts = list(dict.fromkeys(question.text for question in questions))
-        if not texts:
-            return {}
         chat = self._chat and bool(self._tokenizer.chat_template)
         turns: list[Prompt] = [(Message("user", text),) if chat else text for text in texts]
-        rendered = [render(turn, self._tokenizer, source="judge's question") for turn in turns]
-        encoded = self._tokenizer(rendered, add_special_tokens=not chat)["input_ids"]
-        return {text: tuple(tokens) for text, tokens in zip(texts, encoded, strict=True)}
+        found = tokenize_prompts(turns, self._tokenizer, sources=["judge's question"] * len(turns))
+        return {text: tokenized.input for text, tokenized in zip(texts, found, strict=True)}
 
     def _tokens(self, choice: str) -> list[int]:
         assert self._tokenizer is not None, "ask before load"

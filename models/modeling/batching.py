@@ -1,7 +1,7 @@
-"""From sequences to padded micro-batches: which sequences meet in which optimizer step, on which rank, in which pass.
+"""From model inputs to padded micro-batches: which inputs meet in which optimizer step, on which rank, in which pass.
 
 Pure and torch-free. Every rank computes the whole plan from the lengths alone and lays out its own part.
-Shapes: S sequences, B rows of one pass, T its padded width, N completion tokens of one pass.
+Shapes: B rows of one pass, T its padded width, N written tokens of one pass, L tokens of all its rows without padding.
 """
 
 import heapq
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from models.records.model_input import ModelInput
+
 Rows = tuple[int, ...]
 
 PASS_TOKENS = 128
@@ -18,19 +20,18 @@ PASS_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class TokenSequence:
-    """A prompt and its completion, as the trainer reads them."""
+class TrainingSample:
+    """What a model reads, and what the tokens that are written in it are worth."""
 
-    tokens: NDArray[np.int32]
-    num_prompt_tokens: int
+    input: ModelInput
     logprobs: NDArray[np.float32]
-    """Behaviour log-probs, one per completion token."""
+    """Behaviour log-probs, one per written token."""
     advantages: NDArray[np.float32]
-    """One per completion token."""
+    """One per written token."""
     staleness: NDArray[np.int16]
-    """Versions between the policy that wrote each completion token and the one that learns from it."""
+    """Versions between the policy that wrote each token and the one that learns from it."""
     values: NDArray[np.float32] | None = None
-    """The critic's value of the state that each completion token was drawn in; none without a critic."""
+    """The critic's value of the state that each token was drawn in; none without a critic."""
     returns: NDArray[np.float32] | None = None
     """What the critic learns of these states; none without a critic."""
 
@@ -50,12 +51,22 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass, padded on the right, where causal attention never looks."""
+    """What one forward pass reads, padded on the right, where causal attention never looks."""
 
+    inputs: tuple[ModelInput, ...]
     tokens_BT: NDArray[np.int64]
     positions_N: NDArray[np.int64]
-    """Index into the flattened B·T of the state that predicts each completion token."""
+    """Index into the flattened B·T of the state that predicts each written token."""
     targets_N: NDArray[np.int64]
+    rows_N: NDArray[np.int64]
+    """Which input of the pass each token is of, from 0; an input in which nothing is written has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """What one forward pass reads, and what is learnt from it."""
+
+    reads: MicroBatch
     behaviour_N: NDArray[np.float32]
     advantages_N: NDArray[np.float32]
     staleness_N: NDArray[np.int16]
@@ -64,12 +75,10 @@ class MicroBatch:
     returns_N: NDArray[np.float32] | None
     weights_N: NDArray[np.float32]
     """Share of each token in the loss of the whole minibatch."""
-    rows_N: NDArray[np.int64]
-    """Which sequence of the pass each token is of, from 0; a sequence without completion tokens has none."""
 
 
 AuxiliaryPass = Callable[[Sequence[MicroBatch]], list[NDArray[np.float32]]]
-"""Says one number of each completion token: per pass one array of N, in the order of the pass. All ranks ask together,
+"""Says one number of each written token: per pass one array of N, in the order of the pass. All ranks ask together,
 with as many passes each; an empty pass has no token."""
 
 
@@ -162,28 +171,38 @@ def pack(rows: Rows, lengths: Sequence[int], *, budget: int) -> tuple[Rows, ...]
     return tuple(reversed(passes))
 
 
-def lay_out(sequences: Sequence[TokenSequence], weights: Sequence[float]) -> MicroBatch:
-    """Pad sequences to the longest; `weights` are those of each sequence's tokens. None at all makes an empty pass."""
-    width = max((len(sequence.tokens) for sequence in sequences), default=2)
-    tokens_BT = np.zeros((max(1, len(sequences)), width), dtype=np.int64)
-    positions, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for row, sequence in enumerate(sequences):
-        length = len(sequence.tokens)
-        tokens_BT[row, :length] = sequence.tokens
-        positions.append(np.arange(sequence.num_prompt_tokens - 1, length - 1) + row * width)
-        targets.append(tokens_BT[row, sequence.num_prompt_tokens : length])
-    counts = [len(sequence.tokens) - sequence.num_prompt_tokens for sequence in sequences]
+def lay_out(inputs: Sequence[ModelInput]) -> MicroBatch:
+    """Pad inputs to the longest; none at all make an empty pass, which has tokens to run and none that is written."""
+    lengths_B = np.array([len(each) for each in inputs], np.int64)
+    width = int(lengths_B.max(initial=0)) or 2
+    holds_BT = np.arange(width) < lengths_B[:, None]
+    chunks = [chunk for each in inputs for chunk in each.chunks]
+    tokens_L = np.concatenate([np.zeros(0, np.int64), *(chunk.tokens for chunk in chunks)])
+    written_L = np.repeat(
+        np.array([chunk.is_written for chunk in chunks], np.bool_), [len(chunk.tokens) for chunk in chunks]
+    )
+    tokens_BT = np.zeros((max(1, len(inputs)), width), np.int64)
+    tokens_BT[: len(inputs)][holds_BT] = tokens_L
+    places_N = np.flatnonzero(holds_BT)[written_L]
     return MicroBatch(
+        inputs=tuple(inputs),
         tokens_BT=tokens_BT,
-        positions_N=np.concatenate(positions),
-        targets_N=np.concatenate(targets),
-        behaviour_N=_joined([sequence.logprobs for sequence in sequences]),
-        advantages_N=_joined([sequence.advantages for sequence in sequences]),
-        staleness_N=np.concatenate([np.zeros(0, np.int16), *(sequence.staleness for sequence in sequences)]),
-        values_N=_joined_if_known([sequence.values for sequence in sequences]),
-        returns_N=_joined_if_known([sequence.returns for sequence in sequences]),
-        weights_N=np.repeat(np.asarray(weights, np.float32), counts),
-        rows_N=np.repeat(np.arange(len(sequences)), counts),
+        positions_N=places_N - 1,
+        targets_N=tokens_L[written_L],
+        rows_N=places_N // width,
+    )
+
+
+def lay_out_samples(samples: Sequence[TrainingSample], weights: Sequence[float]) -> TrainingBatch:
+    """Lay samples out as one pass; `weights` are those of each sample's tokens."""
+    return TrainingBatch(
+        reads=lay_out([sample.input for sample in samples]),
+        behaviour_N=_joined([sample.logprobs for sample in samples]),
+        advantages_N=_joined([sample.advantages for sample in samples]),
+        staleness_N=np.concatenate([np.zeros(0, np.int16), *(sample.staleness for sample in samples)]),
+        values_N=_joined_if_known([sample.values for sample in samples]),
+        returns_N=_joined_if_known([sample.returns for sample in samples]),
+        weights_N=np.repeat(np.asarray(weights, np.float32), [len(sample.logprobs) for sample in samples]),
     )
 
 

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from infra.errors import BadInput
-from models.modeling.logprobs import TokenModule
+from models.modeling.logprobs import ForwardInput, TokenModule
 from models.modeling.policy import load_policy, save_policy
 from models.modeling.reward_model import load_reward_model
 from models.modeling.weights import load_weights
@@ -33,11 +33,9 @@ class TokenValues(TokenModule):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens_BT: Tensor, positions_N: Tensor, targets_N: Tensor) -> Tensor:
-        """Return the float32 value of each state named by its index into the flattened B·T; its token plays no part."""
-        states_BTH = self.model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-        states_NH = states_BTH.flatten(0, 1).index_select(0, positions_N)
-        return cast(Tensor, self.model.score(states_NH)).float().squeeze(-1)
+    def forward(self, read: ForwardInput) -> Tensor:
+        """Return the float32 value of the state that each written token was drawn in; the token plays no part."""
+        return cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1)
 
 
 def load_critic(directory: Path) -> PreTrainedModel:
@@ -138,7 +136,7 @@ def _check_causal(model: PreTrainedModel, *, source: str) -> None:
     """Refuse a model whose value of a state depends on what comes later, or is not its head's output alone."""
     pad = model.config.get_text_config().pad_token_id  # classifiers read the last token that is not this one
     tokens_BT = torch.tensor([[token for token in range(5) if token != pad][:4]])
-    whole_N = TokenValues(model)(tokens_BT, torch.arange(4), tokens_BT[0])
+    whole_N = TokenValues(model)(ForwardInput(tokens_BT, torch.arange(4), tokens_BT[0]))
     for end in range(1, 5):
         expected = model(input_ids=tokens_BT[:, :end], use_cache=False).logits.float()[0, 0]
         if not torch.allclose(whole_N[end - 1], expected, rtol=1e-2, atol=1e-2):

@@ -1,10 +1,10 @@
 """Models that say one number of each token; log-probs without ever holding the logits of a whole batch.
 
-Shapes: B rows, T padded width, N named completion tokens, H hidden size, V vocabulary.
+Shapes: B rows, T padded width, N written tokens, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -13,17 +13,35 @@ from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from infra.errors import BadInput
+from models.modeling.batching import MicroBatch
+
+
+class ForwardInput(NamedTuple):
+    """What one forward pass reads, as tensors; a tuple, since DeepSpeed's hooks look for tensors in tuples."""
+
+    tokens_BT: Tensor
+    """Padded on the right: causal attention never sees the padding, so no mask is needed."""
+    positions_N: Tensor
+    """Index into the flattened B·T of the state that predicts each written token."""
+    targets_N: Tensor
+
+    @classmethod
+    def of(cls, batch: MicroBatch, device: torch.device) -> Self:
+        """Bring a pass to the device."""
+        arrays = (batch.tokens_BT, batch.positions_N, batch.targets_N)
+        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 class TokenModule(nn.Module):
-    """A model that says one float32 number of each of the named tokens; rows are padded on the right.
-
-    Its `forward(tokens_BT, positions_N, targets_N)` returns a number for each state named by its index into the
-    flattened B·T, and the token that follows it.
-    """
+    """A model that says one float32 number of each written token: its `forward` takes a `ForwardInput`."""
 
     model: PreTrainedModel
     """What is saved."""
+
+    def states(self, read: ForwardInput) -> Tensor:
+        """Return the hidden state that predicts each written token."""
+        states_BTH = self.model.base_model(input_ids=read.tokens_BT, use_cache=False).last_hidden_state
+        return cast(Tensor, states_BTH.flatten(0, 1).index_select(0, read.positions_N))
 
 
 CHUNK_ELEMENTS = 1 << 26
@@ -38,14 +56,9 @@ class TokenLogprobs(TokenModule):
         self.model = model
         self.head = _Head(model, temperature=temperature, chunk_elements=chunk_elements)
 
-    def forward(self, tokens_BT: Tensor, positions_N: Tensor, targets_N: Tensor) -> Tensor:
-        """Return log π(target) in float32 for each state named by its index into the flattened B·T.
-
-        Rows are padded on the right: causal attention never sees the padding, so no mask is needed.
-        """
-        states_BTH = self.model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-        states_NH = states_BTH.flatten(0, 1).index_select(0, positions_N)
-        return cast(Tensor, self.head(states_NH, targets_N))
+    def forward(self, read: ForwardInput) -> Tensor:
+        """Return log π of each written token in float32."""
+        return cast(Tensor, self.head(self.states(read), read.targets_N))
 
 
 class _Head(nn.Module):

@@ -23,9 +23,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from infra.errors import BadInput
-from models.modeling.batching import pack
+from models.modeling.batching import MicroBatch, lay_out, pack
 from models.modeling.directory import weight_files
 from models.modeling.weights import first_line, load_weights
+from models.records.model_input import ModelInput
 
 _FIELD: Final = re.compile(r"\{(prompt|completion)\}")
 ENDLESS: Final = 10**9
@@ -91,7 +92,7 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
     return RewardModel(model=model.eval(), tokenizer=tokenizer, context=min(known))
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: str, completion: str) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: str, completion: str) -> ModelInput:
     """Turn a prompt and its completion into what the model reads. Raises ValueError where that cannot be done.
 
     Only the template's own braces are filled in, never those of what is filled in.
@@ -102,30 +103,30 @@ def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: 
     texts = {"prompt": prompt, "completion": completion}
     if template is not None:
         filled = _FIELD.sub(lambda field: texts[field[1]], template)
-        return list(tokenizer(filled)["input_ids"])
+        return ModelInput.given(tokenizer(filled)["input_ids"])
     if not tokenizer.chat_template:
-        return list(tokenizer(prompt + completion)["input_ids"])
+        return ModelInput.given(tokenizer(prompt + completion)["input_ids"])
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     try:
         chat = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except (jinja2.TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses it: {error}") from error
-    return list(tokenizer(chat, add_special_tokens=False)["input_ids"])
+    return ModelInput.given(tokenizer(chat, add_special_tokens=False)["input_ids"])
 
 
 def score(
-    reward: RewardModel, sequences: Sequence[Sequence[int]], *, batch_tokens: int, on_pass: Callable[[int, float], None]
+    reward: RewardModel, inputs: Sequence[ModelInput], *, batch_tokens: int, on_pass: Callable[[int, float], None]
 ) -> list[ScoredTexts]:
-    """Score token sequences in order, those of like length together; `on_pass` is told each pass's rows and seconds.
+    """Score inputs in order, those of like length together; `on_pass` is told each pass's rows and seconds.
 
-    A sequence that is empty or longer than the context has no score.
+    One that is empty or longer than the context has no score.
     """
-    scores = [_unfit(len(tokens), reward.context) for tokens in sequences]
+    scores = [_unfit(len(each), reward.context) for each in inputs]
     fit = tuple(row for row, scored in enumerate(scores) if scored.error is None)
     budget = batch_tokens if reward.pad is not None else 0
-    for rows in pack(fit, [len(tokens) for tokens in sequences], budget=budget):
+    for rows in pack(fit, [len(each) for each in inputs], budget=budget):
         began = time.perf_counter()
-        values_B = _forward(reward, [sequences[row] for row in rows])
+        values_B = _forward(reward, lay_out([inputs[row] for row in rows]))
         on_pass(len(rows), time.perf_counter() - began)
         for row, value, finite in zip(rows, values_B.tolist(), values_B.isfinite().tolist(), strict=True):
             scores[row] = ScoredTexts(value, None) if finite else ScoredTexts(None, f"the model's score is {value}")
@@ -139,16 +140,13 @@ def _unfit(length: int, context: int) -> ScoredTexts:
 
 
 @torch.inference_mode()
-def _forward(reward: RewardModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return one float32 score per row; padding is on the right and masked."""
-    shape = len(sequences), max(map(len, sequences))
-    tokens_BT = torch.full(shape, reward.pad or 0)
-    mask_BT = torch.zeros(shape, dtype=torch.int64)
-    for row, tokens in enumerate(sequences):
-        tokens_BT[row, : len(tokens)] = torch.tensor(tokens)
-        mask_BT[row, : len(tokens)] = 1
+def _forward(reward: RewardModel, batch: MicroBatch) -> torch.Tensor:
+    """Return one float32 score per row; padding is masked."""
+    lengths_B = torch.tensor([len(each) for each in batch.inputs])
+    mask_BT = torch.arange(batch.tokens_BT.shape[1]) < lengths_B[:, None]
+    tokens_BT = torch.from_numpy(batch.tokens_BT).masked_fill(~mask_BT, reward.pad or 0)
     device = reward.model.device
-    found = reward.model(input_ids=tokens_BT.to(device), attention_mask=mask_BT.to(device))
+    found = reward.model(input_ids=tokens_BT.to(device), attention_mask=mask_BT.long().to(device))
     values_B: torch.Tensor = found.logits.float().squeeze(-1).cpu()
     return values_B
 

@@ -1,7 +1,4 @@
-"""The teacher of on-policy distillation: it says how likely it would have been to write each token of the policy's.
-
-Shapes: N completion tokens of one pass, B rows, T padded width.
-"""
+"""The teacher of on-policy distillation: it says how likely it would have been to write each token of the policy's."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.config.algorithms import TeacherDirectory, TeacherEndpoint
-from models.endpoints.prompt_logprobs import PromptedText, TokenScorer
+from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import AuxiliaryPass, MicroBatch
 from models.modeling.directory import check_directory
 from models.modeling.logprobs import TokenLogprobs
@@ -41,9 +38,9 @@ def ask_endpoint(teacher: TeacherEndpoint, *, directory: Path, beat: Callable[[]
     scorer = TokenScorer(teacher, spell=_speller(load_tokenizer(directory)), beat=beat)
 
     def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        texts = [_texts(batch) for batch in batches]
-        scored = iter(scorer.score([text for part in texts for text in part]))
-        return [np.concatenate([np.zeros(0, np.float32), *(next(scored) for _ in part)]) for part in texts]
+        asked = [[each for each in batch.inputs if each.num_completion_tokens] for batch in batches]
+        scored = iter(scorer.score([each for part in asked for each in part]))
+        return [np.concatenate([np.zeros(0, np.float32), *(next(scored) for _ in part)]) for part in asked]
 
     return ask
 
@@ -91,14 +88,3 @@ def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTo
 
 def _speller(tokenizer: PreTrainedTokenizerFast) -> Callable[[int], str]:
     return lambda token: str(tokenizer.decode([token]))
-
-
-def _texts(batch: MicroBatch) -> list[PromptedText]:
-    """Take a pass apart into its sequences again; one without completion token has nothing to be asked."""
-    row_N, column_N = np.divmod(batch.positions_N, batch.tokens_BT.shape[1])
-    texts = []
-    for row in np.unique(row_N):
-        columns = column_N[row_N == row]  # each predicts the token after it, the last one the end
-        tokens = batch.tokens_BT[row, : columns[-1] + 2]
-        texts.append(PromptedText(tokens=tuple(tokens.tolist()), num_prompt_tokens=int(columns[0]) + 1))
-    return texts

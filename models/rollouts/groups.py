@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import itemgetter
 from typing import TypedDict
 
 import pyarrow as pa
 
 from models.config.rollout import PartialRollout
 from models.engines.protocol import Completion, Request
+from models.records.model_input import ROLLOUT_INPUT, ModelInput, prompt_inputs, rollout_columns, rollout_inputs
 from models.records.schemas import ROLLOUT_SCHEMA, FinishReason
 from models.records.seeds import sample_seed
 
@@ -27,7 +27,8 @@ class PartialCompletion:
     """A completion as far as it is written; it goes on while its reason is `cut`."""
 
     seed: int
-    tokens: tuple[int, ...] = ()
+    input: ModelInput
+    """The prompt, and the completion so far."""
     logprobs: tuple[float, ...] = ()
     text: str = ""
     finish_reason: FinishReason = FinishReason.CUT
@@ -37,7 +38,7 @@ class PartialCompletion:
         """Append what policy `version` wrote."""
         return replace(
             self,
-            tokens=self.tokens + completion.tokens,
+            input=self.input.continued(completion.tokens),
             logprobs=self.logprobs + completion.logprobs,
             text=completion.text,
             finish_reason=completion.finish_reason,
@@ -53,7 +54,6 @@ class Group:
     prompt_id: str
     prompt: str
     answer: str
-    prompt_tokens: tuple[int, ...]
     drafts: tuple[PartialCompletion, ...]
 
     @property
@@ -68,9 +68,8 @@ class Group:
         cut = partial is not None and version - begun < partial.max_staleness
         return Request(
             row=self.prompt_row,
-            tokens=self.prompt_tokens,
+            inputs=tuple(draft.input for draft in open_drafts),
             seeds=tuple(draft.seed for draft in open_drafts),
-            prefixes=tuple(draft.tokens for draft in open_drafts),
             budget=partial.tokens if partial is not None and cut else None,
         )
 
@@ -86,26 +85,27 @@ class Group:
 
 def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, seed: int, iteration: int) -> list[Group]:
     """Begin a group for each of the prompts; `rows` are their numbers in the shard they were taken from."""
+    texts = prompts.select(["prompt_id", "text", "answer"]).to_pylist()
     return [
         Group(
             prompt_row=row,
             prompt_id=prompt["prompt_id"],
             prompt=prompt["text"],
             answer=prompt["answer"],
-            prompt_tokens=tuple(prompt["tokens"]),
             drafts=tuple(
-                PartialCompletion(seed=sample_seed(seed, iteration, prompt_row=row, sample=sample))
+                PartialCompletion(seed=sample_seed(seed, iteration, prompt_row=row, sample=sample), input=read)
                 for sample in range(group_size)
             ),
         )
-        for row, prompt in zip(rows, prompts.to_pylist(), strict=True)
+        for row, prompt, read in zip(rows, texts, prompt_inputs(prompts), strict=True)
     ]
 
 
 def groups_of(rollouts: pa.Table) -> list[Group]:
     """Read groups back from a table of rollouts."""
-    rows = groupby(rollouts.to_pylist(), key=itemgetter("prompt_row"))
-    return [_group([*members]) for _, members in rows]
+    rows: list[_Row] = rollouts.drop_columns([*ROLLOUT_INPUT]).to_pylist()
+    pairs = groupby(zip(rows, rollout_inputs(rollouts), strict=True), key=lambda pair: pair[0]["prompt_row"])
+    return [_group([*members]) for _, members in pairs]
 
 
 def table_of(groups: Sequence[Group]) -> pa.Table:
@@ -119,8 +119,7 @@ def table_of(groups: Sequence[Group]) -> pa.Table:
         "prompt": [group.prompt for group, _, _ in pairs],
         "completion": [draft.text for _, _, draft in pairs],
         "answer": [group.answer for group, _, _ in pairs],
-        "prompt_tokens": [group.prompt_tokens for group, _, _ in pairs],
-        "completion_tokens": [draft.tokens for _, _, draft in pairs],
+        **rollout_columns([draft.input for _, _, draft in pairs]),
         "logprobs": [draft.logprobs for _, _, draft in pairs],
         "finish_reason": [draft.finish_reason.value for _, _, draft in pairs],
         "seed": [draft.seed for _, _, draft in pairs],
@@ -133,37 +132,34 @@ def table_of(groups: Sequence[Group]) -> pa.Table:
 
 
 class _Row(TypedDict):
-    """A row of a rollout shard."""
+    """A row of a rollout shard, beside what models read."""
 
     prompt_row: int
     prompt_id: str
     prompt: str
     completion: str
     answer: str
-    prompt_tokens: list[int]
-    completion_tokens: list[int]
     logprobs: list[float]
     finish_reason: str
     seed: int
     segments: list[dict[str, int]]
 
 
-def _group(rows: list[_Row]) -> Group:
-    first = rows[0]
+def _group(members: list[tuple[_Row, ModelInput]]) -> Group:
+    first, _ = members[0]
     return Group(
         prompt_row=first["prompt_row"],
         prompt_id=first["prompt_id"],
         prompt=first["prompt"],
         answer=first["answer"],
-        prompt_tokens=tuple(first["prompt_tokens"]),
-        drafts=tuple(map(_draft, rows)),
+        drafts=tuple(_draft(row, read) for row, read in members),
     )
 
 
-def _draft(row: _Row) -> PartialCompletion:
+def _draft(row: _Row, read: ModelInput) -> PartialCompletion:
     return PartialCompletion(
         seed=row["seed"],
-        tokens=tuple(row["completion_tokens"]),
+        input=read,
         logprobs=tuple(row["logprobs"]),
         text=row["completion"],
         finish_reason=FinishReason(row["finish_reason"]),

@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 from infra.config import Settings
 from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store
+from models.records.model_input import completion_lengths
 from models.records.work import ExcerptWork
 
 COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reason")
@@ -79,7 +80,7 @@ def _rewards(store: Store, rollouts: ShardRef, scores: ShardRef | None) -> pa.Ch
 
 
 def _samples(table: pa.Table, rewards: pa.ChunkedArray, iteration: int) -> list[RolloutPreview]:
-    lengths = pc.list_value_length(table["completion_tokens"]).to_pylist()
+    lengths = completion_lengths(table).tolist()
     rows = table.select(list(COLUMNS)).to_pylist()
     return [
         RolloutPreview(iteration=iteration, tokens=length, reward=reward, **row)

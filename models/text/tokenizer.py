@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.data.problems import Problem, Prompt
+from models.records.model_input import ModelInput
 
 EOS = "<|eos|>"
 PAD = "<|pad|>"
@@ -26,7 +27,7 @@ class TokenizedPrompt:
     """A prompt as the policy sees it."""
 
     text: str
-    tokens: list[int]
+    input: ModelInput
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> PreTrainedTokenizerFast:
@@ -74,17 +75,26 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def tokenize_prompts(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> list[TokenizedPrompt]:
-    """Render and tokenize; chat templates write their own special tokens, plain text gets the tokenizer's."""
-    texts = [render(problem.prompt, tokenizer, source=problem.source) for problem in problems]
-    plain = [isinstance(problem.prompt, str) for problem in problems]
-    tokens: list[list[int]] = [[] for _ in problems]
+def tokenize_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> list[TokenizedPrompt]:
+    """Render and tokenize the prompts of problems."""
+    prompts = [problem.prompt for problem in problems]
+    return tokenize_prompts(prompts, tokenizer, sources=[problem.source for problem in problems])
+
+
+def tokenize_prompts(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast, *, sources: Sequence[str]
+) -> list[TokenizedPrompt]:
+    """Render and tokenize; chat templates write their own special tokens, plain text gets the tokenizer's.
+
+    `sources` are where the prompts came from, for messages.
+    """
+    texts = [render(prompt, tokenizer, source=source) for prompt, source in zip(prompts, sources, strict=True)]
+    found: dict[int, list[int]] = {}
     for special in (True, False):
-        rows = [row for row, is_plain in enumerate(plain) if is_plain == special]
+        rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
         encoded = tokenizer([texts[row] for row in rows], add_special_tokens=special)["input_ids"] if rows else []
-        for row, ids in zip(rows, encoded, strict=True):
-            tokens[row] = ids
-    return [TokenizedPrompt(text, ids) for text, ids in zip(texts, tokens, strict=True)]
+        found |= zip(rows, encoded, strict=True)
+    return [TokenizedPrompt(text, ModelInput.given(found[row])) for row, text in enumerate(texts)]
 
 
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerFast, *, source: str) -> str:
@@ -103,9 +113,9 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerFast, *, source: str) -
 def require_room(problems: Sequence[Problem], prompts: Sequence[TokenizedPrompt], *, max_tokens: int) -> None:
     """Refuse a prompt that is empty or leaves no room for a completion."""
     for problem, prompt in zip(problems, prompts, strict=True):
-        if not 0 < len(prompt.tokens) <= max_tokens:
+        if not 0 < len(prompt.input) <= max_tokens:
             raise BadInput(
-                f"{problem.source}: the prompt has {len(prompt.tokens)} tokens, expected 1 to {max_tokens}: context "
+                f"{problem.source}: the prompt has {len(prompt.input)} tokens, expected 1 to {max_tokens}: context "
                 "less rollout.sampling.max_new_tokens; shorten it, remove it, or leave more room"
             )
 

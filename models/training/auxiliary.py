@@ -15,13 +15,14 @@ from torch import Tensor
 
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store
-from models.modeling.batching import AuxiliaryPass, MicroBatch, StepPlan, TokenSequence, lay_out, plan_step
-from models.records.columns import counted, lengths_of
+from models.modeling.batching import AuxiliaryPass, MicroBatch, StepPlan, lay_out, plan_step
+from models.records.columns import counted
+from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollout_inputs
 from models.records.schemas import ESTIMATE_SCHEMA
 from models.records.work import EstimateWork
 from models.training.ranks import Ranks, broadcast_bytes, gather_bytes
 
-_COLUMNS = ("prompt_row", "sample", "prompt_tokens", "completion_tokens")
+_COLUMNS = ("prompt_row", "sample", *ROLLOUT_INPUT)
 _REFS = TypeAdapter(tuple[ShardRef, ...])
 
 
@@ -54,11 +55,10 @@ def write_estimates(
     """Ask about every token, by column of the estimates, and have rank 0 write one shard per rollout shard."""
     tables = [counted(read_shard(store, shard.rollouts, _COLUMNS), shard.rows) for shard in work.shards]
     table = pa.concat_tables([part.replace_schema_metadata(None) for part in tables]).combine_chunks()
-    prompts, completions = lengths_of(table["prompt_tokens"]), lengths_of(table["completion_tokens"])
-    rows = tuple(range(table.num_rows))
-    lengths = (prompts + completions).tolist()
+    inputs, completions = rollout_inputs(table), completion_lengths(table)
+    rows, lengths = tuple(range(len(inputs))), [len(each) for each in inputs]
     plan = plan_step(rows, lengths, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
-    passes = _passes(table, plan, rank=ranks.rank)
+    passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.rank]]
     said = [np.concatenate([np.zeros(0, np.float32), *asks[name](passes)]) for name in asks]
     gathered = gather_bytes(np.stack(said).tobytes() if said else b"", ranks)
     encoded = b""
@@ -67,23 +67,6 @@ def write_estimates(
         encoded = _REFS.dump_json(_write(store, work, tables, columns))
     shards = _REFS.validate_json(broadcast_bytes(encoded, ranks))
     return TokenScores(shards=shards, sequences=len(rows), tokens=int(completions.sum()))
-
-
-def _passes(table: pa.Table, plan: StepPlan, *, rank: int) -> list[MicroBatch]:
-    prompts, completions = table["prompt_tokens"], table["completion_tokens"]
-
-    def sequence(row: int) -> TokenSequence:
-        prompt, completion = (column[row].values.to_numpy() for column in (prompts, completions))
-        nothing = np.zeros(len(completion), np.float32)
-        return TokenSequence(
-            tokens=np.concatenate([prompt, completion]),
-            num_prompt_tokens=len(prompt),
-            logprobs=nothing,
-            advantages=nothing,
-            staleness=nothing.astype(np.int16),
-        )
-
-    return [lay_out([sequence(row) for row in rows], [0.0] * len(rows)) for rows in plan.passes[rank]]
 
 
 def _in_order(

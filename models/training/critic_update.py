@@ -27,7 +27,7 @@ def take_value_steps(
             old_N, returns_N, weights_N = (
                 torch.from_numpy(array).to(ranks.device) for array in (batch.values_N, batch.returns_N, batch.weights_N)
             )
-            terms = value_loss(trainer.forward(batch), old_N=old_N, returns_N=returns_N, clip=clip)
+            terms = value_loss(trainer.forward(batch.reads), old_N=old_N, returns_N=returns_N, clip=clip)
             shares_N = terms.loss_N * weights_N
             trainer.backward(shares_N.sum(), last=number + 1 == len(step.batches))
             tally.add({"loss": shares_N, "clipped": terms.clipped_N, "not_finite": ~torch.isfinite(shares_N)})

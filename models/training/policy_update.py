@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.config.objectives import UpdateConfig
-from models.modeling.batching import MicroBatch, Rows, StepPlan, TokenSequence, lay_out, plan_steps
+from models.modeling.batching import Rows, StepPlan, TrainingBatch, TrainingSample, lay_out_samples, plan_steps
 from models.modeling.logprobs import TokenLogprobs
 from models.objectives.aggregation import token_weights
 from models.objectives.importance import needs_old
@@ -34,7 +34,7 @@ Beat = Callable[[], None]
 class StepPasses:
     """One optimizer step of this rank."""
 
-    batches: tuple[MicroBatch, ...]
+    batches: tuple[TrainingBatch, ...]
     learning_rate: float
 
 
@@ -70,11 +70,11 @@ class StepsTaken:
 
 def prepare(
     samples: TrainingSamples, plans: Sequence[StepPlan], *, config: UpdateConfig, rank: int
-) -> list[tuple[MicroBatch, ...]]:
+) -> list[tuple[TrainingBatch, ...]]:
     """Lay out this rank's passes of every step; only its own rows are read."""
     mine = [row for plan in plans for rows in plan.passes[rank] for row in rows]
-    sequences = read_training_rows(samples, mine)
-    return [_lay_out_step(plan, samples, sequences, config=config, rank=rank) for plan in plans]
+    read = read_training_rows(samples, mine)
+    return [_lay_out_step(plan, samples, read, config=config, rank=rank) for plan in plans]
 
 
 def extra_logprobs(
@@ -95,10 +95,10 @@ def extra_logprobs(
         for number, batch in enumerate(step.batches):
             if index and corrects:
                 with torch.no_grad():
-                    old[-1][number] = trainer.forward(batch)
+                    old[-1][number] = trainer.forward(batch.reads)
                 beat()
             if reference is not None:
-                against[-1][number] = frozen_forward(reference, batch)
+                against[-1][number] = frozen_forward(reference, batch.reads)
                 beat()
     return Extras(old=old, reference=against)
 
@@ -121,7 +121,7 @@ def take_steps(
             tokens = _on_device(
                 batch, old=extras.old[index][number], reference=extras.reference[index][number], device=ranks.device
             )
-            logprobs_N = trainer.forward(batch)
+            logprobs_N = trainer.forward(batch.reads)
             before_N = tokens.old_N if index else logprobs_N.detach()
             if before_N is not None:
                 tally_mismatch(before_N, tokens, tally=tally)
@@ -135,32 +135,34 @@ def take_steps(
 
 
 def _lay_out_step(
-    plan: StepPlan, samples: TrainingSamples, sequences: dict[int, TokenSequence], *, config: UpdateConfig, rank: int
-) -> tuple[MicroBatch, ...]:
+    plan: StepPlan, samples: TrainingSamples, read: dict[int, TrainingSample], *, config: UpdateConfig, rank: int
+) -> tuple[TrainingBatch, ...]:
     rows = plan.rows
     lengths = [samples.completion_lengths[row] for row in rows]
     weights = dict(zip(rows, token_weights(config.loss.aggregation, lengths), strict=True))
 
-    def batch(part: Rows) -> MicroBatch:
-        whole = lay_out([sequences[row] for row in part], [weights[row] for row in part])
+    def batch(part: Rows) -> TrainingBatch:
+        whole = lay_out_samples([read[row] for row in part], [weights[row] for row in part])
         return whole if config.max_staleness is None else _without_stale(whole, config.max_staleness)
 
     return tuple(batch(part) for part in plan.passes[rank])
 
 
-def _without_stale(batch: MicroBatch, max_staleness: int) -> MicroBatch:
+def _without_stale(batch: TrainingBatch, max_staleness: int) -> TrainingBatch:
     """Take the weight of tokens that are too stale; what losses are divided by stays."""
     return replace(batch, weights_N=np.where(batch.staleness_N > max_staleness, np.float32(0), batch.weights_N))
 
 
-def _on_device(batch: MicroBatch, *, old: Tensor | None, reference: Tensor | None, device: torch.device) -> LossInputs:
-    lengths_B = np.bincount(batch.rows_N, minlength=len(batch.tokens_BT))
+def _on_device(
+    batch: TrainingBatch, *, old: Tensor | None, reference: Tensor | None, device: torch.device
+) -> LossInputs:
+    lengths_B = np.bincount(batch.reads.rows_N, minlength=len(batch.reads.tokens_BT))
     return LossInputs(
         behaviour_N=torch.from_numpy(batch.behaviour_N).to(device),
         advantages_N=torch.from_numpy(batch.advantages_N).to(device),
         staleness_N=torch.from_numpy(batch.staleness_N).to(device),
         weights_N=torch.from_numpy(batch.weights_N).to(device),
-        rows_N=torch.from_numpy(batch.rows_N).to(device),
+        rows_N=torch.from_numpy(batch.reads.rows_N).to(device),
         lengths_B=torch.from_numpy(lengths_B).to(device),
         old_N=old,
         reference_N=reference,

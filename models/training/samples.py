@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from infra.errors import Damaged
 from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store
-from models.modeling.batching import TokenSequence
+from models.modeling.batching import TrainingSample
+from models.records.model_input import sample_inputs, sample_lengths
 from models.records.schemas import SAMPLE_SCHEMA
 
 Number = TypeVar("Number", bound=np.generic)
@@ -37,8 +38,7 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
     """Open verified shards and check that every row's columns agree in length; a critic has seen all rows or none."""
     tables = [read_shard(store, shard, SAMPLE_SCHEMA.names).replace_schema_metadata(None) for shard in shards]
     table = pa.concat_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
-    lengths = _lengths(table, "tokens")
-    prompts = table["num_prompt_tokens"].to_numpy()
+    lengths, prompts = sample_lengths(table)
     completions = lengths - prompts
     critic = table["returns"].null_count < table.num_rows
     for column in ("logprobs", "advantages", "staleness", *(("values", "returns") if critic else ())):
@@ -66,19 +66,17 @@ def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tup
     return tuple(np.bincount(rows_T[recent_T], minlength=len(samples.lengths)).tolist())
 
 
-def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[int, TokenSequence]:
+def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[int, TrainingSample]:
     """Read the given rows alone."""
     if not rows:
         return {}
     taken = samples.table.take(pa.array(rows, pa.int64())).combine_chunks()
-    prompts = taken["num_prompt_tokens"].to_pylist()
-    tokens, staleness = _split(taken, "tokens", np.int32), _split(taken, "staleness", np.int16)
+    inputs, staleness = sample_inputs(taken), _split(taken, "staleness", np.int16)
     logprobs, advantages = (_split(taken, name, np.float32) for name in ("logprobs", "advantages"))
     values, returns = (_split_if_known(taken, name) for name in ("values", "returns"))
     return {
-        row: TokenSequence(
-            tokens=tokens[index],
-            num_prompt_tokens=prompts[index],
+        row: TrainingSample(
+            input=inputs[index],
             logprobs=logprobs[index],
             advantages=advantages[index],
             staleness=staleness[index],

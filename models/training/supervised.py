@@ -5,16 +5,15 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import Quarantined
 from models.config.training import WarmupConfig
 from models.data.load import Example
-from models.data.problems import Prompt
-from models.modeling.batching import TokenSequence, lay_out, plan_step
-from models.text.tokenizer import load_tokenizer, render
+from models.modeling.batching import lay_out, plan_step
+from models.records.model_input import ModelInput
+from models.text.tokenizer import load_tokenizer, tokenize_prompts
 from models.training.ranks import Ranks, sum_and_max
 from models.training.schedule import learning_rate
 from models.training.trainer import Trainer
@@ -53,10 +52,10 @@ def imitate(
 
     `directory` has the tokenizer.
     """
-    sequences = example_sequences(examples, load_tokenizer(directory), source="warm-up example")
+    inputs = example_inputs(examples, load_tokenizer(directory), source="warm-up example")
     losses = torch.zeros(warmup.steps, dtype=torch.float64, device=ranks.device)
     for step in range(warmup.steps):
-        chosen = sequences[step * warmup.batch_size : (step + 1) * warmup.batch_size]
+        chosen = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
         losses[step] = _imitate_step(trainer, chosen, microbatch_tokens=microbatch_tokens, ranks=ranks, beat=beat)
         rate = learning_rate(
             step,
@@ -73,67 +72,45 @@ def imitate(
         "loss_first": float(losses[0]),
         "loss_last": float(losses[-LAST_STEPS:].mean()),
         "steps": float(warmup.steps),
-        "tokens": float(sum(len(sequence.tokens) - sequence.num_prompt_tokens for sequence in sequences)),
-        "samples": float(len(sequences)),
+        "tokens": float(sum(each.num_completion_tokens for each in inputs)),
+        "samples": float(len(inputs)),
     }
     return Learnt(metrics=metrics, losses=losses.tolist())
 
 
 def _imitate_step(
     trainer: Trainer,
-    sequences: Sequence[TokenSequence],
+    inputs: Sequence[ModelInput],
     *,
     microbatch_tokens: int,
     ranks: Ranks,
     beat: Callable[[], None],
 ) -> torch.Tensor:
     """Run this rank's passes of one step and return its share of the loss: the mean over all completion tokens."""
-    lengths = [len(sequence.tokens) for sequence in sequences]
-    plan = plan_step(tuple(range(len(sequences))), lengths, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
-    weight = 1 / sum(len(sequence.logprobs) for sequence in sequences)
+    lengths = [len(each) for each in inputs]
+    plan = plan_step(tuple(range(len(inputs))), lengths, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
+    weight = 1 / sum(each.num_completion_tokens for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     passes = plan.passes[ranks.rank]
     for number, rows in enumerate(passes):
-        batch = lay_out([sequences[row] for row in rows], [weight] * len(rows))
-        loss = -trainer.forward(batch).sum() * weight
+        loss = -trainer.forward(lay_out([inputs[row] for row in rows])).sum() * weight
         trainer.backward(loss, last=number + 1 == len(passes))
         total += loss.detach()
         beat()
     return total
 
 
-def example_sequences(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, *, source: str
-) -> list[TokenSequence]:
+def example_inputs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, *, source: str) -> list[ModelInput]:
     """Tokenize prompts as for generation, and completions with EOS at their end; each text but once.
 
     `source` is where they came from, for messages.
     """
-    prompts = _tokens_of({prompt for prompt, _ in examples}, tokenizer, source=source)
+    prompts = list(dict.fromkeys(prompt for prompt, _ in examples))
+    tokenized = tokenize_prompts(prompts, tokenizer, sources=[source] * len(prompts))
+    given = {prompt: each.input for prompt, each in zip(prompts, tokenized, strict=True)}
     texts = sorted({completion for _, completion in examples})
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     completions = dict(zip(texts, encoded, strict=True))
-    eos = tokenizer.eos_token_id
-    return [sequence_of(prompts[prompt], [*completions[completion], eos]) for prompt, completion in examples]
-
-
-def _tokens_of(prompts: set[Prompt], tokenizer: PreTrainedTokenizerFast, *, source: str) -> dict[Prompt, list[int]]:
-    found: dict[Prompt, list[int]] = {}
-    for special in (True, False):  # chat templates write their own special tokens, plain text gets the tokenizer's
-        chosen = [prompt for prompt in prompts if isinstance(prompt, str) == special]
-        texts = [render(prompt, tokenizer, source=source) for prompt in chosen]
-        encoded = tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
-        found |= dict(zip(chosen, encoded, strict=True))
-    return found
-
-
-def sequence_of(prompt: list[int], completion: list[int]) -> TokenSequence:
-    """Put prompt and completion together, for training that needs no policy's log-probs."""
-    nothing = np.zeros(len(completion), np.float32)
-    return TokenSequence(
-        tokens=np.asarray([*prompt, *completion], np.int32),
-        num_prompt_tokens=len(prompt),
-        logprobs=nothing,
-        advantages=nothing,
-        staleness=np.zeros(len(completion), np.int16),
-    )
+    return [
+        given[prompt].continued([*completions[completion], tokenizer.eos_token_id]) for prompt, completion in examples
+    ]

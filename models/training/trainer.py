@@ -1,6 +1,6 @@
 """A model under training: one DeepSpeed engine, and where each ZeRO stage keeps the optimizer's state.
 
-Every rank holds one and they act together. Shapes: N completion tokens of one pass.
+Every rank holds one and they act together. Shapes: N written tokens of one pass.
 """
 
 import gc
@@ -14,7 +14,7 @@ from infra.errors import Damaged
 from models.config.objectives import UpdateConfig
 from models.modeling.adapters import has_adapters, save_adapters, trained_parameters
 from models.modeling.batching import MicroBatch
-from models.modeling.logprobs import TokenModule
+from models.modeling.logprobs import ForwardInput, TokenModule
 from models.training.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class Trainer:
         self._optimizer = optimizer
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """What the module says of the batch's completion tokens; every rank calls it as often."""
-        found_N = self._engine(*_inputs(batch, self._ranks.device))
+        """What the module says of the batch's written tokens; every rank calls it as often."""
+        found_N = self._engine(ForwardInput.of(batch, self._ranks.device))
         return cast(Tensor, found_N)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -157,14 +157,8 @@ def zero_stage(update: UpdateConfig) -> int:
 
 @torch.no_grad()
 def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
-    """What a module that is not trained says of the batch's completion tokens."""
-    return cast(Tensor, module(*_inputs(batch, module.model.device)))
-
-
-def _inputs(batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    arrays = (batch.tokens_BT, batch.positions_N, batch.targets_N)
-    tokens_BT, positions_N, targets_N = (torch.from_numpy(array).to(device) for array in arrays)
-    return tokens_BT, positions_N, targets_N
+    """What a module that is not trained says of the batch's written tokens."""
+    return cast(Tensor, module(ForwardInput.of(batch, module.model.device)))
 
 
 def _engine_config(update: UpdateConfig) -> dict[str, object]:

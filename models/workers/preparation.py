@@ -20,10 +20,11 @@ from models.modeling.directory import check_directory, copy_directory
 from models.modeling.judge import write_served_model
 from models.modeling.policy import build_scratch, policy_shape, save_policy, scratch_tokenizer
 from models.modeling.teacher import check_teacher
+from models.records.model_input import prompt_columns
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import CriticWork, JudgePreparation, PolicyWork, PromptWork, TeacherWork
-from models.text.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_prompts
+from models.text.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_problems
 
 
 class PreparationWorker:
@@ -107,12 +108,12 @@ class PreparationWorker:
         directory = fetch_bundle(self._store, work.policy.weights)
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         context = policy_shape(config, parameters=0, source=str(directory)).context
-        prompts = tokenize_prompts(problems, load_tokenizer(directory))
+        prompts = tokenize_problems(problems, load_tokenizer(directory))
         require_room(problems, prompts, max_tokens=context - work.max_new_tokens)
         self._progress += 1
         metadata = {"run": self._run, "split": work.split, "weights_digest": work.policy.weights.digest}
         ref = write_shard(self._store, _table(problems, prompts), kind="prompts", metadata=metadata)
-        lengths = [len(prompt.tokens) for prompt in prompts]
+        lengths = [len(prompt.input) for prompt in prompts]
         return Outcome(
             shards=(ref,),
             metrics={"prompts": len(prompts), "tokens": sum(lengths), "longest": max(lengths)},
@@ -135,7 +136,7 @@ def _table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.Table:
     columns = {
         "prompt_id": [blake3(prompt.text.encode()).hexdigest()[:16] for prompt in prompts],
         "text": [prompt.text for prompt in prompts],
-        "tokens": [prompt.tokens for prompt in prompts],
+        **prompt_columns([prompt.input for prompt in prompts]),
         "answer": [problem.answer for problem in problems],
     }
     return pa.table(columns, schema=PROMPT_SCHEMA)

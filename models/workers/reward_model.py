@@ -13,6 +13,7 @@ from infra.store.storage import open_store
 from models.config.judges import ModelReward
 from models.engines.protocol import StepSums
 from models.modeling.reward_model import RewardModel, ScoredTexts, encode, load_reward_model, score
+from models.records.model_input import ModelInput
 from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import JudgeWork
@@ -87,17 +88,18 @@ class RewardModelWorker:
         """Return scores and how many tokens the model read for each, none where it was not asked."""
         assert self._model is not None, "take() comes first"
         texts = zip(rollouts["prompt"].to_pylist(), rollouts["completion"].to_pylist(), strict=True)
-        sequences: list[list[int]] = []
+        inputs: list[ModelInput] = []
         faults: dict[int, str] = {}
         for row, (prompt, completion) in enumerate(texts):
             try:
-                tokens = encode(self._model.tokenizer, self._reward.template, prompt=prompt, completion=completion)
+                read = encode(self._model.tokenizer, self._reward.template, prompt=prompt, completion=completion)
             except ValueError as error:
-                tokens, faults[row] = [], str(error)
-            sequences.append(tokens)
-        scores = score(self._model, sequences, batch_tokens=self._reward.batch_tokens, on_pass=self._passed)
-        read = [len(tokens) if len(tokens) <= self._model.context else 0 for tokens in sequences]
-        return [ScoredTexts(None, faults[row]) if row in faults else scored for row, scored in enumerate(scores)], read
+                read, faults[row] = ModelInput(), str(error)
+            inputs.append(read)
+        scores = score(self._model, inputs, batch_tokens=self._reward.batch_tokens, on_pass=self._passed)
+        lengths = [len(each) if len(each) <= self._model.context else 0 for each in inputs]
+        told = [ScoredTexts(None, faults[row]) if row in faults else scored for row, scored in enumerate(scores)]
+        return told, lengths
 
     def _passed(self, sequences: int, seconds: float) -> None:
         self._progress += 1

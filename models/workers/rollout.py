@@ -90,7 +90,8 @@ class RolloutWorker:
             detail["carried_rows"] = [*sorted(group.prompt_row for group in groups if not group.finished)]
         return Outcome(
             shards=tuple(shards),
-            metrics=_metrics(groups, lengths) | {"prompt_tokens": sum(len(request.tokens) for request in requests)},
+            metrics=_metrics(groups, lengths)
+            | {"prompt_tokens": sum(request.num_prompt_tokens for request in requests)},
             detail=detail,
             timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated}
             | self._moved()

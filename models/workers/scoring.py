@@ -20,7 +20,8 @@ from models.credit.inputs import term_columns
 from models.credit.selection import GroupQuota, informative_prompts
 from models.judges.verdicts import Judgement
 from models.judges.votes import tally, tally_steps
-from models.records.columns import counted, lengths_of
+from models.records.columns import counted
+from models.records.model_input import COMPLETION_TOKENS, completion_lengths
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from models.rewards.evaluate import Evaluator
@@ -48,7 +49,7 @@ class ScoringWorker:
     def score(self, work: ScoringWork) -> Outcome:
         """Judge every completion of a rollout shard: one score shard with the same rows."""
         began = time.perf_counter()
-        rollouts = read_shard(self._store, work.rollouts, (*PLACES, *TEXTS, "completion_tokens"))
+        rollouts = read_shard(self._store, work.rollouts, (*PLACES, *TEXTS, COMPLETION_TOKENS))
         served, starts = self._served(rollouts, work), self._starts(rollouts, work)
         ruled = self._evaluator.evaluate(_cases(rollouts, starts))
         table = score_table(rollouts, joined(ruled, served, self._scoring, starts=starts), self._scoring)
@@ -105,7 +106,7 @@ class ScoringWorker:
 
     def _informative(self, rollouts: pa.Table, scores: pa.Table, metric: str) -> int:
         """Count a shard's informative groups."""
-        lengths, terms = lengths_of(rollouts["completion_tokens"]), term_columns(self._scoring)
+        lengths, terms = completion_lengths(rollouts), term_columns(self._scoring)
         return len(informative_prompts(scores, lengths, terms=terms, algorithm=self._algorithm, metric=metric))
 
     def _starts(self, rollouts: pa.Table, work: ScoringWork) -> list[list[int] | None]:
@@ -117,7 +118,7 @@ class ScoringWorker:
         if self._tokenizer is None or self._tokenizer[0] != work.tokenizer.digest:
             found = open_tokenizer(fetch_file(self._store, work.tokenizer, "tokenizer.json"))
             self._tokenizer = work.tokenizer.digest, found
-        rows = zip(*(rollouts[name].to_pylist() for name in ("completion_tokens", "completion")), strict=True)
+        rows = zip(*(rollouts[name].to_pylist() for name in (COMPLETION_TOKENS, "completion")), strict=True)
         return [token_starts(self._tokenizer[1], tokens, text) for tokens, text in rows]
 
     def _served(self, rollouts: pa.Table, work: ScoringWork) -> dict[str, Sequence[Judgement | StepValues]]:

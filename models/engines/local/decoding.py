@@ -22,6 +22,7 @@ from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion
 from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
 from models.engines.sampling import draw, uniforms
+from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 
 _KEEP_SHARE: Final = 0.75  # with fewer live rows than this, copying the cache is cheaper than decoding dead rows on
@@ -66,10 +67,10 @@ class _Written:
     """What has been drawn, by row of the batch; entries past a row's length mean nothing."""
 
     tokens_RT: Tensor
-    """Begins with the row's prefix."""
+    """Begins with what the row's completion already had."""
     logprobs_RT: Tensor
     begun_R: Tensor
-    """Length of the prefix."""
+    """Tokens that it already had."""
     limits_R: Tensor
     lengths_R: Tensor
     stopped_R: Tensor
@@ -83,8 +84,8 @@ def decode(
 
     `on_step` is called after every forward with the number of sequences that it brought forward, 0 after the prefill.
     """
-    num_steps = max(row.limit - len(row.prefix) for row in rows)
-    width = max(len(row.prefix) for row in rows) + num_steps  # rows that ended may run on as long as any other
+    num_steps = max(row.limit - row.begun for row in rows)
+    width = max(row.begun for row in rows) + num_steps  # rows that ended may run on as long as any other
     written = _written(rows, width, device=policy.model.device)
     uniforms_RT = torch.from_numpy(np.stack([uniforms(row.seed, width) for row in rows])).to(policy.model.device)
     logits_BV, live = _prefill(policy, rows, num_steps)
@@ -108,10 +109,13 @@ def decode(
 
 def _written(rows: Sequence[CompletionRow], width: int, *, device: torch.device) -> _Written:
     limits_R = torch.tensor([row.limit for row in rows], device=device)
+    tokens_RT = np.zeros((len(rows), width), np.int64)
+    for tokens_T, row in zip(tokens_RT, rows, strict=True):
+        tokens_T[: row.begun] = row.input.completion
     return _Written(
-        tokens_RT=torch.tensor([[*row.prefix, *[0] * (width - len(row.prefix))] for row in rows], device=device),
+        tokens_RT=torch.from_numpy(tokens_RT).to(device),
         logprobs_RT=torch.zeros(len(rows), width, device=device),
-        begun_R=torch.tensor([len(row.prefix) for row in rows], device=device),
+        begun_R=torch.tensor([row.begun for row in rows], device=device),
         limits_R=limits_R,
         lengths_R=limits_R.clone(),
         stopped_R=torch.zeros(len(rows), dtype=torch.bool, device=device),
@@ -123,7 +127,7 @@ def _prefill(policy: LoadedPolicy, rows: Sequence[CompletionRow], num_steps: int
     device = policy.model.device
     firsts = [index for index, row in enumerate(rows) if index == 0 or not _shares_cache(row, rows[index - 1])]
     counts = np.diff([*firsts, len(rows)])
-    prompts = [rows[index].given for index in firsts]
+    prompts = [rows[index].input for index in firsts]
     logits_PV, mask_PT, cache = read_prompts(policy, prompts)
     prompt_B = torch.arange(len(prompts), device=device).repeat_interleave(torch.from_numpy(counts).to(device))
     cache.reorder_cache(prompt_B)
@@ -139,13 +143,15 @@ def _prefill(policy: LoadedPolicy, rows: Sequence[CompletionRow], num_steps: int
     return logits_PV[prompt_B], live
 
 
-def read_prompts(policy: LoadedPolicy, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Cache]:
+def read_prompts(policy: LoadedPolicy, prompts: Sequence[ModelInput]) -> tuple[Tensor, Tensor, Cache]:
     """Run prompts once, padded on the left; return the logits of the next token, the mask and the filled cache."""
     device, width = policy.model.device, max(map(len, prompts))
-    tokens_PT = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    given_PT = np.zeros((len(prompts), width), np.int64)
+    for tokens_T, prompt in zip(given_PT, prompts, strict=True):
+        tokens_T[width - len(prompt) :] = prompt.tokens
     mask_PT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     output = policy.model(
-        input_ids=tokens_PT,
+        input_ids=torch.from_numpy(given_PT).to(device),
         attention_mask=mask_PT,
         position_ids=(mask_PT.cumsum(dim=1) - 1).clamp(min=0),
         use_cache=True,
@@ -155,7 +161,7 @@ def read_prompts(policy: LoadedPolicy, prompts: Sequence[Sequence[int]]) -> tupl
 
 
 def _shares_cache(row: CompletionRow, other: CompletionRow) -> bool:
-    return row.request == other.request and row.prefix == other.prefix
+    return row.request == other.request and row.input == other.input
 
 
 def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
@@ -226,7 +232,7 @@ def _completions(written: _Written, policy: LoadedPolicy, longest: int) -> list[
 
 @torch.inference_mode()
 def continuation_logprobs(
-    policy: LoadedPolicy, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+    policy: LoadedPolicy, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
 ) -> Tensor:
     """Return the log-probability of each continuation after each prompt, at temperature 1: P x C in float64."""
     device, longest = policy.model.device, max(map(len, continuations))

@@ -14,6 +14,7 @@ from models.engines.protocol import Completion, Request, StepSums
 from models.engines.requests import end_tokens, require_context, require_engine_room, rows_of
 from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy
+from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
 
@@ -75,7 +76,7 @@ class HuggingFaceEngine:
         return self._steps
 
     def likelihoods(
-        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+        self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
         assert self._policy is not None, "likelihoods before load"
         longest = max(map(len, continuations))
@@ -94,7 +95,7 @@ class HuggingFaceEngine:
         assert self._policy is not None, "generate before load"
         require_engine_room(requests, sampling, context=self._policy.context)
         rows = rows_of(requests, longest=sampling.max_new_tokens)
-        rows.sort(key=lambda row: len(row.given))  # stable: requests of equal length stay in their order
+        rows.sort(key=lambda row: len(row.input))  # stable: requests of equal length stay in their order
         groups: list[dict[int, Completion]] = [{} for _ in requests]
         size = self._config.max_batch_rows
         self._stepped = time.perf_counter()

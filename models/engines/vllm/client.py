@@ -21,6 +21,7 @@ from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, JsonValue, TypeA
 
 from infra.errors import BadInput, EndpointDown, RheostatError, WorkerFailed
 from models.config.engines import SamplingConfig
+from models.records.model_input import ModelInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Ask:
     """One completion that is wanted of a server."""
 
     id: int
-    tokens: tuple[int, ...]
+    input: ModelInput
     seed: int
     max_tokens: int
 
@@ -190,12 +191,12 @@ class ServerClient:
         return self._read("POST", "/rheostat/sleep", Slept, body={}).slept
 
     def likelihoods(
-        self, digest: str, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+        self, digest: str, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> tuple[NDArray[np.float64], RequestDone]:
         """Return summed log-probs, prompts x continuations, and the server's counts."""
         body: dict[str, JsonValue] = {
             "digest": digest,
-            "prompts": [list(tokens) for tokens in prompts],
+            "prompts": [prompt.tokens.tolist() for prompt in prompts],
             "continuations": [list(tokens) for tokens in continuations],
         }
         answer = self._read("POST", "/rheostat/likelihoods", Likelihoods, body=body)
@@ -221,7 +222,7 @@ class ServerClient:
                 "ignore_eos": stops.ignore_eos,
             },
             "requests": [
-                {"id": ask.id, "tokens": list(ask.tokens), "seed": ask.seed, "max_tokens": ask.max_tokens}
+                {"id": ask.id, "tokens": ask.input.tokens.tolist(), "seed": ask.seed, "max_tokens": ask.max_tokens}
                 for ask in asks
             ],
         }

@@ -25,7 +25,7 @@ class PendingRequest:
 
     row: CompletionRow
     end: int
-    """Length, that of the prefix included, at which it ends if nothing stops it before."""
+    """Length, what it already had included, at which it ends if nothing stops it before."""
     at_end: FinishReason
     """Why it ended then."""
     tokens: list[int] = field(default_factory=list)
@@ -34,14 +34,19 @@ class PendingRequest:
     fresh_logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
     seams: list[int] = field(default_factory=list)
-    """Lengths, that of the prefix included, at which another request went on."""
+    """Lengths, what it already had included, at which another request went on."""
+
+    @property
+    def whole(self) -> list[int]:
+        """The completion so far, with what it already had."""
+        return [*self.row.input.completion.tolist(), *self.tokens]
 
     def ask(self, number: int) -> Ask:
         """Ask for the rest; a request that goes on draws by another seed than the one before it."""
-        given = len(self.row.prefix) + len(self.tokens)
+        given = self.row.begun + len(self.tokens)
         return Ask(
             id=number,
-            tokens=(*self.row.given, *self.tokens),
+            input=self.row.input.continued(self.tokens),
             seed=derive_seed("continued", self.row.seed, given) if given else self.row.seed,
             max_tokens=self.end - given,
         )
@@ -61,7 +66,7 @@ class PendingRequest:
         self.tokens += self.fresh_tokens
         self.logprobs += self.fresh_logprobs
         self.forget_fresh()
-        length = len(self.row.prefix) + len(self.tokens)
+        length = self.row.begun + len(self.tokens)
         if length > self.end or (reason == "length" and length != self.end) or not (self.tokens or reason == "abort"):
             raise WorkerFailed(f"vLLM server: expected a completion of {self.end} tokens, found {length} ({reason})")
         if length == self.end and reason != "stop":
@@ -103,7 +108,7 @@ def completions_of(
                 f"policy {digest}: log-probabilities that are not finite at prompt row {draft.row.prompt_row}, "
                 f"sample {draft.row.sample}"
             )
-    texts = texts_of(tokenizer, [[*draft.row.prefix, *draft.tokens] for draft in drafts])
+    texts = texts_of(tokenizer, [draft.whole for draft in drafts])
     return [_completion(draft, text) for draft, text in zip(drafts, texts, strict=True)]
 
 
@@ -117,8 +122,7 @@ def _cut_at_seams(draft: PendingRequest, tokenizer: PreTrainedTokenizerFast, sto
 
     Only the tokens just after a seam need a look.
     """
-    window, begun = stop_window(stop), len(draft.row.prefix)
-    whole = [*draft.row.prefix, *draft.tokens]
+    window, begun, whole = stop_window(stop), draft.row.begun, draft.whole
     for seam in ([begun] if begun else []) + draft.seams:
         ends = range(seam + 1, min(len(whole), seam + window) + 1)
         texts = texts_of(tokenizer, [whole[max(0, end - window) : end] for end in ends])

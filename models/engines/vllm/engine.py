@@ -18,6 +18,7 @@ from models.engines.requests import CompletionRow, end_tokens, require_context, 
 from models.engines.vllm.client import About, Ask, RequestDone, ServerClient, Stale, Stops
 from models.engines.vllm.completions import PendingRequest, completions_of, drafts_of
 from models.engines.vllm.servers import find_servers, require_fit
+from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
 
@@ -114,7 +115,7 @@ class ServedEngine:
         return self._steps
 
     def likelihoods(
-        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+        self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
         assert self._policy is not None, "likelihoods before load"
         require_context(prompts, max(map(len, continuations)), context=self._context(), whose=self._whose())
@@ -254,7 +255,7 @@ class ServedEngine:
 
     def _try(self, client: ServerClient) -> None:
         """Generate one token: shapes that vLLM cannot run show now, and the steps so far are not this engine's."""
-        first = [Ask(id=0, tokens=(0,), seed=0, max_tokens=1)]
+        first = [Ask(id=0, input=ModelInput.given([0]), seed=0, max_tokens=1)]
         try:
             for answer in client.generate(self._digest(), first, SamplingConfig(), stops=Stops((), ())):
                 if isinstance(answer, RequestDone):

@@ -25,7 +25,7 @@ from models.modeling.policy import build_scratch, load_policy, save_policy, scra
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import Outcome
 from models.records.work import PolicyWork, PromptWork
-from models.text.tokenizer import load_tokenizer, tokenize_prompts
+from models.text.tokenizer import load_tokenizer, tokenize_problems
 from models.workers.preparation import PreparationWorker
 from tests.support.policies import DATA, TINY, make_policy
 
@@ -75,7 +75,7 @@ def test_chats_are_rendered_up_to_the_assistants_turn_and_plain_text_is_left_alo
         Problem("a:1", "1+1?", "2"),
         Problem("a:2", (Message("system", "Be brief."), Message("user", "1+1?")), "2"),
     ]
-    plain, chat = tokenize_prompts(problems, tokenizer)
+    plain, chat = tokenize_problems(problems, tokenizer)
     assert plain.text == "1+1?"
     assert chat.text == "system: Be brief.\nuser: 1+1?\nassistant: "
     assert tokenizer.decode(chat.tokens) == chat.text
@@ -275,13 +275,13 @@ def test_a_prompt_that_leaves_no_room_is_named_with_its_length(tmp_path):
 def test_a_chat_without_a_chat_template_is_named(spoilt):
     (spoilt / "chat_template.jinja").unlink()
     with pytest.raises(BadInput, match=r"a:1: chat messages, but .* no chat template"):
-        tokenize_prompts([Problem("a:1", (Message("user", "hi"),), "")], load_tokenizer(spoilt))
+        tokenize_problems([Problem("a:1", (Message("user", "hi"),), "")], load_tokenizer(spoilt))
 
 
 def test_a_chat_that_the_template_refuses_is_named(spoilt):
     (spoilt / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BadInput, match=r"a:1: the policy's chat template refuses it: roles must alternate"):
-        tokenize_prompts([Problem("a:1", (Message("user", "hi"),), "")], load_tokenizer(spoilt))
+        tokenize_problems([Problem("a:1", (Message("user", "hi"),), "")], load_tokenizer(spoilt))
 
 
 def test_progress_moves_with_the_work(tmp_path):
