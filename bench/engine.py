@@ -19,6 +19,7 @@ from infra.store.bundles import BundleRef
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Request
+from models.records.model_input import ModelInput
 from models.records.seeds import derive_seed, sample_seed
 from models.records.versions import ModelVersion
 from tests.support.policies import VOCABULARY, write_policy
@@ -45,7 +46,7 @@ def requests() -> list[Request]:
     return [
         Request(
             row=row,
-            tokens=tuple(int(token) for token in random.integers(2, VOCABULARY, size=int(random.integers(30, 61)))),
+            inputs=(ModelInput.given(random.integers(2, VOCABULARY, size=int(random.integers(30, 61)))),) * GROUP,
             seeds=tuple(sample_seed(0, 0, prompt_row=row, sample=sample) for sample in range(GROUP)),
         )
         for row in range(PROMPTS)
@@ -56,7 +57,7 @@ def generate_groups(model: PreTrainedModel) -> int:
     """Call `generate` once per prompt, with the scores its log-probs need, and return the tokens made."""
     tokens = 0
     for request in requests():
-        prompt = torch.tensor([request.tokens])
+        prompt = torch.from_numpy(request.inputs[0].tokens).long()[None]
         made = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),

@@ -10,6 +10,7 @@ from bench.limits import Generated
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import read_shard
+from models.records.model_input import rollout_inputs
 from tasks.run.keys import iteration_key
 
 
@@ -75,12 +76,12 @@ def generated_by(run: Run, number: int) -> Generated:
     lengths: list[tuple[int, ...]] = []
     for manifest in run.manifests(f"{iteration_key(number)}/rollout/"):
         for shard in manifest.shards:
-            table = read_shard(run.store, shard, ["prompt_row", "prompt_tokens", "completion_tokens"])
-            rows = zip(*(table[name].to_pylist() for name in table.column_names), strict=True)
+            table = read_shard(run.store, shard)
+            rows = zip(table["prompt_row"].to_pylist(), rollout_inputs(table), strict=True)
             for _, group in groupby(rows, key=itemgetter(0)):  # shards are in the order of prompt rows
-                members = list(group)
-                prompts.append(len(members[0][1]))
-                lengths.append(tuple(len(completion) for _, _, completion in members))
+                members = [each for _, each in group]
+                prompts.append(members[0].num_prompt_tokens)
+                lengths.append(tuple(each.num_completion_tokens for each in members))
     return Generated(prompts=tuple(prompts), lengths=tuple(lengths))
 
 

@@ -31,6 +31,7 @@ from infra.store.bundles import publish_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
 from models.config.engines import SamplingConfig
+from models.records.model_input import rollout_inputs
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import RolloutWork
@@ -189,14 +190,15 @@ def _work(store: Store, policy: Path, size: Size) -> RolloutWork:
 
 def _raw_workload(store: Store, shard: ShardRef, policy: Path, size: Size) -> RawWorkload:
     """The very completions of a shard of ours."""
-    table = read_shard(store, shard, ["prompt_tokens", "completion_tokens", "seed"])
+    table = read_shard(store, shard)
+    inputs = rollout_inputs(table)
     return RawWorkload(
         model=policy,
         dtype=DTYPE,
         max_num_seqs=size.max_batch_rows,
         cache_bytes=int(CACHE_GIB * 2**30),
-        prompts=tuple(map(tuple, table["prompt_tokens"].to_pylist())),
-        lengths=tuple(map(len, table["completion_tokens"].to_pylist())),
+        prompts=tuple(tuple(each.prompt.tolist()) for each in inputs),
+        lengths=tuple(each.num_completion_tokens for each in inputs),
         seeds=tuple(table["seed"].to_pylist()),
     )
 

@@ -1,7 +1,7 @@
 """What every engine of real models keeps, as claims: a module that imports them gives a fixture `loaded`."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +20,11 @@ from models.engines.protocol import Completion, Engine, Request
 from models.modeling.adapters import put_adapters, save_adapters
 from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy
+from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.seeds import sample_seed
 from models.records.versions import ModelVersion
+from tests.support.inputs import asking, going_on
 from tests.support.policies import CONTEXT, VOCABULARY, small_tokenizer, write_policy
 
 SHAPE = {"head_dim": 32}
@@ -103,24 +105,24 @@ def request(row: int, length: int, group: int = 4) -> Request:
     """A prompt of random tokens, special ones excluded."""
     tokens = np.random.Generator(np.random.Philox(row)).integers(2, VOCABULARY, size=length)
     seeds = tuple(sample_seed(0, 0, prompt_row=row, sample=sample) for sample in range(group))
-    return Request(row=row, tokens=tuple(tokens.tolist()), seeds=seeds)
+    return asking(row, tokens, seeds)
 
 
 MIXED = [request(row, length) for row, length in enumerate([30, 7, 19, 7, 41])]
 
 PROMPTS = [
-    np.random.default_rng(row).integers(2, VOCABULARY, length).tolist() for row, length in enumerate([9, 3, 17, 1, 9])
+    ModelInput.given(np.random.default_rng(row).integers(2, VOCABULARY, length))
+    for row, length in enumerate([9, 3, 17, 1, 9])
 ]
 
 CONTINUATIONS = [[7], [8, 30, 31, 9], [12, 5]]
 
 
-def plain_logprobs(
-    model: PreTrainedModel, prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float
-) -> list[float]:
+def plain_logprobs(model: PreTrainedModel, given: ModelInput, tokens: Sequence[int], temperature: float) -> list[float]:
     """Log-probs of tokens by one forward pass over their own sequence: no cache, no padding, no neighbours."""
     with torch.inference_mode():
-        logits_TV = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        read = torch.tensor([[*given.tokens.tolist(), *tokens]])
+        logits_TV = model(read, use_cache=False).logits[0, len(given) - 1 : -1]
     return (logits_TV / temperature).log_softmax(dim=-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
 
 
@@ -130,22 +132,19 @@ def require_plain_logprobs(
     """Compare all completions of requests with plain forward passes."""
     model = found.model()
     for asked, group in zip(requests, groups, strict=True):
-        prefixes = asked.prefixes or ((),) * len(group)
-        for prefix, completion in zip(prefixes, group, strict=True):
-            expected = plain_logprobs(model, asked.tokens + prefix, completion.tokens, temperature)
+        for given, completion in zip(asked.inputs, group, strict=True):
+            expected = plain_logprobs(model, given, completion.tokens, temperature)
             assert completion.logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
 def readable(engine: Engine, asked: Request, *, prefix: tuple[int, ...] = ()) -> tuple[Request, Completion]:
     """Find a completion whose first six tokens are whole characters, and ask for it alone."""
-    prefixes = (prefix,) * len(asked.seeds) if prefix else ()
-    [group] = engine.generate(
-        [Request(row=asked.row, tokens=asked.tokens, seeds=asked.seeds, prefixes=prefixes)], SAMPLING
-    )
+    asked = going_on(asked, [prefix] * len(asked.seeds))
+    [group] = engine.generate([asked], SAMPLING)
     for seed, found in zip(asked.seeds, group, strict=True):
         begun = small_tokenizer().batch_decode([[token] for token in found.tokens[:6]])
         if len(found.tokens) > 6 and "\N{REPLACEMENT CHARACTER}" not in "".join(begun):
-            return Request(row=asked.row, tokens=asked.tokens, seeds=(seed,), prefixes=prefixes[:1]), found
+            return replace(asked, inputs=asked.inputs[:1], seeds=(seed,)), found
     raise AssertionError("no completion begins with readable tokens; ask for more")
 
 
@@ -153,10 +152,10 @@ def written_by(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
     return [[completion.tokens for completion in group] for group in groups]
 
 
-def require_frequencies(model: PreTrainedModel, prompt: tuple[int, ...], tokens: list[int], temperature: float) -> None:
+def require_frequencies(model: PreTrainedModel, given: ModelInput, tokens: list[int], temperature: float) -> None:
     """Compare how often tokens came with the tempered softmax after the prompt, by Pearson's statistic."""
     with torch.inference_mode():
-        logits_V = model(torch.tensor([prompt])).logits[0, -1]
+        logits_V = model(torch.tensor([given.tokens.tolist()])).logits[0, -1]
     shares_V = (logits_V / temperature).softmax(dim=0).double().numpy()
     found_V = np.bincount(tokens, minlength=len(shares_V))
     freedom = len(shares_V) - 1
@@ -175,7 +174,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass(loaded: Loaded, policy):
 def test_first_tokens_are_as_frequent_as_the_softmax_says(loaded: Loaded, policy):
     asked = request(3, 11, group=4000)
     [group] = loaded(policy).generate([asked], SamplingConfig(max_new_tokens=1, temperature=0.7))
-    require_frequencies(policy.model(), asked.tokens, [completion.tokens[0] for completion in group], 0.7)
+    require_frequencies(policy.model(), asked.inputs[0], [completion.tokens[0] for completion in group], 0.7)
 
 
 def test_tokens_after_a_prefix_are_as_frequent_as_the_softmax_says(loaded: Loaded, policy):
@@ -183,10 +182,9 @@ def test_tokens_after_a_prefix_are_as_frequent_as_the_softmax_says(loaded: Loade
     asked = request(3, 11, group=4000)
     engine = loaded(policy)
     [first] = engine.generate([asked], SamplingConfig(max_new_tokens=1))
-    rare = Request(row=3, tokens=asked.tokens, seeds=asked.seeds, prefixes=((first[0].tokens[0],),) * 4000)
+    rare = going_on(asked, [first[0].tokens[:1]] * 4000)
     [second] = engine.generate([rare], SamplingConfig(max_new_tokens=2))
-    given = (*asked.tokens, first[0].tokens[0])
-    require_frequencies(policy.model(), given, [completion.tokens[0] for completion in second], 1.0)
+    require_frequencies(policy.model(), rare.inputs[0], [completion.tokens[0] for completion in second], 1.0)
     same = sum(one.tokens[0] == other.tokens[0] for one, other in zip(first, second, strict=True))
     assert same < 4000 * 0.1
 
@@ -208,7 +206,7 @@ def test_a_completion_does_not_depend_on_its_neighbours(loaded: Loaded, policy):
     engine = loaded(policy)
     together = engine.generate(MIXED, SAMPLING)
     for asked, group in zip(MIXED, together, strict=True):
-        [[alone]] = engine.generate([Request(row=asked.row, tokens=asked.tokens, seeds=asked.seeds[2:3])], SAMPLING)
+        [[alone]] = engine.generate([replace(asked, inputs=asked.inputs[2:3], seeds=asked.seeds[2:3])], SAMPLING)
         assert alone.tokens == group[2].tokens
         assert alone.logprobs == pytest.approx(group[2].logprobs, abs=1e-5)
 
@@ -271,12 +269,9 @@ def test_a_stop_text_that_begins_in_the_prefix_ends_a_completion(loaded: Loaded,
 
 def test_a_budget_cuts_a_completion_and_its_prefix_goes_on(loaded: Loaded, policy):
     engine, asked = loaded(policy), request(8, 9)
-    cut = [Request(row=8, tokens=asked.tokens, seeds=asked.seeds, budget=3)]
-    [begun] = engine.generate(cut, SAMPLING)
+    [begun] = engine.generate([replace(asked, budget=3)], SAMPLING)
     assert {(len(one.tokens), one.finish_reason) for one in begun} == {(3, FinishReason.CUT)}
-    goes_on = Request(
-        row=8, tokens=asked.tokens, seeds=asked.seeds, prefixes=tuple(one.tokens for one in begun), budget=30
-    )
+    goes_on = going_on(asked, [one.tokens for one in begun], budget=30)
     [ended] = engine.generate([goes_on], SAMPLING)
     require_plain_logprobs(policy, [goes_on], [ended], 1.0)
     for first, last in zip(begun, ended, strict=True):
@@ -290,22 +285,19 @@ def test_likelihoods_are_those_of_each_sequence_by_itself(loaded: Loaded, policy
     engine, model = loaded(policy), policy.model()
     for continuations in (CONTINUATIONS, [[7], [8]]):
         found = engine.likelihoods(PROMPTS, continuations)
-        expected = [
-            [sum(plain_logprobs(model, tuple(prompt), tuple(tokens), 1.0)) for tokens in continuations]
-            for prompt in PROMPTS
-        ]
+        expected = [[sum(plain_logprobs(model, prompt, tokens, 1.0)) for tokens in continuations] for prompt in PROMPTS]
         np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
 
 def test_likelihoods_reach_to_the_end_of_the_context(loaded: Loaded, policy):
-    prompt = [5] * (CONTEXT - 2)
+    prompt = ModelInput.given([5] * (CONTEXT - 2))
     [[found]] = loaded(policy).likelihoods([prompt], [[7, 8]])
-    assert found == pytest.approx(sum(plain_logprobs(policy.model(), tuple(prompt), (7, 8), 1.0)), abs=TOLERANCE)
+    assert found == pytest.approx(sum(plain_logprobs(policy.model(), prompt, (7, 8), 1.0)), abs=TOLERANCE)
 
 
 def test_a_continuation_that_does_not_fit_the_context_is_bad_input(loaded: Loaded, policy):
     with pytest.raises(BadInput, match=f"prompt 1: {CONTEXT} tokens and a continuation of 1"):
-        loaded(policy).likelihoods([[5], [5] * CONTEXT], [[7]])
+        loaded(policy).likelihoods([ModelInput.given([5]), ModelInput.given([5] * CONTEXT)], [[7]])
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_its_lengths(loaded: Loaded, policy):

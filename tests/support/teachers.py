@@ -1,7 +1,7 @@
 """A small real policy behind a real server that scores prompts as vLLM does."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models.config.algorithms import TeacherEndpoint
-from models.modeling.batching import TokenSequence
 from models.modeling.policy import load_policy
+from models.records.model_input import ModelInput
 from models.text.tokenizer import load_tokenizer
 from tests.support.chat_server import Asked, ChatServer, Reply, chat_server
 
@@ -75,28 +75,15 @@ def teacher_at(url: str, **changes) -> TeacherEndpoint:
     return TeacherEndpoint(**(known | {"backoff_seconds": 0.02, "timeout_seconds": 5, "retries": 4} | changes))
 
 
-def sequence(tokens: list[int], num_prompt_tokens: int) -> TokenSequence:
-    count = len(tokens) - num_prompt_tokens
-    zeros = np.zeros(count, np.float32)
-    return TokenSequence(
-        tokens=np.array(tokens, np.int32),
-        num_prompt_tokens=num_prompt_tokens,
-        logprobs=zeros,
-        advantages=zeros,
-        staleness=np.zeros(count, np.int16),
-    )
-
-
-def by_hand(directory: Path, sequences, *, temperature: float) -> list[float]:
-    """Log-probs of all completion tokens, sequence by sequence, from the whole model's logits."""
+def by_hand(directory: Path, inputs: Sequence[ModelInput], *, temperature: float) -> list[float]:
+    """Log-probs of all completion tokens, one by one, from the whole model's logits."""
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     found = []
-    for each in sequences:
+    for each in inputs:
         with torch.no_grad():
             logits_TV = model(torch.from_numpy(each.tokens.astype(np.int64))[None]).logits[0].double()
         logprobs_TV = (logits_TV / temperature).log_softmax(-1)
         found += [
-            float(logprobs_TV[place - 1, each.tokens[place]])
-            for place in range(each.num_prompt_tokens, len(each.tokens))
+            float(logprobs_TV[place - 1, each.tokens[place]]) for place in range(each.num_prompt_tokens, len(each))
         ]
     return found

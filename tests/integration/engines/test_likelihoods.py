@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 from infra.store.bundles import BundleRef
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.build import build_engine
-from models.engines.protocol import Request
+from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from tests.support.engines import CONTINUATIONS, PROMPTS
+from tests.support.inputs import asking
 from tests.support.policies import ARCHITECTURES, write_policy
 
 POLICY = ModelVersion(version=0, weights=BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0))
@@ -32,7 +33,7 @@ def test_likelihoods_are_those_of_each_sequence_by_itself(architecture, continua
     write_policy(tmp_path, architecture)
     engine = build_engine(TransformersEngine(max_batch_rows=7))  # of several batches
     engine.load(tmp_path, POLICY)
-    found = engine.likelihoods(PROMPTS, continuations)
+    found = engine.likelihoods(list(map(ModelInput.given, PROMPTS)), continuations)
     expected = [[naive(tmp_path, prompt, continuation) for continuation in continuations] for prompt in PROMPTS]
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
@@ -41,7 +42,7 @@ def test_steps_count_every_sequence_that_a_decoding_step_brought_forward(tmp_pat
     write_policy(tmp_path)
     engine = build_engine(TransformersEngine())
     engine.load(tmp_path, POLICY)
-    requests = [Request(row=row, tokens=tuple(tokens), seeds=(row, row + 9)) for row, tokens in enumerate(PROMPTS)]
+    requests = [asking(row, tokens, (row, row + 9)) for row, tokens in enumerate(PROMPTS)]
     groups = engine.generate(requests, SamplingConfig(max_new_tokens=16))
     lengths = [len(completion.tokens) for group in groups for completion in group]
     sums = engine.steps()

@@ -20,6 +20,7 @@ from models.records.versions import ModelVersion
 from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
 from models.workers.scoring import ScoringWorker
 from tests.support.engines import MIXED, SAMPLING, engine_of, request
+from tests.support.inputs import asking, going_on
 from tests.support.policies import CONTEXT, small_tokenizer, write_policy
 from tests.support.rollout_workers import example, publish, worker
 
@@ -40,13 +41,8 @@ def one_thread():
 def rest_of(asked: Request, begun: list[Completion], budget: int | None = None) -> tuple[Request, list[int]]:
     """Ask for what was cut; also the samples it is about."""
     cut = [sample for sample, part in enumerate(begun) if part.finish_reason is FinishReason.CUT]
-    rest = replace(
-        asked,
-        seeds=tuple(asked.seeds[sample] for sample in cut),
-        prefixes=tuple(begun[sample].tokens for sample in cut),
-        budget=budget,
-    )
-    return rest, cut
+    rest = going_on(asked, [begun[sample].tokens for sample in cut], budget=budget)
+    return replace(rest, seeds=tuple(asked.seeds[sample] for sample in cut)), cut
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
@@ -82,11 +78,11 @@ def test_the_longest_completion_is_bounded_as_a_whole(tmp_path):
     engine = engine_of(tmp_path)
     asked = request(1, 9, group=1)
     [[first]] = engine.generate([replace(asked, budget=20)], SAMPLING)
-    [[second]] = engine.generate([replace(asked, prefixes=(first.tokens,), budget=20)], SAMPLING)
+    [[second]] = engine.generate([going_on(asked, [first.tokens], budget=20)], SAMPLING)
     assert (first.finish_reason, second.finish_reason) == (FinishReason.CUT, FinishReason.LENGTH)
     assert len(first.tokens) + len(second.tokens) == SAMPLING.max_new_tokens
     with pytest.raises(BadInput, match="prompt row 1: a completion of 24 tokens cannot go on, max_new_tokens is 24"):
-        engine.generate([replace(asked, prefixes=(first.tokens + second.tokens,))], SAMPLING)
+        engine.generate([going_on(asked, [first.tokens + second.tokens])], SAMPLING)
 
 
 def test_a_stop_text_may_begin_in_one_piece_and_end_in_the_next(tmp_path):
@@ -96,7 +92,7 @@ def test_a_stop_text_may_begin_in_one_piece_and_end_in_the_next(tmp_path):
     [[free]] = engine.generate([asked], sampling)
     stop = sampling.model_copy(update={"stop": (small_tokenizer().decode(free.tokens[3:6]),)})
     [[first]] = engine.generate([replace(asked, budget=5)], stop)
-    [[second]] = engine.generate([replace(asked, prefixes=(first.tokens,))], stop)
+    [[second]] = engine.generate([going_on(asked, [first.tokens])], stop)
     assert (first.tokens, second.tokens) == (free.tokens[:5], free.tokens[5:6])
     assert second.finish_reason is FinishReason.STOP
     assert second.text.endswith(stop.stop[0])
@@ -108,8 +104,8 @@ def test_a_row_that_ended_at_the_policys_context_may_wait_for_its_neighbours(tmp
     full = request(1, CONTEXT - 24, group=1)
     [[first]] = engine.generate([replace(full, budget=20)], SAMPLING)
     others = [request(row, 9, group=4) for row in (2, 3)]
-    together = engine.generate([replace(full, prefixes=(first.tokens,)), *others], SAMPLING)
-    [[alone]] = engine.generate([replace(full, prefixes=(first.tokens,))], SAMPLING)
+    together = engine.generate([going_on(full, [first.tokens]), *others], SAMPLING)
+    [[alone]] = engine.generate([going_on(full, [first.tokens])], SAMPLING)
     assert together[0][0].tokens == alone.tokens
     assert [group[0].tokens for group in together[1:]] == [
         engine.generate([other], SAMPLING)[0][0].tokens for other in others
@@ -189,13 +185,8 @@ def test_log_probs_are_those_of_the_policy_that_wrote_each_token(store, work, tm
         if before[name]["finish_reason"] != "cut":
             assert row == before[name]  # finished before its group was: it is not written again
             continue
-        asked = Request(
-            row=name[0],
-            tokens=tuple(row["prompt_tokens"]),
-            seeds=(row["seed"],),
-            prefixes=(tuple(row["completion_tokens"][:kept]),),
-        )
-        [[written]] = engine.generate([asked], work.sampling)
+        asked = asking(name[0], row["prompt_tokens"], [row["seed"]])
+        [[written]] = engine.generate([going_on(asked, [row["completion_tokens"][:kept]])], work.sampling)
         assert tuple(row["completion_tokens"][kept:]) == written.tokens
         assert row["logprobs"][kept:] == pytest.approx(written.logprobs, abs=1e-5)
 

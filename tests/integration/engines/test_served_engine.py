@@ -11,12 +11,13 @@ from bench.drawn_engine import drawn_length
 from infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import SamplingConfig, VllmEngine
 from models.engines.build import build_engine
-from models.engines.protocol import Request
 from models.engines.vllm.engine import MAX_LOADS, ServedEngine
+from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 from tests.support.batch_server import ABOUT, KEY, BatchServer, Line, batch_server, chunk, tokens_of
 from tests.support.engines import Published, policy, request, written_by  # noqa: F401
+from tests.support.inputs import asking, going_on
 from tests.support.policies import small_tokenizer
 
 SAMPLING = SamplingConfig(max_new_tokens=12)
@@ -75,13 +76,14 @@ def test_groups_are_spread_over_servers_and_stay_together(serve):
     engine, servers = serve(2)
     assert written_by(engine.generate(WORK, SAMPLING)) == FOR_THEIR_SEEDS
     prompts = [[tuple(one["tokens"]) for one in server.asked[0]["requests"]] for server in servers]
-    assert prompts == [[WORK[0].tokens] * 4 + [WORK[2].tokens] * 4, [WORK[1].tokens] * 4]
+    first, second, third = (tuple(asked.inputs[0].tokens.tolist()) for asked in WORK)
+    assert prompts == [[first] * 4 + [third] * 4, [second] * 4]
 
 
 def test_likelihoods_come_in_the_order_of_the_prompts(serve):
     engine, _ = serve(2, settings={"max_batch_rows": 1})
     before = engine.progress
-    prompts = [[5] * length for length in range(1, 12)]
+    prompts = [ModelInput.given([5] * length) for length in range(1, 12)]
     assert engine.likelihoods(prompts, [[1], [1, 2]]) == [(-length - 1.0, -length - 2.0) for length in range(1, 12)]
     assert engine.progress == before + 3  # four prompts each time
 
@@ -91,13 +93,13 @@ def test_likelihoods_that_are_not_numbers_are_refused_by_the_policys_name(serve,
     with pytest.raises(
         Quarantined, match=f"policy {policy.version.digest}.*continuations with log-probabilities that are not finite"
     ):
-        engine.likelihoods([[5]], [[1]])
+        engine.likelihoods([ModelInput.given([5])], [[1]])
 
 
 def test_likelihoods_are_asked_for_again_where_the_policy_is_not_proven_afterwards(serve):
     engine, [server] = serve()
     server.proofs, before = [""], engine.progress
-    assert engine.likelihoods([[5]], [[1]]) == [(-2.0,)]
+    assert engine.likelihoods([ModelInput.given([5])], [[1]]) == [(-2.0,)]
     assert (server.loads, engine.progress - before) == (2, 3)
 
 
@@ -240,7 +242,7 @@ def test_an_aborted_completion_goes_on_from_what_it_has_with_other_draws(serve):
     seed = derive_seed("continued", WORK[0].seeds[0], 3)
     assert first.tokens == (7, 8, 9, *tokens_of(seed, 9))
     [again] = server.asked[1]["requests"]
-    assert (again["tokens"], again["seed"], again["max_tokens"]) == ([*WORK[0].tokens, 7, 8, 9], seed, 9)
+    assert (again["tokens"], again["seed"], again["max_tokens"]) == ([*WORK[0].inputs[0].tokens, 7, 8, 9], seed, 9)
 
 
 def test_a_completion_that_is_always_interrupted_loses_the_worker(serve):
@@ -269,7 +271,7 @@ def test_a_stop_text_over_the_seam_of_an_interruption_ends_a_completion(serve):
 
 def test_a_prefix_is_part_of_the_prompt_and_moves_the_seed(serve):
     engine, [server] = serve()
-    goes_on = Request(row=0, tokens=(5, 6), seeds=(1, 2), prefixes=((7,), (8, 9)), budget=3)
+    goes_on = going_on(asking(0, (5, 6), (1, 2)), ((7,), (8, 9)), budget=3)
     [[one, two]] = engine.generate([goes_on], SAMPLING)
     asked = [(tuple(body["tokens"]), body["seed"], body["max_tokens"]) for body in server.asked[0]["requests"]]
     seeds = derive_seed("continued", 1, 1), derive_seed("continued", 2, 2)
@@ -297,7 +299,7 @@ def test_steps_are_those_since_the_engine_came_also_over_a_restart(serve):
     assert engine.steps().steps == 0
     engine.generate(WORK, SAMPLING)
     assert (engine.steps().steps, engine.steps().seconds) == (12, 6.0)
-    engine.likelihoods([[5]], [[1]])
+    engine.likelihoods([ModelInput.given([5])], [[1]])
     assert engine.steps().steps == 13
     server.steps = 0
     engine.generate(WORK, SAMPLING)

@@ -23,6 +23,7 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import DirectoryRewardModel, ModelReward
 from models.modeling.reward_model import check_reward_model, load_reward_model, score
+from models.records.model_input import ModelInput
 from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import JudgeWork
@@ -127,9 +128,9 @@ def test_batched_scores_are_those_of_plain_transformers_one_by_one(tmp_path, arc
 @pytest.mark.parametrize(("batch_tokens", "fewest", "most"), [(1, 23, 23), (100, 4, 22), (10_000, 1, 3)])
 def test_a_score_does_not_depend_on_its_neighbours(classifier, batch_tokens, fewest, most):
     reward = load_reward_model(classifier)
-    sequences = [list(reward.tokenizer(text)["input_ids"]) for text in TEXTS]
+    inputs = [ModelInput.given(reward.tokenizer(text)["input_ids"]) for text in TEXTS]
     passes = []
-    scores = score(reward, sequences, batch_tokens=batch_tokens, on_pass=lambda rows, seconds: passes.append(rows))
+    scores = score(reward, inputs, batch_tokens=batch_tokens, on_pass=lambda rows, seconds: passes.append(rows))
     assert [scored.value for scored in scores] == pytest.approx(one_by_one(classifier, TEXTS), abs=1e-4)
     assert fewest <= len(passes) <= most
     assert sum(passes) == len(TEXTS)

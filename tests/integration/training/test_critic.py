@@ -22,6 +22,7 @@ from infra.store.storage import open_store
 from models.config.algorithms import CriticConfig, Ppo
 from models.config.objectives import LoraConfig, UpdateConfig
 from models.modeling.critic import TokenValues, critic_from_classifier, critic_from_policy, write_critic
+from models.modeling.logprobs import ForwardInput
 from models.modeling.policy import save_policy
 from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
@@ -69,7 +70,7 @@ def test_values_are_the_classifiers_own_logits_at_every_position(architecture, t
     write_classifier(tmp_path / "policy", tmp_path / "classifier")
     model = critic_from_classifier(tmp_path / "classifier", tmp_path / "policy").eval()
     tokens_BT = torch.randint(5, 300, (2, 9), generator=torch.Generator().manual_seed(0))
-    values = TokenValues(model)(tokens_BT, torch.arange(18), tokens_BT.flatten()).view(2, 9)
+    values = TokenValues(model)(ForwardInput(tokens_BT, torch.arange(18), tokens_BT.flatten())).view(2, 9)
     assert values.dtype == torch.float32
     for end in range(1, 10):
         logits_B = model(input_ids=tokens_BT[:, :end], attention_mask=torch.ones(2, end)).logits[:, 0]
@@ -91,7 +92,7 @@ def test_a_critic_made_from_a_policy_has_its_trunk_and_values_everything_at_zero
     for name, weight in actor.base_model.state_dict().items():
         assert torch.equal(critic.base_model.state_dict()[name], weight)
     tokens_BT = torch.randint(2, 300, (2, 9))
-    assert not TokenValues(critic)(tokens_BT, torch.arange(18), tokens_BT.flatten()).any()
+    assert not TokenValues(critic)(ForwardInput(tokens_BT, torch.arange(18), tokens_BT.flatten())).any()
 
 
 def test_a_critic_keeps_the_weights_of_the_directory_it_starts_from(uri, policy, tmp_path):

@@ -15,13 +15,14 @@ from models.config.algorithms import Distillation, DistillationOnly, Grpo, Teach
 from models.config.objectives import UpdateConfig
 from models.config.reward_terms import NumericReward
 from models.config.rewards import ScoringConfig
+from models.records.model_input import ModelInput
 from models.records.schemas import ROLLOUT_SCHEMA, FinishReason, score_schema
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import CreditWork, EstimateWork, ScoredShard
 from models.workers.scoring import ScoringWorker
 from models.workers.update import UpdateWorker
 from tests.support.chat_server import Reply
-from tests.support.teachers import by_hand, sequence, teacher_at, teacher_server
+from tests.support.teachers import by_hand, teacher_at, teacher_server
 from tests.support.training import TINY, publish_scratch
 from tests.support.update_workers import free_port, together
 
@@ -139,7 +140,7 @@ def test_a_token_is_worth_what_the_teacher_says_less_what_the_student_says(uri, 
     work = estimate_work(uri, student, publish_teacher(uri))
     found = advantages(credit(uri, work, start(uri).estimate(work).shards, ALONE))
     rows = [row for shard in work.shards for row in read_shard(open_store(f"{uri}/run"), shard.rollouts).to_pylist()]
-    sequences = [sequence(row["prompt_tokens"] + row["completion_tokens"], len(row["prompt_tokens"])) for row in rows]
+    sequences = [ModelInput.given(row["prompt_tokens"]).continued(row["completion_tokens"]) for row in rows]
     said, own = (by_hand(Path(uri, name), sequences, temperature=0.9) for name in ("teacher", "student"))
     np.testing.assert_allclose(found, np.array(said) - np.array(own), atol=2e-5)
 
@@ -211,7 +212,7 @@ def test_two_ranks_agree_with_one_whoever_the_teacher_is_and_each_asks_about_its
     np.testing.assert_allclose(held, columns(uri, start(uri).estimate(work).shards, "policy", "teacher"), atol=1e-5)
     np.testing.assert_array_equal(own[0], own[1])
     rows = [row for shard in work.shards for row in read_shard(open_store(f"{uri}/run"), shard.rollouts).to_pylist()]
-    sequences = [sequence(row["prompt_tokens"] + row["completion_tokens"], len(row["prompt_tokens"])) for row in rows]
+    sequences = [ModelInput.given(row["prompt_tokens"]).continued(row["completion_tokens"]) for row in rows]
     np.testing.assert_allclose(asked[1], by_hand(Path(uri, "teacher"), sequences, temperature=1.0), atol=1e-4)
     prompts = [tuple(request.body["prompt"]) for request in server.asked]
     assert len(prompts) == len(set(prompts)) == len(rows)

@@ -124,7 +124,7 @@ def test_both_completions_of_a_pair_end_where_the_policy_would_end_them(uri, pol
         for text, sequence in ((pair.chosen, sequences.chosen), (pair.rejected, sequences.rejected)):
             assert sequence.tokens[-1] == tokenizer.eos_token_id
             assert tokenizer.decode(sequence.tokens[:-1]) == pair.prompt + text
-            assert tokenizer.decode(sequence.tokens[: sequence.num_prompt_tokens]) == pair.prompt
+            assert tokenizer.decode(sequence.prompt) == pair.prompt
 
 
 def tokenizer_of(uri: str, policy: ModelVersion) -> PreTrainedTokenizerFast:

@@ -78,7 +78,7 @@ def test_chats_are_rendered_up_to_the_assistants_turn_and_plain_text_is_left_alo
     plain, chat = tokenize_problems(problems, tokenizer)
     assert plain.text == "1+1?"
     assert chat.text == "system: Be brief.\nuser: 1+1?\nassistant: "
-    assert tokenizer.decode(chat.tokens) == chat.text
+    assert tokenizer.decode(chat.input.tokens) == chat.text
 
 
 # ---- from scratch

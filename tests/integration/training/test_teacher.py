@@ -15,10 +15,11 @@ from models.data.load import load_problems
 from models.modeling.batching import lay_out
 from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
 from models.modeling.teacher import ask_endpoint, check_teacher, load_teacher
+from models.records.model_input import ModelInput
 from models.training.auxiliary import ask_model
 from models.training.trainer import frozen_forward
 from tests.support.chat_server import Reply
-from tests.support.teachers import by_hand, sequence, teacher_at, teacher_server
+from tests.support.teachers import by_hand, teacher_at, teacher_server
 from tests.support.training import DATA, TINY
 
 
@@ -43,9 +44,12 @@ def tokenizer_of(policy=TINY, data=DATA):
 def passes(counts=((3, 5), (4, 1), (2, 9), (6, 0), (1, 2)), *, rows=2):
     """Sequences of so many prompt and completion tokens, laid out two by two; the last pass is empty."""
     rng = np.random.default_rng(1)
-    sequences = [sequence(rng.integers(2, 300, sum(count)).tolist(), count[0]) for count in counts]
-    parts = [sequences[start : start + rows] for start in range(0, len(sequences), rows)]
-    return sequences, [lay_out(part, [1.0] * len(part)) for part in [*parts, []]]
+    inputs = []
+    for prompt, completion in counts:
+        tokens = rng.integers(2, 300, prompt + completion)
+        inputs.append(ModelInput.given(tokens[:prompt]).continued(tokens[prompt:]))
+    parts = [inputs[start : start + rows] for start in range(0, len(inputs), rows)]
+    return inputs, [lay_out(part) for part in [*parts, []]]
 
 
 def held(directory: Path, *, temperature: float = 0.7):
@@ -76,9 +80,9 @@ def test_an_endpoint_scores_tokens_as_the_model_behind_it_does(directory):
 
 
 def test_an_endpoint_is_asked_with_token_ids_and_without_tempering(directory):
-    only = sequence([5, 6, 7, 8], 2)
+    only = ModelInput.given([5, 6]).continued([7, 8])
     with teacher_server(directory) as server:
-        asked(directory, server.url)([lay_out([only], [1.0])])
+        asked(directory, server.url)([lay_out([only])])
     [request] = server.asked
     assert request.path == "/v1/completions"
     assert request.body == {
@@ -163,12 +167,12 @@ def every_candidate(**changes):
     ],
 )
 def test_whatever_an_endpoint_leaves_out_is_an_error_and_never_a_log_prob(directory, alter, reason):
-    only = sequence([5, 6, 7, 8], 2)
+    only = ModelInput.given([5, 6]).continued([7, 8])
     with (
         teacher_server(directory, alter=alter) as server,
         pytest.raises(WorkerFailed, match=r"teacher at endpoint http.*of a text of 4 tokens, 2 of them") as caught,
     ):
-        asked(directory, server.url)([lay_out([only], [1.0])])
+        asked(directory, server.url)([lay_out([only])])
     assert reason in str(caught.value)
     assert len(server.asked) == 1
 
@@ -192,9 +196,9 @@ def test_a_refusal_ends_the_work_with_its_reason(directory, reply, reason):
 
 
 def test_what_the_server_says_of_the_prompt_is_not_looked_at(directory):
-    only = sequence([5, 6, 7, 8], 3)
+    only = ModelInput.given([5, 6, 7]).continued([8])
     with teacher_server(directory, alter=position(1, None)) as server:
-        [found] = asked(directory, server.url)([lay_out([only], [1.0])])
+        [found] = asked(directory, server.url)([lay_out([only])])
     assert len(found) == 1
 
 

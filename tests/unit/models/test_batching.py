@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.modeling.batching import TokenSequence, balance, lay_out, pack, plan_steps, split_minibatches
+from models.modeling.batching import (
+    TrainingSample,
+    balance,
+    lay_out,
+    lay_out_samples,
+    pack,
+    plan_steps,
+    split_minibatches,
+)
+from models.records.model_input import ModelInput
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 
@@ -71,10 +80,10 @@ def test_sequences_of_very_different_lengths_do_not_share_a_pass():
     assert len(pack(tuple(range(8)), [20, 20, 20, 20, 19, 19, 19, 19], budget=20000)) == 1
 
 
-def sequence(prompt: int, completion: int) -> TokenSequence:
-    return TokenSequence(
-        tokens=np.arange(1, prompt + completion + 1, dtype=np.int32),
-        num_prompt_tokens=prompt,
+def sample(prompt: int, completion: int) -> TrainingSample:
+    tokens = np.arange(1, prompt + completion + 1)
+    return TrainingSample(
+        input=ModelInput.given(tokens[:prompt]).continued(tokens[prompt:]),
         logprobs=np.full(completion, -1, np.float32),
         advantages=np.full(completion, 2, np.float32),
         staleness=np.zeros(completion, np.int16),
@@ -82,19 +91,28 @@ def sequence(prompt: int, completion: int) -> TokenSequence:
 
 
 def test_a_pass_predicts_each_completion_token_from_the_token_before_it():
-    batch = lay_out([sequence(2, 2), sequence(1, 1)], [0.5, 0.25])
-    assert batch.tokens_BT.tolist() == [[1, 2, 3, 4], [1, 2, 0, 0]]
-    assert batch.tokens_BT.ravel()[batch.positions_N].tolist() == [2, 3, 1]
-    assert batch.targets_N.tolist() == [3, 4, 2]
+    batch = lay_out_samples([sample(2, 2), sample(3, 0), sample(1, 1)], [0.5, 1.0, 0.25])
+    assert batch.reads.tokens_BT.tolist() == [[1, 2, 3, 4], [1, 2, 3, 0], [1, 2, 0, 0]]
+    assert batch.reads.tokens_BT.ravel()[batch.reads.positions_N].tolist() == [2, 3, 1]
+    assert batch.reads.targets_N.tolist() == [3, 4, 2]
     assert batch.weights_N.tolist() == [0.5, 0.5, 0.25]
-    assert batch.rows_N.tolist() == [0, 0, 1]
+    assert batch.reads.rows_N.tolist() == [0, 0, 2]
     assert batch.values_N is None
 
 
+def test_tokens_that_stand_between_written_ones_are_read_and_not_predicted():
+    turns = ModelInput.given([1, 2]).continued([3]), ModelInput.given([4, 5]).continued([6, 7])
+    batch = lay_out([ModelInput(turns[0].chunks + turns[1].chunks)])
+    assert batch.tokens_BT.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    assert batch.positions_N.tolist() == [1, 4, 5]
+    assert batch.targets_N.tolist() == [3, 6, 7]
+
+
 def test_an_empty_pass_has_tokens_to_run_and_nothing_to_learn():
-    batch = lay_out([], [])
-    assert batch.tokens_BT.size
-    assert [len(batch.positions_N), len(batch.targets_N), len(batch.weights_N), len(batch.rows_N)] == [0, 0, 0, 0]
+    batch = lay_out_samples([], [])
+    assert batch.reads.tokens_BT.size
+    assert [len(part) for part in (batch.reads.positions_N, batch.reads.targets_N, batch.reads.rows_N)] == [0, 0, 0]
+    assert len(batch.weights_N) == 0
     assert batch.returns_N is not None
     assert len(batch.returns_N) == 0
 

@@ -1,6 +1,7 @@
 """The engine that takes time instead of computing."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,16 @@ from models.engines.protocol import Completion, Engine, Request
 from models.judges.local import LocalJudge
 from models.judges.protocol import Question
 from models.judges.verdicts import read_verdict
+from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
 from placement.measurements import LineSums, fit_line
+from tests.support.inputs import asking, going_on
 from tests.support.policies import small_tokenizer, write_policy
 
 FAST = PacedConfig(base_seconds=0, per_sequence_seconds=0, median_tokens=30, sigma=0.5)
 SAMPLING = SamplingConfig(max_new_tokens=200)
-REQUESTS = [Request(row=row, tokens=(5, 6, 7), seeds=tuple(range(50 * row, 50 * row + 50))) for row in range(4)]
+REQUESTS = [asking(row, (5, 6, 7), range(50 * row, 50 * row + 50)) for row in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +78,10 @@ def test_a_completion_ends_with_eos_unless_it_was_as_long_as_it_may_be(directory
 
 def test_a_completion_that_is_cut_goes_on_to_the_same_end(directory: Path) -> None:
     engine = engine_of(directory)
-    whole = engine.generate([Request(row=0, tokens=(5,), seeds=(3,))], SAMPLING)[0][0]
-    cut = engine.generate([Request(row=0, tokens=(5,), seeds=(3,), budget=10)], SAMPLING)[0][0]
-    going_on = Request(row=0, tokens=(5,), seeds=(3,), prefixes=(cut.tokens,), budget=500)
-    rest = engine.generate([going_on], SAMPLING)[0][0]
+    asked = asking(0, [5], [3])
+    whole = engine.generate([asked], SAMPLING)[0][0]
+    cut = engine.generate([replace(asked, budget=10)], SAMPLING)[0][0]
+    rest = engine.generate([going_on(asked, [cut.tokens], budget=500)], SAMPLING)[0][0]
     assert (cut.finish_reason, rest.finish_reason) == (FinishReason.CUT, FinishReason.STOP)
     assert cut.tokens + rest.tokens == whole.tokens
     assert rest.text == whole.text
@@ -103,7 +106,7 @@ def test_nothing_before_an_ending_repeats_a_part_of_it(directory: Path) -> None:
 def test_a_batch_takes_at_least_the_time_of_its_steps_and_progress_moves_meanwhile(directory: Path) -> None:
     config = FAST.model_copy(update={"base_seconds": 0.01, "per_sequence_seconds": 0.001, "setup_seconds": 0.02})
     engine = engine_of(directory, config)
-    requests = [Request(row=0, tokens=(5,), seeds=tuple(range(12)))]
+    requests = [asking(0, [5], range(12))]
     began, before = time.perf_counter(), engine.progress
     lengths = [len(completion.tokens) for completion in completions_of(engine, requests)]
     took, sums = time.perf_counter() - began, engine.steps()
@@ -124,7 +127,7 @@ def test_step_times_regress_to_the_pace_that_was_configured(directory: Path) -> 
     config = FAST.model_copy(update={"base_seconds": 0.005, "per_sequence_seconds": 0.0005, "median_tokens": 20})
     engine = engine_of(directory, config)
     for _ in range(3):
-        completions_of(engine, [Request(row=0, tokens=(5,), seeds=tuple(range(24)))])
+        completions_of(engine, [asking(0, [5], range(24))])
     sums = engine.steps()
     line = LineSums(
         count=sums.steps, x=sums.sequences, xx=sums.sequences_squared, y=sums.seconds, xy=sums.sequence_seconds
@@ -136,7 +139,7 @@ def test_step_times_regress_to_the_pace_that_was_configured(directory: Path) -> 
 
 def test_continuations_are_equally_likely_after_one_step(directory: Path) -> None:
     engine = engine_of(directory)
-    logprobs = engine.likelihoods([(1, 2), (3,)], [(4,), (5, 6)])
+    logprobs = engine.likelihoods([ModelInput.given([1, 2]), ModelInput.given([3])], [(4,), (5, 6)])
     assert len(logprobs) == 2
     assert {value for row in logprobs for value in row} == {logprobs[0][0]}
     assert engine.steps().steps == 1

@@ -29,10 +29,11 @@ def test_rows_are_read_as_they_were_written_in_any_order(store, tmp_path):
     written = read_shard(store, shard).to_pylist()
     found = read_training_rows(open_samples(store, [shard]), [3, 0, 5])
     assert list(found) == [3, 0, 5]
-    for row, sequence in found.items():
-        assert sequence.tokens.tolist() == written[row]["tokens"]
+    for row, sample in found.items():
+        assert sample.input.tokens.tolist() == written[row]["tokens"]
+        assert sample.input.num_prompt_tokens == written[row]["num_prompt_tokens"]
         for name in ("logprobs", "advantages", "staleness", "values", "returns"):
-            assert getattr(sequence, name).tolist() == written[row][name]
+            assert getattr(sample, name).tolist() == written[row][name]
 
 
 def test_without_a_critic_there_are_neither_values_nor_returns(store, tmp_path):

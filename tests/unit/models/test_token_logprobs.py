@@ -5,7 +5,7 @@ import torch
 
 from infra.errors import BadInput
 from models.data.load import load_problems
-from models.modeling.logprobs import TokenLogprobs
+from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.policy import build_scratch, scratch_tokenizer
 from tests.support.training import DATA, TINY
 
@@ -22,7 +22,7 @@ def ask(model, **options):
     targets_N = torch.randint(2, 300, (6,))
     policy = TokenLogprobs(model, temperature=0.7, **options)
     policy.zero_grad()
-    logprobs_N = policy(tokens_BT, positions_N, targets_N)
+    logprobs_N = policy(ForwardInput(tokens_BT, positions_N, targets_N))
     (logprobs_N * torch.arange(6)).sum().backward()
     gradients = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
     expected_N = (model(input_ids=tokens_BT).logits.flatten(0, 1)[positions_N] / 0.7).log_softmax(-1)
@@ -54,7 +54,7 @@ def test_a_frozen_head_gets_no_gradient_and_changes_no_other():
     frozen = TokenLogprobs(model, temperature=0.7, chunk_elements=2 * 354)
     torch.manual_seed(0)
     tokens_BT = torch.randint(2, 300, (3, 9))
-    found = frozen(tokens_BT, torch.tensor([2, 3, 4, 12, 13, 25]), torch.randint(2, 300, (6,)))
+    found = frozen(ForwardInput(tokens_BT, torch.tensor([2, 3, 4, 12, 13, 25]), torch.randint(2, 300, (6,))))
     (found * torch.arange(6)).sum().backward()
     torch.testing.assert_close(found, whole)
     assert head.grad is None
