@@ -1,7 +1,10 @@
 """Whole runs that several tests look at."""
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("without a deadline", deadline=None)  # no test asserts a duration
+hypothesis.settings.load_profile("without a deadline")
 pytest.register_assert_rewrite("tests.support.engines")  # claims that several modules import
 pytest_plugins = ["tests.support.cpu_seconds"]
 

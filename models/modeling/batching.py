@@ -177,10 +177,9 @@ def lay_out(inputs: Sequence[ModelInput]) -> MicroBatch:
     width = int(lengths_B.max(initial=0)) or 2
     holds_BT = np.arange(width) < lengths_B[:, None]
     chunks = [chunk for each in inputs for chunk in each.chunks]
-    tokens_L = np.concatenate([np.zeros(0, np.int64), *(chunk.tokens for chunk in chunks)])
-    written_L = np.repeat(
-        np.array([chunk.is_written for chunk in chunks], np.bool_), [len(chunk.tokens) for chunk in chunks]
-    )
+    ids = [chunk.tokens for chunk in chunks]
+    tokens_L = np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int64)
+    written_L = np.repeat(np.array([chunk.is_written for chunk in chunks], np.bool_), list(map(len, ids)))
     tokens_BT = np.zeros((max(1, len(inputs)), width), np.int64)
     tokens_BT[: len(inputs)][holds_BT] = tokens_L
     places_N = np.flatnonzero(holds_BT)[written_L]

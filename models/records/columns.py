@@ -4,11 +4,15 @@ Shapes: K rows, T values of all rows one after the other.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+
+Number = TypeVar("Number", bound=np.generic)
 
 Floats = NDArray[np.float64]
 
@@ -43,6 +47,16 @@ def flat(column: pa.ChunkedArray) -> Numbers:
     """Join the lists of all rows."""
     values: Numbers = pc.list_flatten(column).to_numpy()
     return values
+
+
+def row_arrays(column: pa.ChunkedArray, dtype: type[Number]) -> list[NDArray[Number]]:
+    """Cut a column into the lists of its rows, without a copy of their values; no list is null."""
+    found: list[NDArray[Number]] = []
+    for array in column.chunks:
+        values: NDArray[Number] = array.values.to_numpy()
+        assert values.dtype == dtype, f"expected {dtype.__name__}, found {values.dtype}"
+        found += [values[begin:end] for begin, end in pairwise(array.offsets.to_pylist())]
+    return found
 
 
 def lists(values_T: Numbers, lengths_K: Integers) -> pa.ListArray:

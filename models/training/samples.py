@@ -5,7 +5,6 @@ Shapes: T completion tokens of all samples.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,10 +15,9 @@ from infra.errors import Damaged
 from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store
 from models.modeling.batching import TrainingSample
+from models.records.columns import row_arrays
 from models.records.model_input import sample_inputs, sample_lengths
 from models.records.schemas import SAMPLE_SCHEMA
-
-Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +69,9 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
     if not rows:
         return {}
     taken = samples.table.take(pa.array(rows, pa.int64())).combine_chunks()
-    inputs, staleness = sample_inputs(taken), _split(taken, "staleness", np.int16)
-    logprobs, advantages = (_split(taken, name, np.float32) for name in ("logprobs", "advantages"))
-    values, returns = (_split_if_known(taken, name) for name in ("values", "returns"))
+    inputs, staleness = sample_inputs(taken), row_arrays(taken["staleness"], np.int16)
+    logprobs, advantages = (row_arrays(taken[name], np.float32) for name in ("logprobs", "advantages"))
+    values, returns = (_rows_if_known(taken, name) for name in ("values", "returns"))
     return {
         row: TrainingSample(
             input=inputs[index],
@@ -93,12 +91,5 @@ def _lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
     return lengths
 
 
-def _split(table: pa.Table, column: str, dtype: type[Number]) -> Sequence[NDArray[Number]]:
-    array = table[column].chunk(0)
-    values: NDArray[Number] = array.values.to_numpy(zero_copy_only=False)
-    assert values.dtype == dtype, f"{column}: expected {dtype.__name__}, found {values.dtype}"
-    return np.split(values[: array.offsets[-1].as_py()], array.offsets.to_numpy()[1:-1])
-
-
-def _split_if_known(table: pa.Table, column: str) -> Sequence[NDArray[np.float32] | None]:
-    return [None] * table.num_rows if table[column].null_count else _split(table, column, np.float32)
+def _rows_if_known(table: pa.Table, column: str) -> Sequence[NDArray[np.float32] | None]:
+    return [None] * table.num_rows if table[column].null_count else row_arrays(table[column], np.float32)

@@ -1,0 +1,81 @@
+"""What a model reads: who wrote which token, and the columns in which it is stored."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.records.model_input import (
+    ModelInput,
+    prompt_columns,
+    prompt_inputs,
+    rollout_columns,
+    rollout_inputs,
+    sample_columns,
+    sample_inputs,
+)
+from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_SCHEMA
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
+PAIRS = st.lists(st.tuples(IDS, IDS), max_size=6)
+
+
+def inputs_of(pairs: list[tuple[list[int], list[int]]]) -> list[ModelInput]:
+    return [ModelInput.given(prompt).continued(completion) for prompt, completion in pairs]
+
+
+def halves(inputs: list[ModelInput]) -> list[tuple[list[int], list[int]]]:
+    return [(each.prompt.tolist(), each.completion.tolist()) for each in inputs]
+
+
+def table(columns: dict[str, pa.Array], schema: pa.Schema) -> pa.Table:
+    """A table of these columns in two chunks, of which the second is a slice."""
+    whole = pa.table(columns, schema=pa.schema([schema.field(name) for name in columns]))
+    return pa.concat_tables([whole.slice(0, 2), whole.slice(2)])
+
+
+def test_a_completion_begins_with_the_first_token_that_is_written():
+    read = ModelInput.given([5, 6]).continued([7]).continued([8, 9])
+    assert read.tokens.tolist() == [5, 6, 7, 8, 9]
+    assert (read.prompt.tolist(), read.completion.tolist()) == ([5, 6], [7, 8, 9])
+    assert (len(read), read.num_prompt_tokens, read.num_completion_tokens) == (5, 2, 3)
+
+
+def test_what_is_given_after_a_written_token_belongs_to_the_completion():
+    turns = ModelInput.given([1]).continued([2]).chunks + ModelInput.given([3]).continued([4]).chunks
+    read = ModelInput(turns)
+    assert (read.prompt.tolist(), read.completion.tolist()) == ([1], [2, 3, 4])
+
+
+def test_inputs_are_equal_where_the_same_tokens_have_the_same_authors():
+    assert ModelInput.given([1, 2]).continued([3]) == ModelInput.given(np.array([1, 2])).continued((3,))
+    assert ModelInput.given([1, 2, 3]) != ModelInput.given([1, 2]).continued([3])
+    assert ModelInput.given([1]).continued([]) == ModelInput.given([1])
+    with pytest.raises(TypeError):
+        hash(ModelInput.given([1]))
+
+
+@given(PAIRS)
+def test_rollouts_are_read_as_they_were_written(pairs):
+    columns = rollout_columns(inputs_of(pairs))
+    assert {name: column.to_pylist() for name, column in columns.items()} == {
+        "prompt_tokens": [prompt for prompt, _ in pairs],
+        "completion_tokens": [completion for _, completion in pairs],
+    }
+    assert halves(rollout_inputs(table(columns, ROLLOUT_SCHEMA))) == pairs
+
+
+@given(PAIRS)
+def test_prompts_are_read_as_they_were_written(pairs):
+    prompts = [ModelInput.given(prompt) for prompt, _ in pairs]
+    assert prompt_inputs(table(prompt_columns(prompts), PROMPT_SCHEMA)) == prompts
+
+
+@given(PAIRS, st.data())
+def test_samples_read_what_rollouts_read_but_for_completions_that_are_emptied(pairs, data):
+    empties = data.draw(st.lists(st.booleans(), min_size=len(pairs), max_size=len(pairs)))
+    rollouts = table(rollout_columns(inputs_of(pairs)), ROLLOUT_SCHEMA)
+    samples = table(sample_columns(rollouts, emptied_K=np.array(empties, np.bool_)), SAMPLE_SCHEMA)
+    expected = [(prompt, [] if empty else whole) for (prompt, whole), empty in zip(pairs, empties, strict=True)]
+    assert halves(sample_inputs(samples)) == expected
