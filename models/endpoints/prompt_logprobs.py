@@ -56,7 +56,7 @@ class TokenScorer:
         self._client = EndpointClient(config, "/completions", max_bytes=MAX_BODY_BYTES, beat=beat)
 
     def score(self, texts: Sequence[ModelInput]) -> list[NDArray[np.float32]]:
-        """Return the log-prob of every completion token of each text, at temperature 1."""
+        """Return the log-prob of every written token of each text, at temperature 1."""
         return self._client.ask([self._request(text) for text in texts])
 
     def _request(self, text: ModelInput) -> EndpointRequest[NDArray[np.float32]]:
@@ -84,10 +84,8 @@ class TokenScorer:
         found = choice.prompt_logprobs
         if len(found) != len(text):
             self._refuse(text, f"expected log-probs at {len(text)} positions, found {len(found)}")
-        logprobs = [
-            self._candidate(text, position, token, found[position]).logprob
-            for position, token in enumerate(text.completion.tolist(), start=text.num_prompt_tokens)
-        ]
+        places, tokens = text.written.tolist(), text.tokens.tolist()
+        logprobs = [self._candidate(text, place, tokens[place], found[place]).logprob for place in places]
         return np.minimum(np.array(logprobs, np.float32), np.float32(0))
 
     def _candidate(

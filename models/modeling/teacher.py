@@ -38,7 +38,7 @@ def ask_endpoint(teacher: TeacherEndpoint, *, directory: Path, beat: Callable[[]
     scorer = TokenScorer(teacher, spell=_speller(load_tokenizer(directory)), beat=beat)
 
     def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        asked = [[each for each in batch.inputs if each.num_completion_tokens] for batch in batches]
+        asked = [[each for each in batch.inputs if len(each.written)] for batch in batches]
         scored = iter(scorer.score([each for part in asked for each in part]))
         return [np.concatenate([np.zeros(0, np.float32), *(next(scored) for _ in part)]) for part in asked]
 

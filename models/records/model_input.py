@@ -76,6 +76,12 @@ class ModelInput:
         return _tokens_of(self.chunks[self._begin :])
 
     @property
+    def written(self) -> NDArray[np.int64]:
+        """Places of the tokens that are written: those that models are asked about and learn from."""
+        are_written = [chunk.is_written for chunk in self.chunks]
+        return np.flatnonzero(np.repeat(np.array(are_written, np.bool_), [len(chunk.tokens) for chunk in self.chunks]))
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Count the tokens before the first that is written."""
         return _length(self.chunks[: self._begin])

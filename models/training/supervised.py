@@ -72,7 +72,7 @@ def imitate(
         "loss_first": float(losses[0]),
         "loss_last": float(losses[-LAST_STEPS:].mean()),
         "steps": float(warmup.steps),
-        "tokens": float(sum(each.num_completion_tokens for each in inputs)),
+        "tokens": float(sum(len(each.written) for each in inputs)),
         "samples": float(len(inputs)),
     }
     return Learnt(metrics=metrics, losses=losses.tolist())
@@ -89,7 +89,7 @@ def _imitate_step(
     """Run this rank's passes of one step and return its share of the loss: the mean over all completion tokens."""
     lengths = [len(each) for each in inputs]
     plan = plan_step(tuple(range(len(inputs))), lengths, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
-    weight = 1 / sum(each.num_completion_tokens for each in inputs)
+    weight = 1 / sum(len(each.written) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     passes = plan.passes[ranks.rank]
     for number, rows in enumerate(passes):

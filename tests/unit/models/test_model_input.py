@@ -46,6 +46,7 @@ def test_what_is_given_after_a_written_token_belongs_to_the_completion():
     turns = ModelInput.given([1]).continued([2]).chunks + ModelInput.given([3]).continued([4]).chunks
     read = ModelInput(turns)
     assert (read.prompt.tolist(), read.completion.tolist()) == ([1], [2, 3, 4])
+    assert read.written.tolist() == [1, 3]
 
 
 def test_inputs_are_equal_where_the_same_tokens_have_the_same_authors():
