@@ -24,7 +24,7 @@ class DrawnEngine(ServedEngine):
     def _begun(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
         begun = super()._begun(rows, sampling)
         for draft in begun:
-            drawn = max(drawn_length(self._lengths, draft.row.seed), len(draft.row.prefix) + 1)
+            drawn = max(drawn_length(self._lengths, draft.row.seed), draft.row.begun + 1)
             if drawn <= draft.row.limit:
                 draft.end, draft.at_end = drawn, FinishReason.STOP
         return begun

@@ -105,7 +105,7 @@ def request(row: int, length: int, group: int = 4) -> Request:
     """A prompt of random tokens, special ones excluded."""
     tokens = np.random.Generator(np.random.Philox(row)).integers(2, VOCABULARY, size=length)
     seeds = tuple(sample_seed(0, 0, prompt_row=row, sample=sample) for sample in range(group))
-    return asking(row, tokens, seeds)
+    return asking(row, tokens.tolist(), seeds)
 
 
 MIXED = [request(row, length) for row, length in enumerate([30, 7, 19, 7, 41])]
@@ -383,10 +383,10 @@ def test_greedy_is_what_transformers_itself_generates(loaded: Loaded, shape, tmp
     assert sum(len(group[0].tokens) for group in groups) > 50
     model = found.model()
     for asked, group in zip(MIXED, groups, strict=True):
-        prompt = torch.tensor([asked.tokens])
+        prompt = torch.tensor([asked.inputs[0].tokens.tolist()])
         made = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24)
         assert len({completion.tokens for completion in group}) == 1
-        assert list(group[0].tokens) == made[0, len(asked.tokens) :].tolist()
+        assert list(group[0].tokens) == made[0, prompt.shape[1] :].tolist()
     require_plain_logprobs(found, MIXED, groups, 1.0)
     drawn = engine.generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0.8))
     require_plain_logprobs(found, MIXED, drawn, 0.8)

@@ -19,11 +19,11 @@ from tests.support.policies import ARCHITECTURES, write_policy
 POLICY = ModelVersion(version=0, weights=BundleRef(key="policies/d1ge57", digest="d1ge57", bytes=0))
 
 
-def naive(directory: Path, prompt: list[int], continuation: list[int]) -> float:
+def naive(directory: Path, given: ModelInput, continuation: list[int]) -> float:
     model = AutoModelForCausalLM.from_pretrained(directory)
     with torch.inference_mode():
-        logits_TV = model(torch.tensor([prompt + continuation]), use_cache=False).logits[0].double()
-    logprobs_LV = logits_TV[len(prompt) - 1 : -1].log_softmax(dim=-1)
+        logits_TV = model(torch.tensor([given.tokens.tolist() + continuation]), use_cache=False).logits[0].double()
+    logprobs_LV = logits_TV[len(given) - 1 : -1].log_softmax(dim=-1)
     return float(logprobs_LV.gather(1, torch.tensor(continuation)[:, None]).sum())
 
 
@@ -33,7 +33,7 @@ def test_likelihoods_are_those_of_each_sequence_by_itself(architecture, continua
     write_policy(tmp_path, architecture)
     engine = build_engine(TransformersEngine(max_batch_rows=7))  # of several batches
     engine.load(tmp_path, POLICY)
-    found = engine.likelihoods(list(map(ModelInput.given, PROMPTS)), continuations)
+    found = engine.likelihoods(PROMPTS, continuations)
     expected = [[naive(tmp_path, prompt, continuation) for continuation in continuations] for prompt in PROMPTS]
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
@@ -42,7 +42,7 @@ def test_steps_count_every_sequence_that_a_decoding_step_brought_forward(tmp_pat
     write_policy(tmp_path)
     engine = build_engine(TransformersEngine())
     engine.load(tmp_path, POLICY)
-    requests = [asking(row, tokens, (row, row + 9)) for row, tokens in enumerate(PROMPTS)]
+    requests = [asking(row, given.tokens.tolist(), (row, row + 9)) for row, given in enumerate(PROMPTS)]
     groups = engine.generate(requests, SamplingConfig(max_new_tokens=16))
     lengths = [len(completion.tokens) for group in groups for completion in group]
     sums = engine.steps()
