@@ -7,12 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from uv import find_uv_bin
 
 from infra.environments.find import (
     STAMP,
@@ -31,11 +31,6 @@ from infra.environments.find import (
 from infra.errors import BadInput, InstallFailed
 
 logger = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.2
-TELL_SECONDS = 5.0
-NO_BUILD = "No matching distribution"
-PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ def install(
 ) -> Environment:
     """Return an environment with the engine, made here unless a complete one is there.
 
-    Raises BadInput for an interpreter, a place or a platform that cannot be, InstallFailed with pip's last line.
+    Raises BadInput for an interpreter, a place or a platform that cannot be, InstallFailed with what uv says.
     """
     chosen = platform or platform_here()
     if chosen == "cuda" and platform_here() != "cuda":
@@ -78,13 +73,11 @@ def install(
 
 def _check_interpreter(python: Path) -> None:
     try:
-        able = (
-            subprocess.run([python, "-c", "import ensurepip, venv"], capture_output=True, check=False).returncode == 0
-        )
+        able = subprocess.run([python, "-c", "import sys"], capture_output=True, check=False).returncode == 0
     except OSError:
         able = False
     if not able:
-        raise BadInput(f"{python}: expected a Python that can make environments (the modules venv and ensurepip)")
+        raise BadInput(f"{python}: expected a Python that can make environments")
 
 
 def _check_place(directory: Path) -> None:
@@ -116,7 +109,7 @@ def _make(site: _Site, interpreter: Path) -> Environment:
     stamp = Stamp(pins=pins_digest(site.engine, site.platform))
     _write(site, stamp)  # first: whatever is removed or made from here on is known to be ours
     _clear(site.directory)
-    _run(site, [str(interpreter), "-m", "venv", str(site.directory)], what="venv")
+    _run(site, "venv", "--quiet", "--no-project", "--allow-existing", "--python", str(interpreter), str(site.directory))
     _install_packages(site)
     logger.info("importing %s", site.engine)
     try:
@@ -144,74 +137,44 @@ def _write(site: _Site, stamp: Stamp) -> None:
 def _install_packages(site: _Site) -> None:
     """Install exactly the pins; what they ask for beyond is left out on purpose."""
     pins = pins_path(site.engine, site.platform)
-    for pin in pins.read_text().splitlines():
-        if re.fullmatch(r"torch==[\d.]+\+cpu", pin):
-            _install_cpu_torch(site, pin)
-    _run(site, [str(site.python), *PIP, "install", "--no-deps", "-r", str(pins)], what="pip", total=_count(pins))
+    torch = re.search(r"^torch==[\d.]+\+cpu$", pins.read_text(), re.MULTILINE)
+    backend = ["--torch-backend=cpu"] if torch and not _has_cpu_torch(site, torch[0]) else []
+    _run(site, "pip", "install", "--python", str(site.python), "--no-deps", *backend, "--requirements", str(pins))
 
 
-def _install_cpu_torch(site: _Site, pin: str) -> None:
-    """A package index of the machine may carry the CPU build; uv knows where PyTorch publishes it."""
-    try:
-        _run(site, [str(site.python), *PIP, "install", "--no-deps", "--only-binary=:all:", pin], what="pip", total=1)
-    except InstallFailed as error:
-        if NO_BUILD not in str(error):
-            raise
-        logger.info("no package index has %s, asking PyTorch's own", pin)
-        _run(site, [str(site.python), *PIP, "install", "uv"], what="pip", total=1)
-        uv = [str(site.directory / "bin" / "uv"), "pip", "install", "--python", str(site.python)]
-        _run(site, [*uv, "--no-deps", "--torch-backend=cpu", pin.partition("+")[0]], what="uv", total=1)
+def _has_cpu_torch(site: _Site, pin: str) -> bool:
+    """Install it as pip is configured here: an index of the machine may carry the CPU build. Else uv asks PyTorch's."""
+    logger.info("asking pip for %s", pin)
+    pip = [sys.executable, "-m", "pip", "--python", str(site.python), "install", "--no-deps", "--only-binary=:all:"]
+    return subprocess.run([*pip, pin], env=_variables(), capture_output=True, pass_fds=[site.lock]).returncode == 0
 
 
-def _count(pins: Path) -> int:
-    return sum(not line.startswith("#") for line in pins.read_text().splitlines())
-
-
-def _run(site: _Site, command: Sequence[str], *, what: str, total: int = 0) -> None:
-    """Run one step to its end, and tell how far it is. Raises InstallFailed with its last line."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[site.lock]
-        )
+def _run(site: _Site, *words: str) -> None:
+    """Let uv do a step to its end, and pass on what it tells. Raises InstallFailed with its error in one line."""
+    with subprocess.Popen(
+        [find_uv_bin(), *words],
+        env=_variables(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        pass_fds=[site.lock],
+    ) as process:
+        assert process.stdout is not None, "it is a pipe"
+        told: list[str] = []
         try:
-            told, last, before = time.monotonic(), "", _unpacked(site)
-            while process.poll() is None:
-                time.sleep(POLL_SECONDS)
-                if total and time.monotonic() - told > TELL_SECONDS:
-                    told, progress = time.monotonic(), _progress(_text(log.fileno()), _unpacked(site) - before, total)
-                    if progress != last:
-                        logger.info("%s", progress)
-                    last = progress
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-        if process.returncode != 0:
-            raise InstallFailed(f"{what}: {_complaint(_text(log.fileno()), process.returncode)}")
+            for line in process.stdout:
+                told.append(line.strip())
+                if not line.startswith(" + "):  # one for every package, at the end
+                    logger.info("%s", line.strip())
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode != 0:
+        errors = [number for number, line in enumerate(told) if line.startswith("error")]
+        reason = " ".join(told[errors[0] if errors else -1 :])
+        raise InstallFailed(f"uv: {reason or f'it ended with exit code {process.returncode} without a word'}")
 
 
-def _progress(log: str, unpacked: int, total: int) -> str:
-    """Say in one line where pip is."""
-    if "Installing collected packages" in log:
-        return f"unpacking packages: {min(unpacked, total)} of {total}"
-    named = re.findall(r"^(?:Collecting|Requirement already satisfied:) ([\w.-]+)", log, re.MULTILINE)
-    return f"fetching packages: {len(named)} of {total}, {named[-1]}" if named else "reading the package index"
-
-
-def _unpacked(site: _Site) -> int:
-    return sum(1 for _ in site.directory.glob("lib/python*/site-packages/*.dist-info"))
-
-
-def _text(log: int) -> str:
-    return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
-
-
-def _complaint(log: str, code: int) -> str:
-    """Return the last line that is an error with the cause that uv names after it, or the last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [number for number, line in enumerate(lines) if re.match(r"error\b", line, re.IGNORECASE)]
-    if not errors:
-        return (lines or [f"it ended with exit code {code} without a word"])[-1]
-    causes = [line for line in lines[errors[-1] + 1 :] if re.match(r"(cause|caused by)\b", line, re.IGNORECASE)]
-    return " ".join([lines[errors[-1]], *causes])
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}

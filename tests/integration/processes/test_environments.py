@@ -40,7 +40,7 @@ install("tiny", platform="cpu")
 
 
 def write_wheel(folder: Path, name: str, source: str) -> Path:
-    """Write a package of one module as pip installs it."""
+    """Write a package of one module as it is installed."""
     files = {
         f"{name}.py": source,
         f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
@@ -68,12 +68,12 @@ def shadow(folder: Path, monkeypatch) -> None:
 
 @pytest.fixture
 def wheels(tmp_path, monkeypatch):
-    """The only place where pip looks; it holds the tiny engine."""
+    """The only place where uv looks; it holds the tiny engine."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     write_wheel(folder, "tiny", '__version__ = "1.0"\n')
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("UV_NO_INDEX", "1")
+    monkeypatch.setenv("UV_FIND_LINKS", str(folder))
     return folder
 
 
@@ -97,7 +97,7 @@ def test_an_environment_is_made_once_and_then_found_with_what_importing_it_told(
     assert made.versions == {"tiny": "1.0", "python": ".".join(map(str, sys.version_info[:3]))}
     assert made.platform == "cpu"
     (wheels / "tiny-1.0-py3-none-any.whl").unlink()
-    assert install("tiny", platform="cpu") == made, "pip would find nothing now"
+    assert install("tiny", platform="cpu") == made, "uv would find nothing now"
     assert find_python("tiny", None) == made.python
     assert find_environment("tiny", None) == made == find_environment("tiny", made.python)
 
@@ -113,9 +113,9 @@ def test_an_environment_of_other_pins_is_not_taken_and_made_anew(engines, tmp_pa
     assert not (made.python.parent / "from-before").exists()
 
 
-def test_an_install_that_failed_says_pips_last_line_and_the_next_one_begins_anew(engines, wheels):
+def test_an_install_that_failed_says_why_and_the_next_one_begins_anew(engines, wheels):
     (wheels / "tiny-1.0-py3-none-any.whl").rename(wheels / "hidden")
-    with pytest.raises(InstallFailed, match=r"^pip: ERROR: No matching distribution found for tiny==1.0") as failed:
+    with pytest.raises(InstallFailed, match=r"^uv: error: No solution .* no version of tiny==1\.0") as failed:
         install("tiny", platform="cpu")
     assert "\n" not in str(failed.value)
     half = engines / "tiny-1.0-cpu"
