@@ -86,9 +86,8 @@ def placing_of(run: RunRef, *, before: int) -> Placing:
     if session.placing is None:
         placing = Placing(policy=build_policy(session.settings.placement))
         placing.measurements = recalled(session.run, stages_of(session), before=before, iterations=PAST_ITERATIONS)
-        last = [
-            decision for plan in waves_of(session.run, before - 1) if (decision := _begun(session, plan)) is not None
-        ]
+        earlier = waves_of(session.run, before - 1) if before > 1 else ()
+        last = [decision for plan in earlier if (decision := _begun(session, plan)) is not None]
         if last:
             placing.current, placing.memory = last[-1].plan, last[-1].memory
         session.placing = placing
