@@ -32,7 +32,8 @@ from placement.simulator.stage import Stage, View
 from placement.simulator.workload import StageWork, Workload, role_work
 from tasks.config.run import RunConfig, load_config
 from tasks.placement.demand import observed
-from tasks.run.batch import BatchPlan, waves_of
+from tasks.run.batch import BatchPlan
+from tasks.run.iteration import Iteration
 
 REALITY = Path(__file__).with_name("reality.toml")
 STAGES: dict[str, Role] = {"rollout": "rollout", "judge-paced": "scoring"}
@@ -99,7 +100,8 @@ def measure() -> Iterator[Table]:
 
 def compared(run: Run, config: RunConfig, *, placement: str) -> Compared:
     """Read what a finished run did, and have the simulator do it again."""
-    plans = [plan for number in range(1, config.iterations + 1) for plan in waves_of(run, number)]
+    iterations = [Iteration(run, number) for number in range(1, config.iterations + 1)]
+    plans = [batch.plan for iteration in iterations for batch in iteration.batches]
     journal = run.journal("placement/")
     measured = Measurements()
     for plan in plans:

@@ -10,24 +10,24 @@ from tasks.offline_training import is_fine_tuned, prefer
 from tasks.preparation import begin
 from tasks.reporting import TrainedPolicy, report_policy
 from tasks.run.keys import BASE, DPO, SFT
-from tasks.run.session import RunRef
+from tasks.run.session import RunRef, session_of
 
 
 @flow(name="preference-learning", flow_run_name="preference learning")
 async def preference_learning(run: RunRef) -> None:
     """Train the policy on preferences, from where its warm-up left it."""
-    await prefer(run)
+    await prefer(session_of(run))
 
 
 @flow(name="dpo", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def dpo(config: RunConfig) -> TrainedPolicy:
     """Go as far as the policy after preference optimisation, and measure it on held-out problems."""
     require_part("dpo", config)
-    async with hold(config, scope=measured_by_rules(config)) as run:
-        await begin(run)
-        if is_fine_tuned(run):
-            await fine_tuning(run)
-        before = await measured(run, SFT if is_fine_tuned(run) else BASE)
-        await preference_learning(run)
-        after = await measured(run, DPO)
-        return await report_policy(run, DPO, before, after)
+    async with hold(config, scope=measured_by_rules(config)) as session:
+        await begin(session)
+        if is_fine_tuned(session):
+            await fine_tuning(session.ref)
+        before = await measured(session, SFT if is_fine_tuned(session) else BASE)
+        await preference_learning(session.ref)
+        after = await measured(session, DPO)
+        return await report_policy(session, DPO, before, after)

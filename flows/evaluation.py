@@ -8,21 +8,22 @@ from flows.warmup import warmup
 from tasks.config.run import RunConfig
 from tasks.evaluation import summarise_evaluation
 from tasks.plan import plan_evaluation
-from tasks.run.session import RunRef
+from tasks.run.session import RunRef, session_of
 from tasks.views.metrics import Accuracy
 
 
 @flow(name="evaluation", flow_run_name="eval-{number:04d}")
 async def evaluation(run: RunRef, number: int) -> Accuracy:
     """Generate and score one completion for each held-out problem."""
-    plan = await plan_evaluation(run, number)
-    await generate_and_score(run, plan)
-    return await summarise_evaluation(run, plan)
+    session = session_of(run)
+    batch = await plan_evaluation(session, number)
+    await generate_and_score(session, batch)
+    return await summarise_evaluation(session, batch)
 
 
 @flow(name="evaluate", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def evaluate(config: RunConfig) -> Accuracy:
     """Measure the configured policy as it is on held-out problems."""
-    async with hold(config) as run:
-        await warmup(run)
-        return await evaluation(run, 0)
+    async with hold(config) as session:
+        await warmup(session.ref)
+        return await evaluation(session.ref, 0)

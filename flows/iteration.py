@@ -11,22 +11,24 @@ from tasks.commit import retire_policies, seal_iteration
 from tasks.credit import assign_credit
 from tasks.placement.stage import place_update
 from tasks.plan import plan_iteration, plan_next_wave
-from tasks.run.batch import BatchPlan
-from tasks.run.session import RunRef
+from tasks.run.batch import Batch
+from tasks.run.iteration import Iteration
+from tasks.run.session import RunRef, session_of
 
 
 @flow(name="iteration", flow_run_name="it-{number:04d}")
 async def iteration(run: RunRef, number: int) -> Manifest:
     """Take the next prompts once round the loop; what is already in the store is not done again."""
-    first = await plan_iteration(run, number)
-    wave: BatchPlan | None = first
+    session = session_of(run)
+    this = Iteration(session.run, number)
+    wave: Batch | None = await plan_iteration(session, this)
     while wave is not None:
-        await generate_and_score(run, wave)
-        wave = await plan_next_wave(run, wave)
-    await place_update(run, number)
-    await estimate(run, number)
-    await assign_credit(run, number)
-    await launch(update, run, batch=first.key)
-    sealed = await seal_iteration(run, number)
-    await retire_policies(run, number)
+        await generate_and_score(session, wave)
+        wave = await plan_next_wave(session, this, wave)
+    await place_update(session, this)
+    await estimate(session, this)
+    await assign_credit(session, this)
+    await launch(update, session, batch=this.key)
+    sealed = await seal_iteration(session, this)
+    await retire_policies(session, this)
     return sealed

@@ -6,30 +6,31 @@ from flows.dpo import preference_learning
 from flows.session import hold
 from flows.sft import fine_tuning
 from tasks.config.run import RunConfig, require_part
-from tasks.offline_training import begin_with, is_fine_tuned, is_preferring, local_terms, make_judge, train_judge
+from tasks.offline_training import begin_with, is_fine_tuned, is_preferring, make_judge, train_judge
 from tasks.preparation import begin
 from tasks.reporting import TrainedRewards, report_rewards
-from tasks.run.session import RunRef
+from tasks.run.session import RunRef, session_of
 
 
 @flow(name="reward-modelling", flow_run_name="reward modelling")
 async def reward_modelling(run: RunRef) -> None:
     """Make and train every model that scores completions here."""
-    for term in local_terms(run):
-        await make_judge(run, term)
-        await train_judge(run, term)
+    session = session_of(run)
+    for term in session.settings.scoring.local:
+        made = await make_judge(session, term)
+        await train_judge(session, term, made)
 
 
 @flow(name="reward-model", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def reward_model(config: RunConfig) -> TrainedRewards:
     """Go as far as the models behind rewards, and report how they judge held-out pairs."""
     require_part("reward-model", config)
-    async with hold(config) as run:
-        await begin(run)
-        if is_fine_tuned(run):
-            await fine_tuning(run)
-        if is_preferring(run):
-            await preference_learning(run)
-        await begin_with(run)
-        await reward_modelling(run)
-        return await report_rewards(run)
+    async with hold(config) as session:
+        await begin(session)
+        if is_fine_tuned(session):
+            await fine_tuning(session.ref)
+        if is_preferring(session):
+            await preference_learning(session.ref)
+        await begin_with(session)
+        await reward_modelling(session.ref)
+        return await report_rewards(session)

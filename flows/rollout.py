@@ -5,8 +5,8 @@ import asyncio
 from prefect import flow
 
 from flows.session import joined
-from tasks.plan import read_plan
 from tasks.rollout import generate_shard
+from tasks.run.batch import Batch
 from tasks.run.session import RunRef
 
 
@@ -20,9 +20,9 @@ async def rollout(run: RunRef, batch: str, controller: int = 0, shards: tuple[in
         controller: Number of this controller among its peers.
         shards: Numbers of the shards; none means all.
     """
-    async with joined(run) as here, asyncio.TaskGroup() as group:
-        plan = read_plan(here, batch)
-        mine = range(plan.num_shards) if shards is None else shards
+    async with joined(run) as session, asyncio.TaskGroup() as group:
+        planned = Batch.read(session.run, batch)
+        mine = planned.shards if shards is None else shards
         for shard in mine:
-            group.create_task(generate_shard(here, plan, shard))
+            group.create_task(generate_shard(session, planned, shard))
     return len(mine)

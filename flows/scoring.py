@@ -1,13 +1,13 @@
 """The scoring controller: follows the commits of its rollout peer, shard by shard."""
 
 import asyncio
+from collections.abc import Iterable
 
 from prefect import flow
 
 from flows.session import joined
-from tasks.offline_training import served_terms
-from tasks.plan import read_plan
-from tasks.run.session import RunRef
+from tasks.run.batch import Batch
+from tasks.run.session import RunRef, Session
 from tasks.scoring import judge_shard, score_shard
 
 
@@ -28,11 +28,18 @@ async def scoring(
         shards: Numbers of the shards; none means all.
         silence_seconds: Longest time to wait for the next generated shard.
     """
-    async with joined(run) as here, asyncio.TaskGroup() as group:
-        plan = read_plan(here, batch)
-        mine = range(plan.num_shards) if shards is None else shards
-        for shard in mine:
-            for term in served_terms(here):
-                group.create_task(judge_shard(here, plan, shard, term, silence_seconds))
-            group.create_task(score_shard(here, plan, shard, silence_seconds))
+    async with joined(run) as session, asyncio.TaskGroup() as group:
+        planned = Batch.read(session.run, batch)
+        mine = planned.shards if shards is None else shards
+        follow(group, session, planned, mine, silence_seconds)
     return len(mine)
+
+
+def follow(
+    group: asyncio.TaskGroup, session: Session, batch: Batch, shards: Iterable[int], silence_seconds: float
+) -> None:
+    """Have shards judged by every served reward and then scored, each as soon as it is generated."""
+    for shard in shards:
+        for term in session.settings.scoring.served:
+            group.create_task(judge_shard(session, batch, shard, term, silence_seconds))
+        group.create_task(score_shard(session, batch, shard, silence_seconds))

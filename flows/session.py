@@ -17,9 +17,9 @@ from prefect.states import Cancelling
 from infra.errors import WorkerFailed, WorkerLost, first_cause
 from infra.store.runs import create_run, open_run
 from placement.config import AdaptivePlacement
-from tasks.config.run import ControllersConfig, RunConfig, parse_config
+from tasks.config.run import RunConfig, parse_config
 from tasks.preparation import check_inputs
-from tasks.run.session import RunRef, is_open, open_session, session_of
+from tasks.run.session import RunRef, Session, is_open, open_session, session_of
 
 P = ParamSpec("P")
 
@@ -31,7 +31,7 @@ POLL_SECONDS = 0.5
 
 
 @asynccontextmanager
-async def hold(config: RunConfig, *, scope: RunConfig | None = None) -> AsyncIterator[RunRef]:
+async def hold(config: RunConfig, *, scope: RunConfig | None = None) -> AsyncIterator[Session]:
     """Make or reopen the configured run, take it for this process, and open its pools.
 
     `scope` is what the session works with where it needs less than the run.
@@ -46,12 +46,12 @@ async def hold(config: RunConfig, *, scope: RunConfig | None = None) -> AsyncIte
             config = config.model_copy(update={"placement": config.placement.model_copy(update={"drain": False})})
         run = create_run(config.store, config.name, json.dumps(config.identity()), config.fingerprint())
         with run.hold():
-            async with open_session(run, scope or config, store=config.store, whole=True) as ref:
-                yield ref
+            async with open_session(run, scope or config, store=config.store, whole=True) as session:
+                yield session
 
 
 @asynccontextmanager
-async def reopened(config: RunConfig) -> AsyncIterator[RunRef]:
+async def reopened(config: RunConfig) -> AsyncIterator[Session]:
     """Take an existing run for this process, to make more of what it holds as `config` says; its record stays.
 
     Raises RunHeld if another process has it.
@@ -59,12 +59,12 @@ async def reopened(config: RunConfig) -> AsyncIterator[RunRef]:
     _log_progress()
     run = open_run(config.store, config.name)
     with tags(config.name), run.hold():
-        async with open_session(run, config, store=config.store) as ref:
-            yield ref
+        async with open_session(run, config, store=config.store) as session:
+            yield session
 
 
 @asynccontextmanager
-async def joined(ref: RunRef) -> AsyncIterator[RunRef]:
+async def joined(ref: RunRef) -> AsyncIterator[Session]:
     """The run as a controller sees it: open in this process already, or joined by a process of its own.
 
     Of the errors that a controller's tasks end with together it raises one, whose message the flow's state then shows.
@@ -77,9 +77,9 @@ async def joined(ref: RunRef) -> AsyncIterator[RunRef]:
 
 
 @asynccontextmanager
-async def _joined(ref: RunRef) -> AsyncIterator[RunRef]:
+async def _joined(ref: RunRef) -> AsyncIterator[Session]:
     if is_open(ref):
-        yield ref
+        yield session_of(ref)
         return
     _log_progress()
     run = open_run(ref.store, ref.name)
@@ -96,29 +96,23 @@ async def _joined(ref: RunRef) -> AsyncIterator[RunRef]:
                 yield here
 
 
-def controllers_of(run: RunRef) -> ControllersConfig:
-    """How the run's controllers are configured."""
-    return session_of(run).settings.controllers
-
-
 async def launch(
     role: Flow[Concatenate[RunRef, P], Coroutine[object, object, R]],
-    run: RunRef,
+    session: Session,
     /,
     *args: P.args,
     **parameters: P.kwargs,
 ) -> None:
     """Run a role controller to its end, as a sub-flow here or as a run of its own deployment."""
-    if controllers_of(run).where == "nested":
+    if session.settings.controllers.where == "nested":
         with tags(role.name):
-            await role(run, *args, **parameters)
+            await role(session.ref, *args, **parameters)
         return
-    session = session_of(run)
     for pool in session.pools_of(role.name):  # workers end with the process that started them: this one starts them
         await session.ready(pool)
     name, attempts = f"{role.name}/controller", session.settings.pools.max_restarts + 1
     for attempt in range(1, attempts + 1):
-        ended = await _deployed(name, {"run": run, **parameters})
+        ended = await _deployed(name, {"run": session.ref, **parameters})
         assert ended.state is not None
         if ended.state.is_completed():
             return

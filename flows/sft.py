@@ -9,22 +9,22 @@ from tasks.offline_training import fine_tune
 from tasks.preparation import begin
 from tasks.reporting import TrainedPolicy, report_policy
 from tasks.run.keys import BASE, SFT
-from tasks.run.session import RunRef
+from tasks.run.session import RunRef, session_of
 
 
 @flow(name="fine-tuning", flow_run_name="fine-tuning")
 async def fine_tuning(run: RunRef) -> None:
     """Train the policy that was made on worked examples."""
-    await fine_tune(run)
+    await fine_tune(session_of(run))
 
 
 @flow(name="sft", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def sft(config: RunConfig) -> TrainedPolicy:
     """Go as far as the policy after its supervised warm-up, and measure it on held-out problems."""
     require_part("sft", config)
-    async with hold(config, scope=measured_by_rules(config)) as run:
-        await begin(run)
-        before = await measured(run, BASE)
-        await fine_tuning(run)
-        after = await measured(run, SFT)
-        return await report_policy(run, SFT, before, after)
+    async with hold(config, scope=measured_by_rules(config)) as session:
+        await begin(session)
+        before = await measured(session, BASE)
+        await fine_tuning(session.ref)
+        after = await measured(session, SFT)
+        return await report_policy(session, SFT, before, after)

@@ -16,14 +16,14 @@ from tasks.reporting import RunSummary, report_iteration, report_run, resume_poi
 )
 async def train(config: RunConfig) -> RunSummary:
     """Retrain a language model by reinforcement learning; started again, it continues where the store ends."""
-    async with hold(config) as run:
-        start_pools(run)
-        await warmup(run)
-        await evaluation(run, 0)
-        for number in await resume_point(run):
-            await iteration(run, number)
-            await report_iteration(run, number)
+    async with hold(config) as session:
+        start_pools(session)
+        await warmup(session.ref)
+        await evaluation(session.ref, 0)
+        for number in await resume_point(session):
+            await iteration(session.ref, number)
+            await report_iteration(session, number)
             if config.evaluation.every and number % config.evaluation.every == 0:
-                await evaluation(run, number)
-        await evaluation(run, config.iterations)
-        return await report_run(run)
+                await evaluation(session.ref, number)
+        await evaluation(session.ref, config.iterations)
+        return await report_run(session)

@@ -3,7 +3,8 @@
 from prefect import flow
 
 from flows.session import joined
-from tasks.plan import read_plan
+from tasks.run.batch import Batch
+from tasks.run.iteration import Iteration
 from tasks.run.session import RunRef
 from tasks.run.versions import policy_of
 from tasks.update import update_policy
@@ -17,6 +18,7 @@ async def update(run: RunRef, batch: str) -> str:
         run: The run; without an epoch this flow takes it over.
         batch: `it-0003`; its credit is in the store.
     """
-    async with joined(run) as here:
-        updated = await update_policy(here, read_plan(here, batch))
+    async with joined(run) as session:
+        planned = Batch.read(session.run, batch).plan
+        updated = await update_policy(session, Iteration(session.run, planned.number))
     return policy_of(updated).digest

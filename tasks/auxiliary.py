@@ -4,17 +4,15 @@ The models that are asked are made once: the first critic where the algorithm ha
 unless it is behind an endpoint.
 """
 
-from prefect import task
-
 from infra.store.manifests import Manifest
 from models.algorithms.advantages import required_models
 from models.config.algorithms import TeacherDirectory
 from models.records.work import CriticWork, EstimateWork, TeacherWork
 from tasks.config.run import RunConfig
-from tasks.credit import scored_shards
-from tasks.run.keys import BASE, PROMPTS, TEACHER, StageKey, iteration_key
-from tasks.run.session import RunRef, session_of
-from tasks.run.stages import is_transient, once, required
+from tasks.run.iteration import Iteration
+from tasks.run.keys import BASE, PROMPTS, TEACHER, StageKey
+from tasks.run.session import Session
+from tasks.run.stages import once, stage
 from tasks.run.versions import critic_of, policy_of
 
 
@@ -25,39 +23,38 @@ def held_teacher(settings: RunConfig) -> TeacherDirectory | None:
     return teacher if teacher is not None and teacher.kind == "directory" else None
 
 
-def holds_teacher(run: RunRef) -> bool:
+def holds_teacher(session: Session) -> bool:
     """Whether the run holds a teacher's model."""
-    return held_teacher(session_of(run).settings) is not None
+    return held_teacher(session.settings) is not None
 
 
-@task(task_run_name="teacher", retries=2, retry_condition_fn=is_transient)
-async def make_teacher(run: RunRef) -> Manifest:
+@stage("teacher", retries=2)
+async def make_teacher(session: Session) -> Manifest:
     """Copy the teacher's model, which must know the policy's tokens."""
-    settings = session_of(run).settings
+    settings = session.settings
     teacher = held_teacher(settings)
     assert teacher is not None, "make_teacher where holds_teacher"
-    base, prompts = required(run, BASE), required(run, PROMPTS["train"])
+    base, prompts = session.run.require(BASE), session.run.require(PROMPTS["train"])
     longest = int(prompts.metrics["longest"]) + settings.rollout.sampling.max_new_tokens
     work = TeacherWork(teacher=teacher, policy=policy_of(base), longest_tokens=longest)
-    return await once(run, TEACHER, role="preparation", method="make_teacher", work=work, parents=[base, prompts])
+    return await once(session, TEACHER, role="preparation", method="make_teacher", work=work, parents=[base, prompts])
 
 
-async def estimate(run: RunRef, number: int) -> None:
+async def estimate(session: Session, iteration: Iteration) -> None:
     """Ask the models whose opinion credit needs; most algorithms need none."""
-    if required_models(session_of(run).settings.algorithm).any:
-        await estimate_tokens(run, number)
+    if required_models(session.settings.algorithm).any:
+        await estimate_tokens(session, iteration)
 
 
-@task(task_run_name="it-{number:04d} estimates", retries=2, retry_condition_fn=is_transient)
-async def estimate_tokens(run: RunRef, number: int) -> Manifest:
-    """Have the update ranks estimate every token that credit will look at, those of kept groups too."""
-    needs = required_models(session_of(run).settings.algorithm)
-    scored, policy = scored_shards(run, number), required(run, StageKey.policy(number - 1))
-    reference = required(run, StageKey.policy(0)) if needs.reference else None
-    critic = required(run, StageKey.critic(number - 1)) if needs.critic else None
-    teacher = required(run, TEACHER) if holds_teacher(run) else None
+@stage("{iteration.key} estimates", retries=2)
+async def estimate_tokens(session: Session, iteration: Iteration) -> Manifest:
+    """Have the update ranks estimate every token that credit will look at, those of leftover groups too."""
+    needs, scored, policy = required_models(session.settings.algorithm), iteration.scored(), iteration.policy
+    reference = iteration.first_policy if needs.reference else None
+    critic = iteration.critic if needs.critic else None
+    teacher = session.run.require(TEACHER) if holds_teacher(session) else None
     work = EstimateWork(
-        iteration=number,
+        iteration=iteration.number,
         shards=scored.shards,
         policy=policy_of(policy),
         reference=None if reference is None else policy_of(reference),
@@ -65,28 +62,24 @@ async def estimate_tokens(run: RunRef, number: int) -> Manifest:
         teacher=None if teacher is None else policy_of(teacher),
     )
     models = {manifest.key: manifest for manifest in (policy, reference, critic, teacher) if manifest is not None}
-    parents = [*scored.rollouts, *models.values()]
-    return await once(
-        run,
-        StageKey.of(iteration_key(number), "estimates"),
-        role="update",
-        method="estimate",
-        work=work,
-        parents=parents,
-    )
+    key, parents = iteration.stage_key("estimates"), [*scored.rollouts, *models.values()]
+    return await once(session, key, role="update", method="estimate", work=work, parents=parents)
 
 
-def has_critic(run: RunRef) -> bool:
+def auxiliary_of(session: Session, iteration: Iteration) -> list[Manifest]:
+    """What models have said of the iteration's tokens, where the session's algorithm asks any."""
+    return [iteration.made("estimates")] if required_models(session.settings.algorithm).any else []
+
+
+def has_critic(session: Session) -> bool:
     """Whether the run trains a critic beside its policy."""
-    settings = session_of(run).settings
-    return settings.algorithm.value_model is not None and settings.iterations > 0
+    return session.settings.algorithm.value_model is not None and session.settings.iterations > 0
 
 
-@task(task_run_name="initial critic", retries=2, retry_condition_fn=is_transient)
-async def make_critic(run: RunRef) -> Manifest:
+@stage("initial critic", retries=2)
+async def make_critic(session: Session, policy: Manifest) -> Manifest:
     """Build the critic from the initial policy, or import the one that is configured."""
-    critic = session_of(run).settings.algorithm.value_model
+    critic = session.settings.algorithm.value_model
     assert critic is not None, "make_critic where has_critic"
-    policy = required(run, StageKey.policy(0))
-    work = CriticWork(policy=policy_of(policy), critic=critic)
-    return await once(run, StageKey.critic(0), role="preparation", method="make_critic", work=work, parents=[policy])
+    work, key = CriticWork(policy=policy_of(policy), critic=critic), StageKey.critic(0)
+    return await once(session, key, role="preparation", method="make_critic", work=work, parents=[policy])

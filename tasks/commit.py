@@ -2,48 +2,29 @@
 
 from datetime import UTC, datetime
 
-from prefect import task
-
 from infra.store.bundles import BundleRef, retirement_key
 from infra.store.manifests import Manifest
 from infra.store.retention import retire_bundle
-from models.algorithms.advantages import required_models
-from tasks.credit import stage_of
-from tasks.run.batch import waves_of
-from tasks.run.carry_over import carry_over_before, handover_after
-from tasks.run.keys import StageKey, iteration_key
-from tasks.run.session import RunRef, session_of
-from tasks.run.stages import record, required
+from infra.store.runs import Run
+from tasks.auxiliary import auxiliary_of
+from tasks.run.iteration import Iteration, carry_over_after
+from tasks.run.keys import StageKey
+from tasks.run.session import Session
+from tasks.run.stages import record, stage
 from tasks.run.versions import policy_of
 
 
-@task(task_run_name="it-{number:04d} seal")
-async def seal_iteration(run: RunRef, number: int) -> Manifest:
+@stage("{iteration.key} seal")
+async def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
     """Commit the list of everything that the iteration made, with its metrics, and what it leaves to the next."""
-    session = session_of(run)
-    rollout, waves = session.settings.rollout, waves_of(session.run, number)
-    plans = [required(run, wave.plan_key) for wave in waves]
-    rollouts, scores = stage_of(run, waves, "rollout"), stage_of(run, waves, "scoring")
-    credit, update = required(run, StageKey.of(iteration_key(number), "credit")), required(run, StageKey.policy(number))
-    estimates = (
-        [required(run, StageKey.of(iteration_key(number), "estimates"))]
-        if required_models(session.settings.algorithm).any
-        else []
-    )
-    handover = handover_after(
-        carry_over_before(session.run, number),
-        waves,
-        rollouts=rollouts,
-        scores=scores,
-        credit=credit,
-        keep_surplus=rollout.dynamic is not None and rollout.dynamic.surplus == "keep",
-        dynamic=rollout.dynamic is not None,
-    )
+    plans = [batch.planned for batch in iteration.batches]
+    rollouts, scores = iteration.stage("rollout"), iteration.stage("scoring")
+    auxiliary, credit, update = auxiliary_of(session, iteration), iteration.credit, iteration.update
     elapsed = datetime.now(UTC) - datetime.fromisoformat(plans[0].provenance.created)
     seconds = {
         "rollout": max((m.provenance.seconds["stage"] for m in rollouts), default=0.0),
         "scoring": sum(m.provenance.seconds["worker"] for m in scores),
-        "estimates": sum(m.provenance.seconds["stage"] for m in estimates),
+        "estimates": sum(m.provenance.seconds["stage"] for m in auxiliary),
         "credit": credit.provenance.seconds["stage"],
         "update": update.provenance.seconds["stage"],
         "total": elapsed.total_seconds(),
@@ -53,27 +34,29 @@ async def seal_iteration(run: RunRef, number: int) -> Manifest:
         },
     }
     return record(
-        run,
-        StageKey.of(iteration_key(number), "seal"),
-        parents=[*plans, *rollouts, *scores, *estimates, credit, update],
+        session,
+        iteration.stage_key("seal"),
+        parents=[*plans, *rollouts, *scores, *auxiliary, credit, update],
         metrics={
-            "prompts": sum(len(wave.rows) for wave in waves),
+            "prompts": sum(len(batch.plan.rows) for batch in iteration.batches),
             **{f"credit/{name}": value for name, value in credit.metrics.items()},
             **{f"update/{name}": value for name, value in update.metrics.items()},
         },
-        detail={"policy": policy_of(update).digest, **handover.detail()},
+        detail={
+            "policy": policy_of(update).digest,
+            **carry_over_after(iteration, session.settings.rollout.dynamic).detail(),
+        },
         seconds=seconds,
     )
 
 
-@task(task_run_name="it-{number:04d} retire")
-async def retire_policies(run: RunRef, number: int) -> int:
-    """Delete the files of policies that retention no longer keeps after `number` iterations; return how many bundles.
+@stage("{iteration.key} retire")
+async def retire_policies(session: Session, iteration: Iteration) -> int:
+    """Delete the files of policies that retention no longer keeps after an iteration; return how many bundles.
 
     All earlier versions are looked at, since a run may be continued with a smaller retention.
     """
-    session = session_of(run)
-    keep = session.settings.retention
+    run, number, keep = session.run, iteration.number, session.settings.retention
     kept = kept_versions(number, keep_last=keep.keep_last, keep_every=keep.keep_every)
     used = {bundle.key for version in kept for bundle in _bundles(run, version)}
     old = {
@@ -82,9 +65,9 @@ async def retire_policies(run: RunRef, number: int) -> int:
     newest_gone = {bundle.key for bundle in _bundles(run, max(0, number - keep.keep_last))}
     retired = 0
     for key, bundle in old.items():
-        known = session.run.find(retirement_key(bundle)) is not None
+        known = run.find(retirement_key(bundle)) is not None
         if key not in used and (not known or key in newest_gone):  # the newest may have been cut short
-            retire_bundle(session.run, bundle)
+            retire_bundle(run, bundle)
             retired += 1
     return retired
 
@@ -96,8 +79,8 @@ def kept_versions(number: int, *, keep_last: int, keep_every: int) -> set[int]:
     return {0, *newest, *regular}
 
 
-def _bundles(run: RunRef, version: int) -> list[BundleRef]:
+def _bundles(run: Run, version: int) -> list[BundleRef]:
     """Bundles of a policy and its critic; the first critic has a manifest of its own."""
-    first_critic = session_of(run).run.find(StageKey.critic(0)) if version == 0 else None
-    manifests = [required(run, StageKey.policy(version)), *([] if first_critic is None else [first_critic])]
+    first_critic = run.find(StageKey.critic(0)) if version == 0 else None
+    manifests = [run.require(StageKey.policy(version)), *([] if first_critic is None else [first_critic])]
     return [bundle for manifest in manifests for bundle in manifest.bundles.values()]

@@ -9,7 +9,6 @@ import logging
 import re
 from collections.abc import Sequence
 
-from prefect import task
 from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, acreate_table_artifact
 
 from infra.config import Settings
@@ -17,11 +16,11 @@ from infra.errors import Damaged
 from infra.store.manifests import Manifest
 from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import Excerpts, RolloutPreview
-from tasks.offline_training import local_terms, losses_of
-from tasks.run.batch import rollouts_of
+from tasks.offline_training import losses_of
+from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, artifact_key
-from tasks.run.session import RunRef, session_of
-from tasks.run.stages import required
+from tasks.run.session import Session
+from tasks.run.stages import stage
 from tasks.run.versions import directory_of, policy_of
 from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, reports_of, shown, small
 from tasks.views.plots import learning_curve, loss_curves
@@ -58,55 +57,52 @@ class RunSummary(Settings):
     """PNG of the learning curve."""
 
 
-@task(task_run_name="resume point")
-async def resume_point(run: RunRef) -> list[int]:
+@stage("resume point")
+async def resume_point(session: Session) -> list[int]:
     """Numbers of the iterations to go through: from the last sealed one, whose aftermath may have been cut short."""
-    session = session_of(run)
-    reports = _reports(run)
+    name, total, reports = session.run.name, session.settings.iterations, _reports(session)
     if [report.iteration for report in reports] != list(range(1, len(reports) + 1)):
-        raise Damaged(f"run {run.name!r}: sealed iterations are not 1 to {len(reports)}, a seal is missing")
+        raise Damaged(f"run {name!r}: sealed iterations are not 1 to {len(reports)}, a seal is missing")
     if reports:
-        logger.info("run %s: %d of %d iterations are in the store", run.name, len(reports), session.settings.iterations)
-    return list(range(max(1, len(reports)), session.settings.iterations + 1))
+        logger.info("run %s: %d of %d iterations are in the store", name, len(reports), total)
+    return list(range(max(1, len(reports)), total + 1))
 
 
-@task(task_run_name="report it-{number:04d}")
-async def report_iteration(run: RunRef, number: int) -> IterationReport:
+@stage("report it-{number:04d}")
+async def report_iteration(session: Session, number: int) -> IterationReport:
     """Log the iteration's line and renew the run's progress and table artifacts."""
-    total = session_of(run).settings.iterations
-    reports = _reports(run)
+    name, total, reports = session.run.name, session.settings.iterations, _reports(session)
     report = reports[number - 1]
     recent = [r.seconds["total"] for r in reports[max(0, number - 5) : number]]
     line = report.line(total, sum(recent) / len(recent) * (total - number))
     logger.info("%s", line)
-    key = artifact_key(run.name)
+    key = artifact_key(name)
     await acreate_progress_artifact(progress=100 * number / total, key=f"{key}-progress", description=line)
-    await acreate_table_artifact(_table(reports[-TABLE_ROWS:]), key=f"{key}-iterations", description=f"Run {run.name}")
+    await acreate_table_artifact(_table(reports[-TABLE_ROWS:]), key=f"{key}-iterations", description=f"Run {name}")
     return report
 
 
-@task(task_run_name="report")
-async def report_run(run: RunRef) -> RunSummary:
+@stage("report")
+async def report_run(session: Session) -> RunSummary:
     """Draw the learning curve and publish the summary, the full table and some rollouts."""
-    session = session_of(run)
-    reports, evaluations = _reports(run), evaluations_of(session.run)
-    last = policy_of(required(run, StageKey.policy(len(reports))))
+    run, reports, evaluations = session.run, _reports(session), evaluations_of(session.run)
+    last = policy_of(run.require(StageKey.policy(len(reports))))
     scored = [(r.iteration, r.accuracy, r.reward) for r in reports if r.accuracy is not None and r.reward is not None]
     png = learning_curve(run.name, scored, evaluations)
     plot_key = f"report/learning-curve-{len(reports):04d}.png"
-    session.run.store.put(plot_key, png)
+    run.store.put(plot_key, png)
     summary = RunSummary(
         run=run.name,
-        path=str(session.run.store.local("run.json").parent),
+        path=_path(session),
         iterations=len(reports),
         before=evaluations[0],
         after=evaluations[-1],
-        policy=directory_of(session.run, last.adapter or last.weights),
-        base=directory_of(session.run, last.weights) if last.adapter else None,
+        policy=directory_of(run, last.adapter or last.weights),
+        base=directory_of(run, last.weights) if last.adapter else None,
         digest=last.digest,
-        plot=str(session.run.store.local(plot_key)),
+        plot=str(run.store.local(plot_key)),
     )
-    samples = await _excerpts(run, len(reports)) if reports else []
+    samples = await _excerpts(session, Iteration(run, len(reports))) if reports else []
     key = artifact_key(run.name)
     await acreate_table_artifact(_table(reports), key=f"{key}-iterations", description=f"Run {run.name}")
     await acreate_table_artifact(
@@ -118,20 +114,20 @@ async def report_run(run: RunRef) -> RunSummary:
     return summary
 
 
-def _reports(run: RunRef) -> list[IterationReport]:
-    term = session_of(run).settings.scoring.terms[0]
-    return reports_of(session_of(run).run, term=term)
+def _reports(session: Session) -> list[IterationReport]:
+    term = session.settings.scoring.terms[0]
+    return reports_of(session.run, term=term)
 
 
-async def _excerpts(run: RunRef, iteration: int) -> Sequence[RolloutPreview]:
+async def _excerpts(session: Session, iteration: Iteration) -> Sequence[RolloutPreview]:
     """The first completion of each of some prompts, shortened by a worker: this process holds no payload."""
-    session = session_of(run)
     shards: list[ScoredShard] = []
-    for rollouts in rollouts_of(session.run, iteration):
+    for rollouts, scores in zip(iteration.stage("rollout"), iteration.stage("scoring"), strict=True):
         if sum(shard.rollouts.rows for shard in shards) < SAMPLE_ROWS * session.settings.rollout.group_size:
-            scores = required(run, StageKey.parse(rollouts.key).at("scoring"))
             shards.append(ScoredShard(rollouts=rollouts.shards[0], scores=scores.shards[0]))
-    work = ExcerptWork(iteration=iteration, shards=tuple(shards), prompts=SAMPLE_ROWS, characters=SAMPLE_CHARACTERS)
+    work = ExcerptWork(
+        iteration=iteration.number, shards=tuple(shards), prompts=SAMPLE_ROWS, characters=SAMPLE_CHARACTERS
+    )
     done = await session.ask("scoring", "excerpts", work, returns=Excerpts)
     return done.result.samples
 
@@ -260,32 +256,33 @@ class TrainedRewards(Settings):
         return "\n".join((*lines, f"plot     {self.plot}", f"run      {self.path}"))
 
 
-@task(task_run_name="report on {key}")
-async def report_policy(run: RunRef, key: str, before: Accuracy | None, after: Accuracy | None) -> TrainedPolicy:
+@stage("report on {key}")
+async def report_policy(session: Session, key: str, before: Accuracy | None, after: Accuracy | None) -> TrainedPolicy:
     """Gather what is to be told of the policy that was committed under a key, and draw its loss."""
-    policy = _trained(run, "policy", required(run, key))
+    policy = _trained(session, "policy", session.run.require(key))
+    plot = _plot(session, key, [policy])
     return TrainedPolicy(
-        run=run.name, path=_path(run), policy=policy, before=before, after=after, plot=_plot(run, key, [policy])
+        run=session.run.name, path=_path(session), policy=policy, before=before, after=after, plot=plot
     )
 
 
-@task(task_run_name="report on reward models")
-async def report_rewards(run: RunRef) -> TrainedRewards:
+@stage("report on reward models")
+async def report_rewards(session: Session) -> TrainedRewards:
     """Gather what is to be told of the reward models that the run trained, and draw their losses."""
-    rewards = session_of(run).settings.scoring.local
     trained = [
-        _trained(run, term, required(run, StageKey.judge(term)))
-        for term in local_terms(run)
-        if rewards[term].is_trained
+        _trained(session, term, session.run.require(StageKey.judge(term)))
+        for term, reward in session.settings.scoring.local.items()
+        if reward.is_trained
     ]
-    return TrainedRewards(run=run.name, path=_path(run), models=tuple(trained), plot=_plot(run, "rewards", trained))
+    plot = _plot(session, "rewards", trained)
+    return TrainedRewards(run=session.run.name, path=_path(session), models=tuple(trained), plot=plot)
 
 
-def _trained(run: RunRef, name: str, manifest: Manifest) -> TrainedModel:
+def _trained(session: Session, name: str, manifest: Manifest) -> TrainedModel:
     weights = manifest.bundles["weights"]
     return TrainedModel(
         name=name,
-        path=str(session_of(run).run.store.local(f"{weights.key}/config.json").parent),
+        path=str(session.run.store.local(f"{weights.key}/config.json").parent),
         digest=weights.digest,
         losses=losses_of(manifest),
         pair_accuracy=manifest.metrics.get("heldout_accuracy"),
@@ -294,11 +291,11 @@ def _trained(run: RunRef, name: str, manifest: Manifest) -> TrainedModel:
     )
 
 
-def _path(run: RunRef) -> str:
-    return str(session_of(run).run.store.local("run.json").parent)
+def _path(session: Session) -> str:
+    return str(session.run.store.local("run.json").parent)
 
 
-def _plot(run: RunRef, key: str, models: list[TrainedModel]) -> str:
-    store, name = session_of(run).run.store, f"report/loss-{key.rpartition('/')[2]}.png"
-    store.put(name, loss_curves(f"Run {run.name}: {key}", {model.name: model.losses for model in models}))
+def _plot(session: Session, key: str, models: list[TrainedModel]) -> str:
+    store, name = session.run.store, f"report/loss-{key.rpartition('/')[2]}.png"
+    store.put(name, loss_curves(f"Run {session.run.name}: {key}", {model.name: model.losses for model in models}))
     return str(store.local(name))

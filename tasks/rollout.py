@@ -1,23 +1,17 @@
 """Generation: one task per shard."""
 
-from prefect import task
-
 from infra.store.manifests import Manifest
 from models.records.work import RolloutWork
-from tasks.run.batch import BatchPlan
-from tasks.run.keys import PROMPTS
-from tasks.run.session import RunRef, session_of
-from tasks.run.stages import is_transient, once, required
+from tasks.run.batch import Batch
+from tasks.run.session import Session
+from tasks.run.stages import once, stage
 from tasks.run.versions import policy_of
 
 
-@task(task_run_name="{plan.key} generate {shard:04d}", retries=2, retry_condition_fn=is_transient)
-async def generate_shard(run: RunRef, plan: BatchPlan, shard: int) -> Manifest:
+@stage("{batch.key} generate {shard:04d}", retries=2)
+async def generate_shard(session: Session, batch: Batch, shard: int) -> Manifest:
     """Have a rollout worker complete one shard's prompts and commit what it wrote."""
-    policy = required(run, plan.policy)
-    prompts = required(run, PROMPTS[plan.split])
-    settings = session_of(run).settings
-    carried = [required(run, plan.carried[shard])] if shard < len(plan.carried) else []
+    plan, policy, prompts, continued = batch.plan, batch.policy, batch.prompts, batch.continued(shard)
     work = RolloutWork(
         iteration=plan.number,
         policy=policy_of(policy),
@@ -25,9 +19,10 @@ async def generate_shard(run: RunRef, plan: BatchPlan, shard: int) -> Manifest:
         rows=plan.shard_rows(shard),
         group_size=plan.group_size,
         sampling=plan.sampling,
-        seed=settings.seed,
-        continued=carried[0].shards[1] if carried else None,
-        partial=settings.rollout.partial if plan.split == "train" else None,
+        seed=session.settings.seed,
+        continued=None if continued is None else continued.shards[1],
+        partial=session.settings.rollout.partial if plan.split == "train" else None,
     )
+    parents = [policy, prompts, *([] if continued is None else [continued])]
     key = plan.shard_key("rollout", shard)
-    return await once(run, key, role="rollout", method="generate", work=work, parents=[policy, prompts, *carried])
+    return await once(session, key, role="rollout", method="generate", work=work, parents=parents)

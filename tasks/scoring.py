@@ -1,32 +1,25 @@
 """Verdicts of reward models and scores, one task per shard."""
 
-from prefect import task
-
 from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest
 from models.records.work import JudgeWork, ScoringWork, VerdictShard
-from tasks.offline_training import local_terms
-from tasks.run.batch import BatchPlan
+from tasks.run.batch import Batch
 from tasks.run.keys import StageKey, judge_role
-from tasks.run.session import RunRef, session_of
-from tasks.run.stages import committed, is_transient, once, required
+from tasks.run.session import Session
+from tasks.run.stages import committed, once, stage
 from tasks.run.versions import policy_of
 
 PAUSES_SECONDS = [5.0, 15.0, 30.0, 60.0]
 """Before a judge that is down is asked again, beside the pauses of its own requests."""
 
 
-@task(
-    task_run_name="{plan.key} {term} {shard:04d}",
-    retries=len(PAUSES_SECONDS),
-    retry_delay_seconds=PAUSES_SECONDS,
-    retry_condition_fn=is_transient,
-)
-async def judge_shard(run: RunRef, plan: BatchPlan, shard: int, term: str, silence_seconds: float) -> Manifest:
+@stage("{batch.key} {term} {shard:04d}", retries=len(PAUSES_SECONDS), pauses_seconds=PAUSES_SECONDS)
+async def judge_shard(session: Session, batch: Batch, shard: int, term: str, silence_seconds: float) -> Manifest:
     """Wait for one rollout shard's commit, have a served reward judge it, commit the verdicts."""
-    rollouts = await committed(run, plan.rollout_key(shard), silence_seconds=silence_seconds)
-    settings = session_of(run).settings
-    served = [required(run, StageKey.judge(term).below(plan.rescoring))] if term in local_terms(run) else []
+    plan, settings = batch.plan, session.settings
+    rollouts = await committed(session, plan.rollout_key(shard), silence_seconds=silence_seconds)
+    held = term in settings.scoring.local
+    served = [session.run.require(StageKey.judge(term).below(plan.rescoring))] if held else []
     work = JudgeWork(
         iteration=plan.number,
         rollouts=rollouts.shards[0],
@@ -34,33 +27,31 @@ async def judge_shard(run: RunRef, plan: BatchPlan, shard: int, term: str, silen
         seed=settings.seed,
     )
     key = plan.shard_key(judge_role(term), shard)
-    return await once(run, key, role=judge_role(term), method="judge", work=work, parents=[rollouts, *served])
+    return await once(session, key, role=judge_role(term), method="judge", work=work, parents=[rollouts, *served])
 
 
-@task(task_run_name="{plan.key} score {shard:04d}", retries=2, retry_condition_fn=is_transient)
-async def score_shard(run: RunRef, plan: BatchPlan, shard: int, silence_seconds: float) -> Manifest:
+@stage("{batch.key} score {shard:04d}", retries=2)
+async def score_shard(session: Session, batch: Batch, shard: int, silence_seconds: float) -> Manifest:
     """Wait for one rollout shard's commit and its verdicts, have a scoring worker score it, commit the scores."""
-    settings = session_of(run).settings
-    rollouts = await committed(run, plan.rollout_key(shard), silence_seconds=silence_seconds)
-    terms = list(settings.scoring.served)
-    verdicts = [
-        await committed(run, plan.shard_key(judge_role(term), shard), silence_seconds=silence_seconds) for term in terms
-    ]
+    plan, settings = batch.plan, session.settings
+    rollouts = await committed(session, plan.rollout_key(shard), silence_seconds=silence_seconds)
+    verdicts = {
+        term: await committed(session, plan.shard_key(judge_role(term), shard), silence_seconds=silence_seconds)
+        for term in settings.scoring.served
+    }
     dynamic = settings.rollout.dynamic
     work = ScoringWork(
         iteration=plan.number,
         rollouts=rollouts.shards[0],
-        verdicts=tuple(
-            VerdictShard(term=term, verdicts=manifest.shards[0]) for term, manifest in zip(terms, verdicts, strict=True)
-        ),
-        tokenizer=tokenizer_of(run),
+        verdicts=tuple(VerdictShard(term=term, verdicts=made.shards[0]) for term, made in verdicts.items()),
+        tokenizer=_tokenizer_of(session),
         metric="" if dynamic is None else dynamic.metric or settings.scoring.terms[0],
     )
-    key = plan.shard_key("scoring", shard)
-    return await once(run, key, role="scoring", method="score", work=work, parents=[rollouts, *verdicts])
+    key, parents = plan.shard_key("scoring", shard), [rollouts, *verdicts.values()]
+    return await once(session, key, role="scoring", method="score", work=work, parents=parents)
 
 
-def tokenizer_of(run: RunRef) -> BundleRef | None:
+def _tokenizer_of(session: Session) -> BundleRef | None:
     """Bundle with the run's tokenizer, where steps or tokens have rewards of their own; the first policy is kept."""
-    process = session_of(run).settings.scoring.process_terms
-    return policy_of(required(run, StageKey.policy(0))).weights if process else None
+    process = session.settings.scoring.process_terms
+    return policy_of(session.run.require(StageKey.policy(0))).weights if process else None

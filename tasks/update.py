@@ -4,47 +4,37 @@ Coefficients of KL penalties are fixed, or adapted to what the iteration before 
 """
 
 from collections.abc import Mapping
-
-from prefect import task
+from typing import Literal
 
 from infra.store.manifests import Manifest
 from models.config.objectives import AdaptiveKl
 from models.objectives.kl_control import next_coefficient
 from models.records.work import UpdateWork
-from tasks.run.batch import BatchPlan
-from tasks.run.keys import StageKey, iteration_key
-from tasks.run.session import RunRef, session_of
-from tasks.run.stages import is_transient, once, required
+from tasks.run.iteration import Iteration
+from tasks.run.session import Session
+from tasks.run.stages import once, stage
 from tasks.run.versions import critic_of, policy_of
 
 
-def reward_coefficient(run: RunRef, number: int) -> float:
+def reward_coefficient(session: Session, iteration: Iteration) -> float:
     """Coefficient of an iteration's penalty in the reward; 0 without one."""
-    kl = session_of(run).settings.algorithm.reward_kl
-    if kl is None:
-        return 0.0
-    return _coefficient(
-        run,
-        number,
-        first=kl.coefficient,
-        adaptive=kl.adaptive,
-        measured=StageKey.of(iteration_key(number - 1), "credit"),
-    )
+    kl = session.settings.algorithm.reward_kl
+    return 0.0 if kl is None else _coefficient(iteration, kl.coefficient, kl.adaptive, measured="credit")
 
 
-def loss_coefficient(run: RunRef, number: int) -> float:
+def loss_coefficient(session: Session, iteration: Iteration) -> float:
     """Coefficient of an iteration's penalty in the loss; 0 without one."""
-    kl = session_of(run).settings.update.kl_penalty
-    if kl is None:
-        return 0.0
-    return _coefficient(run, number, first=kl.coefficient, adaptive=kl.adaptive, measured=StageKey.policy(number - 1))
+    kl = session.settings.update.kl_penalty
+    return 0.0 if kl is None else _coefficient(iteration, kl.coefficient, kl.adaptive, measured="update")
 
 
-def _coefficient(run: RunRef, number: int, *, first: float, adaptive: AdaptiveKl | None, measured: str) -> float:
-    if number == 1 or adaptive is None:
+def _coefficient(
+    iteration: Iteration, first: float, adaptive: AdaptiveKl | None, *, measured: Literal["credit", "update"]
+) -> float:
+    if iteration.number == 1 or adaptive is None:
         return first
-    discarded = required(run, StageKey.policy(number - 1)).metrics["quarantined"] > 0
-    return adapted(required(run, measured).metrics, adaptive=adaptive, discarded=discarded)
+    last = iteration.previous
+    return adapted(last.made(measured).metrics, adaptive=adaptive, discarded=last.update.metrics["quarantined"] > 0)
 
 
 def adapted(measured: Mapping[str, float], *, adaptive: AdaptiveKl, discarded: bool) -> float:
@@ -56,23 +46,21 @@ def adapted(measured: Mapping[str, float], *, adaptive: AdaptiveKl, discarded: b
     return next_coefficient(coefficient, kl=measured["kl"], completions=completions, adaptive=adaptive)
 
 
-@task(task_run_name="{plan.key} update", retries=2, retry_condition_fn=is_transient)
-async def update_policy(run: RunRef, plan: BatchPlan) -> Manifest:
+@stage("{iteration.key} update", retries=2)
+async def update_policy(session: Session, iteration: Iteration) -> Manifest:
     """Have the update ranks learn from the iteration's samples and commit the new policy version."""
-    settings = session_of(run).settings
+    settings, policy, credit = session.settings, iteration.policy, iteration.credit
     critic = settings.algorithm.value_model
-    parent, credit = required(run, plan.policy), required(run, StageKey.of(iteration_key(plan.number), "credit"))
     work = UpdateWork(
-        iteration=plan.number,
-        policy=policy_of(parent),
-        reference=policy_of(required(run, StageKey.policy(0))),
+        iteration=iteration.number,
+        policy=policy_of(policy),
+        reference=policy_of(iteration.first_policy),
         samples=credit.shards,
         total_iterations=settings.iterations,
         seed=settings.seed,
-        critic=None if critic is None else critic_of(required(run, StageKey.critic(plan.number - 1))),
-        learns=critic is None or plan.number > critic.warmup_iterations,
-        kl_coefficient=loss_coefficient(run, plan.number),
+        critic=None if critic is None else critic_of(iteration.critic),
+        learns=critic is None or iteration.number > critic.warmup_iterations,
+        kl_coefficient=loss_coefficient(session, iteration),
     )
-    return await once(
-        run, StageKey.policy(plan.number), role="update", method="update", work=work, parents=[parent, credit]
-    )
+    key = iteration.stage_key("update")
+    return await once(session, key, role="update", method="update", work=work, parents=[policy, credit])

@@ -135,7 +135,7 @@ def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence
 def _scores_wanting(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[str]:
     derived = Derived("rescore", scores)
     for number in numbers:
-        before = {StageKey.parse(groups.scores).iteration for groups in carry_over_before(run, number).kept}
+        before = {StageKey.parse(groups.scores).iteration for groups in carry_over_before(run, number).leftover_groups}
         for needed in sorted({number, *before} - {*sealed_numbers(run, derived)}):
             also = "" if needed == number else f", of which iteration {number} has groups"
             yield f"re-scoring {scores!r} lacks iteration {needed}{also}: rescore it first"

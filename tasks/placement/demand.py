@@ -10,7 +10,8 @@ from placement.measurements import Measurements, Prior, Role, UnitObservation
 from placement.records import Demand, Pace, Plan
 from placement.slots import allot, least_slots
 from tasks.config.run import RunConfig
-from tasks.run.batch import BatchPlan, waves_of
+from tasks.run.batch import BatchPlan
+from tasks.run.iteration import Iteration
 from tasks.run.keys import judge_role
 
 
@@ -83,8 +84,8 @@ def recalled(run: Run, stages: dict[str, Role], *, before: int, iterations: int)
     """What is known from the last iterations before one, as far as they are in the store."""
     measured = Measurements()
     for number in range(max(1, before - iterations), before):
-        for plan in waves_of(run, number):
-            measured = observed(measured, run, plan, stages)
+        for batch in Iteration(run, number).batches:
+            measured = observed(measured, run, batch.plan, stages)
     return measured
 
 

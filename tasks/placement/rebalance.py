@@ -12,8 +12,8 @@ from placement.measurements import Role
 from placement.records import DrainInputs, InFlight, Plan, RoleProgress
 from tasks.placement.demand import rollout_demand, scoring_demand
 from tasks.placement.stage import arrange, completions_of, note_decision, stages_of
-from tasks.run.batch import BatchPlan
-from tasks.run.session import Placing, RunRef, Session, session_of
+from tasks.run.batch import Batch, BatchPlan
+from tasks.run.session import Placing, Session
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +21,12 @@ LEAST_SECONDS = 0.5
 """Between two looks; or a quarter of what a move costs, where that is more."""
 
 
-async def correct_placement(run: RunRef, plan: BatchPlan, dealt: Plan) -> None:
+async def correct_placement(session: Session, batch: Batch, dealt: Plan) -> None:
     """Watch a stage while it runs, and move workers where the policy says so. Runs until cancelled."""
-    session = session_of(run)
     placing = session.placing
     if placing is None:
         return
-    stage = _Stage(session, placing, plan, await session.fleet(), dealt)
+    stage = _Stage(session, placing, batch.plan, await session.fleet(), dealt)
     try:
         while True:
             await asyncio.sleep(max(LEAST_SECONDS, placing.measurements.resize().mean_seconds / 4))
@@ -35,18 +34,18 @@ async def correct_placement(run: RunRef, plan: BatchPlan, dealt: Plan) -> None:
             stage.queues.append(_depths(inputs))
             if _starved(inputs):
                 logger.warning(
-                    "placement inside %s: work came back to a role without workers, as planned again", plan.key
+                    "placement inside %s: work came back to a role without workers, as planned again", batch.key
                 )
                 stage.moved(dealt, failed=False)
-                await arrange(run, plan, dealt)
+                await arrange(session, batch, dealt)
             if not _corrects(session.settings.placement):
                 continue
             decision = placing.policy.drain(inputs)
             placing.memory = decision.memory
             if decision.plan != stage.dealt:
                 note_decision(session, stage.next_key("drain"), inputs, decision)
-                logger.info("placement inside %s: %s", plan.key, decision.reason)
-                moves = await arrange(run, plan, decision.plan)
+                logger.info("placement inside %s: %s", batch.key, decision.reason)
+                moves = await arrange(session, batch, decision.plan)
                 stage.moved(decision.plan, failed=any(move.error is not None for move in moves))
     finally:
         if stage.queues:

@@ -4,7 +4,6 @@ import logging
 import time
 from dataclasses import asdict
 
-from prefect import task
 from prefect.artifacts import acreate_markdown_artifact
 from pydantic import JsonValue
 
@@ -13,10 +12,11 @@ from placement.measurements import Role
 from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, Plan, PlanInputs
 from tasks.placement.demand import observed, recalled, rollout_demand, scoring_demand, workers_of
-from tasks.run.batch import BatchPlan, waves_of
-from tasks.run.keys import StageKey, artifact_key, iteration_key, judge_role
-from tasks.run.session import Placing, RunRef, Session, session_of
-from tasks.run.stages import required
+from tasks.run.batch import Batch, BatchPlan
+from tasks.run.iteration import Iteration
+from tasks.run.keys import StageKey, artifact_key, judge_role
+from tasks.run.session import Placing, Session
+from tasks.run.stages import stage
 from tasks.run.versions import policy_of
 
 logger = logging.getLogger(__name__)
@@ -25,15 +25,14 @@ PAST_ITERATIONS = 5
 """Iterations that are read again on resume: measurements forget what is older."""
 
 
-@task(task_run_name="place {plan.key}")
-async def place_stage(run: RunRef, plan: BatchPlan) -> Plan:
+@stage("place {batch.key}")
+async def place_stage(session: Session, batch: Batch) -> Plan:
     """Deal the worker slots for a batch, and have its workers awake with the weights that it names."""
-    session = session_of(run)
-    workers = session.settings.pools.workers
+    plan, workers = batch.plan, session.settings.pools.workers
     if not session.settings.scoring.local:  # nobody to share with
-        await _arrange(run, plan, {"rollout": workers})
+        await _arrange(session, batch, {"rollout": workers})
         return Plan(mode="split", rollout=workers, scoring=0)
-    placing = placing_of(run, before=plan.number)
+    placing = placing_of(session, before=plan.number)
     inputs = _inputs(session, placing, plan)
     decision = _begun(session, plan, workers=workers)
     if decision is None:
@@ -43,36 +42,34 @@ async def place_stage(run: RunRef, plan: BatchPlan) -> Plan:
     if decision.plan != placing.current:
         logger.info("placement of %s: %s", plan.key, decision.reason)
     placing.current, placing.memory = decision.plan, decision.memory
-    await _publish(run, plan, decision)
+    await _publish(session, plan, decision)
     turn = "rollout" if decision.plan.mode == "colocated" else None
-    await arrange(run, plan, decision.plan, turn=turn)
+    await arrange(session, batch, decision.plan, turn=turn)
     placing.began = time.monotonic()  # predictions begin with the first work
     return decision.plan
 
 
-@task(task_run_name="turn of {role} {plan.key}")
-async def place_turn(run: RunRef, plan: BatchPlan, role: Role) -> None:
+@stage("turn of {role} {batch.key}")
+async def place_turn(session: Session, batch: Batch, role: Role) -> None:
     """Where roles take turns: put the others to sleep, and have this one awake on all slots."""
-    placing = session_of(run).placing
+    placing = session.placing
     assert placing is not None and placing.current is not None, "a turn follows a plan"
-    await arrange(run, plan, placing.current, turn=role)
+    await arrange(session, batch, placing.current, turn=role)
 
 
-async def place_update(run: RunRef, number: int) -> None:
+async def place_update(session: Session, iteration: Iteration) -> None:
     """Put all workers of the slots to sleep, and note what that took: the update takes the machines."""
-    session = session_of(run)
     fleet = await session.fleet()
     started = time.monotonic()
     moves = await fleet.arrange({})
     if moves:
-        key = f"placement/{iteration_key(number)}/sleep-{session.run.epoch:04d}"
+        key = f"placement/{iteration.key}/sleep-{session.run.epoch:04d}"
         session.run.note(key, {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started})
 
 
-def learn(run: RunRef, plan: BatchPlan) -> None:
+def learn(session: Session, batch: Batch) -> None:
     """Take in what a batch measured, and note how long it took."""
-    session = session_of(run)
-    placing = session.placing
+    plan, placing = batch.plan, session.placing
     if placing is None:
         return
     session.run.note(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placing.began})
@@ -80,14 +77,13 @@ def learn(run: RunRef, plan: BatchPlan) -> None:
         placing.measurements = observed(placing.measurements, session.run, plan, stages_of(session))
 
 
-def placing_of(run: RunRef, *, before: int) -> Placing:
+def placing_of(session: Session, *, before: int) -> Placing:
     """The placement of a run; at first use it is recalled from the store."""
-    session = session_of(run)
     if session.placing is None:
         placing = Placing(policy=build_policy(session.settings.placement))
         placing.measurements = recalled(session.run, stages_of(session), before=before, iterations=PAST_ITERATIONS)
-        earlier = waves_of(session.run, before - 1) if before > 1 else ()
-        last = [decision for plan in earlier if (decision := _begun(session, plan)) is not None]
+        batches = Iteration(session.run, before - 1).batches if before > 1 else ()
+        last = [decision for batch in batches if (decision := _begun(session, batch.plan)) is not None]
         if last:
             placing.current, placing.memory = last[-1].plan, last[-1].memory
         session.placing = placing
@@ -100,9 +96,9 @@ def stages_of(session: Session) -> dict[str, Role]:
     return {"rollout": "rollout", **judges}
 
 
-async def arrange(run: RunRef, plan: BatchPlan, dealt: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
+async def arrange(session: Session, batch: Batch, dealt: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
     """Have the workers of a plan awake, and note what moving them took."""
-    return await _arrange(run, plan, workers_of(session_of(run).settings, dealt, turn))
+    return await _arrange(session, batch, workers_of(session.settings, dealt, turn))
 
 
 def note_decision(session: Session, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
@@ -111,19 +107,18 @@ def note_decision(session: Session, key: str, inputs: PlanInputs | DrainInputs, 
     session.run.note(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
 
 
-async def _arrange(run: RunRef, plan: BatchPlan, workers: dict[str, int]) -> tuple[Move, ...]:
-    session = session_of(run)
+async def _arrange(session: Session, batch: Batch, workers: dict[str, int]) -> tuple[Move, ...]:
     fleet = await session.fleet()
-    take: dict[str, object] = {"rollout": policy_of(required(run, plan.policy))}
+    take: dict[str, object] = {"rollout": policy_of(batch.policy)}
     for term in session.settings.scoring.local:
-        take[judge_role(term)] = policy_of(required(run, StageKey.judge(term)))
+        take[judge_role(term)] = policy_of(session.run.require(StageKey.judge(term)))
     started = time.monotonic()
     moves = await fleet.arrange(workers, take={role: take[role] for role in workers})
     for move in moves:
         if move.error is not None:
             logger.warning("slot %d stays with %s: %s", move.slot, move.before, move.error)
     if moves and session.placing is not None:
-        key = f"placement/{plan.key}/moves-{session.run.epoch:04d}-{session.placing.arranged:04d}"
+        key = f"placement/{batch.key}/moves-{session.run.epoch:04d}-{session.placing.arranged:04d}"
         session.placing.arranged += 1
         entry: dict[str, JsonValue] = {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started}
         session.run.note(key, entry)
@@ -159,7 +154,7 @@ def _begun(session: Session, plan: BatchPlan, *, workers: int | None = None) -> 
     return Decision.model_validate(entry["decision"])
 
 
-async def _publish(run: RunRef, plan: BatchPlan, decision: Decision) -> None:
+async def _publish(session: Session, plan: BatchPlan, decision: Decision) -> None:
     """Show the decision with the run in Prefect's UI."""
     dealt = decision.plan
     text = (
@@ -168,4 +163,5 @@ async def _publish(run: RunRef, plan: BatchPlan, decision: Decision) -> None:
         f"| {dealt.mode} | {dealt.rollout} | {dealt.scoring} | {decision.predicted_seconds:.1f} s "
         f"| {decision.unchanged_seconds:.1f} s |\n"
     )
-    await acreate_markdown_artifact(text, key=f"{artifact_key(run.name)}-placement", description=decision.reason)
+    key = f"{artifact_key(session.run.name)}-placement"
+    await acreate_markdown_artifact(text, key=key, description=decision.reason)

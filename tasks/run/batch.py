@@ -8,7 +8,7 @@ from infra.store.runs import Run
 from models.config.engines import SamplingConfig
 from models.data.curriculum import Cursor
 from placement.shards import cut
-from tasks.run.keys import StageKey, iteration_key
+from tasks.run.keys import PROMPTS, StageKey, iteration_key
 
 
 class BatchPlan(Settings):
@@ -72,12 +72,62 @@ class BatchPlan(Settings):
         return self.shard_key("rollout", shard).stored
 
 
-def waves_of(run: Run, number: int) -> list[BatchPlan]:
-    """Batches of an iteration that have been planned so far, in order."""
-    waves: list[BatchPlan] = []
-    while (planned := run.find(StageKey.of(iteration_key(number, len(waves) + 1), "plan"))) is not None:
-        waves.append(BatchPlan.read(planned))
-    return waves
+class Batch:
+    """A planned batch and what its stages have committed.
+
+    Tasks hand it on: to Prefect, which walks through records row by row, it is one object.
+    """
+
+    def __init__(self, run: Run, plan: BatchPlan) -> None:
+        self.run, self.plan = run, plan
+
+    @classmethod
+    def read(cls, run: Run, key: str) -> Self:
+        """The batch of that key, such as `it-0003`. Raises Damaged if it has no plan."""
+        return cls(run, BatchPlan.read(run.require(StageKey.of(key, "plan"))))
+
+    @property
+    def key(self) -> str:
+        """Prefix of its manifests."""
+        return self.plan.key
+
+    @property
+    def shards(self) -> range:
+        """Numbers of its shards."""
+        return range(self.plan.num_shards)
+
+    @property
+    def planned(self) -> Manifest:
+        """What committed its plan."""
+        return self.run.require(self.plan.plan_key)
+
+    @property
+    def policy(self) -> Manifest:
+        """The policy that generates."""
+        return self.run.require(self.plan.policy)
+
+    @property
+    def prompts(self) -> Manifest:
+        """The prompts that its rows are of."""
+        return self.run.require(PROMPTS[self.plan.split])
+
+    @property
+    def rollouts(self) -> list[Manifest]:
+        """Its rollouts, shard by shard."""
+        return [self.run.require(self.plan.rollout_key(shard)) for shard in self.shards]
+
+    def stage(self, stage: str) -> list[Manifest]:
+        """What another stage made of them, shard by shard."""
+        return [self.run.require(self.plan.shard_key(stage, shard)) for shard in self.shards]
+
+    def continued(self, shard: int) -> Manifest | None:
+        """The rollouts of the iteration before whose cut groups go on in a shard."""
+        carried = self.plan.carried[shard : shard + 1]
+        return self.run.require(carried[0]) if carried else None
+
+    def again(self, prefix: str) -> Self:
+        """The same rollouts, to be scored again under the keys of a re-scoring."""
+        return type(self)(self.run, self.plan.model_copy(update={"key": f"{prefix}{self.key}", "rescoring": prefix}))
 
 
 def rollouts_of(run: Run, number: int) -> list[Manifest]:

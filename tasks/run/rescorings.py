@@ -1,6 +1,6 @@
 """What was made of a run's stored rollouts later: other scores, other advantages. Keys and facts, from the store."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,8 +11,8 @@ from infra.store.runs import Run, difference
 from models.config.algorithms import AlgorithmConfig, TeacherConfig
 from models.config.rewards import ScoringConfig
 from tasks.config.run import RunConfig
-from tasks.run.batch import BatchPlan, waves_of
-from tasks.run.carry_over import carry_over_before
+from tasks.run.batch import Batch
+from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key, iterations_among
 
 Kind = Literal["rescore", "recredit"]
@@ -137,31 +137,15 @@ def check_terms(run: Run, derived: Derived, terms: RescoringTerms | RecreditTerm
     )
 
 
-def rescored_waves(run: Run, name: str, number: int) -> list[BatchPlan]:
+def rescored_batches(iteration: Iteration, derived: Derived) -> list[Batch]:
     """The batches of a stored iteration, as a re-scoring goes over them."""
-    prefix = Derived("rescore", name).prefix
-    waves = waves_of(run, number)
-    return [wave.model_copy(update={"key": f"{prefix}{wave.key}", "rescoring": prefix}) for wave in waves]
+    return [batch.again(derived.prefix) for batch in iteration.batches]
 
 
-def rescored_pairs(run: Run, name: str, number: int) -> Iterator[tuple[Manifest, Manifest, Manifest]]:
+def rescored_shards(iteration: Iteration, derived: Derived) -> list[tuple[Manifest, Manifest, Manifest]]:
     """Rollouts, stored scores and new scores of a re-scored iteration, shard by shard. Damaged if one is missing."""
-    for wave in rescored_waves(run, name, number):
-        for shard in range(wave.num_shards):
-            scored = wave.shard_key("scoring", shard)
-            keys = (wave.rollout_key(shard), scored.stored, scored)
-            rollouts, stored, new = (run.require(key) for key in keys)
-            yield rollouts, stored, new
-
-
-def credited_pairs(run: Run, number: int, scores: str | None) -> list[tuple[Manifest, Manifest]]:
-    """Rollouts and scores that an iteration's credit looks at, in order: groups kept before, then its own."""
-    prefix = "" if scores is None else Derived("rescore", scores).prefix
-    kept = carry_over_before(run, number).kept
-    keys = [(StageKey.parse(groups.rollouts), StageKey.parse(groups.scores)) for groups in kept]
-    for wave in waves_of(run, number):
-        keys += [(wave.rollout_key(shard), wave.shard_key("scoring", shard)) for shard in range(wave.num_shards)]
-    return [(run.require(rollouts), run.require(scored.below(prefix))) for rollouts, scored in keys]
+    new = [manifest for batch in rescored_batches(iteration, derived) for manifest in batch.stage("scoring")]
+    return list(zip(iteration.stage("rollout"), iteration.stage("scoring"), new, strict=True))
 
 
 class Rescoring(Settings):

@@ -1,6 +1,6 @@
 """A run that is open in this process: its store, its lease, its settings, its worker pools.
 
-Flows and tasks hand each other a `RunRef`, small and serialisable; `session_of` finds the open session behind it.
+A flow is handed a `RunRef`, small and serialisable; `session_of` finds the open session behind it, which its tasks get.
 """
 
 import asyncio
@@ -61,18 +61,21 @@ class RunRef(Settings):
     """The holder's worker processes, which who joins it shares; none takes those that the run was made with."""
 
 
-@dataclass(slots=True)
 class Session:
-    """An open run. Pools start when they are first asked for, in the background, and stay hot between stages."""
+    """An open run. Pools start when they are first asked for, in the background, and stay hot between stages.
 
-    run: Run
-    settings: RunConfig
-    cluster: Cluster
-    _pools: dict[str, asyncio.Task[Pool | RankGroup]] = field(default_factory=dict)
-    _fleet: asyncio.Task[Fleet] | None = None
-    _starting: asyncio.Task[None] | None = None
-    placing: Placing | None = None
-    """What the placement knows, once it has been asked."""
+    It is no record: Prefect walks through those that tasks are handed.
+    """
+
+    def __init__(self, run: Run, settings: RunConfig, cluster: Cluster, *, store: str) -> None:
+        self.run, self.settings, self.cluster = run, settings, cluster
+        self.ref = RunRef(store=store, name=run.name, epoch=run.epoch, cluster=cluster.address, pools=settings.pools)
+        """What flows are handed."""
+        self.placing: Placing | None = None
+        """What the placement knows, once it has been asked."""
+        self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}
+        self._fleet: asyncio.Task[Fleet] | None = None
+        self._starting: asyncio.Task[None] | None = None
 
     def warm(self, *roles: str) -> None:
         """Begin to start the pools of these roles without waiting for them."""
@@ -160,7 +163,7 @@ _OPEN: dict[tuple[str, str], Session] = {}
 
 
 def session_of(ref: RunRef) -> Session:
-    """The session that this process has open for a run; a task is only called inside one."""
+    """The session that this process has open for a run; a flow inside another is only called while there is one."""
     return _OPEN[ref.store, ref.name]
 
 
@@ -172,15 +175,15 @@ def is_open(ref: RunRef) -> bool:
 @asynccontextmanager
 async def open_session(
     run: Run, settings: RunConfig, *, store: str, join: str | None = None, whole: bool = False
-) -> AsyncIterator[RunRef]:
+) -> AsyncIterator[Session]:
     """Open the run's cluster, or at `join` the one where another process has its pools, and register the run.
 
     For a `whole` run, which has work for all roles, an embedded cluster imports what they need once.
     """
     async with _cluster(run, settings.pools, join=join, whole=whole) as cluster:
-        session = _OPEN[store, run.name] = Session(run=run, settings=settings, cluster=cluster)
+        session = _OPEN[store, run.name] = Session(run, settings, cluster, store=store)
         try:
-            yield RunRef(store=store, name=run.name, epoch=run.epoch, cluster=cluster.address, pools=settings.pools)
+            yield session
         finally:
             del _OPEN[store, run.name]
             await session.close()

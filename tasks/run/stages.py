@@ -4,8 +4,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
+from prefect import task
+from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task
 from pydantic import JsonValue
@@ -14,16 +17,36 @@ from infra.errors import WorkerLost, WorkerStalled
 from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest, provenance_here
 from models.records.versions import Outcome
-from tasks.run.session import RunRef, session_of
+from tasks.run.session import Session
 from tasks.run.versions import bundles_of, critic_bundles_of
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+
+R = TypeVar("R")
+
 POLL_SECONDS = 0.02  # a look for one name on local disk costs 20 µs
 
 
+def stage(
+    name: str, *, retries: int = 0, pauses_seconds: Sequence[float] = ()
+) -> Callable[[Callable[P, R]], Task[P, R]]:
+    """Make a function a task of that name in Prefect's UI, tried again where that can help.
+
+    What it makes is in the store, so Prefect keeps no copy of it and has no reason to hash what it is handed.
+    """
+    return task(
+        task_run_name=name,
+        retries=retries,
+        retry_delay_seconds=list(pauses_seconds) or None,
+        retry_condition_fn=_is_transient,
+        cache_policy=NO_CACHE,
+    )
+
+
 async def once(
-    ref: RunRef,
+    session: Session,
     key: str,
     *,
     role: str,
@@ -33,7 +56,6 @@ async def once(
     detail: Mapping[str, JsonValue] | None = None,
 ) -> Manifest:
     """Return the manifest under `key`, or have a worker of `role` do the work and commit what it made."""
-    session = session_of(ref)
     done_before = session.run.find(key)
     if done_before is not None:
         return done_before
@@ -58,7 +80,7 @@ async def once(
 
 
 def record(
-    ref: RunRef,
+    session: Session,
     key: str,
     *,
     parents: Sequence[Manifest] = (),
@@ -68,8 +90,7 @@ def record(
     seconds: Mapping[str, float] | None = None,
 ) -> Manifest:
     """Return the manifest under `key`, or commit a decision that needed no worker."""
-    run = session_of(ref).run
-    return run.find(key) or run.commit(
+    return session.run.find(key) or session.run.commit(
         Manifest(
             key=key,
             bundles=dict(bundles or {}),
@@ -81,20 +102,14 @@ def record(
     )
 
 
-async def committed(ref: RunRef, key: str, *, silence_seconds: float) -> Manifest:
+async def committed(session: Session, key: str, *, silence_seconds: float) -> Manifest:
     """Wait until another controller has committed `key`. Raises WorkerStalled after `silence_seconds`."""
-    run = session_of(ref).run
     deadline = time.monotonic() + silence_seconds
-    while (manifest := run.find(key)) is None:
+    while (manifest := session.run.find(key)) is None:
         if time.monotonic() > deadline:
             raise WorkerStalled(f"{key}: expected a commit within {silence_seconds:g} s, none came")
         await asyncio.sleep(POLL_SECONDS)
     return manifest
-
-
-def required(ref: RunRef, key: str) -> Manifest:
-    """The manifest under `key`, which an earlier stage committed. Raises Damaged if it is gone."""
-    return session_of(ref).run.require(key)
 
 
 def _bundles(outcome: Outcome) -> dict[str, BundleRef]:
@@ -108,7 +123,7 @@ def _version(outcome: Outcome) -> dict[str, JsonValue]:
     return {} if model is None else {"version": model.version}
 
 
-async def is_transient(task: Task[..., object], task_run: TaskRun, state: State[object]) -> bool:
+async def _is_transient(task: Task[..., object], task_run: TaskRun, state: State[object]) -> bool:
     """Whether trying a task again can help: a lost worker or the outside world, never a bad result."""
     try:
         await state.aresult()

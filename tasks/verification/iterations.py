@@ -6,8 +6,8 @@ from infra.store.runs import Run
 from infra.store.verify import verify_store
 from models.data.curriculum import give_back, take
 from models.rollouts.dynamic_sampling import DynamicSamplingState
+from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key
-from tasks.verification.iteration import Evidence, gather
 from tasks.verification.rescorings import check_derived
 from tasks.verification.samples import check_credit, check_rollouts, check_samples
 from tasks.views.metrics import sealed_iterations
@@ -22,82 +22,79 @@ def check_invariants(run: Run) -> list[str]:
         expected = StageKey.of(iteration_key(number), "seal")
         if seal.key != expected:
             return [*problems, f"{seal.key}: expected {expected}, a sealed iteration is missing"]
-        evidence = gather(run, number)
-        if not evidence.waves:
+        iteration = Iteration(run, number)
+        if not iteration.batches:
             problems.append(f"{seal.key}: its plan is missing")
             continue
         problems += [f"{seal.key}: no manifest has the parent digest {p}" for p in seal.parents if p not in digests]
-        for check in (_check_prompts, _check_handover, _check_sampling, check_rollouts, check_samples, check_credit):
-            problems += check(evidence)
+        for check in (_check_prompts, _check_carry_over, _check_sampling, check_rollouts, check_samples, check_credit):
+            problems += check(iteration)
     return [*problems, *check_derived(run)]
 
 
-def _check_prompts(evidence: Evidence) -> Iterator[str]:
+def _check_prompts(iteration: Iteration) -> Iterator[str]:
     """Each batch has the prompts that follow, none skipped, and none that the iteration has already."""
-    cursor = evidence.before.cursor
-    carried = [row for groups in evidence.before.carried for row in groups.rows]
-    taken = [row for groups in evidence.before.kept for row in groups.rows] + carried
+    cursor, taken, num_prompts = iteration.before.cursor, iteration.before.rows(), iteration.prompts.shards[0].rows
     if len(set(taken)) < len(taken):
-        yield f"{evidence.key}/seal: a prompt was both kept and carried into it, or twice"
-    for wave in evidence.waves:
-        if len(wave.rows) > evidence.num_prompts - len(set(taken)):
-            yield f"{wave.plan_key}: {len(wave.rows)} prompts beside {len(taken)} are more than there are"
+        yield f"{iteration.key}/seal: a prompt was both kept and carried into it, or twice"
+    for plan in (batch.plan for batch in iteration.batches):
+        if len(plan.rows) > num_prompts - len(set(taken)):
+            yield f"{plan.plan_key}: {len(plan.rows)} prompts beside {len(taken)} are more than there are"
             return
-        rows, cursor = take(
-            cursor, len(wave.rows), taken=set(taken), num_prompts=evidence.num_prompts, seed=evidence.seed
-        )
-        if wave.rows != rows or wave.cursor != cursor:
-            yield f"{wave.plan_key}: its prompts are not the {len(rows)} that follow those issued before"
+        rows, cursor = take(cursor, len(plan.rows), taken=set(taken), num_prompts=num_prompts, seed=iteration.seed)
+        if plan.rows != rows or plan.cursor != cursor:
+            yield f"{plan.plan_key}: its prompts are not the {len(rows)} that follow those issued before"
             return
         taken += rows
 
 
-def _check_handover(evidence: Evidence) -> Iterator[str]:
+def _check_carry_over(iteration: Iteration) -> Iterator[str]:
     """What the iteration did not use is left to the next: nothing lost, nothing twice; what was cut goes on first."""
-    key, after = f"{evidence.key}/seal", evidence.after
-    expected = tuple(groups.rollouts for groups in evidence.before.carried)
-    for wave in evidence.waves:
-        if wave.carried != (expected if wave.wave == 1 else ()):
-            yield f"{wave.plan_key}: the groups that were cut before are not its first shards"
-    rollouts, scores = evidence.stage("rollout"), evidence.stage("scoring")
+    key, after = iteration.stage_key("seal"), iteration.after
+    expected = tuple(groups.rollouts for groups in iteration.before.partial_groups)
+    for plan in (batch.plan for batch in iteration.batches):
+        if plan.carried != (expected if plan.wave == 1 else ()):
+            yield f"{plan.plan_key}: the groups that were cut before are not its first shards"
+    rollouts, scores = iteration.stage("rollout"), iteration.stage("scoring")
     offered = {
         (rollouts[index].key, scores[index].key): surplus.rows
-        for surplus in evidence.surplus
-        if (index := surplus.shard - len(evidence.before.kept)) >= 0  # what was kept once is not kept again
+        for surplus in iteration.surplus
+        if (index := surplus.shard - len(iteration.before.leftover_groups)) >= 0  # what was kept once is not kept again
     }
-    kept = {(groups.rollouts, groups.scores): groups.rows for groups in after.kept}
+    kept = {(groups.rollouts, groups.scores): groups.rows for groups in after.leftover_groups}
     for pair, rows in kept.items():
         if offered.get(pair) != rows:
             yield f"{key}: keeps groups of {pair[0]} that are not this iteration's surplus"
     waiting = {row for rows in kept.values() for row in rows}
-    returned = [row for surplus in evidence.surplus for row in surplus.rows if row not in waiting]
-    if evidence.waves[-1].cursor is None or after.cursor != give_back(evidence.waves[-1].cursor, returned):
+    returned = [row for surplus in iteration.surplus for row in surplus.rows if row not in waiting]
+    last = iteration.batches[-1].plan.cursor
+    if last is None or after.cursor != give_back(last, returned):
         yield f"{key}: its cursor is not where the last batch left it with {len(returned)} prompts given back"
     cut = [m for m in rollouts if len(m.shards) > 1]
-    if [groups.rollouts for groups in after.carried] != [m.key for m in cut]:
+    if [groups.rollouts for groups in after.partial_groups] != [m.key for m in cut]:
         yield f"{key}: the groups that it leaves to be continued are not those that its rollouts cut"
 
 
-def _check_sampling(evidence: Evidence) -> Iterator[str]:
+def _check_sampling(iteration: Iteration) -> Iterator[str]:
     """Waves are as many as dynamic sampling allows, and what it learnt follows from what was issued."""
-    dynamic, after = evidence.rollout.dynamic, evidence.after
+    dynamic, after = iteration.rollout.dynamic, iteration.after
     most = 1 if dynamic is None else 1 + dynamic.max_extra_waves
-    if len(evidence.waves) > most:
-        yield f"{evidence.key}/seal: {len(evidence.waves)} batches, expected at most {most}"
+    if len(iteration.batches) > most:
+        yield f"{iteration.key}/seal: {len(iteration.batches)} batches, expected at most {most}"
     expected = None
     if dynamic is not None:
-        issued = sum(int(manifest.metrics["groups"]) for manifest in evidence.stage("rollout"))
-        informative = sum(int(manifest.metrics["informative_groups"]) for manifest in evidence.stage("scoring"))
-        expected = (evidence.before.sampling or DynamicSamplingState()).after(issued, informative)
+        issued = sum(int(manifest.metrics["groups"]) for manifest in iteration.stage("rollout"))
+        informative = sum(int(manifest.metrics["informative_groups"]) for manifest in iteration.stage("scoring"))
+        expected = (iteration.before.sampling or DynamicSamplingState()).after(issued, informative)
     if after.sampling != expected:
-        yield f"{evidence.key}/seal: its sampling is {after.sampling}, expected {expected}"
-    if evidence.surplus and dynamic is None:
-        yield f"{evidence.key}/credit: has surplus groups without dynamic sampling"
+        yield f"{iteration.key}/seal: its sampling is {after.sampling}, expected {expected}"
+    if iteration.surplus and dynamic is None:
+        yield f"{iteration.key}/credit: has surplus groups without dynamic sampling"
     keeps = dynamic is not None and dynamic.surplus == "keep"
-    if after.kept and not keeps:
-        yield f"{evidence.key}/seal: keeps groups although the configuration returns them"
-    if after.carried and evidence.rollout.partial is None:
-        yield f"{evidence.key}/seal: carries groups without partial rollout"
+    if after.leftover_groups and not keeps:
+        yield f"{iteration.key}/seal: keeps groups although the configuration returns them"
+    if after.partial_groups and iteration.rollout.partial is None:
+        yield f"{iteration.key}/seal: carries groups without partial rollout"
 
 
 def verify_run(store: str, name: str) -> list[str]:

@@ -8,15 +8,15 @@ from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
 from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, rewards_of
-from tasks.run.batch import BatchPlan
-from tasks.run.keys import StageKey, iteration_key, judge_role
+from tasks.run.batch import Batch
+from tasks.run.iteration import Iteration
+from tasks.run.keys import judge_role
 from tasks.run.rescorings import (
     Derived,
-    credited_pairs,
     derived_of,
     recredit_terms,
-    rescored_pairs,
-    rescored_waves,
+    rescored_batches,
+    rescored_shards,
     rescoring_terms,
 )
 
@@ -32,24 +32,25 @@ def check_derived(run: Run) -> Iterator[str]:
                     yield f"{manifest.key}: no manifest has the parent digest {parent}"
         check = _check_rescored if line.kind == "rescore" else _check_recredited
         for number in line.iterations:
-            yield from check(run, derived, number)
+            yield from check(Iteration(run, number), derived)
 
 
-def _check_rescored(run: Run, derived: Derived, number: int) -> Iterator[str]:
+def _check_rescored(iteration: Iteration, derived: Derived) -> Iterator[str]:
     """Every shard was scored, by the rewards that it says, over the rollouts that it says."""
-    terms, pairs = rescoring_terms(run, derived.name), list(rescored_pairs(run, derived.name, number))
+    run = iteration.run
+    terms, shards = rescoring_terms(run, derived.name), rescored_shards(iteration, derived)
     if terms is None:
         yield f"{derived.terms_key}: the manifest is missing"
         return
-    for rollouts, _, scores in pairs:
+    for rollouts, _, scores in shards:
         yield from _check_scores(run, rollouts, scores, terms.scoring)
-    for wave in rescored_waves(run, derived.name, number):
-        yield from _check_verdicts(run, wave, terms.scoring)
+    for batch in rescored_batches(iteration, derived):
+        yield from _check_verdicts(batch, terms.scoring)
     expected = compare_rewards(
-        rewards_of(run.store, [stored.shards[0] for _, stored, _ in pairs]),
-        rewards_of(run.store, [scores.shards[0] for _, _, scores in pairs]),
+        rewards_of(run.store, [stored.shards[0] for _, stored, _ in shards]),
+        rewards_of(run.store, [scores.shards[0] for _, _, scores in shards]),
     )
-    yield from _check_seal(run, derived, number, [part for pair in pairs for part in pair], expected)
+    yield from _check_seal(iteration, derived, [part for parts in shards for part in parts], expected)
 
 
 def _check_scores(run: Run, rollouts: Manifest, scores: Manifest, scoring: ScoringConfig) -> Iterator[str]:
@@ -65,45 +66,39 @@ def _check_scores(run: Run, rollouts: Manifest, scores: Manifest, scoring: Scori
         yield f"{scores.key}: expected the terms {', '.join(scoring.terms)}, found {', '.join(table.column_names)}"
 
 
-def _check_verdicts(run: Run, wave: BatchPlan, scoring: ScoringConfig) -> Iterator[str]:
+def _check_verdicts(batch: Batch, scoring: ScoringConfig) -> Iterator[str]:
     """Every verdict shard is of the rollouts that it says."""
-    for shard in range(wave.num_shards):
-        rollouts = run.require(wave.rollout_key(shard))
-        for term in scoring.served:
-            verdicts = run.require(wave.shard_key(judge_role(term), shard))
+    for term in scoring.served:
+        for rollouts, verdicts in zip(batch.rollouts, batch.stage(judge_role(term)), strict=True):
             if rollouts.digest not in verdicts.parents:
                 yield f"{verdicts.key}: {rollouts.key} is none of its parents"
 
 
-def _check_recredited(run: Run, derived: Derived, number: int) -> Iterator[str]:
+def _check_recredited(iteration: Iteration, derived: Derived) -> Iterator[str]:
     """The advantages are of the completions and from the scores that the re-credit says."""
+    run = iteration.run
     terms = recredit_terms(run, derived.name)
     if terms is None:
         yield f"{derived.terms_key}: the manifest is missing"
         return
-    credit = run.require(derived.key(number, "credit"))
-    pairs = credited_pairs(run, number, terms.scores)
-    parents = [manifest.digest for pair in pairs for manifest in pair]
+    credit = run.require(derived.key(iteration.number, "credit"))
+    scored = iteration.scored(prefix="" if terms.scores is None else Derived("rescore", terms.scores).prefix)
+    parents = [manifest.digest for manifest in scored.manifests]
     if list(credit.parents[: len(parents)]) != parents:
         yield f"{credit.key}: its parents are not the iteration's rollouts and their scores"
-    if (
-        len(credit.parents) > len(parents)
-        and credit.parents[-1] != run.require(StageKey.of(iteration_key(number), "estimates")).digest
-    ):
-        yield f"{credit.key}: its last parent is not {StageKey.of(iteration_key(number), 'estimates')}"
-    finished = {name for rollouts, _ in pairs for name in _names(run, rollouts.shards[0])}
+    if len(credit.parents) > len(parents) and credit.parents[-1] != iteration.made("estimates").digest:
+        yield f"{credit.key}: its last parent is not {iteration.stage_key('estimates')}"
+    finished = {name for rollouts in scored.rollouts for name in _names(run, rollouts.shards[0])}
     names = _names(run, credit.shards[0])
     if len({*names}) < len(names) or not finished.issuperset(names):
         yield f"{credit.key}: a completion is repeated or is none of the iteration's"
-    yield from _check_seal(
-        run, derived, number, [run.require(StageKey.of(iteration_key(number), "credit")), credit], None
-    )
+    yield from _check_seal(iteration, derived, [iteration.credit, credit], None)
 
 
 def _check_seal(
-    run: Run, derived: Derived, number: int, parts: list[Manifest], expected: dict[str, float] | None
+    iteration: Iteration, derived: Derived, parts: list[Manifest], expected: dict[str, float] | None
 ) -> Iterator[str]:
-    sealed = run.require(derived.key(number, "seal"))
+    sealed = iteration.run.require(derived.key(iteration.number, "seal"))
     if sealed.parents != tuple(part.digest for part in parts):
         yield f"{sealed.key}: its parents are not all that it was made from"
     if expected is not None and not _agree(sealed.metrics, expected):

@@ -8,107 +8,103 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
 from models.records.schemas import FinishReason
-from tasks.run.batch import BatchPlan
-from tasks.run.keys import StageKey, iteration_key
-from tasks.run.rescorings import credited_pairs
+from tasks.run.batch import Batch
+from tasks.run.iteration import Iteration
 from tasks.run.versions import policy_of
-from tasks.verification.iteration import Evidence
 
 Name = tuple[int, int]
 """Prompt row and sample."""
 
 
-def check_rollouts(evidence: Evidence) -> Iterator[str]:
+def check_rollouts(iteration: Iteration) -> Iterator[str]:
     """Each (prompt, sample) was generated once, by the iteration's policy, or goes on with what it had."""
-    for wave, shard in evidence.shards():
-        yield from _check_shard(evidence, wave, shard)
+    for batch, shard in iteration.shards():
+        yield from _check_shard(iteration, batch, shard)
 
 
-def check_samples(evidence: Evidence) -> Iterator[str]:
+def check_samples(iteration: Iteration) -> Iterator[str]:
     """No completion is trained twice, nor one that waits; each was generated recently enough."""
-    credit, run = evidence.credit, evidence.run
-    own = [version for manifest in evidence.stage("rollout") for version in _versions(run, manifest).items()]
-    oldest, bound = dict(own), _staleness_bounds(evidence)
-    for groups in evidence.before.kept:
+    credit, run = iteration.credit, iteration.run
+    own = [version for manifest in iteration.stage("rollout") for version in _versions(run, manifest).items()]
+    oldest, bound = dict(own), _staleness_bounds(iteration)
+    for groups in iteration.before.leftover_groups:
         begun = _versions(run, run.require(groups.rollouts))
         oldest |= {name: version for name, version in begun.items() if name[0] in groups.rows}
-    waiting = {row for surplus in evidence.surplus for row in surplus.rows}
+    waiting = {row for surplus in iteration.surplus for row in surplus.rows}
     seen: set[Name] = set()
     for name in chain.from_iterable(_names(run, ref) for ref in credit.shards):
         prompt, sample = name
         if name in seen or name not in oldest:
             yield f"{credit.key}: sample {sample} of prompt {prompt} is repeated or was never finished"
-        elif evidence.number - 1 - oldest[name] > bound.get(prompt, bound[None]):
+        elif iteration.number - 1 - oldest[name] > bound.get(prompt, bound[None]):
             yield f"{credit.key}: sample {sample} of prompt {prompt} was begun by policy {oldest[name]}, too long ago"
         if prompt in waiting:
             yield f"{credit.key}: sample {sample} of prompt {prompt} is trained and left to the next iteration"
         seen.add(name)
-    parent = run.require(evidence.waves[0].policy)
-    if evidence.update.parents != (parent.digest, credit.digest):
-        yield f"{evidence.update.key}: its parents are not the iteration's policy and credit"
+    parent = iteration.batches[0].policy
+    if iteration.update.parents != (parent.digest, credit.digest):
+        yield f"{iteration.update.key}: its parents are not the iteration's policy and credit"
 
 
-def check_credit(evidence: Evidence) -> Iterator[str]:
+def check_credit(iteration: Iteration) -> Iterator[str]:
     """Credit looked at the iteration's rollouts with their scores, and at estimates of the same completions."""
-    run, credit = evidence.run, evidence.credit
-    pairs = credited_pairs(run, evidence.number, None)
-    estimates = (
-        [found] if (found := run.find(StageKey.of(iteration_key(evidence.number), "estimates"))) is not None else []
-    )
-    looked_at = [manifest for pair in pairs for manifest in pair]
-    if credit.parents != tuple(manifest.digest for manifest in (*looked_at, *estimates)):
+    run, credit = iteration.run, iteration.credit
+    scored = iteration.scored()
+    estimates = [found] if (found := run.find(iteration.stage_key("estimates"))) is not None else []
+    if credit.parents != tuple(manifest.digest for manifest in (*scored.manifests, *estimates)):
         yield f"{credit.key}: its parents are not the iteration's rollouts with their scores and estimates"
     for manifest in estimates:
-        if len(manifest.shards) != len(pairs):
-            yield f"{manifest.key}: {len(manifest.shards)} shards, expected {len(pairs)}"
-        for (rollouts, _), ref in zip(pairs, manifest.shards, strict=False):
+        if len(manifest.shards) != len(scored.rollouts):
+            yield f"{manifest.key}: {len(manifest.shards)} shards, expected {len(scored.rollouts)}"
+        for rollouts, ref in zip(scored.rollouts, manifest.shards, strict=False):
             if not {*_names(run, ref)} <= {*_names(run, rollouts.shards[0])}:
                 yield f"{manifest.key}: estimates completions that are not in {rollouts.key}"
 
 
-def _check_shard(evidence: Evidence, wave: BatchPlan, shard: int) -> Iterator[str]:
-    run = evidence.run
+def _check_shard(iteration: Iteration, batch: Batch, shard: int) -> Iterator[str]:
+    run, wave = iteration.run, batch.plan
     manifest = run.require(wave.shard_key("rollout", shard))
-    before = run.require(wave.carried[shard]).shards[1] if shard < len(wave.carried) else None
+    continued = batch.continued(shard)
+    before = None if continued is None else continued.shards[1]
     expected = [(row, sample) for row in wave.shard_rows(shard) for sample in range(wave.group_size)]
     expected += _names(run, before) if before else []
     found = [_names(run, ref) for ref in manifest.shards]
     if sorted(chain.from_iterable(found)) != sorted(expected):
         yield f"{manifest.key}: its rows are not {wave.group_size} samples of each of its prompts"
-    policy = policy_of(run.require(wave.policy)).digest
+    policy = policy_of(batch.policy).digest
     for ref in manifest.shards:
         table = read_shard(run.store, ref, columns=["prompt_row"])
         behaviour = table.schema.metadata[b"policy_digest"].decode()
         if behaviour != policy:
             yield f"{manifest.key}: generated by policy {behaviour}, expected {policy}"
-    yield from _check_cut(evidence, manifest, found)
-    yield from _check_segments(evidence, manifest)
+    yield from _check_cut(iteration, manifest, found)
+    yield from _check_segments(iteration, manifest)
     if before is not None:
         yield from _check_continued(run, manifest, before)
 
 
-def _check_cut(evidence: Evidence, manifest: Manifest, found: list[list[Name]]) -> Iterator[str]:
+def _check_cut(iteration: Iteration, manifest: Manifest, found: list[list[Name]]) -> Iterator[str]:
     """Finished groups stand in the first shard, groups with a cut completion in the second, none in both."""
     finished, *unfinished = [{prompt for prompt, _ in names} for names in found]
-    cut = [_cut_prompts(evidence.run, ref) for ref in manifest.shards]
+    cut = [_cut_prompts(iteration.run, ref) for ref in manifest.shards]
     if cut[0] or (unfinished and (cut[1] != unfinished[0] or finished & unfinished[0])):
         yield f"{manifest.key}: finished groups and groups that were cut are not apart"
-    left = {row for groups in evidence.after.carried if groups.rollouts == manifest.key for row in groups.rows}
+    left = {row for groups in iteration.after.partial_groups if groups.rollouts == manifest.key for row in groups.rows}
     if unfinished and left != unfinished[0]:
         yield f"{manifest.key}: the prompts that were cut are not those that the seal carries over"
 
 
-def _check_segments(evidence: Evidence, manifest: Manifest) -> Iterator[str]:
+def _check_segments(iteration: Iteration, manifest: Manifest) -> Iterator[str]:
     """Every token has the policy version that wrote it, and none is newer than the iteration's."""
     for ref in manifest.shards:
-        rows = read_shard(evidence.run.store, ref, columns=["prompt_row", "sample", "completion_tokens", "segments"])
+        rows = read_shard(iteration.run.store, ref, columns=["prompt_row", "sample", "completion_tokens", "segments"])
         for row in rows.to_pylist():
             versions = [segment["policy_version"] for segment in row["segments"]]
             told = sum(segment["tokens"] for segment in row["segments"])
             if (
                 told != len(row["completion_tokens"])
                 or versions != sorted({*versions})
-                or versions[-1] >= evidence.number
+                or versions[-1] >= iteration.number
             ):
                 prompt, sample = _name(row)
                 yield f"{manifest.key}: the segments of sample {sample} of prompt {prompt} do not make up its tokens"
@@ -130,11 +126,11 @@ def _check_continued(run: Run, manifest: Manifest, before: ShardRef) -> Iterator
             yield f"{manifest.key}: sample {sample} of prompt {prompt} does not go on from what it was"
 
 
-def _staleness_bounds(evidence: Evidence) -> dict[int | None, int]:
+def _staleness_bounds(iteration: Iteration) -> dict[int | None, int]:
     """Policy versions between a sample's first token and its training: by prompt, and for all others."""
-    partial = evidence.rollout.partial
+    partial = iteration.rollout.partial
     cut = partial.max_staleness if partial is not None else 0
-    return {None: cut} | {row: cut + 1 for groups in evidence.before.kept for row in groups.rows}
+    return {None: cut} | {row: cut + 1 for groups in iteration.before.leftover_groups for row in groups.rows}
 
 
 def _versions(run: Run, rollouts: Manifest) -> dict[Name, int]:

@@ -25,10 +25,10 @@ from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWor
 from models.rollouts.dynamic_sampling import DynamicSamplingState, another_wave, wave_size
 from models.workers.rollout import RolloutWorker
 from models.workers.scoring import ScoringWorker
-from tasks.run.batch import BatchPlan, waves_of
-from tasks.run.carry_over import CarryOver, carry_over_before, handover_after
+from tasks.run.batch import BatchPlan
+from tasks.run.carry_over import CarryOver
+from tasks.run.iteration import Iteration, carry_over_after
 from tasks.run.keys import StageKey, iteration_key
-from tasks.run.rescorings import credited_pairs
 from tasks.run.versions import bundles_of
 from tasks.verification.iterations import check_invariants
 from tests.support.policies import small_tokenizer, write_policy
@@ -91,8 +91,8 @@ class Story:
         self._commit(StageKey.policy(0), Outcome(policy=ModelVersion(version=0, weights=self.weights)))
 
     def _iterate(self, number: int) -> None:
-        before, informative = carry_over_before(self.run, number), 0
-        kept = [(self._find(g.rollouts), self._find(g.scores), g.rows) for g in before.kept]
+        before, informative = Iteration(self.run, number).before, 0
+        kept = [(self._find(g.rollouts), self._find(g.scores), g.rows) for g in before.leftover_groups]
         informative += sum(len(rows) for _, _, rows in kept)
         made: list[tuple[Manifest, Manifest, None]] = []
         wave = 0
@@ -115,21 +115,13 @@ class Story:
         credit = self._commit(f"{iteration_key(number)}/credit", self.scoring.credit(work), *looked_at)
         policy = ModelVersion(version=number, weights=self.weights)
         self._commit(StageKey.policy(number), Outcome(policy=policy), self._find(StageKey.policy(number - 1)), credit)
-        after = handover_after(
-            before,
-            waves_of(self.run, number),
-            rollouts=[rollouts for rollouts, _, _ in made],
-            scores=[scores for _, scores, _ in made],
-            credit=credit,
-            keep_surplus=True,
-            dynamic=True,
-        )
+        after = carry_over_after(Iteration(self.run, number), DYNAMIC)
         self._commit(f"{iteration_key(number)}/seal", Outcome(detail={"policy": "", **after.detail()}), credit)
 
     def _plan(self, number: int, wave: int, before: CarryOver, *, gap: int) -> BatchPlan:
-        earlier = waves_of(self.run, number)
-        taken = before.rows().union(*(plan.rows for plan in earlier))
-        carried = tuple(groups.rollouts for groups in before.carried) if wave == 1 else ()
+        earlier = [batch.plan for batch in Iteration(self.run, number).batches]
+        taken = {*before.rows()}.union(*(plan.rows for plan in earlier))
+        carried = tuple(groups.rollouts for groups in before.partial_groups) if wave == 1 else ()
         count = max(0, wave_size(gap, (before.sampling or DynamicSamplingState()).ema, DYNAMIC.margin) - len(carried))
         cursor = earlier[-1].cursor if earlier else before.cursor
         rows, cursor = take(cursor, count, taken=taken, num_prompts=len(TEXTS), seed=3)
@@ -253,13 +245,13 @@ def test_credit_of_other_scores_than_the_iterations_is_told(run):
 
 
 def test_estimates_of_other_completions_than_credit_looks_at_are_told(run):
-    pairs = credited_pairs(run, 2, None)
-    shards = tuple(rollouts.shards[0] for rollouts, _ in pairs)
+    looked_at = Iteration(run, 2).scored().rollouts
+    shards = tuple(rollouts.shards[0] for rollouts in looked_at)
     with run.hold():
         run.commit(Manifest(key="it-0002/estimates", shards=(shards[1], *shards[1:-1])))
     problems = check_invariants(run)
-    assert f"it-0002/estimates: {len(pairs) - 1} shards, expected {len(pairs)}" in problems
-    assert f"it-0002/estimates: estimates completions that are not in {pairs[0][0].key}" in problems
+    assert f"it-0002/estimates: {len(looked_at) - 1} shards, expected {len(looked_at)}" in problems
+    assert f"it-0002/estimates: estimates completions that are not in {looked_at[0].key}" in problems
 
 
 def test_cut_groups_that_do_not_go_on_are_told(run):

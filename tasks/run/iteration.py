@@ -1,0 +1,185 @@
+"""One iteration as the store knows it: the flow hands it to every stage, and who verifies a run asks the same."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from models.config.rollout import DynamicSampling, RolloutConfig
+from models.data.curriculum import give_back
+from models.records.work import ScoredShard
+from models.rollouts.dynamic_sampling import DynamicSamplingState
+from tasks.run.batch import Batch
+from tasks.run.carry_over import (
+    CarryOver,
+    LeftoverGroups,
+    PartialGroups,
+    SurplusGroups,
+    carry_over_before,
+    partial_rows,
+    surplus_groups,
+)
+from tasks.run.keys import PROMPTS, StageKey, iteration_key
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollouts:
+    """Rollouts with their scores, pair by pair, as an iteration's credit looks at them."""
+
+    rollouts: tuple[Manifest, ...]
+    scores: tuple[Manifest, ...]
+    rows: tuple[tuple[int, ...] | None, ...]
+    """Prompt rows that count; none means all."""
+
+    @property
+    def shards(self) -> tuple[ScoredShard, ...]:
+        """The pairs by reference."""
+        return tuple(
+            ScoredShard(rollouts=rollouts.shards[0], scores=scores.shards[0], rows=rows)
+            for rollouts, scores, rows in zip(self.rollouts, self.scores, self.rows, strict=True)
+        )
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        """Rollouts and scores in turns."""
+        return [manifest for pair in zip(self.rollouts, self.scores, strict=True) for manifest in pair]
+
+
+class Iteration:
+    """What an iteration took over, its batches as far as they are planned, what its stages made, what it leaves.
+
+    What is not committed yet raises Damaged. To Prefect, which walks through records, it is one object.
+    """
+
+    def __init__(self, run: Run, number: int) -> None:
+        self.run, self.number = run, number
+        self._batches: list[Batch] = []
+
+    @property
+    def key(self) -> str:
+        """Prefix of its manifests."""
+        return iteration_key(self.number)
+
+    @property
+    def previous(self) -> Self:
+        """The iteration before."""
+        return type(self)(self.run, self.number - 1)
+
+    @property
+    def batches(self) -> tuple[Batch, ...]:
+        """Those that have been planned so far, in order."""
+        while self.run.find(StageKey.of(key := iteration_key(self.number, len(self._batches) + 1), "plan")) is not None:
+            self._batches.append(Batch.read(self.run, key))
+        return tuple(self._batches)
+
+    @cached_property
+    def before(self) -> CarryOver:
+        """What it began with."""
+        return carry_over_before(self.run, self.number)
+
+    @property
+    def after(self) -> CarryOver:
+        """What its seal leaves to the next."""
+        return carry_over_before(self.run, self.number + 1)
+
+    @property
+    def prompts(self) -> Manifest:
+        """All prompts that there are to learn from."""
+        return self.run.require(PROMPTS["train"])
+
+    @property
+    def first_policy(self) -> Manifest:
+        """The policy that the run began with, which others are compared with."""
+        return self.run.require(StageKey.policy(0))
+
+    @property
+    def policy(self) -> Manifest:
+        """The policy that generates and learns here."""
+        return self.run.require(StageKey.policy(self.number - 1))
+
+    @property
+    def critic(self) -> Manifest:
+        """The critic beside it."""
+        return self.run.require(StageKey.critic(self.number - 1))
+
+    @property
+    def credit(self) -> Manifest:
+        """The training samples."""
+        return self.made("credit")
+
+    @property
+    def update(self) -> Manifest:
+        """The policy that was learnt."""
+        return self.made("update")
+
+    @property
+    def surplus(self) -> list[SurplusGroups]:
+        """Informative groups beyond the target, as credit found them."""
+        return surplus_groups(self.credit)
+
+    @cached_property
+    def rollout(self) -> RolloutConfig:
+        """How the run was made to generate."""
+        return RolloutConfig.model_validate(self.run.record.config["rollout"])
+
+    @property
+    def seed(self) -> int:
+        """Root of the run's random choices."""
+        seed = self.run.record.config["seed"]
+        assert isinstance(seed, int)
+        return seed
+
+    def stage_key(self, stage: str) -> StageKey:
+        """Key of what a stage makes of the iteration as a whole."""
+        return StageKey.of(self.key, stage)
+
+    def made(self, stage: str) -> Manifest:
+        """What a stage made of the iteration as a whole."""
+        return self.run.require(self.stage_key(stage))
+
+    def stage(self, stage: str) -> list[Manifest]:
+        """What a stage made of each shard of each batch, in order."""
+        return [manifest for batch in self.batches for manifest in batch.stage(stage)]
+
+    def shards(self) -> Iterator[tuple[Batch, int]]:
+        """Every shard of every batch, in order."""
+        return ((batch, shard) for batch in self.batches for shard in batch.shards)
+
+    def scored(self, *, prefix: str = "") -> ScoredRollouts:
+        """All that credit looks at: groups left over before, then its own; a re-scoring's prefix takes its scores."""
+        left, own = self.before.leftover_groups, [batch.plan for batch in self.batches]
+        keys = [(StageKey.parse(groups.rollouts), StageKey.parse(groups.scores)) for groups in left]
+        keys += [(plan.rollout_key(n), plan.shard_key("scoring", n)) for plan in own for n in range(plan.num_shards)]
+        return ScoredRollouts(
+            rollouts=tuple(self.run.require(rollouts) for rollouts, _ in keys),
+            scores=tuple(self.run.require(scores.below(prefix)) for _, scores in keys),
+            rows=(*(groups.rows for groups in left), *(None for _ in keys[len(left) :])),
+        )
+
+
+def carry_over_after(iteration: Iteration, dynamic: DynamicSampling | None) -> CarryOver:
+    """What an iteration leaves; groups that were left over once are not kept again."""
+    before, rollouts, scores = iteration.before, iteration.stage("rollout"), iteration.stage("scoring")
+    cursor, cut = iteration.batches[-1].plan.cursor, [manifest for manifest in rollouts if len(manifest.shards) > 1]
+    assert cursor is not None, "an iteration's batches have a cursor"
+    leftover: list[LeftoverGroups] = []
+    returned: list[int] = []
+    for groups in iteration.surplus:
+        new = groups.shard - len(before.leftover_groups)  # credit looks at the groups left over before first
+        if dynamic is not None and dynamic.surplus == "keep" and new >= 0:
+            leftover.append(LeftoverGroups(rollouts=rollouts[new].key, scores=scores[new].key, rows=groups.rows))
+        else:
+            returned += groups.rows
+    sampling = None
+    if dynamic is not None:
+        issued = sum(int(manifest.metrics["groups"]) for manifest in rollouts)
+        informative = sum(int(manifest.metrics["informative_groups"]) for manifest in scores)
+        sampling = (before.sampling or DynamicSamplingState()).after(issued, informative)
+    return CarryOver(
+        cursor=give_back(cursor, returned),
+        sampling=sampling,
+        leftover_groups=tuple(leftover),
+        partial_groups=tuple(PartialGroups(rollouts=manifest.key, rows=partial_rows(manifest)) for manifest in cut),
+    )

@@ -1,0 +1,118 @@
+"""What tasks are handed: an iteration and its batches, seen as the store grows, and as one object each by Prefect."""
+
+import importlib
+import json
+import pkgutil
+from dataclasses import is_dataclass
+
+import pytest
+from prefect import Task
+from prefect.cache_policies import NO_CACHE
+from prefect.utilities.collections import visit_collection
+from pydantic import BaseModel
+
+import tasks
+from infra.errors import Damaged
+from infra.store.manifests import Manifest
+from infra.store.runs import Run, create_run
+from models.config.engines import SamplingConfig
+from tasks.config.run import override_config
+from tasks.placement.stage import placing_of
+from tasks.run.batch import Batch, BatchPlan
+from tasks.run.iteration import Iteration
+from tasks.run.keys import StageKey, iteration_key
+from tasks.run.session import Session, open_session
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = create_run(str(tmp_path), "r", json.dumps({"seed": 1}), "fingerprint")
+    with made.hold():
+        yield made
+
+
+def plan(run: Run, wave: int) -> BatchPlan:
+    """Commit the plan of a batch of the third iteration, of five prompts in three shards."""
+    planned = BatchPlan(
+        key=iteration_key(3, wave),
+        number=3,
+        split="train",
+        rows=(4, 0, 3, 1, 2),
+        group_size=2,
+        shard_prompts=2,
+        sampling=SamplingConfig(),
+        policy=StageKey.policy(2),
+        wave=wave,
+    )
+    run.commit(Manifest(key=planned.plan_key, detail=planned.model_dump(mode="json")))
+    return planned
+
+
+def test_an_iteration_sees_batches_that_are_planned_after_it_was_made(run):
+    iteration = Iteration(run, 3)
+    assert iteration.batches == ()
+    first = plan(run, 1)
+    assert [batch.plan for batch in iteration.batches] == [first]
+    second = plan(run, 2)
+    assert [batch.plan for batch in iteration.batches] == [first, second]
+    assert [(batch.key, shard) for batch, shard in iteration.shards()] == [
+        (key, shard) for key in ("it-0003", "it-0003/wave-2") for shard in range(3)
+    ]
+
+
+def test_a_batch_is_known_by_its_key_in_another_process(run):
+    planned = plan(run, 2)
+    assert Batch.read(run, "it-0003/wave-2").plan == planned
+    with pytest.raises(Damaged, match="'it-0004/plan' is missing"):
+        Batch.read(run, "it-0004")
+
+
+def test_what_is_not_committed_yet_is_named(run):
+    plan(run, 1)
+    for missing, ask in [
+        ("it-0002/update", lambda iteration: iteration.policy),
+        ("it-0003/credit", lambda iteration: iteration.credit),
+        ("it-0003/rollout/0000", lambda iteration: iteration.stage("rollout")),
+        ("it-0003/scoring/0000", lambda iteration: iteration.batches[0].stage("scoring")),
+    ]:
+        with pytest.raises(Damaged, match=f"manifest '{missing}' is missing"):
+            ask(Iteration(run, 3))
+
+
+def test_a_rescoring_has_the_stored_rollouts_and_scores_of_its_own(run):
+    plan(run, 1)
+    [batch] = Iteration(run, 3).batches
+    for shard in range(3):
+        run.commit(Manifest(key=f"it-0003/rollout/{shard:04d}"))
+        run.commit(Manifest(key=f"rescore/strict/it-0003/scoring/{shard:04d}"))
+    again = batch.again("rescore/strict/")
+    assert [manifest.key for manifest in again.rollouts] == [f"it-0003/rollout/{shard:04d}" for shard in range(3)]
+    assert [manifest.key for manifest in again.stage("scoring")] == [
+        f"rescore/strict/it-0003/scoring/{shard:04d}" for shard in range(3)
+    ]
+
+
+def test_prefect_sees_one_object_in_what_tasks_are_handed(run):
+    plan(run, 1)
+    iteration = Iteration(run, 3)
+    for handed in (iteration, *iteration.batches):
+        seen: list[object] = []
+        visit_collection(handed, seen.append)
+        assert seen == [handed]
+    assert not is_dataclass(Session)
+    assert not issubclass(Session, BaseModel)
+
+
+def test_prefect_hashes_and_keeps_nothing_of_any_task():
+    modules = [importlib.import_module(found.name) for found in pkgutil.walk_packages(tasks.__path__, "tasks.")]
+    found = {task.name: task for module in modules for task in vars(module).values() if isinstance(task, Task)}
+    assert len(found) > 30
+    assert [name for name, task in found.items() if task.cache_policy != NO_CACHE] == []
+
+
+async def test_before_the_first_iteration_there_is_no_placement_to_recall(run, tmp_path):
+    config = override_config({}, ("pools.cluster=threads",), source="run.toml")
+    async with open_session(run, config, store=str(tmp_path)) as session:
+        placing = placing_of(session, before=0)
+        assert placing.current is None
+        assert placing is session.placing
