@@ -8,7 +8,7 @@ import sys
 import pyarrow as pa
 import pytest
 
-from infra.errors import EndpointDown
+from infra.errors import BadInput, EndpointDown
 from infra.pools.host import Host, Raised
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
@@ -165,3 +165,19 @@ def test_a_name_is_resolved_once_and_connected_to_by_address():
         seen = list(LOOKUPS)
     assert seen.count("localhost") == 1
     assert set(seen) - {"localhost"} <= {"127.0.0.1", b"127.0.0.1", "::1", b"::1"}
+
+
+def test_a_name_that_leads_to_a_private_address_is_refused_before_anything_is_sent():
+    with chat_server(lambda asked, before: says("fine")) as server:
+        port = server.url.split(":")[2]
+        judge = judge_at(f"https://localhost:{port}", allowed_hosts=("localhost",), allow_private=False)
+        with pytest.raises(BadInput, match=r"localhost is at (127\.0\.0\.1|::1): a private, loopback"):
+            judge.ask(questions(3))
+    assert server.asked == []
+    assert judge.progress <= 3, "refused, not tried again"
+
+
+def test_a_name_that_does_not_resolve_is_asked_again_and_then_down():
+    judge = judge_at("https://nowhere.invalid/v1", allowed_hosts=("nowhere.invalid",), retries=1)
+    with pytest.raises(EndpointDown, match=r"nowhere\.invalid does not resolve: .* at attempt 2 of 2"):
+        judge.ask(questions(2))
