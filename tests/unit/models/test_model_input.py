@@ -52,6 +52,7 @@ def test_what_is_given_after_a_written_token_belongs_to_the_completion():
 def test_inputs_are_equal_where_the_same_tokens_have_the_same_authors():
     assert ModelInput.given([1, 2]).continued([3]) == ModelInput.given(np.array([1, 2])).continued((3,))
     assert ModelInput.given([1, 2, 3]) != ModelInput.given([1, 2]).continued([3])
+    assert ModelInput.given([1, 2, 3]) != ModelInput().continued([1, 2, 3])
     assert ModelInput.given([1]).continued([]) == ModelInput.given([1])
     with pytest.raises(TypeError):
         hash(ModelInput.given([1]))
