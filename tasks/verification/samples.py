@@ -7,6 +7,7 @@ from operator import itemgetter
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
+from models.records.model_input import COMPLETION_TOKENS
 from models.records.schemas import FinishReason
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
@@ -97,12 +98,12 @@ def _check_cut(iteration: Iteration, manifest: Manifest, found: list[list[Name]]
 def _check_segments(iteration: Iteration, manifest: Manifest) -> Iterator[str]:
     """Every token has the policy version that wrote it, and none is newer than the iteration's."""
     for ref in manifest.shards:
-        rows = read_shard(iteration.run.store, ref, columns=["prompt_row", "sample", "completion_tokens", "segments"])
+        rows = read_shard(iteration.run.store, ref, columns=["prompt_row", "sample", COMPLETION_TOKENS, "segments"])
         for row in rows.to_pylist():
             versions = [segment["policy_version"] for segment in row["segments"]]
             told = sum(segment["tokens"] for segment in row["segments"])
             if (
-                told != len(row["completion_tokens"])
+                told != len(row[COMPLETION_TOKENS])
                 or versions != sorted({*versions})
                 or versions[-1] >= iteration.number
             ):
@@ -112,14 +113,14 @@ def _check_segments(iteration: Iteration, manifest: Manifest) -> Iterator[str]:
 
 def _check_continued(run: Run, manifest: Manifest, before: ShardRef) -> Iterator[str]:
     """A completion that goes on begins with all that it was; one that had ended is as it was."""
-    columns = ["prompt_row", "sample", "completion_tokens", "logprobs", "segments", "seed", "finish_reason"]
+    columns = ["prompt_row", "sample", COMPLETION_TOKENS, "logprobs", "segments", "seed", "finish_reason"]
     earlier = {_name(row): row for row in read_shard(run.store, before, columns=columns).to_pylist()}
     for row in chain.from_iterable(read_shard(run.store, ref, columns=columns).to_pylist() for ref in manifest.shards):
         old = earlier.get(_name(row))
         if old is None:
             continue
         whole = old["finish_reason"] != FinishReason.CUT.value
-        lists = ("completion_tokens", "logprobs", "segments")
+        lists = (COMPLETION_TOKENS, "logprobs", "segments")
         goes_on = all(row[name][: len(old[name])] == old[name] for name in lists) and row["seed"] == old["seed"]
         if (whole and row != old) or not goes_on:
             prompt, sample = _name(row)
