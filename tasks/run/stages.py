@@ -40,7 +40,7 @@ def stage(
         task_run_name=name,
         retries=retries,
         retry_delay_seconds=list(pauses_seconds) or None,
-        retry_condition_fn=_is_transient,
+        retry_condition_fn=is_transient,
         cache_policy=NO_CACHE,
     )
 
@@ -123,7 +123,7 @@ def _version(outcome: Outcome) -> dict[str, JsonValue]:
     return {} if model is None else {"version": model.version}
 
 
-async def _is_transient(task: Task[..., object], task_run: TaskRun, state: State[object]) -> bool:
+async def is_transient(task: Task[..., object], task_run: TaskRun, state: State[object]) -> bool:
     """Whether trying a task again can help: a lost worker or the outside world, never a bad result."""
     try:
         await state.aresult()

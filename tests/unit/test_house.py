@@ -47,6 +47,22 @@ def graph():
     return grimp.build_graph(*ROOMS, cache_dir=None)
 
 
+def folder(module):
+    """The folder that a module lies in."""
+    path = HOME.joinpath(*module.split("."))
+    return path if path.is_dir() else path.parent
+
+
+def test_no_two_folders_import_each_other(graph):
+    ways = {
+        (folder(importer), folder(imported))
+        for importer in graph.modules
+        for imported in graph.find_modules_directly_imported_by(importer)
+    }
+    both = {(here, there) for here, there in ways if here < there and (there, here) in ways}
+    assert both == set()
+
+
 def test_a_public_class_name_has_one_meaning():
     trees = [ast.parse(path.read_text()) for path in SOURCES if ELSEWHERE not in path.parents]
     names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
