@@ -16,7 +16,6 @@ from prefect.states import Cancelling
 
 from infra.errors import WorkerFailed, WorkerLost, first_cause
 from infra.store.runs import create_run, open_run
-from placement.config import AdaptivePlacement
 from tasks.config.run import RunConfig, parse_config
 from tasks.preparation import check_inputs
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
@@ -41,9 +40,9 @@ async def hold(config: RunConfig, *, scope: RunConfig | None = None) -> AsyncIte
     with tags(config.name):
         if deployment.id is not None:  # the command line has checked before it started anything
             await check_inputs(config)
-        if config.controllers.where == "deployment" and isinstance(config.placement, AdaptivePlacement):
+        if config.controllers.where == "deployment":
             # Queues are in the controllers' own processes, so nobody can correct the placement inside a stage.
-            config = config.model_copy(update={"placement": config.placement.model_copy(update={"drain": False})})
+            config = config.model_copy(update={"placement": config.placement.standing()})
         run = create_run(config.store, config.name, json.dumps(config.identity()), config.fingerprint())
         with run.hold():
             async with open_session(run, scope or config, store=config.store, whole=True) as session:

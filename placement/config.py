@@ -1,6 +1,6 @@
 """Configuration of placement: which workers serve which role. Results do not depend on it."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue
 
@@ -10,8 +10,20 @@ from infra.config import Settings
 class PlacementPolicy(Settings):
     """What all policies share."""
 
+    takes_turns: ClassVar[bool] = True
+    """Whether roles may take turns; otherwise rollout needs a slot beside those of the reward models."""
+
     replicas: dict[str, Annotated[int, Field(ge=1)]] = {}
     """Replicas of served rewards, by term, that are fixed; the others share what is left, largest replica first."""
+
+    @property
+    def corrects(self) -> bool:
+        """Whether it may move workers inside a stage."""
+        return False
+
+    def standing(self) -> Self:
+        """The same policy where nobody can correct a plan inside a stage."""
+        return self
 
 
 class ColocatedPlacement(PlacementPolicy):
@@ -23,6 +35,8 @@ class ColocatedPlacement(PlacementPolicy):
 class FixedPlacement(PlacementPolicy):
     """Rollout and scoring side by side, always on the same split."""
 
+    takes_turns = False
+
     kind: Literal["fixed"] = "fixed"
     rollout: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Share of the workers that generate."""
@@ -30,6 +44,8 @@ class FixedPlacement(PlacementPolicy):
 
 class ProportionalPlacement(PlacementPolicy):
     """Side by side, split as the busy seconds of the iterations before (EMA 0.7)."""
+
+    takes_turns = False
 
     kind: Literal["proportional"] = "proportional"
 
@@ -47,6 +63,15 @@ class AdaptivePlacement(PlacementPolicy):
     drain: bool = True
     """Move workers inside a stage too."""
 
+    @property
+    def corrects(self) -> bool:
+        """If it may."""
+        return self.drain
+
+    def standing(self) -> Self:
+        """The plan between stages alone."""
+        return self.model_copy(update={"drain": False})
+
 
 class TargetPlacement(PlacementPolicy):
     """Any class that fits `placement.policies.protocol.Policy`."""
@@ -56,6 +81,11 @@ class TargetPlacement(PlacementPolicy):
     """`pkg.mod:Class`."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments of the class."""
+
+    @property
+    def corrects(self) -> bool:
+        """It is asked, and may leave the plan as it is."""
+        return True
 
 
 PlacementConfig = Annotated[

@@ -9,7 +9,7 @@ from infra.config import Fraction, Positive, Settings
 from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy
-from models.config.reward_terms import BlankLines, RewardTerm, Segmentation
+from models.config.reward_terms import Aggregated, BlankLines, RewardTerm, Segmentation, Valued
 from models.config.training import WarmupConfig
 
 
@@ -71,7 +71,7 @@ class StepsVerdict(Settings):
     """Steps that count as wrong: named by all votes, by half of them, by any; or each by its share of the votes."""
     ties: Literal["flag", "pass"] = "flag"
     """What half of the votes do to a step under `majority`."""
-    aggregate: Literal["mean", "sum", "min"] = "mean"
+    aggregate: Aggregated = "mean"
     """How the values of steps become one where a number per completion is wanted."""
 
 
@@ -176,9 +176,14 @@ class JudgeReward(RewardTerm):
         return self.verdict if isinstance(self.verdict, StepsVerdict) else None
 
     @property
-    def values_steps(self) -> bool:
-        """Whether it values steps rather than whole completions."""
-        return self.steps_verdict is not None
+    def valued(self) -> Valued:
+        """What it gives a number of its own."""
+        return "completion" if self.steps_verdict is None else "step"
+
+    @property
+    def aggregated(self) -> Aggregated:
+        """How the values of steps become one."""
+        return super().aggregated if self.steps_verdict is None else self.steps_verdict.aggregate
 
     @property
     def writes(self) -> bool:

@@ -7,6 +7,10 @@ from pydantic import Field, JsonValue, field_validator
 
 from infra.config import Settings
 
+Valued = Literal["completion", "step", "token"]
+
+Aggregated = Literal["mean", "sum", "min"]
+
 
 class RewardTerm(Settings):
     """What all reward terms share."""
@@ -20,9 +24,19 @@ class RewardTerm(Settings):
     """Whether it raises ValueError at a reference that it cannot compare with: known before anything is generated."""
 
     @property
+    def valued(self) -> Valued:
+        """What it gives a number of its own."""
+        return "completion"
+
+    @property
     def values_steps(self) -> bool:
         """Whether it values steps or tokens rather than whole completions."""
-        return False
+        return self.valued != "completion"
+
+    @property
+    def aggregated(self) -> Aggregated:
+        """How the numbers of steps or tokens become one where a number per completion is wanted."""
+        raise AssertionError("only what values steps or tokens has several numbers")
 
 
 # ---- steps
@@ -91,17 +105,22 @@ class TargetReward(RewardTerm):
     """`pkg.mod:function`."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments given to the function."""
-    per: Literal["completion", "step", "token"] = "completion"
+    per: Valued = "completion"
     """What gets a number of its own."""
     steps: Segmentation = BlankLines()
     """What a step is."""
-    aggregate: Literal["mean", "sum", "min"] = "mean"
+    aggregate: Aggregated = "mean"
     """How the numbers of steps or tokens become one where a number per completion is wanted."""
 
     @property
-    def values_steps(self) -> bool:
-        """Whether it values steps or tokens rather than whole completions."""
-        return self.per != "completion"
+    def valued(self) -> Valued:
+        """What it gives a number of its own."""
+        return self.per
+
+    @property
+    def aggregated(self) -> Aggregated:
+        """How the numbers of steps or tokens become one."""
+        return self.aggregate
 
 
 RuleReward = NumericReward | MathReward | RegexReward | TargetReward

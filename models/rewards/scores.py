@@ -7,14 +7,12 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.config.judges import JudgeReward, StepsVerdict
-from models.config.reward_terms import TargetReward
 from models.config.rewards import RewardConfig, ScoringConfig
 from models.judges.verdicts import Judgement
 from models.records.schemas import score_schema
 from models.rewards.evaluate import Verdict
 from models.rewards.values import UNSPELT, Value
-from models.text.steps import Aggregate, Spans, StepValues, aggregate, spans_of
+from models.text.steps import Spans, StepValues, aggregate, spans_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +103,13 @@ def _joined(
 
 
 def _spans(found: StepValues, reward: RewardConfig, starts: Sequence[int]) -> Spans:
-    if isinstance(reward, TargetReward) and reward.per == "token":
+    if reward.valued == "token":
         return Spans(tuple(range(len(found.values))), found.values)
     return spans_of(starts, found)
 
 
 def _scalar(value: float | Spans | None, reward: RewardConfig) -> float | None:
-    return aggregate(value.values, _aggregate(reward)) if isinstance(value, Spans) else value
-
-
-def _aggregate(reward: RewardConfig) -> Aggregate:
-    assert reward.values_steps, "only process rewards have spans"
-    if isinstance(reward, JudgeReward):
-        assert isinstance(reward.verdict, StepsVerdict), "other verdicts are numbers"
-        return reward.verdict.aggregate
-    assert isinstance(reward, TargetReward), "no other reward values steps"
-    return reward.aggregate
+    return aggregate(value.values, reward.aggregated) if isinstance(value, Spans) else value
 
 
 def _process_columns(term: str, spans: Sequence[Spans | None]) -> dict[str, pa.Array]:

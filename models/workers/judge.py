@@ -63,7 +63,7 @@ class JudgeWorker:
         self._term = term
         self._reward = reward
         self._local: LocalJudge | None = None
-        if isinstance(reward.model, EndpointJudge):
+        if reward.model.kind == "endpoint":
             self._judge = _endpoint_judge(reward.model, reward)
         else:
             self._judge = self._local = _local_judge(reward.model, reward, threads)

@@ -152,7 +152,7 @@ class RunConfig(Settings):
         slots = sum(self.placement.replicas.get(term, 1) * reward.slots for term, reward in self.scoring.local.items())
         if slots > self.pools.workers:
             raise ValueError(f"pools.workers {self.pools.workers}: the reward models take at least {slots} slots")
-        if slots and slots == self.pools.workers and self.placement.kind in ("fixed", "proportional"):
+        if slots and slots == self.pools.workers and not self.placement.takes_turns:
             raise ValueError(
                 f"pools.workers {self.pools.workers}: placement.kind {self.placement.kind!r} runs rollout beside the "
                 f"reward models, which take {slots} slots: raise pools.workers, or use 'colocated' or 'adaptive'"

@@ -7,7 +7,6 @@ import time
 from pydantic import JsonValue
 
 from infra.pools.fleet import Fleet
-from placement.config import AdaptivePlacement, PlacementConfig, TargetPlacement
 from placement.measurements import Role
 from placement.records import DrainInputs, InFlight, Plan, RoleProgress
 from tasks.placement.demand import rollout_demand, scoring_demand
@@ -38,7 +37,7 @@ async def correct_placement(session: Session, batch: Batch, dealt: Plan) -> None
                 )
                 stage.moved(dealt, failed=False)
                 await arrange(session, batch, dealt)
-            if not _corrects(session.settings.placement):
+            if not session.settings.placement.corrects:
                 continue
             decision = placing.policy.drain(inputs)
             placing.memory = decision.memory
@@ -64,10 +63,6 @@ def _depths(inputs: DrainInputs) -> JsonValue:
     for name, role in roles.items():
         depths[name] = {"waiting": role.waiting, "busy": len(role.in_flight), "slots": role.slots, "done": role.done}
     return depths
-
-
-def _corrects(policy: PlacementConfig) -> bool:
-    return policy.drain if isinstance(policy, AdaptivePlacement) else isinstance(policy, TargetPlacement)
 
 
 class _Stage:

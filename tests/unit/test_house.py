@@ -11,6 +11,11 @@ from pathlib import Path
 import grimp
 import pytest
 
+from infra.variants import Variant
+from models.config.algorithms import Algorithm
+from models.config.data import DataSource
+from models.config.engines import EngineSettings
+from models.config.objectives import PolicyLoss
 from tasks.config.reference import reference
 
 HOME = Path(__file__).parents[2]
@@ -67,6 +72,25 @@ def test_a_public_class_name_has_one_meaning():
     trees = [ast.parse(path.read_text()) for path in SOURCES if ELSEWHERE not in path.parents]
     names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     assert [name for name, count in Counter(names).items() if count > 1 and not name.startswith("_")] == []
+
+
+def test_nobody_asks_a_variant_what_it_is():
+    """Only what it says of itself: a class of a user's own would be none of those that are asked for."""
+    for base in (Algorithm, PolicyLoss, EngineSettings, DataSource):
+        assert len(_below(base)) > 1
+    variants = {variant.__name__ for variant in _below(Variant)}
+    asked = []
+    for path in (path for path in SOURCES if HOME / "models/config" not in path.parents):
+        for node in ast.walk(ast.parse(path.read_text())):
+            test = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
+            parts = node.args[1:] if test else [node.cls] if isinstance(node, ast.MatchClass) else []
+            names = {name.id for part in parts for name in ast.walk(part) if isinstance(name, ast.Name)}
+            asked += [f"{path.relative_to(HOME)}:{node.lineno}: {name}" for name in names & variants]
+    assert asked == []
+
+
+def _below(base: type[Variant]) -> list[type[Variant]]:
+    return [found for child in base.__subclasses__() for found in (child, *_below(child))]
 
 
 def test_small_modules_with_one_importer_are_named(graph):
