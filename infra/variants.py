@@ -47,8 +47,9 @@ class Target(Settings):
         found = find_target(self.target, where=where)
         if not (isinstance(found, type) and issubclass(found, base)):
             raise BadInput(f"{where}: expected a subclass of {_import_string(base)}, found {found!r}")
-        if not hasattr(found, "implementation"):
-            raise BadInput(f"{where}: expected a class variable `implementation`, such as 'pkg.mod:name', found none")
+        for name in sorted(found.__class_vars__):
+            if not hasattr(found, name):
+                raise BadInput(f"{where}: expected the class variable {name}, found none")
         try:
             return found.model_validate(self.options)
         except ValidationError as error:

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from infra.plugins import check_function, find_target
-from infra.variants import check_implementation, implementation_of
+from infra.variants import implementation_of
 from models.algorithms.capo import steps_differ
 from models.algorithms.distillation import distillation, distillation_metrics
 from models.algorithms.experience import (
@@ -52,9 +52,9 @@ def required_models(algorithm: Algorithm) -> Needs:
 
 def check_algorithm(algorithm: Algorithm) -> None:
     """Raise BadInput unless the algorithm's functions can be imported and called."""
-    check_implementation(algorithm, "experience", "algorithm", where="algorithm")
-    place = f"algorithm {algorithm.known_as!r}: informative {algorithm.informative!r}"
-    check_function(algorithm.informative, "scored", "algorithm", where=place)
+    for name, parameters in algorithm.functions().items():
+        target = getattr(algorithm, name)
+        check_function(target, *parameters, where=f"algorithm {algorithm.known_as!r}: {name} {target!r}")
 
 
 def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages:

@@ -131,6 +131,10 @@ class Algorithm(Variant):
         """Whether groups of equal rewards are trained too: their tokens may be worth something by other means."""
         return self.equal_rewards_teach or self.distillation is not None
 
+    def functions(self) -> dict[str, tuple[str, ...]]:
+        """Class variables that name functions, and the parameters that each is called with."""
+        return {"implementation": ("experience", "algorithm"), "informative": ("scored", "algorithm")}
+
     def reasons_against(self, job: "Job") -> Iterator[str]:
         """Yield one line per combination that cannot work; the first is what the user is told."""
         if self.compares_groups and job.rollout.group_size < 2:
@@ -193,6 +197,10 @@ class GroupRelative(Algorithm):
     def keeps_uninformative(self) -> bool:
         """Whether groups of equal rewards are trained too."""
         return self.keep_uninformative or super().keeps_uninformative
+
+    def functions(self) -> dict[str, tuple[str, ...]]:
+        """What all have, and the baseline."""
+        return {**super().functions(), "relative": ("rewards_N", "group_N", "num_groups")}
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
         """Yield what does not go together; terms that are normalised one by one leave no room for penalties."""

@@ -1,22 +1,34 @@
 """What users bring, by the files that docs/extending.md shows: read, written, carried to workers, and refused."""
 
 import json
+import math
 import pickle
 import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from infra.errors import BadInput
+from infra.store.bundles import BundleRef
 from infra.variants import Variant, check_implementation
-from models.algorithms.advantages import check_algorithm
+from models.algorithms.advantages import check_algorithm, token_advantages
 from models.config.algorithms import Algorithm, Grpo
-from models.config.engines import EngineSettings
+from models.config.engines import EngineSettings, SamplingConfig
 from models.data.load import load_problems
-from models.engines.build import check_implemented
+from models.engines.build import build_engine, check_implemented
+from models.engines.protocol import Request
+from models.objectives.policy_losses import policy_loss
+from models.records.versions import ModelVersion
+from placement.policies.build import build_policy
 from tasks.config.run import RunConfig, override_config
+from tests.support.experiences import NAN, Drawn, experience
+from tests.support.losses import doubles, pass_tokens
 from tests.support.pages import EXTENDING, write_page
+from tests.support.placements import plan_inputs
+from tests.support.policies import VOCABULARY, write_policy
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +45,9 @@ def folder(tmp_path_factory):
 
 
 FAULTS = """
-from models.config.algorithms import Algorithm
+from models.config.algorithms import Algorithm, GroupRelative
 from models.config.data import DataSource
-from models.config.engines import EngineSettings
+from models.config.engines import EngineSettings, SamplingConfig
 from models.config.objectives import PolicyLoss
 
 class Bare(Algorithm):
@@ -43,6 +55,12 @@ class Bare(Algorithm):
 
 class Lost(Algorithm):
     implementation = "my_faults:credti"
+
+class Baseless(GroupRelative):
+    pass
+
+class Best(GroupRelative):
+    relative = "my_faults:numbers_of"
 
 class Greedy(Algorithm):
     implementation = "my_faults:credit"
@@ -124,7 +142,8 @@ def test_a_class_of_ones_own_may_be_given_as_it_is(folder):
         ("algorithm.target=my_algorithm:Winner", "did you mean 'Winners'?"),
         ("algorithm.target=my_algorithm:winners", "a subclass of models.config.algorithms:Algorithm, found <f"),
         ("algorithm.target=my_loss:SoftClip", "a subclass of models.config.algorithms:Algorithm, found <class"),
-        ("algorithm.target=my_faults:Bare", "expected a class variable `implementation`"),
+        ("algorithm.target=my_faults:Bare", "expected the class variable implementation, found none"),
+        ("algorithm.target=my_faults:Baseless", "expected the class variable relative, found none"),
         ("algorithm.options.exponnent=2", "unknown key 'exponnent'; did you mean 'exponent'?"),
         ("algorithm.options.exponent=-1", "exponent: expected greater than 0, got -1"),
         ("algorithm.exponent=1", "unknown key 'algorithm.exponent'"),
@@ -157,6 +176,7 @@ def fault(folder: Path, part: str, name: str) -> Variant:
     [
         ("Lost", "algorithm 'my_faults:Lost': implementation 'my_faults:credti': no attribute 'credti' in"),
         ("Lost", "did you mean 'credit'?"),
+        ("Best", "algorithm 'my_faults:Best': relative 'my_faults:numbers_of': no attribute 'numbers_of'"),
         ("Greedy", "expected to call it with (experience, algorithm), found (experience, algorithm, more): missing"),
     ],
 )
@@ -186,6 +206,45 @@ def test_a_source_gives_problems_and_what_it_raises_is_bad_input(folder):
     broken = fault(folder, "data", "Numbers").model_copy(update={"broken": True})
     with pytest.raises(BadInput, match="making them failed: OSError: no such bucket"):
         load_problems(broken, "train", 0)
+
+
+def test_an_algorithm_of_the_page_gives_what_is_above_the_mean_to_every_token(folder):
+    algorithm = read(folder, "algorithm.options=").algorithm
+    found = token_advantages(experience(Drawn([1, 0, 0, NAN], [2, 1, 2, 1])), algorithm)
+    np.testing.assert_allclose(found.advantages_T, [2 / 3, 2 / 3, 0, 0, 0, NAN])
+    rooted = read(folder).algorithm.model_copy(update={"overlong": None})
+    found = token_advantages(experience(Drawn([1, 0], [1, 1])), rooted)
+    np.testing.assert_allclose(found.advantages_T, [0.5**0.5, 0])
+
+
+def test_a_loss_of_the_page_fades_as_the_ratio_leaves_1(folder):
+    tokens = pass_tokens([2], behaviour=[0.0, 0.0], advantages=[3.0, 3.0])
+    logprobs_N = doubles([1.0, 1.5]).log().requires_grad_()
+    terms = policy_loss(logprobs_N, torch.zeros(2, dtype=torch.float64), tokens=tokens, config=read(folder).update.loss)
+    terms.loss_N.sum().backward()
+    assert logprobs_N.grad.tolist() == pytest.approx([-3.0, -3.0 * math.exp(-2.0 * 0.5)])
+
+
+def test_an_engine_of_the_page_draws_by_seed_whoever_its_neighbours_are(folder, tmp_path):
+    write_policy(tmp_path)
+    engine = build_engine(read(folder).rollout.engine)
+    engine.load(tmp_path, ModelVersion(version=0, weights=BundleRef(key="policies/d1", digest="d1", bytes=0)))
+    assert engine.serves() == "d1"
+    sampling = SamplingConfig(max_new_tokens=8)
+    requests = [Request(row=row, tokens=(5, 6), seeds=(3 * row, 3 * row + 1)) for row in range(4)]
+    together = engine.generate(requests, sampling)
+    assert together == [answers for request in requests for answers in engine.generate([request], sampling)]
+    for completion in (one for answers in together for one in answers):
+        assert completion.logprobs == (-math.log(VOCABULARY),) * len(completion.tokens)
+    cut = engine.generate([Request(row=0, tokens=(5,), seeds=(3,), budget=3)], sampling)[0][0]
+    going_on = Request(row=0, tokens=(5,), seeds=(3,), prefixes=(cut.tokens,))
+    whole = engine.generate([Request(row=0, tokens=(5,), seeds=(3,))], sampling)[0][0]
+    assert cut.tokens + engine.generate([going_on], sampling)[0][0].tokens == whole.tokens
+
+
+def test_a_placement_of_the_page_deals_as_its_option_says(folder):
+    plan = build_policy(read(folder).placement).plan(plan_inputs(workers=5)).plan
+    assert (plan.rollout, plan.scoring) == (2, 3)
 
 
 def test_built_ins_name_what_does_their_work_as_users_do():
