@@ -21,6 +21,7 @@ from models.data.load import load_problems
 from models.engines.build import build_engine, check_implemented
 from models.engines.protocol import Request
 from models.objectives.policy_losses import policy_loss
+from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from placement.policies.build import build_policy
 from tasks.config.run import RunConfig, override_config
@@ -231,15 +232,16 @@ def test_an_engine_of_the_page_draws_by_seed_whoever_its_neighbours_are(folder, 
     engine.load(tmp_path, ModelVersion(version=0, weights=BundleRef(key="policies/d1", digest="d1", bytes=0)))
     assert engine.serves() == "d1"
     sampling = SamplingConfig(max_new_tokens=8)
-    requests = [Request(row=row, tokens=(5, 6), seeds=(3 * row, 3 * row + 1)) for row in range(4)]
+    prompt = ModelInput.given([5, 6])
+    requests = [Request(row=row, inputs=(prompt, prompt), seeds=(3 * row, 3 * row + 1)) for row in range(4)]
     together = engine.generate(requests, sampling)
     assert together == [answers for request in requests for answers in engine.generate([request], sampling)]
     for completion in (one for answers in together for one in answers):
         assert completion.logprobs == (-math.log(VOCABULARY),) * len(completion.tokens)
-    cut = engine.generate([Request(row=0, tokens=(5,), seeds=(3,), budget=3)], sampling)[0][0]
-    going_on = Request(row=0, tokens=(5,), seeds=(3,), prefixes=(cut.tokens,))
-    whole = engine.generate([Request(row=0, tokens=(5,), seeds=(3,))], sampling)[0][0]
-    assert cut.tokens + engine.generate([going_on], sampling)[0][0].tokens == whole.tokens
+    [[whole]] = engine.generate([Request(row=0, inputs=(prompt,), seeds=(3,))], sampling)
+    [[cut]] = engine.generate([Request(row=0, inputs=(prompt,), seeds=(3,), budget=3)], sampling)
+    [[rest]] = engine.generate([Request(row=0, inputs=(prompt.continued(cut.tokens),), seeds=(3,))], sampling)
+    assert (cut.tokens + rest.tokens, rest.text) == (whole.tokens, whole.text)
 
 
 def test_a_placement_of_the_page_deals_as_its_option_says(folder):
