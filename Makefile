@@ -53,6 +53,7 @@ format: $(VENV)/.dev
 
 docs: $(VENV)/.base  ## write the generated pages again
 	@$(BIN)/python -m tasks.config.reference > docs/configuration.md
+	@$(BIN)/python -m flows.cli.reference
 
 site: export NO_MKDOCS_2_WARNING := 1
 site: export DISABLE_MKDOCS_2_WARNING := true

@@ -18,6 +18,7 @@ from bench.tables import Table
 from infra.errors import BadInput
 
 PARTS = (
+    "startup",
     "stages",
     "minute",
     "trl",

@@ -3,15 +3,23 @@
 import difflib
 import importlib
 import inspect
+import os
 import pkgutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import ModuleType
+from typing import Final
 
 from infra.errors import BadInput
+
+TARGETS: Final = "RHEOSTAT_TARGETS"
+"""Environment variable with folders in which targets are found when they are nowhere else; separated like PATH."""
 
 
 def find_target(target: str, *, where: str) -> object:
     """Import what a target names. Raises BadInput, with the nearest name; `where` begins its message."""
+    sys.path += [folder for folder in _folders() if folder not in sys.path]  # last: they hide nothing of ours
     module_name, _, path = target.partition(":")
     found: object = _module(module_name, where)
     for name in path.split("."):
@@ -19,6 +27,15 @@ def find_target(target: str, *, where: str) -> object:
             raise BadInput(f"{where}: no attribute {name!r} in {found!r}{nearest_name(name, dir(found))}")
         found = getattr(found, name)
     return found
+
+
+def find_targets_in(folder: Path) -> None:
+    """Have targets found in this folder, too, by this process and by those that it starts from now on."""
+    os.environ[TARGETS] = os.pathsep.join(dict.fromkeys([*_folders(), str(folder.resolve())]))
+
+
+def _folders() -> list[str]:
+    return [folder for folder in os.environ.get(TARGETS, "").split(os.pathsep) if folder]
 
 
 def check_function(target: str, *parameters: str, where: str, named: Iterable[str] = ()) -> None:

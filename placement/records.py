@@ -168,3 +168,21 @@ class Decision(Settings):
     """One sentence for people: "moved 2 of 8 workers from scoring to rollout: predicted 61 s instead of 84 s"."""
     memory: Memory
     """To be handed in with the next inputs."""
+
+
+class MeasuredStage(Settings):
+    """What a finished stage had to do, with the lengths and paces that it measured of itself."""
+
+    rollout: Demand
+    scoring: Demand
+
+
+class MeasuredRun(Settings):
+    """What the stages of a run measured, as the simulator reads it."""
+
+    run: str
+    """Name."""
+    workers: int
+    """Slots in all."""
+    stages: tuple[MeasuredStage, ...]
+    """In order."""

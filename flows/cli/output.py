@@ -1,32 +1,126 @@
-"""Text for people: tables and rollouts on a terminal."""
+"""What commands print: one builder of rows for each table, and rollouts as text."""
 
 import sys
 from collections.abc import Sequence
+from statistics import median
 
+from infra.terminal import table
 from models.rollouts.preview import RolloutPreview
+from placement.records import PlanInputs
+from tasks.views.metrics import shown, small
+from tasks.views.placement import DecisionLine
+from tasks.views.rescorings import RecreditedIteration, RescoredIteration
+from tasks.views.runs import RunDescription, RunLine
+
+Rows = list[dict[str, str]]
+
+STAGES = ("rollout", "scoring", "credit", "update", "total")
 
 
-def write(text: str) -> None:
-    """Print one piece of output at once, so that a reader of our pipe sees it when it is made."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+def run_rows(runs: Sequence[RunLine]) -> Rows:
+    """The runs of a store."""
+    return [
+        {
+            "run": run.run,
+            "created": run.created or "-",
+            "iterations": "damaged: see `rheostat verify`" if run.damage else str(run.iterations),
+            "accuracy before": shown(run.before),
+            "after": shown(run.after),
+            "fingerprint": run.fingerprint or "-",
+        }
+        for run in runs
+    ]
 
 
-def table(rows: Sequence[dict[str, str]]) -> str:
-    """Columns under their names: the first to the left, numbers to the right."""
-    if not rows:
-        return ""
-    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(_cells(line, widths)).rstrip() for line in lines)
+def iteration_rows(description: RunDescription) -> Rows:
+    """The iterations of a run."""
+    return [
+        {
+            "iteration": str(report.iteration),
+            "accuracy": shown(report.accuracy),
+            "reward": shown(report.reward),
+            "length": shown(report.length, digits=1),
+            "kl": f"{report.kl:.4f}",
+            "mismatch": small(report.mismatch),
+            "missing": str(report.missing),
+            **{f"{name} s": f"{report.seconds[name]:.2f}" for name in STAGES},
+            "policy": f"{report.policy[:16]}{' (quarantined)' if report.quarantined else ''}",
+        }
+        for report in description.iterations
+    ]
 
 
-def _cells(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    first, *others = zip(line, widths, strict=True)
-    return [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+def decision_rows(lines: Sequence[DecisionLine]) -> Rows:
+    """The placement decisions of a run."""
+    return [
+        {
+            "batch": line.batch,
+            "moment": line.moment,
+            "predicted s": f"{line.predicted_seconds:.1f}",
+            "unchanged s": f"{line.unchanged_seconds:.1f}",
+            "measured s": shown(line.measured_seconds, digits=1),
+            "again": "same" if line.replayed else "DIFFERENT",
+        }
+        for line in lines
+    ]
 
 
-def rollout(sample: RolloutPreview) -> str:
+def decision_text(lines: Sequence[DecisionLine]) -> str:
+    """Decisions for a terminal: figures in columns, then the sentence."""
+    rows = table(decision_rows(lines)).splitlines()
+    sentences = ["decision", *(line.sentence for line in lines)]
+    return "\n".join(f"{row}  {sentence}" for row, sentence in zip(rows, sentences, strict=True)) if lines else ""
+
+
+def assumption_rows(inputs: PlanInputs) -> Rows:
+    """What a plan is made from."""
+    return [
+        {
+            "role": role,
+            "units": str(demand.units),
+            "sequences": str(demand.units * demand.sequences),
+            "median tokens": f"{median(demand.lengths):.0f}",
+            "step ms": f"{1e3 * demand.pace.base_seconds:.2f}",
+            "per sequence ms": f"{1e3 * demand.pace.per_sequence_seconds:.3f}",
+            "slots per worker": str(demand.slots),
+            "from": "measurements" if demand.measured else "assumptions",
+        }
+        for role, demand in (("rollout", inputs.rollout), ("scoring", inputs.scoring))
+    ]
+
+
+def rescored_rows(lines: Sequence[RescoredIteration]) -> Rows:
+    """New rewards beside the stored ones."""
+    return [
+        {
+            "iteration": str(line.iteration),
+            "completions": str(line.completions),
+            "missing": str(line.missing),
+            "stored reward": shown(line.stored_reward),
+            "new reward": shown(line.reward),
+            "correlation": shown(line.correlation),
+            "changed": f"{line.changed:.1%}",
+        }
+        for line in lines
+    ]
+
+
+def recredited_rows(lines: Sequence[RecreditedIteration]) -> Rows:
+    """New advantages beside those that the run learnt from."""
+    return [
+        {
+            "iteration": str(line.iteration),
+            "samples": str(line.samples),
+            "informative groups": str(line.informative_groups),
+            "mean |advantage|": shown(line.advantage_size),
+            "coinciding": str(line.coinciding),
+            "correlation": shown(line.correlation),
+        }
+        for line in lines
+    ]
+
+
+def rollout_text(sample: RolloutPreview) -> str:
     """A completion behind its prompt, under a line that says how it did."""
     bold, plain = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
     reward = "missing" if sample.reward is None else f"{sample.reward:g}"

@@ -1,134 +1,47 @@
-"""Placement for people: the decisions of a run made again from what they were made from, and a plan before a run."""
+"""Commands about placement: what a run decided, and what one would begin with."""
 
-from collections.abc import Mapping, Sequence
-from statistics import median
+import json
+from typing import Annotated
 
-from pydantic import JsonValue, TypeAdapter
+from cyclopts import Parameter
 
-from flows.cli.output import table
-from infra.config import Settings
-from infra.errors import BadInput
-from placement.config import PlacementConfig
-from placement.measurements import Measurements
-from placement.policies.build import build_policy
-from placement.records import Decision, DrainInputs, PlanInputs
-from tasks.config.run import RunConfig
-from tasks.placement.demand import rollout_demand, scoring_demand
-from tasks.views.runs import open_known_run
+from flows.cli.options import DEFAULT_STORE, Config, Overrides, RunName, Store
+from infra.plugins import find_targets_in
+from infra.terminal import Json, table, write
 
-POLICY: TypeAdapter[PlacementConfig] = TypeAdapter(PlacementConfig)
+Stages = Annotated[
+    bool, Parameter(help="print what every finished batch measured, as JSON for `python -m placement.simulator`")
+]
 
 
-class DecisionLine(Settings):
-    """One decision of a run."""
+def placement(run: RunName, /, *, stages: Stages = False, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
+    """Show a run's placement decisions, each made again from its inputs."""
+    from flows.cli.output import decision_text
+    from tasks.views.placement import measured_run, replay_run
 
-    batch: str
-    """`it-0003`, `it-0003/wave-2` or `eval-0010`."""
-    moment: str
-    """`plan` between stages, `drain-0001` inside one."""
-    sentence: str
-    """What was done and why."""
-    predicted_seconds: float
-    """Expected time to the end of the stage."""
-    unchanged_seconds: float
-    """The same without the change."""
-    measured_seconds: float | None
-    """What the stage took, where it is over and was not resumed."""
-    replayed: bool
-    """Whether the policy decides the same again from the same inputs."""
-
-
-def replay_run(store: str, name: str) -> list[DecisionLine]:
-    """Make every placement decision of a run again; a run whose roles never competed has none."""
-    journal = open_known_run(store, name).journal("placement/")
-    lines = []
-    for key, entry in journal.items():
-        batch, _, moment = key.removeprefix("placement/").rpartition("/")
-        if "decision" in entry:
-            took = journal.get(f"placement/{batch}/stage", {}).get("seconds")
-            lines.append(_line(batch, moment, entry, measured=took if isinstance(took, float) else None))
-    return sorted(lines, key=lambda line: (line.batch, line.moment != "plan", line.moment))
-
-
-def _line(batch: str, moment: str, entry: Mapping[str, JsonValue], *, measured: float | None) -> DecisionLine:
-    policy = build_policy(POLICY.validate_python(entry["policy"]))
-    decision = Decision.model_validate(entry["decision"])
-    if moment.startswith("plan"):
-        again = policy.plan(PlanInputs.model_validate(entry["inputs"]))
+    if stages:
+        write(measured_run(store, run).model_dump_json(indent=2))
+        return 0
+    lines = replay_run(store, run)
+    if as_json:
+        write(json.dumps([line.model_dump() for line in lines], indent=2))
     else:
-        again = policy.drain(DrainInputs.model_validate(entry["inputs"]))
-    return DecisionLine(
-        batch=batch,
-        moment=moment,
-        sentence=decision.reason,
-        predicted_seconds=decision.predicted_seconds,
-        unchanged_seconds=decision.unchanged_seconds,
-        measured_seconds=measured if moment.startswith("plan") else None,
-        replayed=again.model_copy(update={"reason": decision.reason}) == decision,
-    )
+        nothing = f"run {run}: no decision yet; roles compete for workers only where reward models have slots"
+        write(decision_text(lines) or nothing)
+    return 0 if all(line.replayed for line in lines) else 1
 
 
-def decision_text(lines: Sequence[DecisionLine]) -> str:
-    """Decisions for a terminal: figures in columns, then the sentence."""
-    rows = table(_figures(lines)).splitlines()
-    sentences = ["decision", *(line.sentence for line in lines)]
-    return "\n".join(f"{row}  {sentence}" for row, sentence in zip(rows, sentences, strict=True)) if lines else ""
+def plan(config: Config, /, *overrides: Overrides, as_json: Json = False) -> None:
+    """Show which workers a run would begin with."""
+    from flows.cli.output import assumption_rows
+    from tasks.config.run import load_config
+    from tasks.views.placement import first_placement
 
-
-def _figures(lines: Sequence[DecisionLine]) -> list[dict[str, str]]:
-    return [
-        {
-            "batch": line.batch,
-            "moment": line.moment,
-            "predicted s": f"{line.predicted_seconds:.1f}",
-            "unchanged s": f"{line.unchanged_seconds:.1f}",
-            "measured s": "-" if line.measured_seconds is None else f"{line.measured_seconds:.1f}",
-            "again": "same" if line.replayed else "DIFFERENT",
-        }
-        for line in lines
-    ]
-
-
-class PlacementPlan(Settings):
-    """Which workers a run would begin with."""
-
-    decision: Decision
-    """The first decision, from assumptions alone."""
-    inputs: PlanInputs
-    """The assumptions."""
-
-
-def first_placement(config: RunConfig) -> PlacementPlan:
-    """Decide as the run will before it has measured anything. Raises BadInput where roles do not compete."""
-    if not config.scoring.local:
-        raise BadInput(
-            f"run {config.name!r} has no reward model among scoring.rewards: "
-            f"all {config.pools.workers} workers generate, there is nothing to place"
-        )
-    shards = -(-config.rollout.prompts // config.rollout.shard_prompts)
-    completions = config.rollout.shard_prompts * config.rollout.group_size
-    nothing = Measurements()
-    inputs = PlanInputs(
-        workers=config.pools.workers,
-        rollout=rollout_demand(config, nothing, shards=shards, completions=completions),
-        scoring=scoring_demand(config, nothing, shards=shards, completions=completions),
-        resize=nothing.resize(),
-    )
-    return PlacementPlan(decision=build_policy(config.placement).plan(inputs), inputs=inputs)
-
-
-def assumption_rows(inputs: PlanInputs) -> list[dict[str, str]]:
-    """What a plan is made from, as rows of a terminal's table."""
-    return [
-        {
-            "role": role,
-            "units": str(demand.units),
-            "sequences": str(demand.units * demand.sequences),
-            "median tokens": f"{median(demand.lengths):.0f}",
-            "step ms": f"{1e3 * demand.pace.base_seconds:.2f}",
-            "per sequence ms": f"{1e3 * demand.pace.per_sequence_seconds:.3f}",
-            "slots per worker": str(demand.slots),
-            "from": "measurements" if demand.measured else "assumptions",
-        }
-        for role, demand in (("rollout", inputs.rollout), ("scoring", inputs.scoring))
-    ]
+    find_targets_in(config.parent)
+    first = first_placement(load_config(config, overrides))
+    if as_json:
+        write(first.model_dump_json(indent=2))
+        return
+    write(f"{first.decision.reason}\n")
+    write(table(assumption_rows(first.inputs)))
+    write("\nNothing is measured yet: lengths and step times are assumed, and replaced after the first iteration.")

@@ -2,7 +2,6 @@
 
 import asyncio
 
-from flows.cli.placement import first_placement
 from infra.config import Settings
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.storage import open_store
@@ -10,6 +9,7 @@ from models.config.algorithms import Distillation
 from tasks.config.run import RunConfig
 from tasks.run.subprocesses import preflight
 from tasks.views.metrics import sealed_iterations
+from tasks.views.placement import first_placement
 
 
 class RunPlan(Settings):
@@ -19,6 +19,11 @@ class RunPlan(Settings):
     """For people."""
     facts: dict[str, float]
     """What the input check counted and estimated; bytes are per worker."""
+
+    def text(self) -> str:
+        """The lines under each other."""
+        width = max(map(len, self.lines))
+        return "\n".join(f"{name.ljust(width)}  {value}" for name, value in self.lines.items())
 
 
 def find_run(config: RunConfig) -> Run | None:

@@ -1,391 +1,96 @@
-"""The commands that make more of a run's stored rollouts: read, checked against the run, run, shown."""
+"""Commands that make more of a run's stored rollouts."""
 
-import argparse
-import hashlib
 import json
-import re
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, JsonValue, ValidationError
+from cyclopts import Parameter
 
-from flows.cli.output import table, write
-from flows.cli.train import recredit_here, rescore_here
-from infra.config import PoolsConfig, Settings
-from infra.errors import BadInput
-from infra.store.runs import Run
-from infra.validation_errors import explain, nearest
-from models.algorithms.advantages import required_models
-from models.config.endpoints import MAX_PAUSE_SECONDS
-from models.config.job import Job
-from models.config.objectives import UpdateConfig
-from models.config.rewards import ScoringConfig
-from tasks.config.compatibility import reasons_against
-from tasks.config.run import RunConfig, override_config
-from tasks.run.carry_over import carry_over_before
-from tasks.run.keys import StageKey
-from tasks.run.rescorings import (
-    Derived,
-    Recredit,
-    RecreditTerms,
-    Rescoring,
-    RescoringTerms,
-    check_terms,
-    own_terms,
-    rescoring_terms,
-    sealed_numbers,
-)
-from tasks.views.metrics import sealed_iterations, shown
-from tasks.views.runs import known_rescoring, open_known_run
+from flows.cli.options import DEFAULT_STORE, RunName, Scores, Store, log_progress
+from infra.terminal import Json, table, write
 
-M = TypeVar("M", bound=BaseModel)
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+    from flows.cli.output import Rows
+    from infra.config import Settings
+    from tasks.run.rescorings import Derived
+
+Rewards = Annotated[
+    str, Parameter(metavar="TOML", help="a TOML file with a [scoring] table, or its keys as inline TOML")
+]
+AlgorithmTable = Annotated[
+    str,
+    Parameter(metavar="TOML", help="a TOML file with an [algorithm] table, its keys as inline TOML, or its kind alone"),
+]
+PoolOverrides = Annotated[
+    str,
+    Parameter(
+        name="POOLS.KEY=VALUE",
+        help="how it is done: pools.workers=4, pools.scoring_workers=8, pools.gpus_per_worker=1",
+    ),
+]
+Iterations = Annotated[
+    str | None, Parameter(metavar="3-7", show_default="all that are sealed", help="such as 3, 3-7 or 1,3-5")
+]
+RescoringName = Annotated[
+    str | None, Parameter(name="--as", metavar="NAME", show_default="from the rewards", help="name of the re-scoring")
+]
+RecreditName = Annotated[
+    str | None, Parameter(name="--as", metavar="NAME", show_default="from the algorithm", help="name of the re-credit")
+]
 
 
-def request_rescoring(
-    store: str,
-    run_name: str,
-    *,
-    rewards: str,
-    name: str | None,
-    iterations: str | None,
-    overrides: Sequence[str],
-) -> Rescoring:
-    """Read a request on the command line. Raises BadInput in one line; nothing is written."""
-    run = open_known_run(store, run_name)
-    terms = parse_part(rewards, RescoringTerms, part="scoring", what="--rewards")
-    chosen = checked_name(name) if name is not None else f"{terms.scoring.terms[0]}-{digest_of(terms)}"
-    numbers = parse_iterations(iterations, run)
-    config = stored_configuration(run, store, overrides, scoring=terms.scoring)
-    slots, workers = sum(reward.slots for reward in terms.scoring.local.values()), config.pools.workers
-    if slots > workers:
-        raise BadInput(f"pools.workers {workers}: the reward models take at least {slots} slots")
-    for term, reward in terms.scoring.local.items():
-        if reward.kind == "model" and reward.model.kind == "trained" and config.preferences is None:
-            raise BadInput(
-                f"reward {term!r}: model.kind 'trained' learns from [preferences], which the run has none of"
-            )
-    check_terms(run, Derived("rescore", chosen), terms)
-    return Rescoring(config=config, name=chosen, iterations=numbers)
+def rescore(
+    run: RunName,
+    /,
+    *overrides: PoolOverrides,
+    rewards: Rewards,
+    name: RescoringName = None,
+    iterations: Iterations = None,
+    store: Store = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Score a run's stored rollouts again by other rewards; nothing is generated."""
+    from flows.cli.output import rescored_rows
+    from flows.cli.requests import request_rescoring, rescore_here
+    from tasks.run.rescorings import Derived
+    from tasks.views.rescorings import rescored_iterations
 
-
-def request_recredit(
-    store: str,
-    run_name: str,
-    *,
-    algorithm: str,
-    scores: str | None,
-    name: str | None,
-    iterations: str | None,
-    overrides: Sequence[str],
-) -> Recredit:
-    """Read a request on the command line. Raises BadInput in one line; nothing is written."""
-    run = open_known_run(store, run_name)
-    bare = re.fullmatch(r"[a-z_]+", algorithm) is not None and not Path(algorithm).is_file()
-    written = f"kind = {json.dumps(algorithm)}" if bare else algorithm
-    terms = parse_part(written, RecreditTerms, part="algorithm", what="--algorithm")
-    terms = terms.model_copy(update={"scores": scores})
-    short = terms.algorithm.known_as.rpartition(":")[2].lower()
-    chosen = checked_name(name) if name is not None else f"{short}-{digest_of(terms)}"
-    numbers = parse_iterations(iterations, run)
-    scoring = _scoring_of(run, scores)
-    config = stored_configuration(run, store, overrides, scoring=scoring)
-    config = config.model_copy(update={"algorithm": terms.algorithm})
-    for reason in why_not(run, terms, config, numbers):
-        raise BadInput(f"re-credit of run {run.name!r}: {reason}")
-    check_terms(run, Derived("recredit", chosen), terms)
-    return Recredit(config=config, name=chosen, scores=scores, iterations=numbers)
-
-
-def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence[int]) -> Iterator[str]:
-    """Reasons why an algorithm cannot give stored rollouts their advantages."""
-    # The update is not taken, so its settings are no reason.
-    yield from reasons_against(
-        Job(
-            algorithm=terms.algorithm,
-            update=UpdateConfig(),
-            rollout=config.rollout,
-            scoring=config.scoring,
-            pools=config.pools,
-            iterations=0,
-        )
-    )
-    own, needs, has = (
-        own_terms(run).algorithm,
-        required_models(terms.algorithm),
-        required_models(own_terms(run).algorithm),
-    )
-    wanting = {
-        "log-probs of the initial policy (algorithm.kl)": needs.reference and not has.reference,
-        "values of a critic": needs.critic and not has.critic,
-        "log-probs of this teacher (algorithm.distillation)": needs.teacher
-        and (not has.teacher or own.distillation is None or own.distillation.teacher != terms.teacher),
-    }
-    for what, is_wanting in wanting.items():
-        if is_wanting:
-            asked = f"{terms.algorithm.known_as} needs {what} for every token"
-            yield f"{asked}; the run, by {own.known_as}, has stored none"
-    if terms.scores is not None:
-        yield from _scores_wanting(run, terms.scores, numbers)
-
-
-def _scores_wanting(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[str]:
-    derived = Derived("rescore", scores)
-    for number in numbers:
-        before = {StageKey.parse(groups.scores).iteration for groups in carry_over_before(run, number).leftover_groups}
-        for needed in sorted({number, *before} - {*sealed_numbers(run, derived)}):
-            also = "" if needed == number else f", of which iteration {number} has groups"
-            yield f"re-scoring {scores!r} lacks iteration {needed}{also}: rescore it first"
-
-
-def _scoring_of(run: Run, scores: str | None) -> ScoringConfig:
-    """The rewards behind some scores."""
-    if scores is None:
-        return ScoringConfig.model_validate(run.record.config["scoring"])
-    known_rescoring(run, scores)
-    terms = rescoring_terms(run, scores)
-    assert terms is not None, "a known re-scoring has its terms"
-    return terms.scoring
-
-
-def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scoring: ScoringConfig) -> RunConfig:
-    """The configuration of a run with the rewards that its rollouts have now; the rest need not go with them."""
-    for override in overrides:
-        if not override.startswith("pools."):
-            raise BadInput(f"override {override!r}: of a stored run only pools.* can be changed")
-    own, made = ScoringConfig.model_validate(run.record.config["scoring"]), run.record.config["pools"]
-    assert isinstance(made, dict), "a run's identity has its pools"
-    pools = {**made, **room_for(own, scoring)}
-    document = {**run.record.config, "name": run.name, "store": store, "pools": pools}
-    document["placement"] = {"kind": "colocated"}
-    config = override_config(document, overrides, source=f"run {run.name}")
-    dynamic = config.rollout.dynamic
-    if dynamic is not None and dynamic.metric not in scoring.terms:
-        dynamic = dynamic.model_copy(update={"metric": None})
-    rollout = config.rollout.model_copy(update={"dynamic": dynamic})
-    return config.model_copy(update={"scoring": scoring, "rollout": rollout})
-
-
-def room_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
-    """Worker slots and patience that rewards need at least: a run's record does not say how many it had."""
-    least, longest = PoolsConfig(), 0.0
-    slots = [sum(reward.slots for reward in scoring.local.values()) for scoring in scorings]
-    for reward in (reward for scoring in scorings for reward in scoring.served.values()):
-        if reward.kind == "judge" and reward.model.kind == "endpoint":
-            longest = max(longest, reward.model.timeout_seconds + MAX_PAUSE_SECONDS + 1)
-    return {"workers": max(least.workers, *slots), "stall_seconds": max(least.stall_seconds, longest)}
-
-
-def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
-    """Read one table of a configuration: the table in a TOML file, or its keys as inline TOML."""
-    path = Path(text)
-    inline = "=" in text and not path.is_file()
-    if not inline and not path.is_file():
-        raise BadInput(f"{what} {text!r}: expected a TOML file, or inline TOML with '='; no such file")
-    try:
-        document: dict[str, object] = tomllib.loads(text if inline else path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{what} {text!r}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{what} {text!r} is not TOML: {error}") from None
-    source = what if inline else f"{what} {text}"
-    return parse_model(_part_of(document, model, part, source), model, source=source)
-
-
-def _part_of(document: Mapping[str, object], model: type[BaseModel], part: str, source: str) -> dict[str, object]:
-    """The part alone; the document may be a whole configuration, or the part's own keys."""
-    if part in document:
-        return {part: document[part]}
-    whole = set(document) & set(RunConfig.model_fields)
-    if not document or whole:
-        raise BadInput(
-            f"{source}: expected a table [{part}], found {', '.join(document) or 'nothing'}{nearest(part, [*document])}"
-        )
-    return {part: dict(document)}
-
-
-def parse_model(document: Mapping[str, object], model: type[M], *, source: str) -> M:
-    """Validate, with what is wrong in one line."""
-    try:
-        return model.model_validate(document)
-    except ValidationError as error:
-        raise BadInput(f"{source}: {explain(error, model)}") from None
-
-
-def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
-    """Read `3`, `3-7` or `1,3-5`; none are all sealed iterations. Raises BadInput for one that is not sealed."""
-    sealed = len(sealed_iterations(run))
-    if not sealed:
-        raise BadInput(f"run {run.name!r} has no sealed iteration yet")
-    if text is None:
-        return tuple(range(1, sealed + 1))
-    numbers: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
-            raise BadInput(f"--iterations {text!r}: expected such as 3, 3-7 or 1,3-5, found {part.strip()!r}")
-        if first < 1 or last > sealed:
-            raise BadInput(f"--iterations {text!r}: run {run.name!r} has the sealed iterations 1 to {sealed}")
-        numbers.update(range(first, last + 1))
-    return tuple(sorted(numbers))
-
-
-def checked_name(name: str) -> str:
-    """A name that can be part of a manifest's key."""
-    if not NAME.fullmatch(name) or ".." in name:
-        raise BadInput(f"--as {name!r}: expected at most 64 of a-z 0-9 . _ - without '..', beginning with a-z 0-9")
-    return name
-
-
-def digest_of(terms: BaseModel) -> str:
-    """What tells some rewards or algorithms from others: 8 hex digits."""
-    document: JsonValue = terms.model_dump(mode="json")
-    return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=4).hexdigest()
-
-
-def rescore(options: argparse.Namespace) -> int:
-    """Score stored rollouts again, and show how the rewards compare."""
-    request = request_rescoring(
-        options.store,
-        options.run,
-        rewards=options.rewards,
-        name=options.name,
-        iterations=options.iterations,
-        overrides=options.overrides,
-    )
+    log_progress(quiet=as_json)
+    request = request_rescoring(store, run, rewards=rewards, name=name, iterations=iterations, overrides=overrides)
     rescore_here(request)
-    lines = rescored_iterations(options.store, options.run, request.name, request.iterations)
-    _show(options, Derived("rescore", request.name), lines, rescored_rows(lines))
-    return 0
+    lines = rescored_iterations(store, run, request.name, request.iterations)
+    _show(Derived("rescore", request.name), run, lines, rescored_rows(lines), as_json=as_json)
 
 
-def recredit(options: argparse.Namespace) -> int:
-    """Credit stored rollouts again, and show how the advantages compare."""
+def recredit(
+    run: RunName,
+    /,
+    *overrides: PoolOverrides,
+    algorithm: AlgorithmTable,
+    scores: Scores = None,
+    name: RecreditName = None,
+    iterations: Iterations = None,
+    store: Store = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Give a run's stored rollouts advantages by another algorithm, or from other scores."""
+    from flows.cli.output import recredited_rows
+    from flows.cli.requests import recredit_here, request_recredit
+    from tasks.run.rescorings import Derived
+    from tasks.views.rescorings import recredited_iterations
+
+    log_progress(quiet=as_json)
     request = request_recredit(
-        options.store,
-        options.run,
-        algorithm=options.algorithm,
-        scores=options.scores,
-        name=options.name,
-        iterations=options.iterations,
-        overrides=options.overrides,
+        store, run, algorithm=algorithm, scores=scores, name=name, iterations=iterations, overrides=overrides
     )
     recredit_here(request)
-    lines = recredited_iterations(options.store, options.run, request.name, request.iterations)
-    _show(options, Derived("recredit", request.name), lines, recredited_rows(lines))
-    return 0
+    lines = recredited_iterations(store, run, request.name, request.iterations)
+    _show(Derived("recredit", request.name), run, lines, recredited_rows(lines), as_json=as_json)
 
 
-def _show(
-    options: argparse.Namespace, derived: Derived, lines: Sequence[Settings], rows: Sequence[dict[str, str]]
-) -> None:
-    if options.json:
+def _show(derived: "Derived", run: str, lines: "Sequence[Settings]", rows: "Rows", *, as_json: bool) -> None:
+    if as_json:
         write(json.dumps({"name": derived.name, "iterations": [line.model_dump() for line in lines]}, indent=2))
     else:
-        write(f"\n{table(rows)}\n{derived.label} of run {options.run}")
-
-
-class RescoredIteration(Settings):
-    """New rewards of an iteration beside the stored ones."""
-
-    iteration: int
-    """Counted from 1."""
-    completions: int
-    """Completions scored again."""
-    missing: int
-    """Those without a new score."""
-    stored_reward: float | None
-    """Mean of the stored rewards."""
-    reward: float | None
-    """Mean of the new rewards."""
-    correlation: float | None
-    """Pearson's, over completions with both; none where one side is the same everywhere."""
-    changed: float
-    """Share of completions whose reward is another."""
-
-
-def rescored_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RescoredIteration]:
-    """How the new rewards of some iterations compare."""
-    run, derived = open_known_run(store, run_name), Derived("rescore", name)
-    return [_rescored(number, run.require(derived.key(number, "seal")).metrics) for number in numbers]
-
-
-def _rescored(number: int, metrics: dict[str, float]) -> RescoredIteration:
-    return RescoredIteration(
-        iteration=number,
-        completions=int(metrics["completions"]),
-        missing=int(metrics["missing"]),
-        stored_reward=metrics.get("stored_reward_mean"),
-        reward=metrics.get("reward_mean"),
-        correlation=metrics.get("correlation"),
-        changed=metrics["changed_fraction"],
-    )
-
-
-def rescored_rows(lines: Sequence[RescoredIteration]) -> list[dict[str, str]]:
-    """The comparison as rows of a terminal's table."""
-    return [
-        {
-            "iteration": str(line.iteration),
-            "completions": str(line.completions),
-            "missing": str(line.missing),
-            "stored reward": shown(line.stored_reward),
-            "new reward": shown(line.reward),
-            "correlation": shown(line.correlation),
-            "changed": f"{line.changed:.1%}",
-        }
-        for line in lines
-    ]
-
-
-class RecreditedIteration(Settings):
-    """New advantages of an iteration beside those that it learnt from."""
-
-    iteration: int
-    """Counted from 1."""
-    samples: int
-    """Training samples."""
-    informative_groups: int
-    """Groups that teach something."""
-    advantage_size: float | None
-    """Mean absolute advantage of a completion token; none without tokens."""
-    coinciding: int
-    """Samples that the run learnt from as well."""
-    correlation: float | None
-    """Pearson's of their tokens' advantages; none where one side is the same everywhere."""
-
-
-def recredited_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RecreditedIteration]:
-    """How the new advantages of some iterations compare."""
-    run, derived = open_known_run(store, run_name), Derived("recredit", name)
-    return [_recredited(number, run.require(derived.key(number, "seal")).metrics) for number in numbers]
-
-
-def _recredited(number: int, metrics: dict[str, float]) -> RecreditedIteration:
-    return RecreditedIteration(
-        iteration=number,
-        samples=int(metrics["samples"]),
-        informative_groups=int(metrics["informative_groups"]),
-        advantage_size=metrics.get("advantage_size"),
-        coinciding=int(metrics["coinciding"]),
-        correlation=metrics.get("correlation"),
-    )
-
-
-def recredited_rows(lines: Sequence[RecreditedIteration]) -> list[dict[str, str]]:
-    """The comparison as rows of a terminal's table."""
-    return [
-        {
-            "iteration": str(line.iteration),
-            "samples": str(line.samples),
-            "informative groups": str(line.informative_groups),
-            "mean |advantage|": shown(line.advantage_size),
-            "coinciding": str(line.coinciding),
-            "correlation": shown(line.correlation),
-        }
-        for line in lines
-    ]
+        write(f"\n{table(rows)}\n{derived.label} of run {run}")

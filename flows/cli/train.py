@@ -1,197 +1,231 @@
-"""Start a pipeline from the command line: check the input, find or start a Prefect API, run the flow here."""
+"""Commands that run a job, or a part of it, in this process."""
 
 import asyncio
+import json
 import logging
-import os
-import signal
-import socket
-import subprocess
+import shlex
+import shutil
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
-from flows.cli.plan import find_run
-from infra.errors import ApiFailed, BadInput, first_cause
-from infra.store.runs import open_run
-from models.config.policy import DirectoryPolicy
-from tasks.config.run import RunConfig, load_config, override_config, require_part
-from tasks.run.rescorings import Derived, sealed_numbers
-from tasks.run.subprocesses import preflight
+from cyclopts import Parameter
+
+from flows.cli.options import DEFAULT_STORE, Config, Named, Overrides, StoredIn, log_progress
+from flows.cli.prefect_api import prefect_api, run_flow
+from flows.cli.runs import added_to, export_command
+from infra.errors import BadInput
+from infra.plugins import find_targets_in
+from infra.terminal import Json, write
 
 if TYPE_CHECKING:
+    from tasks.config.run import RunConfig
     from tasks.reporting import RunSummary, TrainedPolicy, TrainedRewards
-    from tasks.run.rescorings import Recredit, Rescoring
     from tasks.views.metrics import Accuracy
-
-
-R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
-UI_PORT = 4200  # Prefect's own default
+DryRun = Annotated[bool, Parameter(help="check everything, print the plan, write nothing")]
+PolicyDirectory = Annotated[Path, Parameter(name="POLICY", help="model directory in Hugging Face format")]
+Problems = Annotated[
+    Path | None, Parameter(show_default="the run in which the policy lies", help="TOML file that names the problems")
+]
 
-SERVER_SECONDS = 120
 
-# Prefect reads these when it is imported; what the user has set stays.
-PREFECT_DEFAULTS = {
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "DO_NOT_TRACK": "1",
-    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the UI gets the tracebacks, the terminal our one line
-    "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,models,infra",
-    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-}
+@dataclass(frozen=True, slots=True)
+class JobArguments:
+    """A job as the command line names it."""
 
-for _name, _value in PREFECT_DEFAULTS.items():
-    os.environ.setdefault(_name, _value)
+    path: Path
+    overrides: tuple[str, ...]
+    run: str | None
+    store: str | None
+
+    def load(self) -> "RunConfig":
+        """Read the configuration; targets are found beside it, too."""
+        from tasks.config.run import load_config
+
+        named = [f"name={json.dumps(self.run)}"] if self.run is not None else []
+        stored = [f"store={json.dumps(self.store)}"] if self.store is not None else []
+        find_targets_in(self.path.parent)
+        return load_config(self.path, [*self.overrides, *named, *stored])
+
+    def next_steps(self, config: "RunConfig") -> str:
+        """Commands that work as they stand, from the same directory."""
+        here = "rheostat" if shutil.which("rheostat") == shutil.which(sys.argv[0]) else sys.argv[0]
+        store = ["--store", config.store] if config.store != DEFAULT_STORE else []
+        changed = [override for override in self.overrides if not override.startswith("iterations=")]
+        again = [str(self.path), *changed, f"iterations={config.iterations + 8}"]
+        again += ["--run", self.run] if self.run is not None else []
+        again += ["--store", self.store] if self.store is not None else []
+        steps = {
+            "what the policy writes": ["rollouts", config.name, "--sort", "reward", *store],
+            "every iteration": ["show", config.name, *store],
+            "Prefect's UI at http://127.0.0.1:4200: flows, artifacts, logs": ["server"],
+            "train on": ["train", *again],
+        }
+        lines = [f"{shlex.join([here, *words])}    {what}" for what, words in steps.items()]
+        return "next     " + "\n         ".join(lines)
+
+
+def train(
+    config: Config,
+    /,
+    *overrides: Overrides,
+    run: Named = None,
+    store: StoredIn = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Run the configured job, or continue it."""
+    from flows.cli.plan import plan_run
+
+    job = JobArguments(config, overrides, run, store)
+    loaded = job.load()
+    if dry_run:
+        plan = plan_run(loaded)
+        write(plan.model_dump_json(indent=2) if as_json else plan.text())
+        return
+    log_progress(quiet=as_json)
+    summary = train_here(loaded)
+    write(summary.model_dump_json(indent=2) if as_json else f"{_ended(summary, loaded)}\n{job.next_steps(loaded)}")
+
+
+def sft(
+    config: Config,
+    /,
+    *overrides: Overrides,
+    run: Named = None,
+    store: StoredIn = None,
+    as_json: Json = False,
+) -> None:
+    """Run the configured job as far as the supervised policy; `rheostat train` goes on from there."""
+    _part("sft", JobArguments(config, overrides, run, store), as_json=as_json)
+
+
+def dpo(
+    config: Config,
+    /,
+    *overrides: Overrides,
+    run: Named = None,
+    store: StoredIn = None,
+    as_json: Json = False,
+) -> None:
+    """Run the configured job until its policy has learnt from preferences; `rheostat train` goes on from there."""
+    _part("dpo", JobArguments(config, overrides, run, store), as_json=as_json)
+
+
+def reward_model(
+    config: Config,
+    /,
+    *overrides: Overrides,
+    run: Named = None,
+    store: StoredIn = None,
+    as_json: Json = False,
+) -> None:
+    """Run the configured job as far as its reward models; `rheostat train` goes on from there."""
+    _part("reward-model", JobArguments(config, overrides, run, store), as_json=as_json)
+
+
+def evaluate(policy: PolicyDirectory, /, *overrides: Overrides, config: Problems = None, as_json: Json = False) -> None:
+    """Measure a policy directory on held-out problems."""
+    log_progress(quiet=True)
+    accuracy = evaluate_here(policy, config_path=config, overrides=overrides)
+    write(accuracy.model_dump_json(indent=2) if as_json else f"held-out accuracy {accuracy.line()}")
+
+
+def train_here(config: "RunConfig") -> "RunSummary":
+    """Run or continue the job in this process. Raises BadInput before anything is written or started."""
+    with watched(config):
+        from flows.train import train as train_flow
+
+        return run_flow(train_flow(config))
+
+
+def run_part(command: str, config: "RunConfig") -> "TrainedPolicy | TrainedRewards":
+    """Run or continue the job as far as the command says. Raises BadInput before anything is written or started."""
+    from tasks.config.run import require_part
+
+    require_part(command, config)
+    with watched(config):
+        match command:
+            case "sft":
+                from flows.sft import sft as sft_flow
+
+                return run_flow(sft_flow(config))
+            case "dpo":
+                from flows.dpo import dpo as dpo_flow
+
+                return run_flow(dpo_flow(config))
+            case "reward-model":
+                from flows.reward_modelling import reward_model as reward_model_flow
+
+                return run_flow(reward_model_flow(config))
+    raise AssertionError(f"no part of a job is called {command!r}")
+
+
+def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
+    """Measure a policy directory on held-out problems; nothing stays behind."""
+    from tasks.run.subprocesses import preflight
+
+    with tempfile.TemporaryDirectory(prefix="rheostat-evaluate-") as scratch:
+        config = _evaluation_config(policy, config_path, overrides).model_copy(update={"store": scratch})
+        asyncio.run(preflight(config))
+        with prefect_api():
+            from flows.evaluation import evaluate as evaluate_flow
+
+            return run_flow(evaluate_flow(config))
 
 
 @contextmanager
-def watched(config: RunConfig) -> Iterator[None]:
+def watched(config: "RunConfig") -> Iterator[None]:
     """Check a job, then have an API where it can be watched. Raises BadInput before anything is written or started."""
-    check_unheld(config)
+    from flows.cli.plan import find_run
+    from tasks.run.subprocesses import preflight
+
+    begun = find_run(config)
+    if begun is not None:
+        begun.check_free()
     asyncio.run(preflight(config))
     with prefect_api() as url:
         logger.info("run %s in %s; watch it at %s", config.name, config.store, url.removesuffix("/api"))
         yield
 
 
-def train_here(config: RunConfig) -> "RunSummary":
-    """Run or continue the job in this process. Raises BadInput before anything is written or started."""
-    with watched(config):
-        from flows.train import train
-
-        return run_flow(train(config))
-
-
-def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
-    """Measure a policy directory on held-out problems; nothing stays behind."""
-    with tempfile.TemporaryDirectory(prefix="rheostat-evaluate-") as scratch:
-        config = _evaluation_config(policy, config_path, overrides).model_copy(update={"store": scratch})
-        asyncio.run(preflight(config))
-        with prefect_api():
-            from flows.evaluation import evaluate
-
-            return run_flow(evaluate(config))
+def _part(command: str, job: JobArguments, *, as_json: bool) -> None:
+    config = job.load()
+    log_progress(quiet=as_json)
+    result = run_part(command, config)
+    write(result.model_dump_json(indent=2) if as_json else f"\n{result.text()}")
 
 
-def rescore_here(request: "Rescoring") -> None:
-    """Score stored rollouts again in this process. Raises BadInput before anything is written or started."""
-    config, run = request.config, open_run(request.config.store, request.config.name)
-    if set(request.iterations) <= {*sealed_numbers(run, Derived("rescore", request.name))}:
-        return
-    run.check_free()
-    asyncio.run(preflight(config, part="scoring"))
-    with prefect_api() as url:
-        from flows.rescoring import rescore
+def _ended(summary: "RunSummary", config: "RunConfig") -> str:
+    """Where the run's results lie."""
+    from tasks.reporting import accuracy_lines
 
-        logger.info("re-scoring %s of run %s; watch it at %s", request.name, config.name, url.removesuffix("/api"))
-        run_flow(rescore(request))
-
-
-def recredit_here(request: "Recredit") -> None:
-    """Credit stored rollouts again in this process. Raises BadInput before anything is written or started."""
-    config, run = request.config, open_run(request.config.store, request.config.name)
-    if set(request.iterations) <= {*sealed_numbers(run, Derived("recredit", request.name))}:
-        return
-    run.check_free()
-    with prefect_api() as url:
-        from flows.rescoring import recredit
-
-        logger.info("re-credit %s of run %s; watch it at %s", request.name, config.name, url.removesuffix("/api"))
-        run_flow(recredit(request))
+    lines = [
+        f"\n{accuracy_lines(summary)}",
+        f"plot     {summary.plot}\nrun      {summary.path}",
+        f"policy   {summary.policy}{added_to(summary.base)}\ndigest   {summary.digest}",
+    ]
+    if summary.base:
+        lines.append(f"export   {export_command(config.name, config.store)}")
+    return "\n".join(lines)
 
 
-def check_unheld(config: RunConfig) -> None:
-    """Refuse a run that was made otherwise or that another process holds, before anything starts."""
-    run = find_run(config)
-    if run is not None:
-        run.check_free()
+def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> "RunConfig":
+    from infra.store.runs import open_run
+    from models.config.policy import DirectoryPolicy
+    from tasks.config.run import override_config
 
-
-@contextmanager
-def prefect_api() -> Iterator[str]:
-    """Use the configured Prefect API, or serve one from this machine for as long as the context lasts."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    configured = PREFECT_API_URL.value()
-    if configured:
-        yield str(configured)
-        return
-    with _listen(UI_PORT) as listener:  # bound here: of two jobs that start at once, neither finds the other's server
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
-        server = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli.server", str(listener.fileno()), str(os.getpid())],
-            pass_fds=[listener.fileno()],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the flow first, which needs the API to end well
-        )
-    try:
-        _wait_healthy(server, url)
-        with temporary_settings({PREFECT_API_URL: url}):
-            try:
-                yield url
-            finally:
-                _drain()
-    finally:
-        server.terminate()
-        try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            server.kill()
-
-
-def _drain() -> None:
-    """Send the logs and events that Prefect still holds back: after this the server goes."""
-    from prefect.events.worker import EventsWorker
-    from prefect.logging.handlers import APILogWorker
-
-    for worker in (APILogWorker, EventsWorker):
-        worker.drain_all(timeout=SERVER_SECONDS)
-
-
-def run_flow(flow: "Coroutine[object, object, R]") -> R:
-    """Run a flow to its end; of the errors that its controllers ended with together, raise the first of ours.
-
-    SIGTERM cancels it as Ctrl-C does, and ends in a KeyboardInterrupt with the signal's number.
-    """
-    import httpx
-    from prefect.exceptions import PrefectException
-    from prefect.utilities import engine
-
-    numbers: list[int] = []
-
-    def interrupt(number: int, _: object) -> None:
-        numbers.append(number)
-        signal.raise_signal(signal.SIGINT)
-
-    # Prefect's own raises wherever the process is at that moment, often inside a task that another waits for.
-    engine._prefect_sigterm_handler = interrupt  # type: ignore[assignment]
-    try:
-        return asyncio.run(flow)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(*numbers[:1]) from None
-    except BaseException as error:
-        leaf = first_cause(error)
-        if isinstance(leaf, PrefectException | httpx.HTTPError):
-            problem = f"{type(leaf).__name__}: {leaf}"
-            raise ApiFailed(f"the Prefect API failed, the same command continues: {problem}") from error
-        if leaf is error:
-            raise
-        raise leaf from error
-
-
-def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> RunConfig:
     if (policy / "run.json").is_file():
         raise BadInput(f"{policy} is a run, expected one of its policies: see `rheostat show {policy.resolve().name}`")
     if config_path is not None:
-        config = load_config(config_path, overrides)
+        config = JobArguments(config_path, tuple(overrides), None, None).load()
     else:
         home = next((p for p in policy.resolve().parents if (p / "run.json").is_file()), None)
         if home is None:
@@ -200,47 +234,3 @@ def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequen
         config = override_config(record.config, overrides, source=f"run {home.name}")
     directory = DirectoryPolicy(path=policy)
     return config.model_copy(update={"name": "evaluate", "policy": directory, "warmup": None, "iterations": 0})
-
-
-def _wait_healthy(server: "subprocess.Popen[bytes]", url: str) -> None:
-    deadline = time.monotonic() + SERVER_SECONDS
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise ApiFailed(f"the Prefect server ended with code {server.returncode}: try `rheostat server`")
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    raise ApiFailed(f"the Prefect server did not answer at {url} within {SERVER_SECONDS} s")
-
-
-def _listen(preferred: int) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("127.0.0.1", preferred))
-    except OSError:
-        listener.bind(("127.0.0.1", 0))
-    listener.listen(2048)  # uvicorn's own backlog
-    return listener
-
-
-def run_part(command: str, config: RunConfig) -> "TrainedPolicy | TrainedRewards":
-    """Run or continue the job as far as the command says. Raises BadInput before anything is written or started."""
-    require_part(command, config)
-    with watched(config):
-        match command:
-            case "sft":
-                from flows.sft import sft
-
-                return run_flow(sft(config))
-            case "dpo":
-                from flows.dpo import dpo
-
-                return run_flow(dpo(config))
-            case "reward-model":
-                from flows.reward_modelling import reward_model
-
-                return run_flow(reward_model(config))
-    raise AssertionError(f"no part of a job is called {command!r}")

@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import psutil
 
 from infra.errors import RheostatError, WorkerAsleep
+from infra.plugins import TARGETS
 
 WORK = "work"
 """Concurrency group of one thread: constructs the worker and runs its methods, one after another."""
@@ -171,7 +172,8 @@ def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> di
     if devices:
         accelerator = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
-    return {"TOKENIZERS_PARALLELISM": "false", **limits, **accelerator, **offline}
+    targets = {TARGETS: os.environ[TARGETS]} if TARGETS in os.environ else {}
+    return {"TOKENIZERS_PARALLELISM": "false", **limits, **accelerator, **offline, **targets}
 
 
 @contextmanager

@@ -26,8 +26,6 @@ from tasks.views.metrics import (
     report_of,
     reports_of,
     sealed_iterations,
-    shown,
-    small,
 )
 from tasks.views.rollouts import sample_rollouts
 
@@ -43,9 +41,6 @@ def producers_of(run: Run) -> dict[str, list[str]]:
             if producer is not None:
                 found.setdefault(StageKey.parse(manifest.key).stage, set()).add(producer)
     return {role: sorted(names) for role, names in found.items()}
-
-
-STAGES = ("rollout", "scoring", "credit", "update", "total")
 
 
 class RunDescription(Settings):
@@ -128,39 +123,6 @@ def _line(store: str, name: str) -> RunLine:
         after=means[-1] if len(means) > 1 else None,
         fingerprint=run.fingerprint,
     )
-
-
-def run_rows(runs: Sequence[RunLine]) -> list[dict[str, str]]:
-    """The runs of a store as rows of a terminal's table."""
-    return [
-        {
-            "run": run.run,
-            "created": run.created or "-",
-            "iterations": "damaged: see `rheostat verify`" if run.damage else str(run.iterations),
-            "accuracy before": "-" if run.before is None else f"{run.before:.3f}",
-            "after": "-" if run.after is None else f"{run.after:.3f}",
-            "fingerprint": run.fingerprint or "-",
-        }
-        for run in runs
-    ]
-
-
-def iteration_rows(description: RunDescription) -> list[dict[str, str]]:
-    """The iterations of a run as rows of a terminal's table."""
-    return [
-        {
-            "iteration": str(report.iteration),
-            "accuracy": shown(report.accuracy),
-            "reward": shown(report.reward),
-            "length": shown(report.length, digits=1),
-            "kl": f"{report.kl:.4f}",
-            "mismatch": small(report.mismatch),
-            "missing": str(report.missing),
-            **{f"{name} s": f"{report.seconds[name]:.2f}" for name in STAGES},
-            "policy": f"{report.policy[:16]}{' (quarantined)' if report.quarantined else ''}",
-        }
-        for report in description.iterations
-    ]
 
 
 def read_rollouts(

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from flows.cli.app import main
 from infra.errors import BadInput
 from infra.store.runs import create_run, open_run
 from models.commands.preflight import Inputs, check
@@ -66,23 +67,36 @@ def complaint(*overrides: str) -> str:
     return str(found.value)
 
 
+@pytest.fixture
+def refused(place, capsys):
+    """Give the command in this process; return the one line with which it refuses, and changes nothing."""
+
+    def give(*arguments: str) -> str:
+        before = tree(place)
+        assert main(["train", "job.toml", *arguments]) == 2
+        assert tree(place) == before
+        out, err = capsys.readouterr()
+        assert out == ""
+        return told(err)
+
+    return give
+
+
+def told(err: str) -> str:
+    """The one line that was said."""
+    assert err.startswith("rheostat: ")
+    assert err.count("\n") == 1, err
+    return err.removeprefix("rheostat: ").removesuffix("\n")
+
+
 def started(place: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Give the real command; whatever it says, it has changed nothing below the place."""
+    """Start the real command; whatever it says, it has changed nothing below the place."""
     environment = {**os.environ, "PREFECT_HOME": str(place / "prefect"), "PYTHONPATH": str(ROOT)}
     before = tree(place)
     command = [RHEOSTAT, "train", "job.toml", *arguments]
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
     assert tree(place) == before
     return done
-
-
-def refused(place: Path, *arguments: str) -> str:
-    """The one line with which the real command refuses."""
-    done = started(place, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("rheostat: ")
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr.removeprefix("rheostat: ").removesuffix("\n")
 
 
 def append(path: str, line: str, *, mode: str = "a") -> None:
@@ -157,16 +171,16 @@ def test_a_bad_setting_is_told_by_what_it_meets(overrides, place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", DATA)
-def test_the_real_command_refuses_bad_data_in_one_line(fault, place):
+def test_the_command_refuses_bad_data_in_one_line(fault, refused):
     spoil, expected = DATA[fault]
     spoil()
-    assert refused(place).startswith(expected)
+    assert refused().startswith(expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", SETTINGS)
-def test_the_real_command_refuses_bad_settings_in_one_line(overrides, place):
-    assert refused(place, *overrides.split()).startswith(SETTINGS[overrides])
+def test_the_command_refuses_bad_settings_in_one_line(overrides, refused):
+    assert refused(*overrides.split()).startswith(SETTINGS[overrides])
 
 
 @pytest.mark.parametrize(
@@ -182,8 +196,14 @@ def test_the_real_command_refuses_bad_settings_in_one_line(overrides, place):
         (["data.path=nowhere.jsonl", "--dry-run"], "nowhere.jsonl: no such file (looked in "),
     ],
 )
-def test_the_real_command_ends_with_code_2_and_one_line_and_writes_nothing(arguments, expected, place):
-    assert refused(place, *arguments).startswith(expected)
+def test_a_wrong_argument_ends_with_code_2_and_one_line_and_writes_nothing(arguments, expected, refused):
+    assert refused(*arguments).startswith(expected)
+
+
+def test_the_real_command_ends_with_code_2_and_one_line_and_writes_nothing(place):
+    done = started(place, "data.path=nowhere.jsonl")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told(done.stderr).startswith("nowhere.jsonl: no such file (looked in ")
 
 
 @pytest.mark.parametrize("missing", ["eos", "pad"])
@@ -193,23 +213,23 @@ def test_a_tokenizer_that_cannot_end_or_pad_is_refused(missing, place):
     del tokens[f"{missing}_token"]
     words = Tokenizer(WordLevel({"e": 0, "p": 1, "u": 2}, unk_token="u"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="u", **tokens).save_pretrained("model")
-    told = complaint("policy.kind=directory", "policy.path=model")
-    assert told.startswith(
+    said = complaint("policy.kind=directory", "policy.path=model")
+    assert said.startswith(
         f"policy model: the tokenizer has no {missing.replace('eos', 'EOS')} token; set {missing}_token"
     )
 
 
-def test_a_run_made_by_another_configuration_is_refused_with_what_differs(place):
+def test_a_run_made_by_another_configuration_is_refused_with_what_differs(refused):
     make_run("seed=1")
-    assert refused(place).endswith("was made by another configuration: seed was 1, is 0")
+    assert refused().endswith("was made by another configuration: seed was 1, is 0")
 
 
-def test_a_run_that_another_process_holds_is_refused_by_name(place):
+def test_a_run_that_another_process_holds_is_refused_by_name(place, refused):
     make_run()
     with process(_hold, str(place / "runs"), "job", str(place / "held")) as holder:
         while not (place / "held").exists():
             assert holder.is_alive()
-        assert f"is held by process {holder.pid} on " in refused(place)
+        assert f"is held by process {holder.pid} on " in refused()
 
 
 def make_run(*overrides: str) -> None:

@@ -1,18 +1,18 @@
 """Simulated pools: makespans worked by hand, a slow exact reference, and what must hold of every schedule."""
 
 import json
-from argparse import ArgumentParser
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from flows.cli.simulate import add_arguments, simulate
-from infra.errors import BadInput
 from placement.config import AdaptivePlacement, FixedPlacement
 from placement.policies.build import build_policy
-from placement.records import Decision, Demand, Memory, Pace, Plan
+from placement.records import Decision, Demand, MeasuredRun, MeasuredStage, Memory, Pace, Plan
+from placement.simulator.__main__ import main
 from placement.simulator.baselines import (
     co_resident_run,
     colocated_run,
@@ -385,14 +385,8 @@ def test_intervals_are_students():
 SMALL = ("--workers", "4", "--scenario", "drift", "--seeds", "2", "--iterations", "3")
 
 
-def simulated(*arguments):
-    parser = ArgumentParser()
-    add_arguments(parser)
-    return simulate(parser.parse_args(arguments))
-
-
 def test_the_command_compares_all_policies(capsys, tmp_path):
-    assert simulated(*SMALL, "--plot", str(tmp_path / "plot.png")) == 0
+    assert main([*SMALL, "--plot", str(tmp_path / "plot.png")]) == 0
     said = capsys.readouterr()
     header, line = said.out.splitlines()
     assert "fixed_hindsight" in header
@@ -402,9 +396,9 @@ def test_the_command_compares_all_policies(capsys, tmp_path):
 
 
 def test_the_command_says_which_aims_hold(capsys):
-    assert simulated(*SMALL, "--aims") == 0
+    assert main([*SMALL, "--aims"]) == 0
     assert "colocated / adaptive ≥ 0.98" in capsys.readouterr().out
-    assert simulated(*SMALL, "--json") == 0
+    assert main([*SMALL, "--json"]) == 0
     (cell,) = json.loads(capsys.readouterr().out)
     assert len(cell["seconds"]["adaptive"]) == 2
 
@@ -420,6 +414,27 @@ def test_the_command_says_which_aims_hold(capsys):
         (("--seeds", "0"), "at least 1"),
     ],
 )
-def test_wrong_words_are_answered_with_what_was_expected(arguments, complaint):
-    with pytest.raises(BadInput, match=complaint):
-        simulated(*arguments)
+def test_wrong_words_are_answered_with_what_was_expected(arguments, complaint, capsys):
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_the_stages_of_a_run_are_simulated_as_the_run_measured_them(capsys, tmp_path):
+    demand = Demand(units=4, sequences=2, lengths=(10.0, 20.0), pace=Pace(base_seconds=1, per_sequence_seconds=0.1))
+    stage = MeasuredStage(rollout=demand, scoring=demand)
+    recorded = tmp_path / "stages.json"
+    recorded.write_text(MeasuredRun(run="judge", workers=3, stages=(stage, stage)).model_dump_json())
+    assert main(["--stages", str(recorded), "--seeds", "1", "--json"]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)
+    assert (cell["regime"], cell["workers"], cell["iterations"]) == ("run judge", 3, 2)
+    recorded.write_text("{}")
+    assert main(["--stages", str(recorded)]) == 2
+    assert "expected what `rheostat placement RUN --stages` prints" in capsys.readouterr().err
+
+
+def test_the_simulator_starts_as_a_program():
+    command = [sys.executable, "-m", "placement.simulator", *SMALL, "--policies", "lower_bound,adaptive"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "throughput, N=4, drift" in done.stdout

@@ -1,0 +1,291 @@
+"""Requests for more of a run's stored rollouts: read, checked against the run, carried out."""
+
+import asyncio
+import hashlib
+import json
+import logging
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from flows.cli.prefect_api import prefect_api, run_flow
+from infra.config import PoolsConfig
+from infra.errors import BadInput
+from infra.plugins import find_targets_in
+from infra.store.runs import Run, open_run
+from infra.validation_errors import explain, nearest
+from models.algorithms.advantages import required_models
+from models.config.endpoints import MAX_PAUSE_SECONDS
+from models.config.job import Job
+from models.config.objectives import UpdateConfig
+from models.config.rewards import ScoringConfig
+from tasks.config.compatibility import reasons_against
+from tasks.config.run import RunConfig, override_config
+from tasks.run.carry_over import carry_over_before
+from tasks.run.keys import StageKey
+from tasks.run.rescorings import (
+    Derived,
+    Recredit,
+    RecreditTerms,
+    Rescoring,
+    RescoringTerms,
+    check_terms,
+    own_terms,
+    rescoring_terms,
+    sealed_numbers,
+)
+from tasks.run.subprocesses import preflight
+from tasks.views.metrics import sealed_iterations
+from tasks.views.runs import known_rescoring, open_known_run
+
+M = TypeVar("M", bound=BaseModel)
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+def request_rescoring(
+    store: str,
+    run_name: str,
+    *,
+    rewards: str,
+    name: str | None,
+    iterations: str | None,
+    overrides: Sequence[str],
+) -> Rescoring:
+    """Read a request on the command line. Raises BadInput in one line; nothing is written."""
+    run = open_known_run(store, run_name)
+    terms = parse_part(rewards, RescoringTerms, part="scoring", what="--rewards")
+    chosen = checked_name(name) if name is not None else f"{terms.scoring.terms[0]}-{digest_of(terms)}"
+    numbers = parse_iterations(iterations, run)
+    config = stored_configuration(run, store, overrides, scoring=terms.scoring)
+    slots, workers = sum(reward.slots for reward in terms.scoring.local.values()), config.pools.workers
+    if slots > workers:
+        raise BadInput(f"pools.workers {workers}: the reward models take at least {slots} slots")
+    for term, reward in terms.scoring.local.items():
+        if reward.kind == "model" and reward.model.kind == "trained" and config.preferences is None:
+            raise BadInput(
+                f"reward {term!r}: model.kind 'trained' learns from [preferences], which the run has none of"
+            )
+    check_terms(run, Derived("rescore", chosen), terms)
+    return Rescoring(config=config, name=chosen, iterations=numbers)
+
+
+def request_recredit(
+    store: str,
+    run_name: str,
+    *,
+    algorithm: str,
+    scores: str | None,
+    name: str | None,
+    iterations: str | None,
+    overrides: Sequence[str],
+) -> Recredit:
+    """Read a request on the command line. Raises BadInput in one line; nothing is written."""
+    run = open_known_run(store, run_name)
+    bare = re.fullmatch(r"[a-z_]+", algorithm) is not None and not Path(algorithm).is_file()
+    written = f"kind = {json.dumps(algorithm)}" if bare else algorithm
+    terms = parse_part(written, RecreditTerms, part="algorithm", what="--algorithm")
+    terms = terms.model_copy(update={"scores": scores})
+    short = terms.algorithm.known_as.rpartition(":")[2].lower()
+    chosen = checked_name(name) if name is not None else f"{short}-{digest_of(terms)}"
+    numbers = parse_iterations(iterations, run)
+    scoring = _scoring_of(run, scores)
+    config = stored_configuration(run, store, overrides, scoring=scoring)
+    config = config.model_copy(update={"algorithm": terms.algorithm})
+    for reason in why_not(run, terms, config, numbers):
+        raise BadInput(f"re-credit of run {run.name!r}: {reason}")
+    check_terms(run, Derived("recredit", chosen), terms)
+    return Recredit(config=config, name=chosen, scores=scores, iterations=numbers)
+
+
+def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence[int]) -> Iterator[str]:
+    """Reasons why an algorithm cannot give stored rollouts their advantages."""
+    # The update is not taken, so its settings are no reason.
+    yield from reasons_against(
+        Job(
+            algorithm=terms.algorithm,
+            update=UpdateConfig(),
+            rollout=config.rollout,
+            scoring=config.scoring,
+            pools=config.pools,
+            iterations=0,
+        )
+    )
+    own, needs, has = (
+        own_terms(run).algorithm,
+        required_models(terms.algorithm),
+        required_models(own_terms(run).algorithm),
+    )
+    wanting = {
+        "log-probs of the initial policy (algorithm.kl)": needs.reference and not has.reference,
+        "values of a critic": needs.critic and not has.critic,
+        "log-probs of this teacher (algorithm.distillation)": needs.teacher
+        and (not has.teacher or own.distillation is None or own.distillation.teacher != terms.teacher),
+    }
+    for what, is_wanting in wanting.items():
+        if is_wanting:
+            asked = f"{terms.algorithm.known_as} needs {what} for every token"
+            yield f"{asked}; the run, by {own.known_as}, has stored none"
+    if terms.scores is not None:
+        yield from _scores_wanting(run, terms.scores, numbers)
+
+
+def _scores_wanting(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[str]:
+    derived = Derived("rescore", scores)
+    for number in numbers:
+        before = {StageKey.parse(groups.scores).iteration for groups in carry_over_before(run, number).leftover_groups}
+        for needed in sorted({number, *before} - {*sealed_numbers(run, derived)}):
+            also = "" if needed == number else f", of which iteration {number} has groups"
+            yield f"re-scoring {scores!r} lacks iteration {needed}{also}: rescore it first"
+
+
+def _scoring_of(run: Run, scores: str | None) -> ScoringConfig:
+    """The rewards behind some scores."""
+    if scores is None:
+        return ScoringConfig.model_validate(run.record.config["scoring"])
+    known_rescoring(run, scores)
+    terms = rescoring_terms(run, scores)
+    assert terms is not None, "a known re-scoring has its terms"
+    return terms.scoring
+
+
+def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scoring: ScoringConfig) -> RunConfig:
+    """The configuration of a run with the rewards that its rollouts have now; the rest need not go with them."""
+    for override in overrides:
+        if not override.startswith("pools."):
+            raise BadInput(f"override {override!r}: of a stored run only pools.* can be changed")
+    own, made = ScoringConfig.model_validate(run.record.config["scoring"]), run.record.config["pools"]
+    assert isinstance(made, dict), "a run's identity has its pools"
+    pools = {**made, **room_for(own, scoring)}
+    document = {**run.record.config, "name": run.name, "store": store, "pools": pools}
+    document["placement"] = {"kind": "colocated"}
+    config = override_config(document, overrides, source=f"run {run.name}")
+    dynamic = config.rollout.dynamic
+    if dynamic is not None and dynamic.metric not in scoring.terms:
+        dynamic = dynamic.model_copy(update={"metric": None})
+    rollout = config.rollout.model_copy(update={"dynamic": dynamic})
+    return config.model_copy(update={"scoring": scoring, "rollout": rollout})
+
+
+def room_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
+    """Worker slots and patience that rewards need at least: a run's record does not say how many it had."""
+    least, longest = PoolsConfig(), 0.0
+    slots = [sum(reward.slots for reward in scoring.local.values()) for scoring in scorings]
+    for reward in (reward for scoring in scorings for reward in scoring.served.values()):
+        if reward.kind == "judge" and reward.model.kind == "endpoint":
+            longest = max(longest, reward.model.timeout_seconds + MAX_PAUSE_SECONDS + 1)
+    return {"workers": max(least.workers, *slots), "stall_seconds": max(least.stall_seconds, longest)}
+
+
+def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
+    """Read one table of a configuration: the table in a TOML file, or its keys as inline TOML."""
+    path = Path(text)
+    inline = "=" in text and not path.is_file()
+    if not inline and not path.is_file():
+        raise BadInput(f"{what} {text!r}: expected a TOML file, or inline TOML with '='; no such file")
+    try:
+        document: dict[str, object] = tomllib.loads(text if inline else path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{what} {text!r}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{what} {text!r} is not TOML: {error}") from None
+    source = what if inline else f"{what} {text}"
+    if not inline:
+        find_targets_in(path.parent)
+    return parse_model(_part_of(document, model, part, source), model, source=source)
+
+
+def _part_of(document: Mapping[str, object], model: type[BaseModel], part: str, source: str) -> dict[str, object]:
+    """The part alone; the document may be a whole configuration, or the part's own keys."""
+    if part in document:
+        return {part: document[part]}
+    whole = set(document) & set(RunConfig.model_fields)
+    if not document or whole:
+        raise BadInput(
+            f"{source}: expected a table [{part}], found {', '.join(document) or 'nothing'}{nearest(part, [*document])}"
+        )
+    return {part: dict(document)}
+
+
+def parse_model(document: Mapping[str, object], model: type[M], *, source: str) -> M:
+    """Validate, with what is wrong in one line."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        raise BadInput(f"{source}: {explain(error, model)}") from None
+
+
+def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
+    """Read `3`, `3-7` or `1,3-5`; none are all sealed iterations. Raises BadInput for one that is not sealed."""
+    sealed = len(sealed_iterations(run))
+    if not sealed:
+        raise BadInput(f"run {run.name!r} has no sealed iteration yet")
+    if text is None:
+        return tuple(range(1, sealed + 1))
+    numbers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise BadInput(f"--iterations {text!r}: expected such as 3, 3-7 or 1,3-5, found {part.strip()!r}")
+        if first < 1 or last > sealed:
+            raise BadInput(f"--iterations {text!r}: run {run.name!r} has the sealed iterations 1 to {sealed}")
+        numbers.update(range(first, last + 1))
+    return tuple(sorted(numbers))
+
+
+def checked_name(name: str) -> str:
+    """A name that can be part of a manifest's key."""
+    if not NAME.fullmatch(name) or ".." in name:
+        raise BadInput(f"--as {name!r}: expected at most 64 of a-z 0-9 . _ - without '..', beginning with a-z 0-9")
+    return name
+
+
+def digest_of(terms: BaseModel) -> str:
+    """What tells some rewards or algorithms from others: 8 hex digits."""
+    document: JsonValue = terms.model_dump(mode="json")
+    return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=4).hexdigest()
+
+
+def rescore_here(request: Rescoring) -> None:
+    """Score stored rollouts again in this process. Raises BadInput before anything is written or started."""
+    derived = Derived("rescore", request.name)
+    if _remaining(request, derived):
+        asyncio.run(preflight(request.config, part="scoring"))
+        with _watched(request, derived):
+            from flows.rescoring import rescore
+
+            run_flow(rescore(request))
+
+
+def recredit_here(request: Recredit) -> None:
+    """Credit stored rollouts again in this process. Raises BadInput before anything is written or started."""
+    derived = Derived("recredit", request.name)
+    if _remaining(request, derived):
+        with _watched(request, derived):
+            from flows.rescoring import recredit
+
+            run_flow(recredit(request))
+
+
+def _remaining(request: Rescoring | Recredit, derived: Derived) -> bool:
+    """Whether there is something left to do; then nobody else may hold the run."""
+    run = open_run(request.config.store, request.config.name)
+    if set(request.iterations) <= {*sealed_numbers(run, derived)}:
+        return False
+    run.check_free()
+    return True
+
+
+@contextmanager
+def _watched(request: Rescoring | Recredit, derived: Derived) -> Iterator[None]:
+    with prefect_api() as url:
+        logger.info("%s of run %s; watch it at %s", derived.label, request.config.name, url.removesuffix("/api"))
+        yield

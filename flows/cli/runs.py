@@ -1,0 +1,138 @@
+"""Commands that read runs; they load neither Prefect nor torch."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from flows.cli.options import DEFAULT_STORE, Iteration, RunName, Scores, Store
+from infra.errors import BadInput
+from infra.terminal import Json, table, write
+
+Sort = Annotated[Literal["position", "reward", "length"], Parameter(help="as generated, best first, or longest first")]
+Shown = Annotated[int, Parameter(metavar="N", help="completions shown")]
+NewDirectory = Annotated[Path, Parameter(metavar="DIR", help="a directory that is not there yet")]
+PolicyIteration = Annotated[
+    int | None, Parameter(metavar="N", show_default="after the last one", help="0 is the initial policy")
+]
+Dtype = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    Parameter(
+        show_default="float32 where an adapter is added to its base, and as stored otherwise", help="of the weights"
+    ),
+]
+
+
+def runs(*, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
+    """List the runs of a store."""
+    from flows.cli.output import run_rows
+    from infra.store.storage import open_store
+    from tasks.views.runs import describe_runs
+
+    found = describe_runs(store)
+    if as_json:
+        write(json.dumps([run.model_dump() for run in found], indent=2))
+    else:
+        write(table(run_rows(found)) or f"no runs in {open_store(store).uri}")
+
+
+def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
+    """Show a run: iterations, metrics, digests, seconds per stage."""
+    from flows.cli.output import iteration_rows
+    from tasks.run.rescorings import derived_line
+    from tasks.views.runs import describe_run
+
+    description = describe_run(store, run)
+    if as_json:
+        write(description.model_dump_json(indent=2))
+        return
+    write(f"run {description.name}, made {description.created}, fingerprint {description.fingerprint}")
+    for role, engines in description.engines.items():
+        write(f"{role} by {'; '.join(engines)}")
+    for accuracy in description.evaluations:
+        write(f"held-out accuracy after iteration {accuracy.number}: {accuracy.line()}")
+    write(table(iteration_rows(description)) or "no sealed iteration yet")
+    if description.policy:
+        write(f"policy {description.policy}{added_to(description.base)}")
+    if description.base:
+        write(f"export {export_command(run, store)}")
+    if description.derived:
+        write(derived_line(description.derived))
+
+
+def rollouts(
+    run: RunName,
+    /,
+    *,
+    iteration: Iteration = None,
+    sort: Sort = "position",
+    limit: Shown = 10,
+    store: Store = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Read a run's rollouts."""
+    from flows.cli.output import rollout_text
+    from tasks.views.runs import read_rollouts
+
+    if limit < 1:
+        raise BadInput(f"--limit {limit}: expected at least 1")
+    samples = read_rollouts(store, run, iteration=iteration, order=sort, limit=limit)
+    if as_json:
+        write(json.dumps([sample.model_dump() for sample in samples], indent=2, ensure_ascii=False))
+        return
+    for sample in samples:
+        write(rollout_text(sample))
+
+
+def export(run: RunName, /, *, scores: Scores = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
+    """Copy a run's sealed iterations to Parquet, and print the paths."""
+    from tasks.views.runs import export_run
+
+    paths = [str(path) for path in export_run(store, run, scores=scores)]
+    write(json.dumps(paths, indent=2) if as_json else "\n".join(paths))
+
+
+def export_policy(
+    run: RunName,
+    /,
+    *,
+    to: NewDirectory,
+    iteration: PolicyIteration = None,
+    dtype: Dtype = None,
+    store: Store = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Write a run's policy as one model directory, adapters merged into their base."""
+    from tasks.views.export import export_policy as write_policy
+    from tasks.views.runs import open_known_run
+
+    done = write_policy(open_known_run(store, run), to, iteration=iteration, dtype=dtype)
+    merged = ", base and adapter merged" if done.merged else ""
+    text = f"{done.path}: policy {done.iteration} of run {done.run}{merged}"
+    write(done.model_dump_json(indent=2) if as_json else text)
+
+
+def verify(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
+    """Check every digest and every invariant of a run."""
+    from tasks.verification.iterations import verify_run
+
+    problems = verify_run(store, run)
+    if as_json:
+        write(json.dumps({"run": run, "ok": not problems, "problems": problems}, indent=2))
+    else:
+        write("\n".join(problems) or f"run {run}: every digest and every invariant holds")
+    return 1 if problems else 0
+
+
+def added_to(base: str | None) -> str:
+    """Say what an adapter is added to, if the policy is one."""
+    return "" if base is None else f"\n         an adapter, added to {base}"
+
+
+def export_command(run: str, store: str) -> str:
+    """Say how to have one model directory of base and adapter."""
+    command = ["rheostat", "export-policy", run, "--to", f"{run}-policy"]
+    merged = shlex.join(command + (["--store", store] if store != DEFAULT_STORE else []))
+    return f"{merged}    base and adapter merged into one model directory"

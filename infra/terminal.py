@@ -1,0 +1,122 @@
+"""A command at a terminal: an app whose complaints are one line, and what it prints."""
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, get_args, get_origin
+
+from cyclopts import (
+    App,
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    Parameter,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
+
+from infra.errors import BadInput, RheostatError
+
+Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
+"""An option that most commands have."""
+
+KINDS = {int: "a whole number", float: "a number"}
+
+
+def command_app(name: str, summary: str, *, version: Callable[[], str] | None = None, example: str = "") -> App:
+    """Make an app, to which commands are added, or with one function as its default."""
+    return App(
+        name=name,
+        help=summary,
+        help_format="plaintext",
+        help_epilogue=example,
+        version=version,
+        version_flags="--version" if version else (),
+        # Flags have no --no-…, and of an option that is given twice the last counts.
+        default_parameter=Parameter(negative=(), allow_repeating=True, show_default=_shown_default),
+        print_error=False,
+        exit_on_error=False,
+        suppress_keyboard_interrupt=False,
+        result_action="return_value",
+    )
+
+
+def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int:
+    """Run one command. Exit code 2 for what the user wrote, 1 for what went wrong, 130 or 143 for a signal.
+
+    `again` is said when it was interrupted.
+    """
+    program = app.name[0]
+    try:
+        return int(app(sys.argv[1:] if arguments is None else list(arguments)) or 0)
+    except CycloptsError as error:
+        command = " ".join([program, *(error.command_chain or ())])
+        sys.stderr.write(f"{program}: {_complaint(error)} (see `{command} --help`)\n")
+        return 2
+    except RheostatError as error:
+        sys.stderr.write(f"{program}: {' '.join(str(error).split())}\n")
+        return 2 if isinstance(error, BadInput) else 1
+    except KeyboardInterrupt as interrupt:
+        sys.stderr.write(f"{program}: interrupted; {again}\n")
+        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+    except BrokenPipeError:  # the reader of our output (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
+        return 0
+
+
+def command_names(app: App) -> list[str]:
+    """Name the commands of an app."""
+    return [name for name in app if not name.startswith("-")]
+
+
+def write(text: str) -> None:
+    """Print one piece of output at once, so that a reader of our pipe sees it when it is made."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """Columns under their names: the first to the left, numbers to the right."""
+    if not rows:
+        return ""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(_cells(line, widths)).rstrip() for line in lines)
+
+
+def _cells(line: Sequence[str], widths: Sequence[int]) -> list[str]:
+    first, *others = zip(line, widths, strict=True)
+    return [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+
+
+def _complaint(error: CycloptsError) -> str:
+    """What was expected, what came, and the nearest name."""
+    from infra.validation_errors import nearest
+
+    match error:
+        case UnusedCliTokensError(unused_tokens=[given, *_], app=App() as app) if known := command_names(app):
+            return f"command {given!r}: expected {', '.join(known)}{nearest(given, known)}"
+        case UnknownOptionError(token=token):
+            options = [name for argument in error.argument_collection for name in argument.names if name[:2] == "--"]
+            return f"unrecognized arguments: {token.keyword or token.value}{nearest(token.value, options)}"
+        case UnusedCliTokensError(unused_tokens=[*unused]):
+            return f"unrecognized arguments: {shlex.join(unused)}"
+        case MissingArgumentError(keyword=str(option)):
+            return f"{option}: expected a value"
+        case MissingArgumentError(argument=argument) if argument is not None:
+            return f"the following arguments are required: {argument.name}"
+        case CoercionError(token=token, target_type=kind) if token is not None:
+            name = token.keyword or (error.argument.name if error.argument else "argument")
+            if get_origin(kind) is Literal:
+                choices = [str(choice) for choice in get_args(kind)]
+                return f"{name} {token.value!r}: expected {', '.join(choices)}{nearest(token.value, choices)}"
+            return f"{name} {token.value!r}: expected {KINDS.get(kind, 'no value') if kind else 'another value'}"
+    error.verbose = False
+    return " ".join(str(error).split())
+
+
+def _shown_default(value: object) -> str | None:
+    """A default for the help; a flag that is not given is off, and nothing is nothing."""
+    return None if value is None or value is False else str(value)

@@ -1,0 +1,293 @@
+"""`python -m placement.simulator`: what placement policies would make of a load, without workers."""
+
+import io
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from pydantic import ValidationError
+
+from infra.errors import BadInput
+from infra.plugins import nearest_name
+from infra.terminal import Json, command_app, run_command, table, write
+from placement.records import MeasuredRun
+from placement.simulator.cells import POLICIES, REGIMES, CellResult, Load, evaluate_cell, load_of, recorded_load
+from placement.simulator.report import AIMS, AimResult, Ratio, paired_ratio, verdicts
+from placement.simulator.workload import KNOWN, SCENARIOS
+
+MOST_WORKERS = 4096
+SHOWN_SHORT = 40
+"""Cells that fall short, named one by one; the others are counted."""
+
+Workers = Annotated[str, Parameter(metavar="N,…", help="worker slots")]
+Scenario = Annotated[str, Parameter(metavar="NAME,…", help=", ".join(SCENARIOS))]
+Regime = Annotated[str, Parameter(metavar="NAME,…", help=", ".join(REGIMES))]
+Lengths = Annotated[str | None, Parameter(metavar="NAME,…", show_default="the regime's", help=", ".join(KNOWN))]
+ResizeSeconds = Annotated[str, Parameter(metavar="S,…", help="cost of moving a worker")]
+Seeds = Annotated[int, Parameter(metavar="N", help="workloads per cell")]
+Iterations = Annotated[int | None, Parameter(metavar="N", show_default="12", help="iterations of a workload")]
+Policies = Annotated[str, Parameter(metavar="NAME,…", help=", ".join(POLICIES))]
+Aims = Annotated[bool, Parameter(help="print the aims, too, and the cells that fall short")]
+Plot = Annotated[Path | None, Parameter(metavar="FILE", help="write the times as a PNG")]
+Stages = Annotated[
+    Path | None,
+    Parameter(
+        metavar="FILE",
+        help="simulate a run by what it measured, as `rheostat placement RUN --stages` prints it, instead of a regime",
+    ),
+]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What is simulated, as the command line says it."""
+
+    workers: Workers = "8,64"
+    scenario: Scenario = "all"
+    regime: Regime = "throughput"
+    lengths: Lengths = None
+    resize_seconds: ResizeSeconds = "2"
+    iterations: Iterations = None
+    stages: Stages = None
+
+    def loads(self) -> list[Load]:
+        """Name every load. Raises BadInput for wrong names."""
+        if self.iterations is not None and self.iterations < 2:
+            raise BadInput(f"--iterations {self.iterations}: expected at least 2")
+        resize_seconds = _numbers("--resize-seconds", self.resize_seconds, least=0)
+        if self.stages is not None:
+            return [_recorded(self.stages, resize_seconds)]
+        return [
+            load_of(
+                regime,
+                workers=workers,
+                scenario=scenario,
+                lengths=lengths,
+                resize_seconds=resize_seconds,
+                iterations=self.iterations,
+            )
+            for regime in _names("--regime", self.regime, list(REGIMES))
+            for lengths in (_names("--lengths", self.lengths, list(KNOWN)) if self.lengths else (None,))
+            for workers in _workers(self.workers)
+            for scenario in _names("--scenario", self.scenario, list(SCENARIOS))
+        ]
+
+
+DEFAULTS = Simulated()
+
+
+def simulate(
+    *,
+    what: Simulated = DEFAULTS,
+    seeds: Seeds = 20,
+    policies: Policies = "all",
+    aims: Aims = False,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate every cell that the options name, and print what came out. Raises BadInput for wrong names."""
+    compared = _names("--policies", policies, POLICIES)
+    if seeds < 1:
+        raise BadInput(f"--seeds {seeds}: expected at least 1")
+    results: list[CellResult] = []
+    for load in what.loads():
+        results += evaluate_cell(load, seeds=seeds, policies=compared, clock=time.process_time, told=_tell)
+    if plot is not None:
+        _plot(results, plot)
+    found = verdicts(results)
+    if as_json:
+        write(json.dumps(_described(results, found), indent=2))
+        return
+    write(table(_time_rows(results)))
+    if aims:
+        write(f"\n{table(_aim_rows(found))}{_short(found)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the simulator from a command line."""
+    summary = "Compare placement policies over simulated workers. Lists are separated by commas; `all` is every name."
+    app = command_app("simulator", summary, example="example: python -m placement.simulator --workers 8,64")
+    app.default(simulate)
+    return run_command(app, arguments, again="nothing was written")
+
+
+def _recorded(path: Path, resize_seconds: Sequence[float]) -> Load:
+    """What each finished batch of a run measured of itself, dealt as its plan knew it."""
+    try:
+        run = MeasuredRun.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise BadInput(f"--stages {path}: {error.strerror}") from None
+    except ValidationError:
+        raise BadInput(f"--stages {path}: expected what `rheostat placement RUN --stages` prints") from None
+    for stage in run.stages:
+        if stage.scoring.units != stage.rollout.units or stage.scoring.slots > 1:
+            raise BadInput(
+                f"run {run.run!r}: expected one reward model on one slot per worker, which is what is simulated; "
+                f"found {stage.scoring.units} units to score for {stage.rollout.units} to generate, "
+                f"{stage.scoring.slots} slots per worker"
+            )
+    if len(run.stages) < 2:
+        raise BadInput(f"run {run.run!r}: expected at least 2 finished batches, found {len(run.stages)}")
+    pairs = [(stage.rollout, stage.scoring) for stage in run.stages]
+    return recorded_load(run.run, pairs, workers=run.workers, resize_seconds=resize_seconds)
+
+
+def _names(option: str, given: str, known: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(known) if given == "all" else tuple(name.strip() for name in given.split(","))
+    for name in names:
+        if name not in known:
+            raise BadInput(f"{option} {name!r}: expected {', '.join(known)} or all{nearest_name(name, known)}")
+    return names
+
+
+def _numbers(option: str, given: str, *, least: float) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(number) for number in given.split(","))
+    except ValueError:
+        raise BadInput(f"{option} {given!r}: expected numbers separated by commas") from None
+    if not all(least <= number < float("inf") for number in numbers):
+        raise BadInput(f"{option} {given!r}: expected numbers of at least {least:g}")
+    return numbers
+
+
+def _workers(given: str) -> tuple[int, ...]:
+    numbers = _numbers("--workers", given, least=2)
+    if any(number != int(number) or number > MOST_WORKERS for number in numbers):
+        raise BadInput(f"--workers {given!r}: expected whole numbers from 2 to {MOST_WORKERS}")
+    return tuple(int(number) for number in numbers)
+
+
+def _tell(what: str) -> None:
+    """Say on stderr what is being done; one line that is written over, where a person looks on."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{what}")
+    elif what.partition(": seed ")[2].startswith("1 "):
+        sys.stderr.write(f"{what.partition(': seed ')[0]}\n")
+    sys.stderr.flush()
+
+
+def _time_rows(results: Sequence[CellResult]) -> list[dict[str, str]]:
+    """Times over the lower bound, or in seconds where that was not asked for."""
+    return [
+        {
+            "cell": str(result.cell),
+            "seeds": str(len(result.moves)),
+            "tail": f"{result.tail:.2f}",
+            **{name: _relative(result, name) for name in result.seconds},
+            "moves": f"{sum(result.moves) / len(result.moves):.2f}",
+            "handovers": f"{sum(result.handovers) / len(result.handovers):.2f}",
+            "turns": f"{100 * sum(result.turns) / len(result.turns):.0f}%",
+        }
+        for result in results
+    ]
+
+
+def _relative(result: CellResult, name: str) -> str:
+    if "lower_bound" not in result.seconds or name == "lower_bound":
+        return f"{sum(result.seconds[name]) / len(result.seconds[name]) / result.iterations:.1f} s"
+    return f"{paired_ratio(result.seconds[name], result.seconds['lower_bound']).mean:.3f}"
+
+
+def _aim_rows(found: Sequence[AimResult]) -> list[dict[str, str]]:
+    """Per aim: cells, those that hold, and the worst one."""
+    rows = []
+    for aim in AIMS:
+        cells = [verdict for verdict in found if verdict.aim is aim]
+        if not cells:
+            continue
+        pick = min if aim.side == "at least" else max
+        worst = pick(cells, key=lambda verdict: verdict.ratio.mean)
+        rows.append(
+            {
+                "aim": f"{aim.name} {'≥' if aim.side == 'at least' else '≤'} {aim.bound:g}",
+                "cells": str(len(cells)),
+                "hold": str(sum(verdict.holds for verdict in cells)),
+                "mean": f"{sum(verdict.ratio.mean for verdict in cells) / len(cells):.3f}",
+                "worst [95%]": str(worst.ratio),
+                "where": str(worst.result.cell),
+            }
+        )
+    return rows
+
+
+def _short(found: Sequence[AimResult]) -> str:
+    short = [verdict for verdict in found if not verdict.holds]
+    if not short:
+        return "\nno cell falls short"
+    lines = [f"falls short: {v.aim.name} {v.ratio} ({v.aim.bound:g}): {v.result.cell}" for v in short[:SHOWN_SHORT]]
+    more = len(short) - len(lines)
+    return "\n" + "\n".join(lines) + (f"\nand {more} more" if more else "")
+
+
+def _plot(results: Sequence[CellResult], path: Path) -> None:
+    if any("lower_bound" not in result.seconds for result in results):
+        raise BadInput("--plot needs the policy lower_bound: its times are drawn over it")
+    names = [name for name in results[0].seconds if name != "lower_bound" and all(name in r.seconds for r in results)]
+    bars = {name: [paired_ratio(r.seconds[name], r.seconds["lower_bound"]) for r in results] for name in names}
+    groups = [f"{r.cell.scenario}\nN={r.cell.workers}, S={r.cell.resize_seconds:g}" for r in results]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_policy_bars(groups, bars, title=f"Simulated placement, {results[0].cell.regime}"))
+
+
+def _policy_bars(groups: Sequence[str], bars: Mapping[str, Sequence[Ratio]], *, title: str) -> bytes:
+    """Draw one group of bars per cell, one bar per policy: time over the lower bound, with 95% intervals."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure  # 0.5 s to import; only --plot needs it
+
+    figure = Figure(figsize=(max(7.0, 1.4 * len(groups) + 2), 4.2), layout="constrained")
+    axes = figure.subplots()
+    width = 0.85 / len(bars)
+    for number, (policy, ratios) in enumerate(bars.items()):
+        at = [group + (number - (len(bars) - 1) / 2) * width for group in range(len(groups))]
+        # One seed has no interval to draw.
+        spans = [ratio.high - ratio.mean if ratio.seeds > 1 else 0.0 for ratio in ratios]
+        color = "black" if policy == "adaptive" else colormaps["tab10"](number % 10)
+        axes.bar(at, [ratio.mean for ratio in ratios], width, yerr=spans, label=policy, color=color, ecolor="gray")
+    axes.axhline(1.0, color="gray", linewidth=1)
+    axes.set(title=title, ylabel="time over the lower bound", ylim=(0.9, None))
+    axes.set_xticks(range(len(groups)), groups)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(ncols=3, fontsize="small")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=90, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _described(results: Sequence[CellResult], found: Sequence[AimResult]) -> list[dict[str, object]]:
+    return [
+        {
+            "regime": result.cell.regime,
+            "workers": result.cell.workers,
+            "scenario": result.cell.scenario,
+            "lengths": result.cell.lengths,
+            "resize_seconds": result.cell.resize_seconds,
+            "iterations": result.iterations,
+            "tail": result.tail,
+            "seconds": {name: list(seconds) for name, seconds in result.seconds.items()},
+            "moves_per_worker_and_iteration": list(result.moves),
+            "handovers_per_worker_and_iteration": list(result.handovers),
+            "slowest_decision_seconds": result.slowest_decision,
+            "aims": [
+                {
+                    "aim": v.aim.name,
+                    "bound": v.aim.bound,
+                    "mean": v.ratio.mean,
+                    "low": v.ratio.low,
+                    "high": v.ratio.high,
+                }
+                for v in found
+                if v.result is result and v.ratio.seeds > 1
+            ],
+        }
+        for result in results
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

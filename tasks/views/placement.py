@@ -1,0 +1,125 @@
+"""Placement for people: the decisions of a run made again from their inputs, a plan before a run, what was measured."""
+
+from collections.abc import Mapping
+
+from pydantic import JsonValue, TypeAdapter
+
+from infra.config import Settings
+from infra.errors import BadInput
+from infra.store.runs import Run
+from models.config.rewards import ScoringConfig
+from placement.config import PlacementConfig
+from placement.measurements import Measurements, Role
+from placement.policies.build import build_policy
+from placement.records import Decision, Demand, DrainInputs, MeasuredRun, MeasuredStage, PlanInputs
+from tasks.config.run import RunConfig
+from tasks.placement.demand import observed, rollout_demand, scoring_demand
+from tasks.run.batch import BatchPlan
+from tasks.run.keys import judge_role
+from tasks.views.runs import open_known_run
+
+POLICY: TypeAdapter[PlacementConfig] = TypeAdapter(PlacementConfig)
+
+
+class DecisionLine(Settings):
+    """One decision of a run."""
+
+    batch: str
+    """`it-0003`, `it-0003/wave-2` or `eval-0010`."""
+    moment: str
+    """`plan` between stages, `drain-0001` inside one."""
+    sentence: str
+    """What was done and why."""
+    predicted_seconds: float
+    """Expected time to the end of the stage."""
+    unchanged_seconds: float
+    """The same without the change."""
+    measured_seconds: float | None
+    """What the stage took, where it is over and was not resumed."""
+    replayed: bool
+    """Whether the policy decides the same again from the same inputs."""
+
+
+def replay_run(store: str, name: str) -> list[DecisionLine]:
+    """Make every placement decision of a run again; a run whose roles never competed has none."""
+    journal = open_known_run(store, name).journal("placement/")
+    lines = []
+    for key, entry in journal.items():
+        batch, _, moment = key.removeprefix("placement/").rpartition("/")
+        if "decision" in entry:
+            took = journal.get(f"placement/{batch}/stage", {}).get("seconds")
+            lines.append(_line(batch, moment, entry, measured=took if isinstance(took, float) else None))
+    return sorted(lines, key=lambda line: (line.batch, line.moment != "plan", line.moment))
+
+
+def _line(batch: str, moment: str, entry: Mapping[str, JsonValue], *, measured: float | None) -> DecisionLine:
+    policy = build_policy(POLICY.validate_python(entry["policy"]))
+    decision = Decision.model_validate(entry["decision"])
+    if moment.startswith("plan"):
+        again = policy.plan(PlanInputs.model_validate(entry["inputs"]))
+    else:
+        again = policy.drain(DrainInputs.model_validate(entry["inputs"]))
+    return DecisionLine(
+        batch=batch,
+        moment=moment,
+        sentence=decision.reason,
+        predicted_seconds=decision.predicted_seconds,
+        unchanged_seconds=decision.unchanged_seconds,
+        measured_seconds=measured if moment.startswith("plan") else None,
+        replayed=again.model_copy(update={"reason": decision.reason}) == decision,
+    )
+
+
+class PlacementPlan(Settings):
+    """Which workers a run would begin with."""
+
+    decision: Decision
+    """The first decision, from assumptions alone."""
+    inputs: PlanInputs
+    """The assumptions."""
+
+
+def first_placement(config: RunConfig) -> PlacementPlan:
+    """Decide as the run will before it has measured anything. Raises BadInput where roles do not compete."""
+    if not config.scoring.local:
+        raise BadInput(
+            f"run {config.name!r} has no reward model among scoring.rewards: "
+            f"all {config.pools.workers} workers generate, there is nothing to place"
+        )
+    shards = -(-config.rollout.prompts // config.rollout.shard_prompts)
+    completions = config.rollout.shard_prompts * config.rollout.group_size
+    nothing = Measurements()
+    inputs = PlanInputs(
+        workers=config.pools.workers,
+        rollout=rollout_demand(config, nothing, shards=shards, completions=completions),
+        scoring=scoring_demand(config, nothing, shards=shards, completions=completions),
+        resize=nothing.resize(),
+    )
+    return PlacementPlan(decision=build_policy(config.placement).plan(inputs), inputs=inputs)
+
+
+def measured_run(store: str, name: str) -> MeasuredRun:
+    """What each finished batch of a run measured of itself, dealt as its plan knew it."""
+    run = open_known_run(store, name)
+    entries = run.journal("placement/it-")
+    plans = {key: PlanInputs.model_validate(entry["inputs"]) for key, entry in entries.items() if key.endswith("/plan")}
+    done = {key: plan for key, plan in plans.items() if f"{key.removesuffix('plan')}stage" in entries}
+    if not done:
+        raise BadInput(f"run {name!r}: no batch was placed and is finished")
+    stages = tuple(_measured(run, key.removeprefix("placement/"), plan) for key, plan in done.items())
+    return MeasuredRun(run=name, workers=next(reversed(plans.values())).workers, stages=stages)
+
+
+def _measured(run: Run, plan_key: str, plan: PlanInputs) -> MeasuredStage:
+    manifest = run.find(plan_key)
+    assert manifest is not None, f"{plan_key} of a batch that was placed"
+    terms = ScoringConfig.model_validate(run.record.config["scoring"]).local
+    roles: dict[str, Role] = {"rollout": "rollout", **dict.fromkeys(map(judge_role, terms), "scoring")}
+    alone = observed(Measurements(), run, BatchPlan.read(manifest), roles)
+    return MeasuredStage(rollout=_own(alone, "rollout", plan.rollout), scoring=_own(alone, "scoring", plan.scoring))
+
+
+def _own(measured: Measurements, role: Role, its: Demand) -> Demand:
+    return measured.demand(
+        role, units=its.units, sequences=its.sequences, units_at_once=its.units_at_once, slots=its.slots
+    )

@@ -1,0 +1,77 @@
+"""`rheostat init`: a job of one's own that trains as it was written, from wherever it is started."""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flows.cli.app import main
+from infra.plugins import TARGETS
+from tests.support.jobs import RHEOSTAT
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch, capsys):
+    """A job that was begun in a folder, and what was said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(TARGETS, raising=False)
+    assert main(["init", "My Job"]) == 0
+    return capsys.readouterr().out
+
+
+def printed(said: str) -> list[list[str]]:
+    """The commands that were printed, without their explanation."""
+    lines = [line.removeprefix("next").strip() for line in said.splitlines() if "rheostat train" in line]
+    return [shlex.split(line.rpartition("    ")[0]) for line in lines]
+
+
+def test_a_job_is_checked_as_printed(begun, tmp_path, capsys):
+    assert sorted(path.name for path in (tmp_path / "My Job").iterdir()) == [
+        "job.toml",
+        "my_rewards.py",
+        "problems.jsonl",
+    ]
+    dry, train = printed(begun)
+    assert train == ["rheostat", "train", "My Job/job.toml"]
+    assert main(dry[1:]) == 0
+    out = capsys.readouterr().out
+    assert "my-job in " in out
+    assert "159 training, 41 held out" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["My Job"], "a dry run writes nothing"
+
+
+def test_nothing_is_overwritten(begun, tmp_path, capsys):
+    rewards = tmp_path / "My Job" / "my_rewards.py"
+    rewards.write_text("mine")
+    (tmp_path / "My Job" / "job.toml").unlink()
+    assert main(["init", "My Job"]) == 2
+    assert "found problems.jsonl, my_rewards.py; nothing was written" in capsys.readouterr().err
+    assert rewards.read_text() == "mine"
+    assert not (tmp_path / "My Job" / "job.toml").exists()
+    (tmp_path / "file").touch()
+    assert main(["init", "file/below"]) == 2
+
+
+def test_a_reward_that_is_misspelt_is_told_before_anything_starts(begun, tmp_path, capsys):
+    job = tmp_path / "My Job" / "job.toml"
+    job.write_text(job.read_text().replace("my_rewards:brevity", "my_rewards:breviti"))
+    assert main(["train", str(job), "--dry-run"]) == 2
+    assert "did you mean 'brevity'?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_job_trains_from_any_directory_with_the_reward_beside_it(begun, tmp_path, prefect_api):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    short = ("warmup.steps=20", "iterations=1", "rollout.prompts=4", "rollout.group_size=2", "evaluation.problems=4")
+    command = [RHEOSTAT, "train", str(Path("..", "My Job", "job.toml")), *short, "--json"]
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", TARGETS)}
+    environment = {**kept, "PREFECT_API_URL": prefect_api, "PREFECT_HOME": str(tmp_path / "prefect")}
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["iterations"] == 1
+    assert main(["export", "my-job", "--store", str(elsewhere / "runs")]) == 0
+    assert main(["verify", "my-job", "--store", str(elsewhere / "runs")]) == 0

@@ -1,0 +1,117 @@
+"""The commands are one list: the help, README and the tests know each of them, and so does the shell."""
+
+import ast
+import functools
+import itertools
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.cli.app import app, main
+from flows.cli.reference import README, commands_of, replaced
+from infra.store.runs import create_run
+from tests.support.jobs import RHEOSTAT, ROOT
+
+COMMANDS = {" ".join(words): command for words, command in commands_of(app())}
+
+
+def test_the_help_names_every_command_and_imports_none_of_them():
+    code = """
+import sys
+from flows.cli.app import main
+assert not any(main(words) for words in (["--help"], ["engine", "--help"], ["train", "--help"], ["rescore", "--help"]))
+heavy = {"pydantic", "numpy", "pyarrow", "prefect", "tasks", "models", "httpx"} & set(sys.modules)
+sys.exit(str(heavy) if heavy else 0)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    listed = {line.split()[1] for line in shown.stdout.splitlines() if line.startswith("│ ") and line[2] != " "}
+    assert {word for name in COMMANDS for word in name.split()} <= listed
+
+
+def test_the_installed_command_shows_its_help():
+    shown = subprocess.run([RHEOSTAT, "--help"], capture_output=True, text=True, check=True)
+    assert "Usage: rheostat COMMAND" in shown.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself_with_an_example(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([*name.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert COMMANDS[name].help.splitlines()[0] in shown
+    assert f"example: rheostat {name} " in shown
+
+
+def test_the_help_shows_defaults_and_choices(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["rollouts", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "[choices: position, reward, length] [default: position]" in shown
+    assert "[default: 10]" in shown
+    assert "[default: the last one]" in shown
+    assert "None" not in shown and "False" not in shown
+
+
+def test_readme_has_the_table_of_the_commands():
+    assert README.read_text() == replaced(README.read_text()), "run `make docs`"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_given_by_some_test(name):
+    words = name.split()
+    assert words in [given[: len(words)] for given in _given()]
+
+
+@functools.cache
+def _given() -> list[list[str]]:
+    """The words that every list and call in the tests begins with; after the program, where one is named first."""
+    paths = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    return [words for path in paths for node in ast.walk(ast.parse(path.read_text())) if (words := _words(node))]
+
+
+def _words(node: ast.AST) -> list[str]:
+    items = node.elts if isinstance(node, ast.List | ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+    if items and isinstance(items[0], ast.Name):  # RHEOSTAT, or the job that is asked
+        items = items[1:]
+    texts = [item.value if isinstance(item, ast.Constant) else None for item in items]
+    return list(itertools.takewhile(lambda text: isinstance(text, str), texts))
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("rheostat re", {"reward-model", "rescore", "recredit"}),
+        ("rheostat engine ", {"install", "check", "serve"}),
+        ("rheostat engine install ", {"vllm"}),
+        ("rheostat train job.toml --dr", {"--dry-run"}),
+        ("rheostat rollouts tiny --sort ", {"position", "reward", "length"}),
+        ("rheostat train j", {"job.toml"}),
+        ("rheostat show ", {"tiny", "trial"}),
+        ("rheostat show --store elsewhere/runs ", {"far"}),
+    ],
+)
+def test_bash_completes_commands_options_choices_files_and_runs(typed, offered, tmp_path, completion):
+    (tmp_path / "job.toml").touch()
+    for store, run in (("runs", "tiny"), ("runs", "trial"), ("elsewhere/runs", "far")):
+        create_run(str(tmp_path / store), run, "{}", "0" * 16)
+    *words, last = typed.split(" ")
+    line = " ".join(shlex.quote(word) for word in [*words, last])
+    script = (
+        f"PATH={shlex.quote(str(Path(RHEOSTAT).parent))}:$PATH; source {shlex.quote(str(completion))}\n"
+        f'COMP_WORDS=({line}); COMP_CWORD={len(words)}; _rheostat; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    )
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == offered
+
+
+@pytest.fixture(scope="module")
+def completion(tmp_path_factory):
+    """The script that a shell reads."""
+    done = subprocess.run([RHEOSTAT, "completion", "bash"], capture_output=True, text=True, check=True)
+    path = tmp_path_factory.mktemp("shell") / "completion.bash"
+    path.write_text(done.stdout)
+    return path
