@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli.app import main as command
+from placement.simulator.__main__ import main as simulator
 from tests.support.jobs import Fault, Job, manifests_of, shards_of
 
 pytestmark = pytest.mark.timeout(1200)
@@ -139,3 +141,17 @@ def test_judges_of_different_sizes_share_the_slots_and_judge_alike_in_turns_and_
     votes = json.loads((split.job.run / "manifests/it-0001/judge-large/0000.json").read_text())["metrics"]
     assert votes["answers"] == 3 * (4 - votes["empty"]) > 0
     assert split.job.command("verify").code == 0
+
+
+def test_the_decisions_of_a_run_are_made_again_and_its_stages_simulated(side_by_side, capsys, tmp_path):
+    store = ["--store", str(side_by_side.job.store)]
+    assert command(["placement", "tiny", *store]) == 0
+    assert capsys.readouterr().out.startswith("batch ")
+    assert command(["placement", "tiny", *store, "--json"]) == 0
+    assert all(line["replayed"] for line in json.loads(capsys.readouterr().out))
+    assert command(["placement", "tiny", "--stages", *store]) == 0
+    stages = tmp_path / "stages.json"
+    stages.write_text(capsys.readouterr().out)
+    assert simulator(["--stages", str(stages), "--seeds", "1", "--json"]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)
+    assert (cell["workers"], cell["iterations"]) == (3, 2)
