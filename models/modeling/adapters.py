@@ -21,6 +21,7 @@ from infra.store.bundles import BundleRef, fetch_bundle
 from infra.store.storage import Store
 from models.config.objectives import LoraConfig
 from models.modeling.merging import PREFIX, SETTINGS, TENSORS
+from models.modeling.weights import making_models
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion
 
@@ -58,7 +59,7 @@ def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
         base_model_name_or_path=f"../../{base.key}",  # from the adapter's bundle, wherever the store lies
         inference_mode=False,
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws numbers too, which are replaced
+    with making_models():  # peft draws numbers too, which are replaced
         peft.inject_adapter_in_model(settings, model)
     generator = torch.Generator().manual_seed(derive_seed("adapter", base.digest) >> 1)
     for name, parameter in model.named_parameters():

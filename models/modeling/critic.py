@@ -22,7 +22,7 @@ from infra.errors import BadInput
 from models.modeling.logprobs import ForwardInput, TokenModule
 from models.modeling.policy import load_policy, save_policy
 from models.modeling.reward_model import load_reward_model
-from models.modeling.weights import load_weights
+from models.modeling.weights import load_weights, making_models
 from models.text.tokenizer import load_tokenizer
 
 
@@ -46,7 +46,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
 def critic_from_policy(policy: Path) -> PreTrainedModel:
     """Put a head of zeros on a policy's trunk: every value is 0."""
     config = AutoConfig.from_pretrained(str(policy), local_files_only=True, trust_remote_code=False)
-    with torch.random.fork_rng(devices=[]):  # what is drawn here is overwritten
+    with making_models():  # what is drawn here is overwritten
         critic = _classifier(config)
     critic.base_model.load_state_dict(load_policy(policy).base_model.state_dict())
     for parameter in _head(critic, source=f"of {config.model_type}").parameters():
@@ -69,7 +69,7 @@ def check_critic(
     """Refuse a critic that could not value the policy's sequences; return its shape, without weights."""
     try:
         if source is None:
-            with torch.device("meta"):
+            with making_models(), torch.device("meta"):
                 critic = _classifier(copy.deepcopy(policy))
             _head(critic, source=f"of {policy.model_type}")
             return critic

@@ -19,7 +19,7 @@ from models.config.judges import JudgeReward
 from models.config.policy import ModelShape, ScratchPolicy
 from models.data.problems import Problem, identity
 from models.judges.training import question_about, verdict_texts
-from models.modeling.weights import load_weights
+from models.modeling.weights import load_weights, making_models
 from models.text.tokenizer import train_tokenizer
 
 
@@ -61,7 +61,7 @@ def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) ->
 
 def build_scratch(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
     """Initialise the decoder at random from the seed; the caller's random state stays as it was."""
-    with torch.random.fork_rng(devices=[]):
+    with making_models():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(scratch_config(policy, tokenizer))
 
@@ -102,5 +102,5 @@ def scratch_shape(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> 
 
 def meta_scratch(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Names and shapes of the decoder's weights."""
-    with torch.device("meta"):
+    with making_models(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(scratch_config(policy, tokenizer))

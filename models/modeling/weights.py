@@ -1,5 +1,8 @@
 """Loading weights from a directory: safetensors only, nothing from the network, nothing left to chance."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -9,6 +12,19 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from infra.errors import BadInput
+
+_MAKING = threading.RLock()
+
+
+@contextmanager
+def making_models() -> Iterator[None]:
+    """Make models in one thread of the process at a time, and leave the caller's random state as it was.
+
+    transformers replaces torch's functions of initialisation and its default dtype meanwhile, for all threads.
+    """
+    transformers_logging.disable_progress_bar()
+    with _MAKING, torch.random.fork_rng(devices=[]):
+        yield
 
 
 class Architecture(Protocol):
@@ -26,17 +42,17 @@ def load_weights(
 
     A weight that is missing is an error: transformers would fill it with random numbers and a warning.
     """
-    transformers_logging.disable_progress_bar()
     try:
-        model, loading = architecture.from_pretrained(
-            str(directory),
-            dtype=dtype,
-            device_map=device,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        with making_models():
+            model, loading = architecture.from_pretrained(
+                str(directory),
+                dtype=dtype,
+                device_map=device,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError, SafetensorError) as error:
         raise BadInput(f"{what} {directory}: its weights do not load: {first_line(error)}") from error
     if loading["missing_keys"]:
