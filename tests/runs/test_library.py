@@ -1,0 +1,34 @@
+"""Use from Python: the notebook of docs/library.md runs as it stands, in a kernel of its own."""
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.support.jobs import ROOT
+
+NOTEBOOK = ROOT / "docs" / "library.ipynb"
+
+
+def test_the_notebook_is_kept_without_outputs():
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+@pytest.mark.timeout(900)
+def test_the_notebook_trains_reads_and_measures_a_policy_in_its_own_process(tmp_path, prefect_api, monkeypatch):
+    for variable, value in {
+        "PREFECT_API_URL": prefect_api,
+        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "jupyter"),
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "TMPDIR": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(variable, value)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=600, kernel_name="python3").execute(cwd=str(tmp_path))
+    shown = ["".join(map(str, cell.outputs)) for cell in notebook.cells if cell.cell_type == "code"]
+    _, trained, iterations, rollouts, measured = shown
+    assert "Accuracy(number=2" in trained
+    assert len(iterations.split("\\n")) == 3
+    assert rollouts.count("reward_count") == 6
+    assert "problems=8" in measured
