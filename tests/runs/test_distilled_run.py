@@ -12,6 +12,7 @@ from models.config.policy import ScratchPolicy
 from models.data.load import load_problems
 from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
 from tests.support.chat_server import Reply
+from tests.support.in_process import InProcessJob
 from tests.support.jobs import Fault, Job, manifests_of, shards_of
 from tests.support.teachers import teacher_server
 
@@ -40,19 +41,18 @@ def distilling(teacher) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory, prefect_api, teacher):
-    job = Job(tmp_path_factory.mktemp("distilled"), prefect_api)
-    ended = job.train(*distilling(teacher))
-    assert ended.code == 0, ended.output
+    job = InProcessJob(tmp_path_factory.mktemp("distilled"), prefect_api)
+    job.train(*distilling(teacher))
     return job
 
 
-def manifest(job: Job, key: str) -> Manifest:
+def manifest(job: InProcessJob, key: str) -> Manifest:
     found = open_run(str(job.store), "tiny").find(key)
     assert found is not None, key
     return found
 
 
-def rows(job: Job, key: str) -> dict[tuple[int, int], dict]:
+def rows(job: InProcessJob, key: str) -> dict[tuple[int, int], dict]:
     """What a stage says of each completion, by prompt and sample."""
     tables = [read_shard(open_store(str(job.run)), shard) for shard in manifest(job, key).shards]
     return {(row["prompt_row"], row["sample"]): row for table in tables for row in table.to_pylist()}

@@ -8,6 +8,7 @@ import pytest
 
 from flows.cli.app import main as command
 from placement.simulator.__main__ import main as simulator
+from tests.support.in_process import InProcessJob
 from tests.support.jobs import Fault, Job, manifests_of, shards_of
 
 pytestmark = pytest.mark.timeout(1200)
@@ -33,7 +34,7 @@ SMALL = ("pools.workers=3", "rollout.prompts=18", "rollout.shard_prompts=1", "it
 class Judged:
     """A run with a judge, under one placement."""
 
-    job: Job
+    job: Job | InProcessJob
 
     @property
     def seconds(self) -> dict[str, str]:
@@ -71,7 +72,9 @@ def test_a_judge_finishes_before_the_last_completion_of_its_iteration_is_generat
 def test_a_run_whose_roles_take_turns_has_the_same_rewards_advantages_and_weights(
     side_by_side, tmp_path_factory, prefect_api
 ):
-    turns = train(tmp_path_factory.mktemp("turns"), prefect_api, "placement.kind=colocated")
+    job = InProcessJob(tmp_path_factory.mktemp("turns"), prefect_api)
+    job.train(JUDGE, *SMALL, "placement.kind=colocated")
+    turns = Judged(job)
     created = turns.seconds
     judged = [time for key, time in created.items() if key.startswith("it-0001/judge-judge/")]
     generated = [time for key, time in created.items() if key.startswith("it-0001/rollout/")]

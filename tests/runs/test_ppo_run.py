@@ -8,6 +8,7 @@ import pytest
 
 from models.config.objectives import AdaptiveKl
 from models.objectives.kl_control import next_coefficient
+from tests.support.in_process import InProcessJob
 from tests.support.jobs import Fault, Job, leftovers_of, manifests_of, shards_of
 
 pytestmark = pytest.mark.timeout(2000)
@@ -26,9 +27,8 @@ PPO = (
 @pytest.fixture(scope="module")
 def ppo(tmp_path_factory, prefect_api):
     """A tiny run, never disturbed; nothing may change it."""
-    job = Job(tmp_path_factory.mktemp("ppo"), prefect_api, counts_works=True)
-    ended = job.train(*PPO)
-    assert ended.code == 0, ended.output
+    job = InProcessJob(tmp_path_factory.mktemp("ppo"), prefect_api)
+    job.train(*PPO)
     return job
 
 
