@@ -51,8 +51,14 @@ class InProcessJob:
 
     @contextmanager
     def _prefect(self) -> Iterator[None]:
+        from prefect.events.worker import EventsWorker
+        from prefect.logging.handlers import APILogWorker
         from prefect.settings import PREFECT_API_URL, PREFECT_RESULTS_LOCAL_STORAGE_PATH, temporary_settings
 
         results = str(self.home / "results")
         with temporary_settings({PREFECT_API_URL: self.api, PREFECT_RESULTS_LOCAL_STORAGE_PATH: results}):
-            yield
+            try:
+                yield
+            finally:  # the server may end before this process does
+                for worker in (APILogWorker, EventsWorker):
+                    worker.drain_all(timeout=30)
