@@ -31,6 +31,7 @@ RUNS = ("reference", "prefect_api")
 """Fixtures of the session that cost a whole run or a server: one process of a parallel session has them."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Spread modules over parallel processes whole, and all that share a run or a server into one, begun first."""
     for item in items:
