@@ -26,7 +26,7 @@ $(VENV)/.docs: $(VENV)/.base
 demo: $(VENV)/.base  ## run the main job on this machine
 	@$(BIN)/rheostat train configs/demo.toml $(ARGS)
 
-PARALLEL := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+PARALLEL := -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 test: $(VENV)/.dev  ## the default suite, on all cores, with the CPU seconds of its longest tests
 	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 $(ARGS)

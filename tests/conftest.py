@@ -2,6 +2,7 @@
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 hypothesis.settings.register_profile("without a deadline", deadline=None)  # no test asserts a duration
 hypothesis.settings.load_profile("without a deadline")
@@ -27,14 +28,18 @@ def reference(tmp_path_factory, prefect_api):
     return job
 
 
-RUNS = ("reference", "prefect_api")
-"""Fixtures of the session that cost a whole run or a server: one process of a parallel session has them."""
+class Spread(LoadScopeScheduling):
+    """Modules go whole to parallel processes; all that look at the session's runs and server go to one of them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.split("::")[0]
+        return "runs" if module.startswith(RUNS) else module
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """Spread modules over parallel processes whole, and all that share a run or a server into one, begun first."""
-    for item in items:
-        shared = any(name in item.fixturenames for name in RUNS)
-        item.add_marker(pytest.mark.xdist_group("runs" if shared else item.path.stem))
-    items.sort(key=lambda item: not any(name in item.fixturenames for name in RUNS))
+RUNS = ("tests/runs/", "tests/integration/cli/", "tests/integration/prefect/")
+"""Where tests share whole runs, which are made once."""
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Spread tests so that no fixture of a module or of the session is made twice."""
+    return Spread(config, log)
