@@ -5,10 +5,9 @@ import asyncio
 from flows.rollout import rollout
 from flows.scoring import scoring
 from flows.session import launch
-from placement.shards import slice_shards
 from tasks.placement.rebalance import correct_placement
 from tasks.placement.stage import learn, place_stage, place_turn
-from tasks.run.batch import Batch
+from tasks.run.batch import Batch, slice_shards
 from tasks.run.session import Session
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from infra.store.manifests import Manifest
+from models.algorithms.shaping import next_coefficient
 from models.config.objectives import AdaptiveKl
-from models.objectives.kl_control import next_coefficient
 from models.records.work import UpdateWork
 from tasks.run.iteration import Iteration
 from tasks.run.session import Session

@@ -1,8 +1,9 @@
-"""What is taken from rewards: for length near the limit, and for divergence from the reference.
+"""What is taken from rewards: for length near the limit, and for divergence from the reference, at what coefficient.
 
 Shapes: N completions, T completion tokens.
 """
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from models.algorithms.experience import Experience
 from models.algorithms.ragged import last_tokens, sums_per_completion, values_on_last_tokens
 from models.config.algorithms import Algorithm, Overlong, RewardKl
+from models.config.objectives import AdaptiveKl
 from models.records.columns import Floats, Integers
 
 
@@ -74,3 +76,17 @@ def _divergence(experience: Experience, kl: RewardKl) -> Floats:
     reference_T = experience.estimates.reference_T
     assert reference_T is not None, "a penalty on divergence needs the reference's log-probs"
     return divergence(experience.logprobs_T, reference_T, kl.kind)
+
+
+MAX_ERROR = 0.2
+"""A relative error counts at most so much (arXiv 1909.08593, section 2.2)."""
+
+
+def next_coefficient(coefficient: float, *, kl: float, completions: int, adaptive: AdaptiveKl) -> float:
+    """Coefficient of the next iteration, after one of so many completions whose mean divergence was `kl` per token.
+
+    The proportional controller in log space of arXiv 1909.08593, section 2.2. There the factor is 1 + error / horizon
+    for each completion; theirs compounded is the exponential, which stays positive for batches beyond the horizon.
+    """
+    error = min(max(kl / adaptive.target - 1, -MAX_ERROR), MAX_ERROR)
+    return coefficient * math.exp(error * completions / adaptive.horizon)

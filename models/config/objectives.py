@@ -54,7 +54,7 @@ class PolicyLoss(Variant):
 class PpoClip(PolicyLoss):
     """Clipped surrogate (PPO, arXiv 1707.06347) with separate bounds (clip-higher, DAPO, 2503.14476)."""
 
-    implementation = "models.objectives.policy_losses:ppo_clip"
+    implementation = "models.objectives.losses:ppo_clip"
 
     kind: Literal["ppo_clip"] = "ppo_clip"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -76,7 +76,7 @@ class PpoClip(PolicyLoss):
 class Gspo(PolicyLoss):
     """Clipped ratio of whole sequences, exp(mean token log-ratio) (GSPO, arXiv 2507.18071, eq. 5 and 7)."""
 
-    implementation = "models.objectives.policy_losses:gspo"
+    implementation = "models.objectives.losses:gspo"
 
     kind: Literal["gspo"] = "gspo"
     aggregation: Aggregation = SequenceMean()
@@ -98,7 +98,7 @@ class Gspo(PolicyLoss):
 class Cispo(PolicyLoss):
     """Log-prob times a clipped importance weight without gradient (CISPO, arXiv 2506.13585, eq. 4)."""
 
-    implementation = "models.objectives.policy_losses:cispo"
+    implementation = "models.objectives.losses:cispo"
 
     kind: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -110,7 +110,7 @@ class Cispo(PolicyLoss):
 class PolicyGradient(PolicyLoss):
     """Log-prob times advantage (REINFORCE): nothing is clipped; take one minibatch, or correct by importance."""
 
-    implementation = "models.objectives.policy_losses:policy_gradient"
+    implementation = "models.objectives.losses:policy_gradient"
 
     kind: Literal["policy_gradient"] = "policy_gradient"
 

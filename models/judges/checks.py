@@ -20,8 +20,7 @@ from models.config.judges import (
 )
 from models.config.rewards import ScoringConfig
 from models.judges.endpoint import ChatJudge as AskedJudge
-from models.judges.prompts import fields_of
-from models.judges.training import verdict_texts
+from models.judges.prompts import fields_of, verdict_texts
 
 
 def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:

@@ -1,15 +1,22 @@
-"""What judges are asked: default texts, and from a template and a completion to a question. Torch-free.
+"""What judges are asked: default texts, from a template and a completion to a question, and examples to learn from.
 
 What a policy wrote is hostile: it may spell a delimiter, a tag, a chat turn, or a verdict. In a question it is quoted:
-it cannot contain the fence, and nothing in it can be taken for a tag or a special token.
+it cannot contain the fence, and nothing in it can be taken for a tag or a special token. Torch-free.
 """
 
 import re
 from collections.abc import Iterator, Sequence
 from itertools import count
+from random import Random
 from typing import Final
 
-from models.config.judges import JudgeReward, StepsVerdict
+from infra.errors import BadInput
+from models.config.data import DataConfig
+from models.config.judges import ChoiceVerdict, JudgeReward, LogprobVerdict, StepsVerdict, VerdictConfig
+from models.config.training import WarmupConfig
+from models.data.arithmetic import right_completion, wrong_completion
+from models.data.load import Example, load_problems
+from models.data.problems import Problem, identity
 from models.records.seeds import derive_seed
 from models.text.steps import segment
 
@@ -157,3 +164,41 @@ def question_text(reward: JudgeReward, *, prompt: str, completion: str, answer: 
         steps=wrap(segment(completion, verdict.steps)) if isinstance(verdict, StepsVerdict) else "",
         seed=seed,
     )
+
+
+def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, seed: int) -> list[Example]:
+    """Draw the examples of all training steps, in order: as many right completions as wrong ones."""
+    right, wrong = verdict_texts(reward.verdict)
+    problems = load_problems(data, "train", seed)
+    if not all(problem.answer for problem in problems):
+        raise BadInput("a judge is trained on right and wrong answers: set data.answer_column")
+    rng = Random(f"{seed}/judge")
+    examples: list[Example] = []
+    for index in range(warmup.steps * warmup.batch_size):
+        problem, is_right = rng.choice(problems), rng.random() < 0.5
+        completion = right_completion(problem, rng) if is_right else wrong_completion(problem, problems, rng)
+        question = question_about(problem, completion, reward=reward, seed=derive_seed("judge", seed, index))
+        examples.append((question, right if is_right else wrong))
+    return examples
+
+
+def question_about(problem: Problem, completion: str, *, reward: JudgeReward, seed: int) -> str:
+    """Return the question as the judge will see it."""
+    return question_text(
+        reward, prompt=identity(problem.prompt), completion=completion, answer=problem.answer, seed=seed
+    )
+
+
+def verdict_texts(verdict: VerdictConfig) -> tuple[str, str]:
+    """Return what a judge answers about a right completion, and about a wrong one."""
+    match verdict:
+        case ChoiceVerdict():
+            choices = verdict.choices
+            return max(choices, key=lambda text: choices[text]), min(choices, key=lambda text: choices[text])
+        case LogprobVerdict():
+            return verdict.yes, verdict.no
+        case _:
+            raise BadInput(
+                f"a trained judge answers with one of several texts: expected a verdict of kind choice or logprob, "
+                f"found {verdict.kind}"
+            )

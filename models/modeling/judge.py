@@ -17,7 +17,7 @@ from models.config.judges import (
     TrainedJudge,
 )
 from models.data.problems import Problem
-from models.judges.training import question_about
+from models.judges.prompts import question_about
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, judge_tokenizer, policy_shape, save_policy, scratch_shape
 from models.modeling.reward_model import check_reward_model

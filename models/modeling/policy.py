@@ -18,7 +18,7 @@ from infra.errors import BadInput
 from models.config.judges import JudgeReward
 from models.config.policy import ModelShape, ScratchPolicy
 from models.data.problems import Problem, identity
-from models.judges.training import question_about, verdict_texts
+from models.judges.prompts import question_about, verdict_texts
 from models.modeling.weights import load_weights, making_models
 from models.text.tokenizer import train_tokenizer
 

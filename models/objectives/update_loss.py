@@ -1,17 +1,34 @@
 """The loss of one pass: policy loss, importance correction and KL penalty, with what there is to say about it.
 
-Shapes: N completion tokens of one pass.
+Losses of tokens become one number by a weight per token, so that sums over ranks and passes need no more. The weights
+are those of a whole minibatch, whatever part of it a rank or a forward pass holds. Shapes: N completion tokens of one
+pass.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from models.config.objectives import UpdateConfig
+from models.config.objectives import Aggregation, ConstantMean, SequenceMean, TokenMean, UpdateConfig
 from models.objectives.importance import Corrected, correct, mismatch
-from models.objectives.kl import kl_estimate
-from models.objectives.loss_inputs import LossInputs, LossOutputs
-from models.objectives.metrics import MetricSums
-from models.objectives.policy_losses import policy_loss
+from models.objectives.loss_inputs import LossInputs, LossOutputs, MetricSums
+from models.objectives.losses import kl_estimate, policy_loss
+
+
+def token_weights(aggregation: Aggregation, lengths: Sequence[int]) -> list[float]:
+    """Weight of every token of each sequence, given the completion lengths of the whole minibatch.
+
+    Sequences without a token count for nothing.
+    """
+    num_sequences = sum(length > 0 for length in lengths)
+    match aggregation:
+        case TokenMean():
+            return [1 / max(1, sum(lengths))] * len(lengths)
+        case SequenceMean():
+            return [1 / (num_sequences * length) if length else 0.0 for length in lengths]
+        case ConstantMean(length=constant):
+            return [1 / (max(1, num_sequences) * constant)] * len(lengths)
 
 
 def update_loss(

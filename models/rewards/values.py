@@ -9,8 +9,7 @@ from itertools import islice
 from typing import Final, cast
 
 from models.config.reward_terms import RuleReward, Segmentation, TargetReward
-from models.rewards.protocols import Reward, StepReward, TokenReward
-from models.rewards.rules import build_reward
+from models.rewards.rules import Reward, StepReward, TokenReward, build_reward
 from models.text.steps import StepValues, segment
 
 Value = float | StepValues

@@ -20,13 +20,12 @@ from models.config.training import DpoConfig
 from models.data.preferences import Preference
 from models.modeling.batching import MicroBatch, Rows, lay_out, plan_step
 from models.modeling.reward_model import encode, require_completion
-from models.objectives.preference_losses import DpoTerms, PairTerms
+from models.objectives.losses import DpoTerms, PairTerms
 from models.records.model_input import ModelInput
 from models.text.tokenizer import render
 from models.training.ranks import Ranks, sum_and_max
-from models.training.schedule import learning_rate
 from models.training.supervised import LAST_STEPS, Learnt, example_inputs
-from models.training.trainer import Trainer
+from models.training.trainer import Trainer, learning_rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from models.modeling.batching import lay_out, plan_step
 from models.records.model_input import ModelInput
 from models.text.tokenizer import load_tokenizer, tokenize_prompts
 from models.training.ranks import Ranks, sum_and_max
-from models.training.schedule import learning_rate
-from models.training.trainer import Trainer
+from models.training.trainer import Trainer, learning_rate
 
 LAST_STEPS = 20
 """Steps over which the last figures are averaged."""

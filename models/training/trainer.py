@@ -1,11 +1,13 @@
 """A model under training: one DeepSpeed engine, and where each ZeRO stage keeps the optimizer's state.
 
-Every rank holds one and they act together. Shapes: N written tokens of one pass.
+Every rank holds one and they act together. The learning rate is a pure function of the optimizer step: nothing to
+save, nothing to lose on resume. Shapes: N written tokens of one pass.
 """
 
 import gc
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +21,26 @@ from models.training.ranks import Ranks
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+
+def learning_rate(
+    step: int,
+    total_steps: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    schedule: Literal["constant", "linear", "cosine"],
+    floor: float = 0.0,
+) -> float:
+    """Rate of optimizer step `step` (from 0): linear warm-up to the peak, then the schedule down to `floor` · peak."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return peak * (floor + (1 - floor) * left)
+
 
 Moments = dict[str, Tensor]
 """A rank's optimizer state by name: `exp_avg.0`, `exp_avg_sq.0`, `step.0`, and in bfloat16 `master.0`."""

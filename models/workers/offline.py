@@ -13,11 +13,11 @@ from models.config.objectives import UpdateConfig
 from models.config.training import WarmupConfig
 from models.data.load import Example, load_preferences, warmup_examples
 from models.data.preferences import Preference
-from models.judges.training import judge_examples
+from models.judges.prompts import judge_examples
 from models.modeling.critic import TokenValues, critic_from_policy
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.policy import load_policy, policy_shape
-from models.objectives.preference_losses import DpoTerms, PairTerms, bradley_terry, dpo
+from models.objectives.losses import DpoTerms, PairTerms, bradley_terry, dpo
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, WarmupWork
 from models.text.tokenizer import load_tokenizer

@@ -1,6 +1,7 @@
 """The worker that learns: training samples in by reference, a new policy version out; one process per rank."""
 
 import logging
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -16,14 +17,36 @@ from models.modeling.teacher import ask_endpoint
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import EstimateWork, JudgeWarmupWork, PreferenceWork, RewardModelWork, UpdateWork, WarmupWork
 from models.training.auxiliary import ask_model, write_estimates
-from models.training.critic_update import take_value_steps, value_metrics
-from models.training.policy_update import StepPasses, StepsTaken, critic_steps, extra_logprobs, policy_steps, take_steps
 from models.training.ranks import join_ranks
 from models.training.samples import TrainingSamples, open_samples
 from models.training.trainer import frozen_forward
+from models.training.update_steps import (
+    StepPasses,
+    StepsTaken,
+    critic_steps,
+    extra_logprobs,
+    policy_steps,
+    take_steps,
+    take_value_steps,
+    value_metrics,
+)
 from models.training.versions import LoadedModels
 from models.workers.offline import OfflineTrainer
-from models.workers.timing import StageTimer
+
+
+class StageTimer:
+    """Seconds by name, each since the one before."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """Say what the time since the last lap went to; a name may come again."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
 
 logger = logging.getLogger(__name__)
 

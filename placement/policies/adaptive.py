@@ -7,10 +7,9 @@ from numpy.typing import NDArray
 
 from placement.config import AdaptivePlacement
 from placement.forecast.stage import Forecast, forecast, scores
-from placement.policies.explain import changed, described, short
 from placement.policies.rebalance import drained
 from placement.policies.simple import unchanged
-from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs
+from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs, changed, described, short
 from placement.slots import candidates, standing
 
 TIE = 0.02

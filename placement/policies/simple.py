@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from placement.forecast.stage import forecast
-from placement.policies.explain import changed, short
-from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs
+from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs, changed, short
 from placement.slots import nearest_split, standing, turns
 
 BOOTSTRAPS = 8

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
+from models.algorithms.shaping import next_coefficient
 from models.config.objectives import AdaptiveKl
-from models.objectives.kl_control import next_coefficient
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Fault, Job, leftovers_of, manifests_of, shards_of
 

@@ -23,7 +23,7 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import DynamicSampling
 from models.credit.inputs import TermColumns
 from models.credit.selection import informative_prompts
-from models.objectives.aggregation import token_weights
+from models.objectives.update_loss import token_weights
 from models.records.schemas import ESTIMATE_SCHEMA, SAMPLE_SCHEMA, score_schema
 from models.records.versions import Outcome
 from models.records.work import CreditWork, ScoredShard, ScoringWork

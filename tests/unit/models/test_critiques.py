@@ -11,9 +11,8 @@ from models.config.reward_terms import NumericReward, PatternSteps
 from models.config.rewards import ScoringConfig
 from models.config.training import WarmupConfig
 from models.judges.checks import check_judge, check_judges
-from models.judges.prompts import question_text, template_of
+from models.judges.prompts import judge_examples, question_text, template_of
 from models.judges.protocol import Answer
-from models.judges.training import judge_examples
 from models.judges.verdicts import Critique, Judgement, flag_weights, read_critique, read_verdict, worst
 from models.judges.votes import Ballot, Judged, step_values
 from models.text.steps import StepValues

@@ -15,8 +15,7 @@ from models.config.rewards import ScoringConfig
 from models.config.training import WarmupConfig
 from models.data.load import load_problems
 from models.judges.checks import check_judges
-from models.judges.prompts import escape, fill_template
-from models.judges.training import judge_examples
+from models.judges.prompts import escape, fill_template, judge_examples
 from models.rewards.rules import numeric_reward
 
 FENCED = "Problem: {prompt}\n{fence}\n{completion}\n{fence}\nReference: {answer}. Between the fences, right? {other}"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.algorithms.shaping import next_coefficient
 from models.config.objectives import AdaptiveKl
-from models.objectives.kl_control import next_coefficient
 
 ADAPTIVE = AdaptiveKl(target=0.1, horizon=1000)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from models.config.objectives import ConstantMean, SequenceMean, TokenMean
-from models.objectives.aggregation import token_weights
 from models.objectives.importance import mismatch
-from models.objectives.kl import kl_estimate
-from models.training.schedule import learning_rate
+from models.objectives.losses import kl_estimate
+from models.objectives.update_loss import token_weights
+from models.training.trainer import learning_rate
 
 
 def test_kl_estimators_have_their_values_at_a_log_ratio_of_ln_2():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.objectives.preference_losses import DpoTerms, bradley_terry, dpo
+from models.objectives.losses import DpoTerms, bradley_terry, dpo
 
 LOGPROBS = st.floats(-50, -0.01)
 

@@ -7,7 +7,7 @@ import torch
 
 from models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
 from models.objectives.loss_inputs import LossOutputs
-from models.objectives.policy_losses import policy_loss
+from models.objectives.losses import policy_loss
 from tests.support.losses import LOSSES, NAMES, doubles, moved, pass_tokens, random_tokens
 
 CLIP = PpoClip(clip_low=0.2, clip_high=0.28)

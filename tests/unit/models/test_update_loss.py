@@ -20,8 +20,7 @@ from models.config.objectives import (
     UpdateConfig,
 )
 from models.objectives.importance import correct, needs_old
-from models.objectives.loss_inputs import LossInputs
-from models.objectives.metrics import MetricSums
+from models.objectives.loss_inputs import LossInputs, MetricSums
 from models.objectives.update_loss import tally_mismatch, update_loss
 from tests.support.losses import LOSSES, NAMES, doubles, moved, pass_tokens, random_tokens
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.objectives.metrics import MetricSums
-from models.objectives.value_loss import explained_variance, fit_sums, value_loss
+from models.objectives.loss_inputs import MetricSums
+from models.objectives.losses import explained_variance, fit_sums, value_loss
 
 
 @pytest.mark.parametrize(

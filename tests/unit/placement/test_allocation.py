@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.shards import cut, slice_shards
+from tasks.run.batch import cut, slice_shards
 
 
 @given(st.integers(1, 500), st.integers(1, 64))

@@ -20,7 +20,7 @@ from models.config.engines import EngineSettings, SamplingConfig
 from models.data.load import load_problems
 from models.engines.build import build_engine, check_implemented
 from models.engines.protocol import Request
-from models.objectives.policy_losses import policy_loss
+from models.objectives.losses import policy_loss
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from placement.policies.build import build_policy

@@ -1,6 +1,6 @@
 """The optimizer steps of one iteration on one rank: their passes and learning rates, and what each pass learns from.
 
-Shapes: N completion tokens of one pass.
+The critic takes the policy's passes, with another loss. Shapes: N completion tokens of one pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,14 @@ from torch import Tensor
 from models.config.objectives import UpdateConfig
 from models.modeling.batching import Rows, StepPlan, TrainingBatch, TrainingSample, lay_out_samples, plan_steps
 from models.modeling.logprobs import TokenLogprobs
-from models.objectives.aggregation import token_weights
 from models.objectives.importance import needs_old
-from models.objectives.loss_inputs import LossInputs
-from models.objectives.metrics import MetricSums
-from models.objectives.update_loss import tally_mismatch, update_loss
+from models.objectives.loss_inputs import LossInputs, MetricSums
+from models.objectives.losses import explained_variance, fit_sums, value_loss
+from models.objectives.update_loss import tally_mismatch, token_weights, update_loss
 from models.records.work import UpdateWork
 from models.training.ranks import Ranks, sum_and_max
 from models.training.samples import TrainingSamples, read_training_rows, weighted_lengths
-from models.training.schedule import learning_rate
-from models.training.trainer import Trainer, frozen_forward
+from models.training.trainer import Trainer, frozen_forward, learning_rate
 
 Beat = Callable[[], None]
 """Called after every pass: progress, not life."""
@@ -205,3 +203,39 @@ def _rates(work: UpdateWork, steps: int, *, config: UpdateConfig) -> list[float]
         )
         for index in range(steps)
     ]
+
+
+def take_value_steps(
+    trainer: Trainer, steps: Sequence[StepPasses], *, clip: float, ranks: Ranks, beat: Beat
+) -> StepsTaken:
+    """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
+    tally = MetricSums()
+    norms: list[float] = []
+    for step in steps:
+        for number, batch in enumerate(step.batches):
+            assert batch.values_N is not None and batch.returns_N is not None, "a critic learns from values and returns"
+            old_N, returns_N, weights_N = (
+                torch.from_numpy(array).to(ranks.device) for array in (batch.values_N, batch.returns_N, batch.weights_N)
+            )
+            terms = value_loss(trainer.forward(batch.reads), old_N=old_N, returns_N=returns_N, clip=clip)
+            shares_N = terms.loss_N * weights_N
+            trainer.backward(shares_N.sum(), last=number + 1 == len(step.batches))
+            tally.add({"loss": shares_N, "clipped": terms.clipped_N, "not_finite": ~torch.isfinite(shares_N)})
+            tally.add(fit_sums(old_N, returns_N))
+            tally.raise_to({"value_error_max": (returns_N - old_N).abs()})
+            beat()
+        norms.append(trainer.step(step.learning_rate))
+        if not isfinite(norms[-1]):
+            break
+    return StepsTaken.over_ranks(tally, norms, ranks)
+
+
+def value_metrics(taken: StepsTaken) -> dict[str, float]:
+    """What an iteration says of the critic; explained variance and error are those of its values before."""
+    return {
+        "value_loss": taken.sums["loss"] / len(taken.grad_norms),
+        "value_clip_fraction": taken.sums["clipped"] / taken.sums["fit_tokens"],
+        "explained_variance": explained_variance(taken.sums),
+        "critic_grad_norm": sum(taken.grad_norms) / len(taken.grad_norms),
+        **taken.maxima,
+    }

@@ -1,0 +1,212 @@
+"""Losses of policies, critics and preferences, and estimators of KL(policy ‖ reference).
+
+Shapes: N completion tokens of one pass, of any number of sequences; B sequences, or pairs.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from infra.variants import implementation_of
+from models.config.objectives import Cispo, Gspo, PolicyGradient, PolicyLoss, PpoClip
+from models.objectives.loss_inputs import LossFunction, LossInputs, LossOutputs
+
+
+def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PpoClip) -> LossOutputs:
+    """Take the pessimistic of the plain and the clipped surrogate (PPO, arXiv 1707.06347, eq. 7; DAPO's bounds).
+
+    The dual clip bounds that pessimism where the advantage is negative (arXiv 1912.09729, eq. 5).
+    """
+    ratio_N, advantages_N = torch.exp(logprobs_N - old_N), tokens.advantages_N
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    loss_N = torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(low, high) * advantages_N)
+    seen_N, bad_N = ratio_N.detach(), advantages_N < 0
+    dual_clipped_N = None
+    if config.dual_clip is not None:
+        dual_clipped_N = (seen_N > config.dual_clip) & bad_N
+        loss_N = torch.where(dual_clipped_N, -config.dual_clip * advantages_N, loss_N)
+    return LossOutputs(
+        loss_N=loss_N,
+        ratio_N=seen_N,
+        clipped_low_N=(seen_N < low) & bad_N,
+        clipped_high_N=(seen_N > high) & (advantages_N > 0),
+        dual_clipped_N=dual_clipped_N,
+    )
+
+
+def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Gspo) -> LossOutputs:
+    """Clip the sequence's ratio, in its token form (GSPO, arXiv 2507.18071, eq. 13 and 14).
+
+    Every token has its sequence's ratio as value and its own log-prob's gradient times that ratio. Where all tokens of
+    a sequence have one advantage, their mean has the value and gradient of the form per sequence (eq. 5).
+    """
+    sequence_N = sequence_ratio(logprobs_N.detach(), old_N, rows_N=tokens.rows_N, lengths_B=tokens.lengths_B)
+    ratio_N = sequence_N * torch.exp(logprobs_N - logprobs_N.detach())
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    advantages_N = tokens.advantages_N
+    return LossOutputs(
+        loss_N=torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(low, high) * advantages_N),
+        ratio_N=sequence_N,
+        clipped_low_N=(sequence_N < low) & (advantages_N < 0),
+        clipped_high_N=(sequence_N > high) & (advantages_N > 0),
+    )
+
+
+def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, *, rows_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """Return exp(mean log-ratio) of each token's sequence (eq. 7).
+
+    By segments, whose sums have one order: `index_add` on an accelerator adds in another one every time.
+    """
+    sums_B = torch.segment_reduce(logprobs_N - old_N, "sum", lengths=lengths_B, unsafe=True)
+    return torch.exp(sums_B / lengths_B.clamp(min=1)).index_select(0, rows_N)
+
+
+def cispo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Cispo) -> LossOutputs:
+    """Weigh log-probs by the clipped ratio, a constant to the gradient (CISPO, arXiv 2506.13585, eq. 4 and 5).
+
+    No token is dropped: where the ratio is out of bounds, its weight stops growing or falling.
+    """
+    ratio_N = torch.exp(logprobs_N.detach() - old_N)
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    return LossOutputs(
+        loss_N=-ratio_N.clamp(low, high) * tokens.advantages_N * logprobs_N,
+        ratio_N=ratio_N,
+        clipped_low_N=ratio_N < low,
+        clipped_high_N=ratio_N > high,
+    )
+
+
+def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PolicyGradient) -> LossOutputs:
+    """Log-prob times advantage (REINFORCE, Williams, 1992); the ratio is measured and changes nothing."""
+    never_N = torch.zeros_like(tokens.advantages_N, dtype=torch.bool)
+    return LossOutputs(
+        loss_N=-tokens.advantages_N * logprobs_N,
+        ratio_N=torch.exp(logprobs_N.detach() - old_N),
+        clipped_low_N=never_N,
+        clipped_high_N=never_N,
+    )
+
+
+def policy_loss(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PolicyLoss) -> LossOutputs:
+    """The loss that is configured; `old_N` are the log-probs that the policy is compared with."""
+    loss = cast(LossFunction, implementation_of(config))
+    return loss(logprobs_N, old_N, tokens=tokens, config=config)
+
+
+ROUNDING = 1e-12
+"""Share of a mean square that float64 sums of a few million numbers may get wrong."""
+
+
+class ValueTerms(NamedTuple):
+    """What the loss says of each token."""
+
+    loss_N: Tensor
+    clipped_N: Tensor
+    """True where the value has moved so far that its gradient is cut off."""
+
+
+def value_loss(values_N: Tensor, *, old_N: Tensor, returns_N: Tensor, clip: float) -> ValueTerms:
+    """Take the worse of the plain squared error and that of values kept within `clip` of the old ones, halved.
+
+    As the PPO of OpenAI's baselines (ppo2) does it; in the paper (arXiv 1707.06347, eq. 9) values are not clipped.
+    """
+    kept_N = old_N + (values_N - old_N).clamp(-clip, clip)
+    plain_N, clipped_N = (values_N - returns_N).square(), (kept_N - returns_N).square()
+    return ValueTerms(loss_N=torch.maximum(plain_N, clipped_N) / 2, clipped_N=(clipped_N > plain_N).detach())
+
+
+def fit_sums(values_N: Tensor, returns_N: Tensor) -> dict[str, Tensor]:
+    """Numbers per token whose sums, over passes and ranks, `explained_variance` needs."""
+    returns, errors = returns_N.detach().double(), (returns_N - values_N).detach().double()
+    return {
+        "fit_tokens": torch.ones_like(returns),
+        "fit_returns": returns,
+        "fit_returns_squared": returns.square(),
+        "fit_errors": errors,
+        "fit_errors_squared": errors.square(),
+    }
+
+
+def explained_variance(sums: Mapping[str, float]) -> float:
+    """Return 1 − Var(return − value) / Var(return): 1 is perfect, 0 no better than a constant; 0 for equal returns."""
+    count = sums["fit_tokens"]
+    variance = _variance(count, sums["fit_returns"], sums["fit_returns_squared"])
+    unexplained = _variance(count, sums["fit_errors"], sums["fit_errors_squared"])
+    return 1 - unexplained / variance if variance else 0.0
+
+
+def _variance(count: float, total: float, squares: float) -> float:
+    """Variance from sums; 0 where it is but their rounding."""
+    variance = squares / count - (total / count) ** 2 if count else 0.0
+    return variance if count and variance > ROUNDING * squares / count else 0.0
+
+
+def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, *, kind: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Estimate the divergence at each token.
+
+    k1 is unbiased and may be negative, k2 is biased and has a low variance, k3 is unbiased and never negative. As a
+    term of the loss k2 has, on samples of the policy itself, the gradient of the true divergence; that of k1 is zero
+    on average.
+    """
+    log_ratio_N = logprobs_N - reference_N
+    match kind:
+        case "k1":
+            return log_ratio_N
+        case "k2":
+            return log_ratio_N.square() / 2
+        case "k3":
+            return torch.expm1(-log_ratio_N) + log_ratio_N
+
+
+class DpoTerms(NamedTuple):
+    """What the loss says of each pair."""
+
+    loss_P: Tensor
+    margins_P: Tensor
+    """How much more the policy's implicit reward is for the chosen completion."""
+    right_P: Tensor
+    """True where that is more than nothing."""
+
+
+def dpo(
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    *,
+    reference_chosen_P: Tensor,
+    reference_rejected_P: Tensor,
+    beta: float,
+    label_smoothing: float,
+) -> DpoTerms:
+    """Compare log-probs of whole completions with the reference's (DPO, arXiv 2305.18290, eq. 7).
+
+    Label smoothing takes that share of the pairs to be the wrong way round (conservative DPO, Mitchell, 2023).
+    The implicit reward is beta · log(π / π_ref) (eq. 5, up to a constant of the prompt).
+    """
+    margins_P = beta * ((chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P))
+    loss_P = -(1 - label_smoothing) * functional.logsigmoid(margins_P) - label_smoothing * functional.logsigmoid(
+        -margins_P
+    )
+    return DpoTerms(loss_P=loss_P, margins_P=margins_P.detach(), right_P=margins_P.detach() > 0)
+
+
+class PairTerms(NamedTuple):
+    """What the loss says of each pair."""
+
+    loss_P: Tensor
+    margins_P: Tensor
+    """Reward of the chosen completion minus that of the rejected one."""
+    right_P: Tensor
+    """True where that is more than nothing."""
+
+
+def bradley_terry(chosen_P: Tensor, rejected_P: Tensor, *, centering: float) -> PairTerms:
+    """Return −log σ(r_chosen − r_rejected) (Bradley and Terry, 1952) + centering · (r_chosen + r_rejected)².
+
+    Pairs say nothing of where zero is; the second term does (arXiv 2312.09244, section 3).
+    """
+    margins_P = chosen_P - rejected_P
+    loss_P = -functional.logsigmoid(margins_P) + centering * (chosen_P + rejected_P).square()
+    return PairTerms(loss_P=loss_P, margins_P=margins_P.detach(), right_P=margins_P.detach() > 0)
