@@ -11,7 +11,7 @@ from tasks.views.metrics import Accuracy
 
 async def measured(session: Session, policy: str) -> Accuracy | None:
     """Measure the policy of that key, where rules alone say what is right."""
-    return None if session.settings.scoring.served else await measurement(session.ref, policy)
+    return None if session.settings.scoring.model_rewards else await measurement(session.ref, policy)
 
 
 @flow(name="measurement", flow_run_name="held-out accuracy of {policy}")

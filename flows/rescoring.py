@@ -7,16 +7,16 @@ from prefect import flow
 
 from flows.scoring import follow
 from flows.session import reopened
-from tasks.offline_training import make_judge, train_judge
+from tasks.offline_training import make_reward_model, train_reward_model
 from tasks.rescoring import (
-    adopt_judges,
+    adopt_reward_models,
     begin_recredit,
     begin_rescoring,
     credit_again,
     iterations_left,
     seal_recredit,
     seal_rescoring,
-    wake_judges,
+    wake_reward_models,
 )
 from tasks.run.rescorings import Derived, Recredit, Rescoring, rescored_batches
 
@@ -30,10 +30,10 @@ async def rescore(request: Rescoring) -> None:
         left = await iterations_left(session, derived, request.iterations)
         if not left:
             return
-        for term in await adopt_judges(session, derived):
-            made = await make_judge(session, term, derived.prefix)
-            await train_judge(session, term, made, derived.prefix)
-        await wake_judges(session, derived)
+        for term in await adopt_reward_models(session, derived):
+            made = await make_reward_model(session, term, derived.prefix)
+            await train_reward_model(session, term, made, derived.prefix)
+        await wake_reward_models(session, derived)
         for iteration in left:
             began = time.monotonic()
             async with asyncio.TaskGroup() as group:

@@ -6,7 +6,7 @@ from flows.dpo import preference_learning
 from flows.session import hold
 from flows.sft import fine_tuning
 from tasks.config.run import RunConfig, require_part
-from tasks.offline_training import begin_with, is_fine_tuned, is_preferring, make_judge, train_judge
+from tasks.offline_training import begin_with, is_fine_tuned, is_preferring, make_reward_model, train_reward_model
 from tasks.preparation import begin
 from tasks.reporting import TrainedRewards, report_rewards
 from tasks.run.session import RunRef, session_of
@@ -16,9 +16,9 @@ from tasks.run.session import RunRef, session_of
 async def reward_modelling(run: RunRef) -> None:
     """Make and train every model that scores completions here."""
     session = session_of(run)
-    for term in session.settings.scoring.local:
-        made = await make_judge(session, term)
-        await train_judge(session, term, made)
+    for term in session.settings.scoring.hosted_rewards:
+        made = await make_reward_model(session, term)
+        await train_reward_model(session, term, made)
 
 
 @flow(name="reward-model", flow_run_name="{config.name}", persist_result=True, result_serializer="json")

@@ -40,6 +40,6 @@ def follow(
 ) -> None:
     """Have shards judged by every served reward and then scored, each as soon as it is generated."""
     for shard in shards:
-        for term in session.settings.scoring.served:
+        for term in session.settings.scoring.model_rewards:
             group.create_task(judge_shard(session, batch, shard, term, silence_seconds))
         group.create_task(score_shard(session, batch, shard, silence_seconds))

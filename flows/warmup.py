@@ -21,7 +21,7 @@ async def warmup(run: RunRef) -> None:
     if is_preferring(session):
         await preference_learning(run)
     policy = await begin_with(session)
-    if session.settings.scoring.local:
+    if session.settings.scoring.hosted_rewards:
         await reward_modelling(run)
     if holds_teacher(session):
         await make_teacher(session)

@@ -10,7 +10,7 @@ from models.records.work import CreditWork
 from tasks.auxiliary import auxiliary_of
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration, ScoredRollouts
-from tasks.run.keys import StageKey, judge_role
+from tasks.run.keys import StageKey, reward_model_role
 from tasks.run.session import Session
 from tasks.run.stages import once, stage
 from tasks.update import reward_coefficient
@@ -58,6 +58,9 @@ async def credit(
 def check_verdicts(scoring: ScoringConfig, batches: Iterable[Batch], *, iteration: int) -> None:
     """Refuse the verdicts of judges that have gone wrong."""
     batches = list(batches)
-    verdicts = {term: [made for batch in batches for made in batch.stage(judge_role(term))] for term in scoring.served}
+    verdicts = {
+        term: [made for batch in batches for made in batch.stage(reward_model_role(term))]
+        for term in scoring.model_rewards
+    }
     shown = {term: [manifest.metrics for manifest in manifests] for term, manifests in verdicts.items()}
     check_judges(scoring, shown, iteration=iteration)

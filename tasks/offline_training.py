@@ -5,7 +5,7 @@ import logging
 from infra.store.manifests import Manifest
 from models.config.judges import JudgeReward, ModelReward, TrainedJudge, TrainedRewardModel
 from models.config.training import WarmupConfig
-from models.records.work import JudgePreparation, JudgeWarmupWork, PreferenceWork, RewardModelWork, WarmupWork
+from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelPreparation, RewardModelWork, WarmupWork
 from tasks.run.keys import BASE, DPO, SFT, StageKey
 from tasks.run.session import Session
 from tasks.run.stages import once, record, stage
@@ -85,21 +85,21 @@ def losses_of(trained: Manifest) -> list[float]:
 
 
 @stage("{term}", retries=2)
-async def make_judge(session: Session, term: str, prefix: str = "") -> Manifest:
+async def make_reward_model(session: Session, term: str, prefix: str = "") -> Manifest:
     """Build or copy the model of a served reward; `prefix` is that of a re-scoring's manifests."""
     settings = session.settings
-    reward, key = settings.scoring.served[term], StageKey.judge(term, made=True).below(prefix)
+    reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term, made=True).below(prefix)
     if term in settings.scoring.trained_reward_models:  # it begins as the policy
         policy = session.run.require(StageKey.policy(0))
         return record(session, key, parents=[policy], bundles=policy.bundles, detail={"version": 0})
-    work = JudgePreparation(reward=reward, data=settings.data, seed=settings.seed)
-    return await once(session, key, role="preparation", method="make_judge", work=work)
+    work = RewardModelPreparation(reward=reward, data=settings.data, seed=settings.seed)
+    return await once(session, key, role="preparation", method="make_reward_model", work=work)
 
 
 @stage("{term} training", retries=2)
-async def train_judge(session: Session, term: str, base: Manifest, prefix: str = "") -> Manifest:
+async def train_reward_model(session: Session, term: str, base: Manifest, prefix: str = "") -> Manifest:
     """Commit the model of a served reward: `base`, or what its training makes of it where the run trains it."""
-    reward, key = session.settings.scoring.served[term], StageKey.judge(term).below(prefix)
+    reward, key = session.settings.scoring.model_rewards[term], StageKey.reward_model(term).below(prefix)
     match reward:
         case JudgeReward(model=TrainedJudge(warmup=warmup)):
             logger.info("judge %s: %d steps of %d examples", term, warmup.steps, warmup.batch_size)

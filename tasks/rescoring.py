@@ -13,7 +13,7 @@ from placement.records import Plan
 from tasks.credit import check_verdicts, credit
 from tasks.placement.demand import workers_of
 from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, judge_role
+from tasks.run.keys import StageKey, reward_model_role
 from tasks.run.rescorings import (
     Derived,
     RecreditTerms,
@@ -57,12 +57,12 @@ async def iterations_left(session: Session, derived: Derived, numbers: tuple[int
 
 
 @stage("judges of the run")
-async def adopt_judges(session: Session, derived: Derived) -> list[str]:
+async def adopt_reward_models(session: Session, derived: Derived) -> list[str]:
     """Take over the models that the run has made for the very same rewards; return the terms whose model is to make."""
-    own = ScoringConfig.model_validate(session.run.record.config["scoring"]).local
+    own = ScoringConfig.model_validate(session.run.record.config["scoring"]).hosted_rewards
     missing = []
-    for term, reward in session.settings.scoring.local.items():
-        key = StageKey.judge(term)
+    for term, reward in session.settings.scoring.hosted_rewards.items():
+        key = StageKey.reward_model(term)
         made = session.run.find(key) if own.get(term) == reward else None
         if made is None:
             missing.append(term)
@@ -71,11 +71,14 @@ async def adopt_judges(session: Session, derived: Derived) -> list[str]:
     return missing
 
 
-async def wake_judges(session: Session, derived: Derived) -> None:
+async def wake_reward_models(session: Session, derived: Derived) -> None:
     """Have the models behind rewards share all worker slots; nothing else needs them."""
     for role in ("preparation", "update"):
         await session.release(role)
-    keys = {judge_role(term): StageKey.judge(term).below(derived.prefix) for term in session.settings.scoring.local}
+    keys = {
+        reward_model_role(term): StageKey.reward_model(term).below(derived.prefix)
+        for term in session.settings.scoring.hosted_rewards
+    }
     if keys:
         slots = session.settings.pools.workers
         workers = workers_of(session.settings, Plan(mode="colocated", rollout=slots, scoring=slots), "scoring")

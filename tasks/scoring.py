@@ -4,7 +4,7 @@ from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest
 from models.records.work import JudgeWork, ScoringWork, VerdictShard
 from tasks.run.batch import Batch
-from tasks.run.keys import StageKey, judge_role
+from tasks.run.keys import StageKey, reward_model_role
 from tasks.run.session import Session
 from tasks.run.stages import committed, once, stage
 from tasks.run.versions import policy_of
@@ -18,16 +18,18 @@ async def judge_shard(session: Session, batch: Batch, shard: int, term: str, sil
     """Wait for one rollout shard's commit, have a served reward judge it, commit the verdicts."""
     plan, settings = batch.plan, session.settings
     rollouts = await committed(session, plan.rollout_key(shard), silence_seconds=silence_seconds)
-    held = term in settings.scoring.local
-    served = [session.run.require(StageKey.judge(term).below(plan.rescoring))] if held else []
+    held = term in settings.scoring.hosted_rewards
+    served = [session.run.require(StageKey.reward_model(term).below(plan.rescoring))] if held else []
     work = JudgeWork(
         iteration=plan.number,
         rollouts=rollouts.shards[0],
         model=policy_of(served[0]) if served else None,
         seed=settings.seed,
     )
-    key = plan.shard_key(judge_role(term), shard)
-    return await once(session, key, role=judge_role(term), method="judge", work=work, parents=[rollouts, *served])
+    key = plan.shard_key(reward_model_role(term), shard)
+    return await once(
+        session, key, role=reward_model_role(term), method="judge", work=work, parents=[rollouts, *served]
+    )
 
 
 @stage("{batch.key} score {shard:04d}", retries=2)
@@ -36,8 +38,8 @@ async def score_shard(session: Session, batch: Batch, shard: int, silence_second
     plan, settings = batch.plan, session.settings
     rollouts = await committed(session, plan.rollout_key(shard), silence_seconds=silence_seconds)
     verdicts = {
-        term: await committed(session, plan.shard_key(judge_role(term), shard), silence_seconds=silence_seconds)
-        for term in settings.scoring.served
+        term: await committed(session, plan.shard_key(reward_model_role(term), shard), silence_seconds=silence_seconds)
+        for term in settings.scoring.model_rewards
     }
     dynamic = settings.rollout.dynamic
     work = ScoringWork(

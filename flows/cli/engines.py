@@ -89,7 +89,9 @@ def serve(
     given = os.environ.get(key_variable)
     key = given or secrets.token_urlsafe(32)
     with contextlib.suppress(KeyboardInterrupt):
-        server = start_server(config, directory, adapter_rank=adapter_rank, beat=lambda: None, port=port, key=key)
+        server = start_server(
+            config, directory, adapter_rank=adapter_rank, on_progress=lambda: None, port=port, key=key
+        )
         try:
             write("\n".join(_advice(server, config, variable=key_variable, told=given is None)))
             while server.alive():

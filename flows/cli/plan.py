@@ -62,7 +62,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         "worker slots": f"{pools.workers}{_sharing(config)}",
         "rollout": f"{_count(pools.workers, 'worker')} at most, of {_megabytes(facts, 'rollout')}",
         "engine": rollout.engine.described(pools),
-        **{f"judge {term}": _judge(config, term, facts) for term in config.scoring.served},
+        **{f"judge {term}": _judge(config, term, facts) for term in config.scoring.model_rewards},
         "scoring": _count(pools.scoring_workers, "worker"),
         **(
             {} if config.algorithm.distillation is None else {"teacher": _teacher(config.algorithm.distillation, facts)}
@@ -102,18 +102,18 @@ def _waves(config: RunConfig) -> str:
 
 def _sharing(config: RunConfig) -> str:
     """Who shares the slots, and how the first stage would deal them."""
-    if not config.scoring.local:
+    if not config.scoring.hosted_rewards:
         return ", all for rollout"
     return f", {config.placement.kind}: {first_placement(config).decision.reason}"
 
 
 def _judge(config: RunConfig, term: str, facts: dict[str, float]) -> str:
-    reward = config.scoring.served[term]
+    reward = config.scoring.model_rewards[term]
     size = f"{facts[f'{term}_parameters']:,.0f} parameters, " if f"{term}_parameters" in facts else ""
     if reward.kind == "model":
         return f"{size}{_count(reward.slots, 'slot')} each"
     answers = f"{_count(reward.votes, 'vote')} by {reward.verdict.kind}"
-    where = reward.model.base_url if reward.model.kind == "endpoint" else f"{_count(reward.slots, 'slot')} each"
+    where = f"{_count(reward.slots, 'slot')} each" if reward.endpoint is None else reward.endpoint.base_url
     return f"{size}{reward.model.kind}, {answers}, {where}"
 
 

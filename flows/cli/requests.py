@@ -65,10 +65,10 @@ def request_rescoring(
     chosen = checked_name(name) if name is not None else f"{terms.scoring.terms[0]}-{digest_of(terms)}"
     numbers = parse_iterations(iterations, run)
     config = stored_configuration(run, store, overrides, scoring=terms.scoring)
-    slots, workers = sum(reward.slots for reward in terms.scoring.local.values()), config.pools.workers
+    slots, workers = sum(reward.slots for reward in terms.scoring.hosted_rewards.values()), config.pools.workers
     if slots > workers:
         raise BadInput(f"pools.workers {workers}: the reward models take at least {slots} slots")
-    for term, reward in terms.scoring.local.items():
+    for term, reward in terms.scoring.hosted_rewards.items():
         if reward.kind == "model" and reward.model.kind == "trained" and config.preferences is None:
             raise BadInput(
                 f"reward {term!r}: model.kind 'trained' learns from [preferences], which the run has none of"
@@ -177,10 +177,10 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
 def room_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
     """Worker slots and patience that rewards need at least: a run's record does not say how many it had."""
     least, longest = PoolsConfig(), 0.0
-    slots = [sum(reward.slots for reward in scoring.local.values()) for scoring in scorings]
-    for reward in (reward for scoring in scorings for reward in scoring.served.values()):
-        if reward.kind == "judge" and reward.model.kind == "endpoint":
-            longest = max(longest, reward.model.timeout_seconds + MAX_PAUSE_SECONDS + 1)
+    slots = [sum(reward.slots for reward in scoring.hosted_rewards.values()) for scoring in scorings]
+    for reward in (reward for scoring in scorings for reward in scoring.model_rewards.values()):
+        if reward.endpoint is not None:
+            longest = max(longest, reward.endpoint.timeout_seconds + MAX_PAUSE_SECONDS + 1)
     return {"workers": max(least.workers, *slots), "stall_seconds": max(least.stall_seconds, longest)}
 
 

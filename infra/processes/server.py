@@ -155,17 +155,17 @@ def free_ports() -> Iterator[int]:
         yield port
 
 
-def start(launch: Launch, *, beat: Callable[[], None], ports: Iterable[int]) -> tuple[OwnedProcess, int]:
+def start(launch: Launch, *, on_progress: Callable[[], None], ports: Iterable[int]) -> tuple[OwnedProcess, int]:
     """Start a server and wait until it is ready, at the first of the ports that is still free when it takes it.
 
-    `beat` is called whenever the server stirred. One that ends or is late is ended, and raises WorkerFailed; one
+    `on_progress` is called whenever the server stirred. One that ends or is late is ended, and raises WorkerFailed; one
     that a signal ended raises WorkerLost, since nothing is wrong with the work.
     """
     failure = WorkerFailed(f"{launch.what}: no port was given")
     for port in ports:
         process = OwnedProcess(launch.command(port), environment=launch.environment)
         try:
-            _await_ready(process, launch, port, beat)
+            _await_ready(process, launch, port, on_progress)
         except WorkerFailed as error:
             taken = not process.alive() and TAKEN in "\n".join(process.tail(TAIL_BYTES)).lower()
             process.stop()
@@ -181,7 +181,7 @@ def start(launch: Launch, *, beat: Callable[[], None], ports: Iterable[int]) -> 
     raise failure
 
 
-def _await_ready(process: OwnedProcess, launch: Launch, port: int, beat: Callable[[], None]) -> None:
+def _await_ready(process: OwnedProcess, launch: Launch, port: int, on_progress: Callable[[], None]) -> None:
     deadline = time.monotonic() + launch.start_seconds
     while not (launch.ready(port) and process.alive()):  # in this order: another server may answer at a port
         if not process.alive():
@@ -192,7 +192,7 @@ def _await_ready(process: OwnedProcess, launch: Launch, port: int, beat: Callabl
             late = f"was not ready within {launch.start_seconds:g} s"
             raise WorkerFailed(f"{launch.what} {late}; its log ends: {last_lines(process)}")
         if process.stirred():
-            beat()
+            on_progress()
         time.sleep(POLL_SECONDS)
 
 

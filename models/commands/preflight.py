@@ -84,7 +84,9 @@ def check_scoring(inputs: Inputs) -> dict[str, float]:
     """
     _check_rewards(inputs)
     _check_environments(None, inputs)
-    return _check_served(inputs, load_problems(inputs.data, "train", inputs.seed)) if inputs.scoring.local else {}
+    return (
+        _check_served(inputs, load_problems(inputs.data, "train", inputs.seed)) if inputs.scoring.hosted_rewards else {}
+    )
 
 
 def _check_environments(rollout: RolloutConfig | None, inputs: Inputs) -> None:
@@ -97,7 +99,7 @@ def _check_environments(rollout: RolloutConfig | None, inputs: Inputs) -> None:
 def _check_rewards(inputs: Inputs) -> None:
     for rule in inputs.scoring.rules:
         check_reward(rule)
-    for term, served in inputs.scoring.served.items():
+    for term, served in inputs.scoring.model_rewards.items():
         if served.kind == "judge":
             check_judge(term, served, inputs.data)
 
@@ -247,7 +249,7 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
         f"{term}_parameters": check_served_model(
             term, reward, problems=train, seed=inputs.seed, gpus=reward.slots * inputs.pools.gpus_per_worker
         )
-        for term, reward in inputs.scoring.local.items()
+        for term, reward in inputs.scoring.hosted_rewards.items()
         if term not in inputs.scoring.trained_reward_models
     }
 

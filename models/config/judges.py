@@ -156,9 +156,9 @@ class JudgeReward(RewardTerm):
     """Import string of the class that serves it."""
 
     @property
-    def is_endpoint(self) -> bool:
-        """Whether the model runs elsewhere."""
-        return isinstance(self.model, EndpointJudge)
+    def endpoint(self) -> Endpoint | None:
+        """Where the model runs, if elsewhere."""
+        return self.model if isinstance(self.model, EndpointJudge) else None
 
     @property
     def is_trained(self) -> bool:
@@ -244,7 +244,7 @@ class ModelReward(RewardTerm):
     """It scores whole completions."""
     writes: ClassVar[bool] = False
     """It scores in one forward pass."""
-    is_endpoint: ClassVar[bool] = False
+    endpoint: ClassVar[None] = None
     """The model never runs elsewhere."""
 
     @property

@@ -39,23 +39,23 @@ class ScoringConfig(Settings):
     @property
     def rule_terms(self) -> tuple[str, ...]:
         """Column names of the rules, in order."""
-        return tuple(term for term in self.terms if term not in self.served)
+        return tuple(term for term in self.terms if term not in self.model_rewards)
 
     @property
-    def served(self) -> dict[str, ServedReward]:
-        """Rewards that models serve, by term."""
+    def model_rewards(self) -> dict[str, ServedReward]:
+        """Rewards that models give, by term."""
         pairs = zip(self.terms, self.rewards, strict=True)
         return {term: reward for term, reward in pairs if isinstance(reward, ServedReward)}
 
     @property
-    def local(self) -> dict[str, ServedReward]:
-        """Served rewards whose model runs in worker slots; one behind an endpoint is elsewhere."""
-        return {term: reward for term, reward in self.served.items() if not reward.is_endpoint}
+    def hosted_rewards(self) -> dict[str, ServedReward]:
+        """Those whose model runs in worker slots; one behind an endpoint is elsewhere."""
+        return {term: reward for term, reward in self.model_rewards.items() if reward.endpoint is None}
 
     @property
     def trained_reward_models(self) -> dict[str, ModelReward]:
         """Rewards whose model the run trains on its preferences, by term."""
-        models = {term: reward for term, reward in self.served.items() if isinstance(reward, ModelReward)}
+        models = {term: reward for term, reward in self.model_rewards.items() if isinstance(reward, ModelReward)}
         return {term: reward for term, reward in models.items() if isinstance(reward.model, TrainedRewardModel)}
 
     @property

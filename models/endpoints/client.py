@@ -62,12 +62,12 @@ class EndpointClient:
     neither ever becomes an answer.
     """
 
-    def __init__(self, config: Endpoint, path: str, *, max_bytes: int, beat: Callable[[], None]) -> None:
+    def __init__(self, config: Endpoint, path: str, *, max_bytes: int, on_progress: Callable[[], None]) -> None:
         """Check what can be checked without the network. Raises BadInput.
 
-        Bodies beyond `max_bytes` are refused; `beat` is called after every attempt.
+        Bodies beyond `max_bytes` are refused; `on_progress` is called after every attempt.
         """
-        self._config, self._max_bytes, self._beat = config, max_bytes, beat
+        self._config, self._max_bytes, self._on_progress = config, max_bytes, on_progress
         base = parse_endpoint(config.base_url, config.allowed_hosts, allow_private=config.allow_private)
         self._endpoint = replace(base, path=f"{base.path}{path}")
         self._key = _key(config.api_key_variable)
@@ -144,7 +144,7 @@ class EndpointClient:
         except httpx.TransportError as error:
             raise _Unanswered(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         finally:
-            self._beat()
+            self._on_progress()
         return self._judge(request, response, data)
 
     def _judge(self, request: EndpointRequest[R], response: httpx.Response, data: bytes) -> R:

@@ -50,10 +50,10 @@ class TokenScorer:
     Raises EndpointDown where it does not answer, WorkerFailed where an answer is not what was asked for.
     """
 
-    def __init__(self, config: Endpoint, *, spell: Spell, beat: Callable[[], None]) -> None:
-        """Check what can be checked without the network. Raises BadInput. `beat` is called after every attempt."""
+    def __init__(self, config: Endpoint, *, spell: Spell, on_progress: Callable[[], None]) -> None:
+        """Check what needs no network. Raises BadInput. Calls `on_progress` after every attempt."""
         self._model, self._spell = config.model, spell
-        self._client = EndpointClient(config, "/completions", max_bytes=MAX_BODY_BYTES, beat=beat)
+        self._client = EndpointClient(config, "/completions", max_bytes=MAX_BODY_BYTES, on_progress=on_progress)
 
     def score(self, texts: Sequence[ModelInput]) -> list[NDArray[np.float32]]:
         """Return the log-prob of every written token of each text, at temperature 1."""

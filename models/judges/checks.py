@@ -86,7 +86,7 @@ def check_judges(
 
     `verdicts` has by term the metrics of each shard of verdicts of the iteration, as the workers returned them.
     """
-    for term, reward in scoring.served.items():
+    for term, reward in scoring.model_rewards.items():
         if reward.kind == "judge":
             _check_judge(term, reward, _sums(verdicts.get(term, ())), iteration)
 

@@ -154,7 +154,9 @@ class ChatJudge:
         self.progress = 0
         self._body = partial(request_body, judge=config, sampling=sampling, verdict=verdict)
         self._read = partial(read_answer, verdict=verdict)
-        self._client = EndpointClient(config, "/chat/completions", max_bytes=MAX_BODY_BYTES, beat=self._beat)
+        self._client = EndpointClient(
+            config, "/chat/completions", max_bytes=MAX_BODY_BYTES, on_progress=self._on_progress
+        )
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer per question, in order."""
@@ -162,5 +164,5 @@ class ChatJudge:
             [EndpointRequest(self._body(question), answer=self._read, refusal=refusal) for question in questions]
         )
 
-    def _beat(self) -> None:
+    def _on_progress(self) -> None:
         self.progress += 1

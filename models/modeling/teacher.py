@@ -29,13 +29,13 @@ def load_teacher(
     return TokenLogprobs(model, temperature=temperature).requires_grad_(False).eval().to(device)
 
 
-def ask_endpoint(teacher: TeacherEndpoint, *, directory: Path, beat: Callable[[], None]) -> AuxiliaryPass:
-    """AuxiliaryPass a model behind an endpoint about every sequence by itself, at temperature 1.
+def ask_endpoint(teacher: TeacherEndpoint, *, directory: Path, on_progress: Callable[[], None]) -> AuxiliaryPass:
+    """Ask a model behind an endpoint about every sequence by itself, at temperature 1.
 
-    `directory` holds the policy's tokenizer; `beat` is called after every attempt. Asking raises EndpointDown where
-    there is no answer, and WorkerFailed where there is a wrong one.
+    `directory` holds the policy's tokenizer; `on_progress` is called after every attempt. Asking raises EndpointDown
+    where there is no answer, and WorkerFailed where there is a wrong one.
     """
-    scorer = TokenScorer(teacher, spell=_speller(load_tokenizer(directory)), beat=beat)
+    scorer = TokenScorer(teacher, spell=_speller(load_tokenizer(directory)), on_progress=on_progress)
 
     def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
         asked = [[each for each in batch.inputs if len(each.written)] for batch in batches]
@@ -53,7 +53,7 @@ def check_teacher(
     `longest_tokens` are those of prompt and completion together. Neither weights nor the network are touched.
     """
     if isinstance(teacher, TeacherEndpoint):
-        TokenScorer(teacher, spell=_speller(tokenizer), beat=lambda: None)
+        TokenScorer(teacher, spell=_speller(tokenizer), on_progress=lambda: None)
         return 0
     try:
         config, own, parameters = check_directory(teacher.path)

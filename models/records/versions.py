@@ -37,7 +37,8 @@ class Outcome:
     """
 
     shards: tuple[ShardRef, ...] = ()
-    policy: ModelVersion | None = None
+    model: ModelVersion | None = None
+    """The policy, judge, reward model or teacher that was made or trained."""
     critic: ModelVersion | None = None
     metrics: dict[str, float] | None = None
     detail: dict[str, JsonValue] | None = None

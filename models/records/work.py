@@ -188,7 +188,7 @@ class WarmupWork:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgePreparation:
+class RewardModelPreparation:
     """Make the model behind a served reward: build it and train its tokenizer, or import it."""
 
     reward: ServedReward

@@ -35,15 +35,15 @@ class TokenScores:
     tokens: int
 
 
-def ask_model(forward: Callable[[MicroBatch], Tensor], beat: Callable[[], None]) -> AuxiliaryPass:
-    """AuxiliaryPass a model that is loaded on this rank; `beat` is called after every pass."""
+def ask_model(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[], None]) -> AuxiliaryPass:
+    """Ask a model that is loaded on this rank; `on_progress` is called after every pass."""
 
     @torch.no_grad()
     def ask(passes: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
         found: list[NDArray[np.float32]] = []
         for batch in passes:
             found.append(forward(batch).float().cpu().numpy())
-            beat()
+            on_progress()
         return found
 
     return ask

@@ -125,10 +125,10 @@ class PairLearning:
 
 
 def learn_preferences(
-    trainer: Trainer, work: PairLearning, *, microbatch_tokens: int, ranks: Ranks, beat: Callable[[], None]
+    trainer: Trainer, work: PairLearning, *, microbatch_tokens: int, ranks: Ranks, on_progress: Callable[[], None]
 ) -> Learnt:
     """Take all steps over the training pairs; then measure the held-out ones. A loss that is not finite is refused."""
-    learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, beat=beat)
+    learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=on_progress)
     steps = [learner.passes(rows, work.train) for rows in _draw(work)]
     heldout = learner.passes(tuple(range(len(work.heldout))), work.heldout)
     start = [learner.start(passes, work.train) for passes in steps]
@@ -153,13 +153,19 @@ class _Pairs:
     """One rank's part of the work."""
 
     def __init__(
-        self, trainer: Trainer, work: PairLearning, *, microbatch_tokens: int, ranks: Ranks, beat: Callable[[], None]
+        self,
+        trainer: Trainer,
+        work: PairLearning,
+        *,
+        microbatch_tokens: int,
+        ranks: Ranks,
+        on_progress: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._work = work
         self._microbatch_tokens = microbatch_tokens
         self._ranks = ranks
-        self._beat = beat
+        self._on_progress = on_progress
 
     def passes(self, rows: Rows, pairs: Sequence[SequencePair]) -> tuple[Rows, ...]:
         """This rank's passes over some of the pairs; both completions of a pair are always in the same pass."""
@@ -210,7 +216,7 @@ class _Pairs:
         found_N = self._trainer.forward(batch)
         rows_N = torch.from_numpy(batch.rows_N).to(found_N.device)
         sums = torch.zeros(2 * len(pairs), device=found_N.device).index_add(0, rows_N, found_N)
-        self._beat()
+        self._on_progress()
         return PairNumbers(sums[: len(pairs)], sums[len(pairs) :])
 
 

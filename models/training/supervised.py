@@ -45,7 +45,7 @@ def imitate(
     directory: Path,
     microbatch_tokens: int,
     ranks: Ranks,
-    beat: Callable[[], None],
+    on_progress: Callable[[], None],
 ) -> Learnt:
     """Take all warm-up steps over the examples, in order; a loss that is not finite is refused.
 
@@ -55,7 +55,9 @@ def imitate(
     losses = torch.zeros(warmup.steps, dtype=torch.float64, device=ranks.device)
     for step in range(warmup.steps):
         chosen = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
-        losses[step] = _imitate_step(trainer, chosen, microbatch_tokens=microbatch_tokens, ranks=ranks, beat=beat)
+        losses[step] = _imitate_step(
+            trainer, chosen, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=on_progress
+        )
         rate = learning_rate(
             step,
             warmup.steps,
@@ -83,7 +85,7 @@ def _imitate_step(
     *,
     microbatch_tokens: int,
     ranks: Ranks,
-    beat: Callable[[], None],
+    on_progress: Callable[[], None],
 ) -> torch.Tensor:
     """Run this rank's passes of one step and return its share of the loss: the mean over all completion tokens."""
     lengths = [len(each) for each in inputs]
@@ -95,7 +97,7 @@ def _imitate_step(
         loss = -trainer.forward(lay_out([inputs[row] for row in rows])).sum() * weight
         trainer.backward(loss, last=number + 1 == len(passes))
         total += loss.detach()
-        beat()
+        on_progress()
     return total
 
 

@@ -24,7 +24,7 @@ from models.training.ranks import Ranks, sum_and_max
 from models.training.samples import TrainingSamples, read_training_rows, weighted_lengths
 from models.training.trainer import Trainer, frozen_forward, learning_rate
 
-Beat = Callable[[], None]
+OnProgress = Callable[[], None]
 """Called after every pass: progress, not life."""
 
 
@@ -81,7 +81,7 @@ def extra_logprobs(
     *,
     config: UpdateConfig,
     reference: TokenLogprobs | None,
-    beat: Beat,
+    on_progress: OnProgress,
 ) -> Extras:
     """Compute old log-probs of all steps but the first, and the reference's of all, before anything is learnt."""
     old: list[list[Tensor | None]] = []
@@ -94,10 +94,10 @@ def extra_logprobs(
             if index and corrects:
                 with torch.no_grad():
                     old[-1][number] = trainer.forward(batch.reads)
-                beat()
+                on_progress()
             if reference is not None:
                 against[-1][number] = frozen_forward(reference, batch.reads)
-                beat()
+                on_progress()
     return Extras(old=old, reference=against)
 
 
@@ -109,7 +109,7 @@ def take_steps(
     config: UpdateConfig,
     kl_coefficient: float,
     ranks: Ranks,
-    beat: Beat,
+    on_progress: OnProgress,
 ) -> StepsTaken:
     """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
     tally = MetricSums()
@@ -125,7 +125,7 @@ def take_steps(
                 tally_mismatch(before_N, tokens, tally=tally)
             loss = update_loss(logprobs_N, tokens, config=config, kl_coefficient=kl_coefficient, tally=tally)
             trainer.backward(loss, last=number + 1 == len(step.batches))
-            beat()
+            on_progress()
         norms.append(trainer.step(step.learning_rate))
         if not isfinite(norms[-1]):
             break
@@ -206,7 +206,7 @@ def _rates(work: UpdateWork, steps: int, *, config: UpdateConfig) -> list[float]
 
 
 def take_value_steps(
-    trainer: Trainer, steps: Sequence[StepPasses], *, clip: float, ranks: Ranks, beat: Beat
+    trainer: Trainer, steps: Sequence[StepPasses], *, clip: float, ranks: Ranks, on_progress: OnProgress
 ) -> StepsTaken:
     """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
     tally = MetricSums()
@@ -223,7 +223,7 @@ def take_value_steps(
             tally.add({"loss": shares_N, "clipped": terms.clipped_N, "not_finite": ~torch.isfinite(shares_N)})
             tally.add(fit_sums(old_N, returns_N))
             tally.raise_to({"value_error_max": (returns_N - old_N).abs()})
-            beat()
+            on_progress()
         norms.append(trainer.step(step.learning_rate))
         if not isfinite(norms[-1]):
             break

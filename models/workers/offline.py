@@ -41,11 +41,11 @@ class OfflineTrainer:
     Each piece of work begins with a fresh optimizer and publishes a version without state.
     """
 
-    def __init__(self, store: Store, update: UpdateConfig, *, ranks: Ranks, beat: Callable[[], None]) -> None:
+    def __init__(self, store: Store, update: UpdateConfig, *, ranks: Ranks, on_progress: Callable[[], None]) -> None:
         self._store = store
         self._update = update
         self._ranks = ranks
-        self._beat = beat
+        self._on_progress = on_progress
 
     def warmup(self, work: WarmupWork) -> Outcome:
         """Imitate worked examples."""
@@ -100,7 +100,7 @@ class OfflineTrainer:
                 directory=fetch_bundle(self._store, model.weights),
                 microbatch_tokens=self._update.microbatch_tokens,
                 ranks=self._ranks,
-                beat=self._beat,
+                on_progress=self._on_progress,
             )
 
         return self._train(model, self._logprobs, learn)
@@ -108,7 +108,9 @@ class OfflineTrainer:
     def _learn(self, model: ModelVersion, learning: PairLearning, build: Build) -> Outcome:
         def learn(trainer: Trainer) -> Learnt:
             budget = self._update.microbatch_tokens
-            return learn_preferences(trainer, learning, microbatch_tokens=budget, ranks=self._ranks, beat=self._beat)
+            return learn_preferences(
+                trainer, learning, microbatch_tokens=budget, ranks=self._ranks, on_progress=self._on_progress
+            )
 
         return self._train(model, build, learn)
 
@@ -123,7 +125,7 @@ class OfflineTrainer:
         policy = learner.publish(model, version=model.version, with_state=False)
         learner.close()
         timings = {"load": loaded - begun, "steps": stepped - loaded, "save": clock() - stepped}
-        return Outcome(policy=policy, metrics=learnt.metrics, detail={"losses": [*learnt.curve()]}, timings=timings)
+        return Outcome(model=policy, metrics=learnt.metrics, detail={"losses": [*learnt.curve()]}, timings=timings)
 
     def _logprobs(self, version: ModelVersion) -> TokenLogprobs:
         return TokenLogprobs(load_policy(fetch_bundle(self._store, version.weights)), temperature=1.0)

@@ -23,7 +23,7 @@ from models.modeling.teacher import check_teacher
 from models.records.model_input import prompt_columns
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
-from models.records.work import CriticWork, JudgePreparation, PolicyWork, PromptWork, TeacherWork
+from models.records.work import CriticWork, PolicyWork, PromptWork, RewardModelPreparation, TeacherWork
 from models.text.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_problems
 
 
@@ -49,7 +49,7 @@ class PreparationWorker:
             ref = publish_bundle(self._store, Path(folder), prefix="policies")
         self._progress += 1
         return Outcome(
-            policy=ModelVersion(version=0, weights=ref),
+            model=ModelVersion(version=0, weights=ref),
             metrics={"parameters": parameters},
             timings={"make": time.perf_counter() - started},
         )
@@ -69,7 +69,7 @@ class PreparationWorker:
             timings={"make": time.perf_counter() - started},
         )
 
-    def make_judge(self, work: JudgePreparation) -> Outcome:
+    def make_reward_model(self, work: RewardModelPreparation) -> Outcome:
         """Build or import the model behind a served reward, and publish it as version 0."""
         started = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="rheostat-judge-") as folder:
@@ -79,7 +79,7 @@ class PreparationWorker:
             ref = publish_bundle(self._store, Path(folder), prefix="judges")
         self._progress += 1
         return Outcome(
-            policy=ModelVersion(version=0, weights=ref),
+            model=ModelVersion(version=0, weights=ref),
             metrics={"parameters": parameters},
             timings={"make": time.perf_counter() - started},
         )
@@ -95,7 +95,7 @@ class PreparationWorker:
             ref = publish_bundle(self._store, Path(folder), prefix="teachers")
         self._progress += 1
         return Outcome(
-            policy=ModelVersion(version=0, weights=ref),
+            model=ModelVersion(version=0, weights=ref),
             metrics={"parameters": parameters},
             timings={"make": time.perf_counter() - started},
         )

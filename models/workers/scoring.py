@@ -123,7 +123,7 @@ class ScoringWorker:
 
     def _served(self, rollouts: pa.Table, work: ScoringWork) -> dict[str, Sequence[Judgement | StepValues]]:
         """Read what served rewards answered about the shard, by term."""
-        served = self._scoring.served
+        served = self._scoring.model_rewards
         shards = {verdicts.term: verdicts.verdicts for verdicts in work.verdicts}
         if set(shards) != set(served) or len(shards) < len(work.verdicts):
             found = ", ".join(verdicts.term for verdicts in work.verdicts) or "none"

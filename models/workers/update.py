@@ -88,7 +88,7 @@ class UpdateWorker:
         return self._progress
 
     def estimate(self, work: EstimateWork) -> Outcome:
-        """AuxiliaryPass models about every token of an iteration's rollouts before credit; nothing is learnt."""
+        """Ask models about every token of an iteration's rollouts before credit; nothing is learnt."""
         models, laps = self._joined(), StageTimer()
         asks = self._asks(work, models)
         laps.end("load")
@@ -118,7 +118,7 @@ class UpdateWorker:
             return self._unchanged(work, quarantined=True)
         following = work.policy.version + 1
         outcome = Outcome(
-            policy=models.policy.publish(work.policy, version=following) if taken else _next(work.policy),
+            model=models.policy.publish(work.policy, version=following) if taken else _next(work.policy),
             critic=models.critic.publish(work.critic, version=following) if work.critic is not None else None,
             metrics={
                 **self._kl_coefficient(work),
@@ -155,7 +155,7 @@ class UpdateWorker:
         """Training on data alone, which no policy stands in memory beside."""
         models = self._joined()
         models.close()
-        return OfflineTrainer(self._store, self._update, ranks=models.ranks, beat=self._beat)
+        return OfflineTrainer(self._store, self._update, ranks=models.ranks, on_progress=self._on_progress)
 
     def _asks(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryPass]:
         """Load the models that are asked; by column of the estimates."""
@@ -166,7 +166,7 @@ class UpdateWorker:
             forwards["reference"] = partial(frozen_forward, models.reference(work.reference))
         if work.critic is not None:
             forwards["values"] = models.critic.asked_at(work.critic).forward
-        asks = {column: ask_model(forward, self._beat) for column, forward in forwards.items()}
+        asks = {column: ask_model(forward, self._on_progress) for column, forward in forwards.items()}
         if self._algorithm.distillation is not None:
             asks["teacher"] = self._teacher(work, self._algorithm.distillation.teacher, models)
         return asks
@@ -174,10 +174,10 @@ class UpdateWorker:
     def _teacher(self, work: EstimateWork, teacher: TeacherConfig, models: LoadedModels) -> AuxiliaryPass:
         if teacher.kind == "endpoint":
             directory = fetch_bundle(self._store, work.policy.weights)
-            return ask_endpoint(teacher, directory=directory, beat=self._beat)
+            return ask_endpoint(teacher, directory=directory, on_progress=self._on_progress)
         if work.teacher is None:
             raise BadInput(f"iteration {work.iteration}: expected the teacher's model to ask, found none")
-        return ask_model(partial(frozen_forward, models.teacher(work.teacher)), self._beat)
+        return ask_model(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)
 
     def _learn_policy(self, work: UpdateWork, steps: list[StepPasses], laps: StageTimer) -> StepsTaken:
         models, config = self._joined(), self._update
@@ -186,7 +186,7 @@ class UpdateWorker:
         if config.kl_penalty is not None:
             reference = models.reference(work.reference)
         laps.end("load")
-        extras = extra_logprobs(trainer, steps, config=config, reference=reference, beat=self._beat)
+        extras = extra_logprobs(trainer, steps, config=config, reference=reference, on_progress=self._on_progress)
         laps.end("logprobs")
         taken = take_steps(
             trainer,
@@ -195,7 +195,7 @@ class UpdateWorker:
             config=config,
             kl_coefficient=work.kl_coefficient,
             ranks=models.ranks,
-            beat=self._beat,
+            on_progress=self._on_progress,
         )
         laps.end("steps")
         return taken
@@ -208,7 +208,7 @@ class UpdateWorker:
         trainer = models.critic.stand_at(critic)
         laps.end("load")
         own = critic_steps(steps, work, config=self._update.model_copy(update={"learning_rate": config.learning_rate}))
-        taken = take_value_steps(trainer, own, clip=config.clip, ranks=models.ranks, beat=self._beat)
+        taken = take_value_steps(trainer, own, clip=config.clip, ranks=models.ranks, on_progress=self._on_progress)
         laps.end("critic")
         return taken
 
@@ -222,7 +222,7 @@ class UpdateWorker:
                 work.policy.version,
             )
         return Outcome(
-            policy=_next(work.policy),
+            model=_next(work.policy),
             critic=None if work.critic is None else _next(work.critic),
             metrics={
                 **self._kl_coefficient(work),
@@ -241,7 +241,7 @@ class UpdateWorker:
             raise BadInput("update rank: join the other ranks before asking for work")
         return self._models
 
-    def _beat(self) -> None:
+    def _on_progress(self) -> None:
         self._progress += 1
 
 

@@ -100,7 +100,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _names_are_reward_terms(self) -> "RunConfig":
-        dynamic, terms, local = self.rollout.dynamic, self.scoring.terms, [*self.scoring.local]
+        dynamic, terms, local = self.rollout.dynamic, self.scoring.terms, [*self.scoring.hosted_rewards]
         if dynamic is not None and dynamic.metric is not None and dynamic.metric not in terms:
             raise ValueError(
                 f"rollout.dynamic.metric {dynamic.metric!r}: expected a reward term, one of {', '.join(terms)}"
@@ -149,7 +149,9 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _roles_have_room(self) -> "RunConfig":
-        slots = sum(self.placement.replicas.get(term, 1) * reward.slots for term, reward in self.scoring.local.items())
+        slots = sum(
+            self.placement.replicas.get(term, 1) * reward.slots for term, reward in self.scoring.hosted_rewards.items()
+        )
         if slots > self.pools.workers:
             raise ValueError(f"pools.workers {self.pools.workers}: the reward models take at least {slots} slots")
         if slots and slots == self.pools.workers and not self.placement.takes_turns:
@@ -172,9 +174,9 @@ class RunConfig(Settings):
 
     def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
         """Name the models that are asked over HTTP."""
-        for term, reward in self.scoring.served.items():
-            if reward.kind == "judge" and reward.model.kind == "endpoint":
-                yield f"reward {term!r}: model", reward.model
+        for term, reward in self.scoring.model_rewards.items():
+            if reward.endpoint is not None:
+                yield f"reward {term!r}: model", reward.endpoint
         distillation = self.algorithm.distillation
         if distillation is not None and distillation.teacher.kind == "endpoint":
             yield "algorithm.distillation.teacher", distillation.teacher
@@ -284,7 +286,7 @@ def _near_file(path: Path) -> str:
 def measured_by_rules(config: RunConfig) -> RunConfig:
     """Score by the first reward alone, where that is a rule: models that score may not be there yet."""
     first = config.scoring.rewards[0]
-    if config.scoring.terms[0] in config.scoring.served or first.values_steps:
+    if config.scoring.terms[0] in config.scoring.model_rewards or first.values_steps:
         return config
     scoring = config.scoring.model_copy(update={"rewards": (first,)})
     rollout = config.rollout.model_copy(update={"dynamic": None})
@@ -307,4 +309,4 @@ def require_part(command: str, config: RunConfig) -> None:
 
 
 def _trains_rewards(config: RunConfig) -> bool:
-    return any(reward.is_trained for reward in config.scoring.local.values())
+    return any(reward.is_trained for reward in config.scoring.hosted_rewards.values())

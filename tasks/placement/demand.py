@@ -12,7 +12,7 @@ from placement.slots import allot, least_slots
 from tasks.config.run import RunConfig
 from tasks.run.batch import BatchPlan
 from tasks.run.iteration import Iteration
-from tasks.run.keys import judge_role
+from tasks.run.keys import reward_model_role
 
 
 def rollout_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
@@ -24,7 +24,7 @@ def rollout_demand(settings: RunConfig, measured: Measurements, *, shards: int, 
 
 def scoring_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
     """What the reward models have to do, all together; none of them leaves nothing to do."""
-    local = settings.scoring.local
+    local = settings.scoring.hosted_rewards
     if not local:
         return measured.demand("scoring", units=0, sequences=0)
     slots = {term: reward.slots for term, reward in local.items()}
@@ -41,13 +41,13 @@ def scoring_demand(settings: RunConfig, measured: Measurements, *, shards: int, 
 
 def workers_of(settings: RunConfig, plan: Plan, turn: str | None) -> dict[str, int]:
     """Workers by role under a plan; where roles take turns, of the one whose turn it is."""
-    terms = {term: reward.slots for term, reward in settings.scoring.local.items()}
+    terms = {term: reward.slots for term, reward in settings.scoring.hosted_rewards.items()}
     workers: dict[str, int] = {}
     if turn in (None, "rollout"):
         workers["rollout"] = plan.rollout
     if turn in (None, "scoring") and terms:
         replicas = allot(plan.scoring, terms, fixed=settings.placement.replicas)
-        workers |= {judge_role(term): count for term, count in replicas.items()}
+        workers |= {reward_model_role(term): count for term, count in replicas.items()}
     return workers
 
 

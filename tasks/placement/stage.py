@@ -14,7 +14,7 @@ from placement.records import Decision, DrainInputs, Plan, PlanInputs
 from tasks.placement.demand import observed, recalled, rollout_demand, scoring_demand, workers_of
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, artifact_key, judge_role
+from tasks.run.keys import StageKey, artifact_key, reward_model_role
 from tasks.run.session import Placing, Session
 from tasks.run.stages import stage
 from tasks.run.versions import policy_of
@@ -29,7 +29,7 @@ PAST_ITERATIONS = 5
 async def place_stage(session: Session, batch: Batch) -> Plan:
     """Deal the worker slots for a batch, and have its workers awake with the weights that it names."""
     plan, workers = batch.plan, session.settings.pools.workers
-    if not session.settings.scoring.local:  # nobody to share with
+    if not session.settings.scoring.hosted_rewards:  # nobody to share with
         await _arrange(session, batch, {"rollout": workers})
         return Plan(mode="split", rollout=workers, scoring=0)
     placing = placing_of(session, before=plan.number)
@@ -92,7 +92,7 @@ def placing_of(session: Session, *, before: int) -> Placing:
 
 def stages_of(session: Session) -> dict[str, Role]:
     """Stages whose workers share the slots, and the roles that placement knows them by."""
-    judges: dict[str, Role] = {judge_role(term): "scoring" for term in session.settings.scoring.local}
+    judges: dict[str, Role] = {reward_model_role(term): "scoring" for term in session.settings.scoring.hosted_rewards}
     return {"rollout": "rollout", **judges}
 
 
@@ -110,8 +110,8 @@ def note_decision(session: Session, key: str, inputs: PlanInputs | DrainInputs, 
 async def _arrange(session: Session, batch: Batch, workers: dict[str, int]) -> tuple[Move, ...]:
     fleet = await session.fleet()
     take: dict[str, object] = {"rollout": policy_of(batch.policy)}
-    for term in session.settings.scoring.local:
-        take[judge_role(term)] = policy_of(session.run.require(StageKey.judge(term)))
+    for term in session.settings.scoring.hosted_rewards:
+        take[reward_model_role(term)] = policy_of(session.run.require(StageKey.reward_model(term)))
     started = time.monotonic()
     moves = await fleet.arrange(workers, take={role: take[role] for role in workers})
     for move in moves:

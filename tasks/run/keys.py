@@ -57,9 +57,9 @@ class StageKey(str):
         return cls.policy(number) if number else cls.parse("critic/initial")
 
     @classmethod
-    def judge(cls, term: str, *, made: bool = False) -> Self:
+    def reward_model(cls, term: str, *, made: bool = False) -> Self:
         """Key of the model behind a served reward, or of what was made before its training."""
-        return cls.parse(f"{judge_role(term)}/{'base' if made else 'model'}")
+        return cls.parse(f"{reward_model_role(term)}/{'base' if made else 'model'}")
 
     def below(self, prefix: str) -> Self:
         """The key of the same thing in a re-scoring or re-credit; no prefix leaves it."""
@@ -144,7 +144,7 @@ def iterations_among(folders: Iterable[str]) -> list[int]:
     return [int(folder[1]) for folder in found if folder is not None]
 
 
-def judge_role(term: str) -> str:
+def reward_model_role(term: str) -> str:
     """Role of the workers that serve a reward; also the stage that its verdicts are filed under."""
     return f"judge-{term}"
 

@@ -25,7 +25,7 @@ from placement.measurements import Measurements
 from placement.policies.protocol import Policy
 from placement.records import Memory, Plan
 from tasks.config.run import RunConfig
-from tasks.run.keys import judge_role
+from tasks.run.keys import reward_model_role
 
 
 @dataclass(slots=True)
@@ -130,13 +130,13 @@ class Session:
     @property
     def slot_roles(self) -> dict[str, int]:
         """Roles that share the worker slots, and the slots that one worker of each takes."""
-        local = self.settings.scoring.local
-        return {"rollout": 1} | {judge_role(term): reward.slots for term, reward in local.items()}
+        local = self.settings.scoring.hosted_rewards
+        return {"rollout": 1} | {reward_model_role(term): reward.slots for term, reward in local.items()}
 
     def pools_of(self, controller: str) -> tuple[str, ...]:
         """Pools beside the slots that a controller of a role has work for."""
-        served = self.settings.scoring.served
-        elsewhere = tuple(judge_role(term) for term in served if judge_role(term) not in self.slot_roles)
+        served = self.settings.scoring.model_rewards
+        elsewhere = tuple(reward_model_role(term) for term in served if reward_model_role(term) not in self.slot_roles)
         return {"rollout": (), "scoring": ("scoring", *elsewhere)}.get(controller, (controller,))
 
     async def release(self, role: str) -> None:
@@ -215,9 +215,9 @@ async def _start(session: Session, role: str) -> Pool | RankGroup:
             options = {**threads, **learning, "temperature": settings.rollout.sampling.temperature}
             spec = _spec(session, role, "models.workers.update:UpdateWorker", pools.update_ranks, options=options)
             return await session.cluster.ranks(spec)
-    for term, reward in settings.scoring.served.items():
-        if role == judge_role(term):
-            return await session.cluster.pool(_judge_spec(session, term, reward, size=pools.scoring_workers))
+    for term, reward in settings.scoring.model_rewards.items():
+        if role == reward_model_role(term):
+            return await session.cluster.pool(_reward_model_spec(session, term, reward, size=pools.scoring_workers))
     raise AssertionError(f"no worker class serves the role {role!r}")
 
 
@@ -230,15 +230,15 @@ async def _open_fleet(session: Session) -> Fleet:
         "adapter_rank": 0 if lora is None else lora.rank,
     }
     specs = [_spec(session, "rollout", "models.workers.rollout:RolloutWorker", pools.workers, options=options)]
-    for term, reward in session.settings.scoring.local.items():
-        specs.append(_judge_spec(session, term, reward, size=pools.workers // reward.slots))
+    for term, reward in session.settings.scoring.hosted_rewards.items():
+        specs.append(_reward_model_spec(session, term, reward, size=pools.workers // reward.slots))
     return await session.cluster.fleet(specs, slots=pools.workers, gpus_per_slot=pools.gpus_per_worker)
 
 
-def _judge_spec(session: Session, term: str, reward: ServedReward, *, size: int) -> PoolSpec:
+def _reward_model_spec(session: Session, term: str, reward: ServedReward, *, size: int) -> PoolSpec:
     threads = session.settings.pools.threads * reward.slots
     options: dict[str, object] = {"term": term, "reward": reward, "threads": threads}
-    spec = _spec(session, judge_role(term), reward.worker, size, options=options)
+    spec = _spec(session, reward_model_role(term), reward.worker, size, options=options)
     return replace(spec, threads=threads, slots=reward.slots)
 
 

@@ -113,13 +113,13 @@ async def committed(session: Session, key: str, *, silence_seconds: float) -> Ma
 
 
 def _bundles(outcome: Outcome) -> dict[str, BundleRef]:
-    policy = {} if outcome.policy is None else bundles_of(outcome.policy)
+    policy = {} if outcome.model is None else bundles_of(outcome.model)
     return policy | ({} if outcome.critic is None else critic_bundles_of(outcome.critic))
 
 
 def _version(outcome: Outcome) -> dict[str, JsonValue]:
     """Policy and critic of one manifest have the same number."""
-    model = outcome.policy or outcome.critic
+    model = outcome.model or outcome.critic
     return {} if model is None else {"version": model.version}
 
 

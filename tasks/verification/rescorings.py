@@ -10,7 +10,7 @@ from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, rewards_of
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
-from tasks.run.keys import judge_role
+from tasks.run.keys import reward_model_role
 from tasks.run.rescorings import (
     Derived,
     derived_of,
@@ -68,8 +68,8 @@ def _check_scores(run: Run, rollouts: Manifest, scores: Manifest, scoring: Scori
 
 def _check_verdicts(batch: Batch, scoring: ScoringConfig) -> Iterator[str]:
     """Every verdict shard is of the rollouts that it says."""
-    for term in scoring.served:
-        for rollouts, verdicts in zip(batch.rollouts, batch.stage(judge_role(term)), strict=True):
+    for term in scoring.model_rewards:
+        for rollouts, verdicts in zip(batch.rollouts, batch.stage(reward_model_role(term)), strict=True):
             if rollouts.digest not in verdicts.parents:
                 yield f"{verdicts.key}: {rollouts.key} is none of its parents"
 

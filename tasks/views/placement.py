@@ -15,7 +15,7 @@ from placement.records import Decision, Demand, DrainInputs, MeasuredRun, Measur
 from tasks.config.run import RunConfig
 from tasks.placement.demand import observed, rollout_demand, scoring_demand
 from tasks.run.batch import BatchPlan
-from tasks.run.keys import judge_role
+from tasks.run.keys import reward_model_role
 from tasks.views.runs import open_known_run
 
 POLICY: TypeAdapter[PlacementConfig] = TypeAdapter(PlacementConfig)
@@ -81,7 +81,7 @@ class PlacementPlan(Settings):
 
 def first_placement(config: RunConfig) -> PlacementPlan:
     """Decide as the run will before it has measured anything. Raises BadInput where roles do not compete."""
-    if not config.scoring.local:
+    if not config.scoring.hosted_rewards:
         raise BadInput(
             f"run {config.name!r} has no reward model among scoring.rewards: "
             f"all {config.pools.workers} workers generate, there is nothing to place"
@@ -113,8 +113,8 @@ def measured_run(store: str, name: str) -> MeasuredRun:
 def _measured(run: Run, plan_key: str, plan: PlanInputs) -> MeasuredStage:
     manifest = run.find(plan_key)
     assert manifest is not None, f"{plan_key} of a batch that was placed"
-    terms = ScoringConfig.model_validate(run.record.config["scoring"]).local
-    roles: dict[str, Role] = {"rollout": "rollout", **dict.fromkeys(map(judge_role, terms), "scoring")}
+    terms = ScoringConfig.model_validate(run.record.config["scoring"]).hosted_rewards
+    roles: dict[str, Role] = {"rollout": "rollout", **dict.fromkeys(map(reward_model_role, terms), "scoring")}
     alone = observed(Measurements(), run, BatchPlan.read(manifest), roles)
     return MeasuredStage(rollout=_own(alone, "rollout", plan.rollout), scoring=_own(alone, "scoring", plan.scoring))
 

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.0005
 WORKS = (
     "make_policy",
     "make_prompts",
-    "make_judge",
+    "make_reward_model",
     "make_critic",
     "warmup",
     "warm_judge",

@@ -52,7 +52,7 @@ def work(uri: str, policy: ModelVersion, *, reference: ModelVersion | None = Non
 
 
 def files(uri: str, outcome: Outcome, part: str) -> Path:
-    return fetch_bundle(open_store(f"{uri}/run"), getattr(outcome.policy, part))
+    return fetch_bundle(open_store(f"{uri}/run"), getattr(outcome.model, part))
 
 
 def gradients(uri: str, outcome: Outcome) -> np.ndarray:

@@ -132,7 +132,7 @@ def meddling_server(directory, *, adapter_rank=0):
         ready=answers,
         start_seconds=240,
     )
-    process, port = start(launch, beat=lambda: None, ports=free_ports())
+    process, port = start(launch, on_progress=lambda: None, ports=free_ports())
     try:
         yield Asked(f"http://{LOOPBACK}:{port}")
     finally:

@@ -36,7 +36,7 @@ def directory(tmp_path_factory):
 def started(directory):
     """A server with room for adapters, and when its start gave a sign."""
     beats = [time.monotonic()]
-    server = start_server(ENGINE, directory, adapter_rank=3, beat=lambda: beats.append(time.monotonic()))
+    server = start_server(ENGINE, directory, adapter_rank=3, on_progress=lambda: beats.append(time.monotonic()))
     yield server, beats
     server.stop()
 
@@ -132,7 +132,7 @@ def test_a_model_that_vllm_does_not_know_is_told_in_one_line(directory, tmp_path
     config |= {"architectures": ["StrangeForCausalLM"], "model_type": "strange"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(WorkerFailed) as caught:
-        start_server(ENGINE, tmp_path, adapter_rank=0, beat=lambda: None)
+        start_server(ENGINE, tmp_path, adapter_rank=0, on_progress=lambda: None)
     text = str(caught.value)
     assert text.startswith(f"vLLM for {tmp_path} ended with exit code 1 before it was ready: ")
     assert "`strange` but Transformers does not recognize this architecture" in text
@@ -141,7 +141,9 @@ def test_a_model_that_vllm_does_not_know_is_told_in_one_line(directory, tmp_path
 
 def test_a_server_that_cannot_be_ready_in_time_is_ended(directory):
     with pytest.raises(WorkerFailed, match=r"was not ready within 2 s; its log ends: ") as caught:
-        start_server(ENGINE.model_copy(update={"start_seconds": 2}), directory, adapter_rank=0, beat=lambda: None)
+        start_server(
+            ENGINE.model_copy(update={"start_seconds": 2}), directory, adapter_rank=0, on_progress=lambda: None
+        )
     assert not [process for process in psutil.process_iter() if str(directory) in " ".join(_words(process))]
     assert "\n" not in str(caught.value)
 

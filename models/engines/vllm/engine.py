@@ -55,7 +55,7 @@ class ServedEngine:
     def __init__(self, config: VllmEngine, *, adapter_rank: int = 0) -> None:
         self.progress = 0
         self._config, self._adapter_rank = config, adapter_rank
-        self._servers = find_servers(config, adapter_rank=adapter_rank, beat=self._beat)
+        self._servers = find_servers(config, adapter_rank=adapter_rank, on_progress=self._on_progress)
         self._policy: _Policy | None = None
         self._abouts: dict[str, About] = {}  # by address: known of every server that was loaded
         self._ready: set[str] = set()  # addresses that are taken to serve the policy
@@ -138,7 +138,7 @@ class ServedEngine:
                         f"policy {self._digest()}: continuations with log-probabilities that are not finite"
                     )
                 found.update(zip(part, map(tuple, logprobs_PC.tolist()), strict=True))
-                self._beat()
+                self._on_progress()
             return client, done
 
         self._persist(ask)
@@ -193,7 +193,7 @@ class ServedEngine:
         under_way = dict(enumerate(drafts))
         with closing(client.generate(self._digest(), asks, sampling, stops=self._stops(sampling))) as answers:
             for answer in answers:
-                self._beat()
+                self._on_progress()
                 if isinstance(answer, RequestDone):
                     if under_way:
                         raise WorkerFailed(
@@ -243,7 +243,7 @@ class ServedEngine:
         about = self._abouts.get(client.url) or client.about()
         require_fit(client, about, self._config, adapter_rank=self._adapter_rank)
         loaded = client.load(policy.directory, policy.adapter)
-        self._beat()
+        self._on_progress()
         if loaded.digest != policy.digest:
             raise Stale(f"{client}: expected it to serve {policy.digest} once loaded, it says {loaded.digest!r}")
         logger.info("%s loaded %s: %d bytes in %.3f s", client, loaded.digest, loaded.bytes, loaded.seconds)
@@ -298,7 +298,7 @@ class ServedEngine:
         assert self._policy is not None, "asked before load"
         return self._policy.digest
 
-    def _beat(self) -> None:
+    def _on_progress(self) -> None:
         self.progress += 1
 
 

@@ -67,14 +67,14 @@ def start_server(
     directory: Path,
     *,
     adapter_rank: int,
-    beat: Callable[[], None],
+    on_progress: Callable[[], None],
     port: int | None = None,
     key: str | None = None,
 ) -> Server:
     """Start vLLM for the policy's shape in `directory`, with weights that mean nothing yet, and wait until it answers.
 
-    `beat` is called while it stirs. Raises BadInput where the configured Python has no vLLM or the port is taken, and
-    WorkerFailed with the cause in its log where it ends or is late, WorkerLost where a signal ended it.
+    `on_progress` is called while it stirs. Raises BadInput where the configured Python has no vLLM or the port is
+    taken, WorkerFailed with the cause in its log where it ends or is late, WorkerLost where a signal ended it.
     """
     python = find_python("vllm", config.python)
     platform = platform_of(python)
@@ -88,7 +88,7 @@ def start_server(
         start_seconds=config.start_seconds,
         explain=_explain,
     )
-    process, taken = start(launch, beat=beat, ports=free_ports() if port is None else _given(port))
+    process, taken = start(launch, on_progress=on_progress, ports=free_ports() if port is None else _given(port))
     logger.info("vLLM serves at port %d, pid %d, on %s", taken, process.pid, platform)
     return Server(f"http://{LOOPBACK}:{taken}", key, process)
 

@@ -47,8 +47,8 @@ class Servers(Protocol):
 class OwnServer:
     """One server that this process starts when it is first needed, and again after it died."""
 
-    def __init__(self, config: VllmEngine, *, adapter_rank: int, beat: Callable[[], None]) -> None:
-        self._config, self._adapter_rank, self._beat = config, adapter_rank, beat
+    def __init__(self, config: VllmEngine, *, adapter_rank: int, on_progress: Callable[[], None]) -> None:
+        self._config, self._adapter_rank, self._on_progress = config, adapter_rank, on_progress
         self._server: Server | None = None
         self._shape = ""
 
@@ -57,7 +57,9 @@ class OwnServer:
         if self._server is not None and (shape != self._shape or not self._server.alive()):
             self.close()
         if self._server is None:
-            self._server = start_server(self._config, directory, adapter_rank=self._adapter_rank, beat=self._beat)
+            self._server = start_server(
+                self._config, directory, adapter_rank=self._adapter_rank, on_progress=self._on_progress
+            )
             self._shape = shape
         return self.running()
 
@@ -118,11 +120,11 @@ class RunningServers:
         pass
 
 
-def find_servers(config: VllmEngine, *, adapter_rank: int, beat: Callable[[], None]) -> Servers:
+def find_servers(config: VllmEngine, *, adapter_rank: int, on_progress: Callable[[], None]) -> Servers:
     """Choose by the configuration; starts nothing."""
     if config.base_urls:
         return RunningServers(config)
-    return OwnServer(config, adapter_rank=adapter_rank, beat=beat)
+    return OwnServer(config, adapter_rank=adapter_rank, on_progress=on_progress)
 
 
 def require_fit(client: ServerClient, about: About, config: VllmEngine, *, adapter_rank: int) -> None:

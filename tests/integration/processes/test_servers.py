@@ -36,8 +36,8 @@ time.sleep(1000)
 """
 
 
-def serve(program, *, ports=None, beat=lambda: None, **changes):
-    return start(launch(program, **changes), beat=beat, ports=free_ports() if ports is None else ports)
+def serve(program, *, ports=None, on_progress=lambda: None, **changes):
+    return start(launch(program, **changes), on_progress=on_progress, ports=free_ports() if ports is None else ports)
 
 
 def family(pid):
@@ -108,7 +108,7 @@ OWNER = """
 import os, time
 from infra.processes.server import free_ports, start
 from tests.support.servers import FAMILY, SERVE, launch
-process, port = start(launch(FAMILY + SERVE), beat=lambda: None, ports=free_ports())
+process, port = start(launch(FAMILY + SERVE), on_progress=lambda: None, ports=free_ports())
 if {forks} and os.fork() == 0:
     time.sleep(1000)
 print(process.pid, process.directory, flush=True)
@@ -280,7 +280,7 @@ while True:
     print("works", flush=True)
 """
     with pytest.raises(WorkerFailed, match=r"was not ready within 2\.5 s"):
-        serve(program, start_seconds=2.5, beat=lambda: beats.append(time.monotonic()))
+        serve(program, start_seconds=2.5, on_progress=lambda: beats.append(time.monotonic()))
     begun = float((tmp_path / "begun").read_text())
     assert any(beat > begun + 0.6 for beat in beats) == works  # before that, the interpreter itself starts
 

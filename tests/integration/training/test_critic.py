@@ -100,7 +100,7 @@ def test_a_critic_keeps_the_weights_of_the_directory_it_starts_from(uri, policy,
     write_classifier(source, tmp_path / "classifier")
     worker = PreparationWorker(uri, "run", threads=1)
     made = worker.make_critic(CriticWork(policy=policy, critic=CriticConfig(path=tmp_path / "classifier")))
-    assert made.policy is None
+    assert made.model is None
     written = fetch_bundle(open_store(f"{uri}/run"), made.critic.weights) / "model.safetensors"
     assert written.read_bytes() == (tmp_path / "classifier/model.safetensors").read_bytes()
 
@@ -222,7 +222,7 @@ def test_estimates_are_the_same_bits_whatever_ran_before(uri, policy, critic):
     assert worker.estimate(work).shards == first.shards
     outcome = worker.update(learn(uri, policy, critic))
     assert worker.estimate(work).shards == first.shards
-    later = replace(work, policy=outcome.policy, critic=outcome.critic)
+    later = replace(work, policy=outcome.model, critic=outcome.critic)
     found = worker.estimate(later)
     assert found.shards != first.shards
     assert start(uri).estimate(later).shards == found.shards
@@ -233,22 +233,22 @@ def test_an_estimate_leaves_a_hot_worker_where_it_is(uri, policy, critic, caplog
     outcome = worker.update(learn(uri, policy, critic))
     with caplog.at_level("INFO", logger="models.training.versions"):
         caplog.clear()
-        worker.estimate(replace(asked(uri, outcome.policy, outcome.critic), reference=None))
-        again = worker.update(learn(uri, outcome.policy, outcome.critic))
+        worker.estimate(replace(asked(uri, outcome.model, outcome.critic), reference=None))
+        again = worker.update(learn(uri, outcome.model, outcome.critic))
     assert not caplog.records
-    cold = start(uri).update(learn(uri, outcome.policy, outcome.critic))
-    assert (cold.policy, cold.critic) == (again.policy, again.critic)
+    cold = start(uri).update(learn(uri, outcome.model, outcome.critic))
+    assert (cold.model, cold.critic) == (again.model, again.critic)
 
 
 # ---- the update
 def test_an_update_with_a_critic_is_the_same_bits_hot_reloaded_and_repeated(uri, policy, critic):
     hot = start(uri)
     first = hot.update(learn(uri, policy, critic))
-    work = learn(uri, first.policy, first.critic)
+    work = learn(uri, first.model, first.critic)
     outcome = hot.update(work)
     repeated, cold = hot.update(work), start(uri).update(work)
     for other in (repeated, cold):
-        assert (other.policy, other.critic, other.metrics) == (outcome.policy, outcome.critic, outcome.metrics)
+        assert (other.model, other.critic, other.metrics) == (outcome.model, outcome.critic, outcome.metrics)
     versions = (critic, first.critic, outcome.critic)
     assert [version.version for version in versions] == [0, 1, 2]
     assert len({version.weights.digest for version in versions}) == 3
@@ -257,19 +257,19 @@ def test_an_update_with_a_critic_is_the_same_bits_hot_reloaded_and_repeated(uri,
 
 def test_the_policy_learns_the_same_with_and_without_a_critic(uri, policy, critic):
     work = learn(uri, policy, critic)
-    assert start(uri).update(work).policy == start(uri).update(replace(work, critic=None)).policy
+    assert start(uri).update(work).model == start(uri).update(replace(work, critic=None)).model
 
 
 def test_with_adapters_the_critics_base_stays_and_its_delta_continues_bit_for_bit(uri, policy, critic):
     config = CONFIG.model_copy(update={"lora": LoraConfig(rank=4)})
     hot = start(uri, config)
     first = hot.update(learn(uri, policy, critic))
-    work = learn(uri, first.policy, first.critic)
+    work = learn(uri, first.model, first.critic)
     outcome, cold = hot.update(work), start(uri, config).update(work)
-    assert (outcome.policy, outcome.critic) == (cold.policy, cold.critic)
+    assert (outcome.model, outcome.critic) == (cold.model, cold.critic)
     assert outcome.critic.weights == critic.weights
     assert len({version.digest for version in (critic, first.critic, outcome.critic)}) == 3
-    later = asked(uri, outcome.policy, outcome.critic)
+    later = asked(uri, outcome.model, outcome.critic)
     assert hot.estimate(later).shards == start(uri, config).estimate(later).shards
     assert columns(uri, hot.estimate(later))["values"][0] != pytest.approx(
         columns(uri, hot.estimate(asked(uri, policy, critic)))["values"][0]
@@ -279,9 +279,9 @@ def test_with_adapters_the_critics_base_stays_and_its_delta_continues_bit_for_bi
 def test_while_the_critic_warms_up_the_policy_keeps_its_bits(uri, policy, critic):
     worker = start(uri)
     trained = worker.update(learn(uri, policy, critic))
-    work = learn(uri, trained.policy, trained.critic)
+    work = learn(uri, trained.model, trained.critic)
     still, moving = worker.update(replace(work, learns=False)), worker.update(work)
-    assert still.policy == replace(trained.policy, version=2)
+    assert still.model == replace(trained.model, version=2)
     assert still.critic == moving.critic
     assert still.metrics["value_loss"] == moving.metrics["value_loss"]
     assert "loss" not in still.metrics
@@ -334,10 +334,10 @@ def test_what_is_not_finite_in_either_discards_both(uri, policy, critic, column)
     )
     outcome = worker.update(replace(work, samples=(spoilt,)))
     assert outcome.metrics["quarantined"] == 1
-    assert (outcome.policy, outcome.critic) == (replace(policy, version=1), replace(critic, version=1))
-    after = learn(uri, outcome.policy, outcome.critic)
+    assert (outcome.model, outcome.critic) == (replace(policy, version=1), replace(critic, version=1))
+    after = learn(uri, outcome.model, outcome.critic)
     found, fresh = worker.update(after), start(uri).update(after)
-    assert (found.policy, found.critic) == (fresh.policy, fresh.critic)
+    assert (found.model, found.critic) == (fresh.model, fresh.critic)
 
 
 # ---- several ranks
@@ -350,7 +350,7 @@ def take_turns(rank: int, ranks: int, port: int, uri: str, configs: list[UpdateC
             estimated = worker.estimate(asked(uri, policy, critic))
             updated = worker.update(learn(uri, policy, critic))
             outcomes.append((estimated, updated))
-            policy, critic = updated.policy, updated.critic
+            policy, critic = updated.model, updated.critic
         found.append(outcomes)
     # A rank without a token has nothing to say, and the others do not wait for it.
     lonely = write_rollouts(uri, prompts=1, group=1)
@@ -366,11 +366,11 @@ def turns(uri: str, name: str, rank: int = 0) -> list[list[tuple[Outcome, Outcom
 def same_on_two_ranks(uri: str, parents: tuple[ModelVersion, ModelVersion], configs: list[UpdateConfig]) -> None:
     together(take_turns, uri, configs, [parents] * len(configs), "hot")
     hot = turns(uri, "hot")
-    starts = [(updated.policy, updated.critic) for ((_, updated), _) in hot]
+    starts = [(updated.model, updated.critic) for ((_, updated), _) in hot]
     together(take_turns, uri, configs, starts, "cold")
     for warm, cold in zip(hot, turns(uri, "cold"), strict=True):
         assert warm[-1][0].shards == cold[-1][0].shards
-        assert (warm[-1][1].policy, warm[-1][1].critic) == (cold[-1][1].policy, cold[-1][1].critic)
+        assert (warm[-1][1].model, warm[-1][1].critic) == (cold[-1][1].model, cold[-1][1].critic)
     assert [outcome.critic for _, outcome in hot[0]] == [outcome.critic for _, outcome in turns(uri, "hot", 1)[0]]
 
 

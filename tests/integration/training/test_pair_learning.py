@@ -61,7 +61,7 @@ def learn(uri: str, policy: ModelVersion, kind: str, **changes) -> Outcome:
 
 
 def directory(uri: str, outcome: Outcome) -> Path:
-    return fetch_bundle(open_store(f"{uri}/run"), outcome.policy.weights)
+    return fetch_bundle(open_store(f"{uri}/run"), outcome.model.weights)
 
 
 def learn_together(rank: int, ranks: int, port: int, uri: str, policy: ModelVersion, changes: list[dict]) -> None:
@@ -89,9 +89,9 @@ def assert_alike(uri: str, first: Outcome, second: Outcome) -> None:
 @pytest.mark.parametrize("kind", ["dpo", "rewards"])
 def test_the_same_pairs_teach_the_same_bits_and_leave_no_optimizer_state(uri, policy, kind):
     first = learn(uri, policy, kind)
-    assert learn(uri, policy, kind).policy == first.policy
-    assert (first.policy.version, first.policy.state) == (0, None)
-    assert first.policy.weights != policy.weights
+    assert learn(uri, policy, kind).model == first.model
+    assert (first.model.version, first.model.state) == (0, None)
+    assert first.model.weights != policy.weights
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rewards"])
@@ -135,7 +135,7 @@ def test_preferences_raise_what_is_preferred_of_held_out_pairs(uri, policy):
     worker = start(uri)
     warm = worker.warmup(
         WarmupWork(policy=policy, data=DATA, warmup=WarmupConfig(steps=40, batch_size=16), seed=3)
-    ).policy
+    ).model
     dpo = worker.prefer(dpo_work(warm, DPO.model_copy(update={"steps": 40})))
     assert dpo.metrics["heldout_accuracy"] > 0.7
     assert dpo.metrics["heldout_margin"] > 0

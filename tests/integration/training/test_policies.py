@@ -51,7 +51,7 @@ def edit(path: Path, **changes: object) -> None:
 
 
 def make_prompts(folder: Path, made: Outcome, data: DataConfig = DATA, *, max_new_tokens: int = 32) -> Outcome:
-    work = PromptWork(data=data, split="train", policy=made.policy, seed=0, max_new_tokens=max_new_tokens)
+    work = PromptWork(data=data, split="train", policy=made.model, seed=0, max_new_tokens=max_new_tokens)
     return PreparationWorker(str(folder), "run", threads=1).make_prompts(work)
 
 
@@ -85,14 +85,14 @@ def test_chats_are_rendered_up_to_the_assistants_turn_and_plain_text_is_left_alo
 def test_two_processes_make_the_same_bytes_from_one_seed(tmp_path):
     script = (
         "import sys; from pathlib import Path; from tests.support.policies import TINY, make_policy; "
-        "sys.stdout.write(make_policy(Path(sys.argv[1]), TINY, seed=7).policy.weights.digest)"
+        "sys.stdout.write(make_policy(Path(sys.argv[1]), TINY, seed=7).model.weights.digest)"
     )
     there = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "there")], capture_output=True, text=True, check=True
     )
     here = make_policy(tmp_path / "here", TINY, seed=7)
-    assert there.stdout.endswith(here.policy.weights.digest)
-    assert make_policy(tmp_path / "here", TINY, seed=8).policy.weights.digest != here.policy.weights.digest
+    assert there.stdout.endswith(here.model.weights.digest)
+    assert make_policy(tmp_path / "here", TINY, seed=8).model.weights.digest != here.model.weights.digest
 
 
 def test_making_a_policy_leaves_the_callers_random_state_alone(tmp_path):
@@ -107,7 +107,7 @@ def test_making_a_policy_leaves_the_callers_random_state_alone(tmp_path):
 def test_a_published_policy_is_loaded_by_plain_transformers_and_has_the_predicted_size(tmp_path, architecture):
     policy = TINY.model_copy(update={"architecture": architecture})
     made = make_policy(tmp_path, policy)
-    directory = str(fetch_bundle(open_store(f"{tmp_path}/run"), made.policy.weights))
+    directory = str(fetch_bundle(open_store(f"{tmp_path}/run"), made.model.weights))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     ids = tokenizer("Ana has 16 pens", return_tensors="pt").input_ids
     assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
@@ -124,7 +124,7 @@ def test_an_imported_policy_has_the_same_weights_and_nothing_that_could_run(spoi
     (spoilt / "pytorch_model.bin").write_bytes(b"\x80\x04")
     (spoilt / "consolidated.safetensors").write_bytes(b"not part of the model")
     made = make_policy(tmp_path, DirectoryPolicy(path=spoilt))
-    directory = fetch_bundle(open_store(f"{tmp_path}/run"), made.policy.weights)
+    directory = fetch_bundle(open_store(f"{tmp_path}/run"), made.model.weights)
     assert (directory / "model.safetensors").read_bytes() == (spoilt / "model.safetensors").read_bytes()
     assert {path.name for path in directory.iterdir()} == {
         "bundle.json",
@@ -152,7 +152,7 @@ def test_a_directory_of_several_weight_files_is_imported_whole(model_directory, 
     load_tokenizer(model_directory).save_pretrained(split)
     assert len(list(split.glob("*.safetensors"))) > 1
     made = make_policy(tmp_path, DirectoryPolicy(path=split))
-    weights = load_policy(fetch_bundle(open_store(f"{tmp_path}/run"), made.policy.weights)).state_dict()
+    weights = load_policy(fetch_bundle(open_store(f"{tmp_path}/run"), made.model.weights)).state_dict()
     for name, weight in load_policy(model_directory).state_dict().items():
         assert torch.equal(weights[name], weight)
     next(split.glob("model-00002*")).unlink()
@@ -254,7 +254,7 @@ def test_prompts_are_tokenized_in_order_and_named_by_their_text(tmp_path):
     assert table["text"].to_pylist() == [problem.prompt for problem in problems]
     assert table["answer"].to_pylist() == [problem.answer for problem in problems]
     assert table["prompt_id"][0].as_py() == blake3(problems[0].prompt.encode()).hexdigest()[:16]
-    tokenizer = load_tokenizer(fetch_bundle(store, made.policy.weights))
+    tokenizer = load_tokenizer(fetch_bundle(store, made.model.weights))
     assert tokenizer.decode(table["tokens"][5].as_py()) == problems[5].prompt
     assert outcome.metrics["longest"] == max(len(tokens) for tokens in table["tokens"].to_pylist())
     assert make_prompts(tmp_path, made).shards == outcome.shards

@@ -57,8 +57,8 @@ def held(directory: Path, *, temperature: float = 0.7):
     return ask_model(partial(frozen_forward, teacher), lambda: None)
 
 
-def asked(directory: Path, url: str, beat=lambda: None, **changes):
-    return ask_endpoint(teacher_at(url, **changes), directory=directory, beat=beat)
+def asked(directory: Path, url: str, on_progress=lambda: None, **changes):
+    return ask_endpoint(teacher_at(url, **changes), directory=directory, on_progress=on_progress)
 
 
 # ---- a directory
@@ -101,7 +101,7 @@ def test_an_endpoint_is_asked_about_several_sequences_at_once(directory):
     beats = []
     _, batches = passes(((2, 3),) * 12)
     with teacher_server(directory) as server:
-        asked(directory, server.url, concurrency=4, beat=lambda: beats.append(1))(batches)
+        asked(directory, server.url, concurrency=4, on_progress=lambda: beats.append(1))(batches)
     assert server.most_at_once == 4
     assert len(beats) == 12
 

@@ -47,18 +47,18 @@ def policy(uri: str) -> ModelVersion:
 # ---- one rank
 def test_an_update_is_the_same_bits_hot_reloaded_and_repeated(uri, policy):
     hot = start(uri)
-    first = hot.update(work(uri, policy)).policy
+    first = hot.update(work(uri, policy)).model
     again = work(uri, first, reference=policy)
     outcome = hot.update(again)
-    assert outcome.policy.version == 2
-    assert outcome.policy.weights != first.weights
-    assert hot.update(again).policy == outcome.policy
+    assert outcome.model.version == 2
+    assert outcome.model.weights != first.weights
+    assert hot.update(again).model == outcome.model
     cold = start(uri).update(again)
-    assert (cold.policy, cold.metrics) == (outcome.policy, outcome.metrics)
+    assert (cold.model, cold.metrics) == (outcome.model, outcome.metrics)
 
 
 def test_another_seed_makes_another_policy(uri, policy):
-    assert start(uri).update(work(uri, policy)).policy != start(uri).update(work(uri, policy, seed=5)).policy
+    assert start(uri).update(work(uri, policy)).model != start(uri).update(work(uri, policy, seed=5)).model
 
 
 def test_a_published_policy_loads_as_any_model_does_with_its_parents_tokenizer(uri, policy):
@@ -72,13 +72,13 @@ def test_a_published_policy_loads_as_any_model_does_with_its_parents_tokenizer(u
 
 def test_a_learning_rate_of_zero_leaves_the_weights_bit_identical(uri, policy):
     still = start(uri, CONFIG.model_copy(update={"learning_rate": 0.0})).update(work(uri, policy))
-    assert still.policy.weights == policy.weights
+    assert still.model.weights == policy.weights
     assert still.metrics["grad_norm_max"] > 0
 
 
 def test_without_samples_the_policy_stays_as_it_is(uri, policy):
     outcome = start(uri).update(work(uri, policy, prompts=0))
-    assert outcome.policy == ModelVersion(version=1, weights=policy.weights, state=None)
+    assert outcome.model == ModelVersion(version=1, weights=policy.weights, state=None)
     assert outcome.metrics == {"quarantined": 0, "steps": 0, "samples": 0, "kl_coefficient": 0.1}
 
 
@@ -91,7 +91,7 @@ def test_groups_without_a_token_in_the_loss_have_no_weight_in_it(uri, policy):
 
 def test_groups_without_a_token_in_the_loss_take_no_step_of_their_own(uri, policy):
     alone = start(uri).update(work(uri, policy, prompts=0, filling=3))
-    assert alone.policy == ModelVersion(version=1, weights=policy.weights, state=None)
+    assert alone.model == ModelVersion(version=1, weights=policy.weights, state=None)
     one = start(uri).update(work(uri, policy, prompts=1, filling=1))  # two minibatches, of which one has no token
     assert one.metrics["steps"] == 1
 
@@ -112,7 +112,7 @@ def test_tokens_that_are_too_stale_take_no_step_and_change_no_count(uri, policy)
     rows[0]["staleness"] = [1] * len(rows[0]["staleness"])
     none = write_shard(open_store(f"{uri}/run"), pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})
     unmoved = start(uri, config).update(replace(old, samples=(none,)))
-    assert unmoved.policy == ModelVersion(version=1, weights=policy.weights, state=None)
+    assert unmoved.model == ModelVersion(version=1, weights=policy.weights, state=None)
 
 
 def test_every_fresh_token_is_compared_with_what_generated_it_before_anything_is_learnt(uri, policy):
@@ -128,12 +128,12 @@ def test_every_fresh_token_is_compared_with_what_generated_it_before_anything_is
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_poisoned_advantage_changes_neither_weights_nor_what_comes_after(uri, policy, poison):
     worker = start(uri)
-    first = worker.update(work(uri, policy)).policy
+    first = worker.update(work(uri, policy)).model
     spoilt = worker.update(work(uri, first, advantages=[poison]))
-    assert spoilt.policy == ModelVersion(version=2, weights=first.weights, state=first.state)
+    assert spoilt.model == ModelVersion(version=2, weights=first.weights, state=first.state)
     assert spoilt.metrics["quarantined"] == 1
-    after = work(uri, spoilt.policy)
-    assert worker.update(after).policy == start(uri).update(after).policy
+    after = work(uri, spoilt.model)
+    assert worker.update(after).model == start(uri).update(after).model
 
 
 def test_a_model_that_overflows_is_quarantined(uri, tmp_path):
@@ -144,18 +144,18 @@ def test_a_model_that_overflows_is_quarantined(uri, tmp_path):
     weights = publish_bundle(open_store(f"{uri}/run"), tmp_path / "huge", prefix="policies")
     outcome = start(uri).update(work(uri, ModelVersion(version=0, weights=weights)))
     assert outcome.metrics["quarantined"] == 1
-    assert outcome.policy.weights == weights
+    assert outcome.model.weights == weights
 
 
 def test_the_reference_itself_costs_no_penalty_at_the_first_step(uri, policy):
     worker = start(uri, CONFIG.model_copy(update={"minibatches": 1}))
     first = worker.update(work(uri, policy))
     assert first.metrics["kl"] == pytest.approx(0, abs=1e-6)
-    assert worker.update(work(uri, first.policy, reference=policy)).metrics["kl"] > 1e-5
+    assert worker.update(work(uri, first.model, reference=policy)).metrics["kl"] > 1e-5
 
 
 def test_state_of_another_stage_is_refused(uri, policy):
-    first = start(uri).update(work(uri, policy)).policy
+    first = start(uri).update(work(uri, policy)).model
     with pytest.raises(BadInput, match="'zero_stage': 0"):
         start(uri, CONFIG.model_copy(update={"zero_stage": 2})).update(work(uri, first))
 
@@ -181,14 +181,14 @@ def test_warmup_teaches_and_leaves_no_optimizer_state(uri, policy):
     task = WarmupWork(policy=policy, data=DATA, warmup=WarmupConfig(steps=40, batch_size=16), seed=3)
     outcome = start(uri).warmup(task)
     assert outcome.metrics["loss_last"] < 0.8 * outcome.metrics["loss_first"]
-    assert (outcome.policy.version, outcome.policy.state) == (0, None)
-    assert start(uri).warmup(task).policy == outcome.policy
+    assert (outcome.model.version, outcome.model.state) == (0, None)
+    assert start(uri).warmup(task).model == outcome.model
 
 
 def test_an_update_after_warmup_starts_as_in_a_new_process(uri, policy):
     worker = start(uri)
     warm = worker.warmup(WarmupWork(policy=policy, data=DATA, warmup=WarmupConfig(steps=3, batch_size=4), seed=3))
-    assert worker.update(work(uri, warm.policy)).policy == start(uri).update(work(uri, warm.policy)).policy
+    assert worker.update(work(uri, warm.model)).model == start(uri).update(work(uri, warm.model)).model
 
 
 def test_two_ranks_continue_bit_identically_in_new_processes_and_agree_with_one(uri, policy):
@@ -203,5 +203,5 @@ def test_two_ranks_continue_bit_identically_in_new_processes_and_agree_with_one(
 def test_every_stage_and_precision_continues_bit_identically_in_new_processes(uri, policy):
     configs = [staged(stage, dtype) for dtype in ("float32", "bfloat16") for stage in range(4)]
     same_after_restart(uri, policy, configs, ranks=2)
-    weights = [outcomes[-1].policy.weights for outcomes in read(uri, "hot")]
+    weights = [outcomes[-1].model.weights for outcomes in read(uri, "hot")]
     assert len({weight.digest for weight in weights[4:]}) == 1

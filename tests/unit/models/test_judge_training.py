@@ -17,7 +17,7 @@ from models.config.objectives import UpdateConfig
 from models.config.policy import ScratchPolicy
 from models.config.training import WarmupConfig
 from models.records.versions import ModelVersion, Outcome
-from models.records.work import JudgePreparation, JudgeWarmupWork, JudgeWork, PolicyWork
+from models.records.work import JudgeWarmupWork, JudgeWork, PolicyWork, RewardModelPreparation
 from models.workers.judge import JudgeWorker
 from models.workers.preparation import PreparationWorker
 from models.workers.update import UpdateWorker
@@ -35,7 +35,9 @@ REWARD = JudgeReward(
 
 
 def prepare(home: Path, reward: ServedReward = REWARD) -> Outcome:
-    return PreparationWorker(str(home), "run", 1).make_judge(JudgePreparation(reward=reward, data=DATA, seed=0))
+    return PreparationWorker(str(home), "run", 1).make_reward_model(
+        RewardModelPreparation(reward=reward, data=DATA, seed=0)
+    )
 
 
 def train(home: Path, judge: ModelVersion) -> Outcome:
@@ -53,43 +55,43 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(home: Path) -> Outcome:
-    return train(home, prepare(home).policy)
+    return train(home, prepare(home).model)
 
 
 def test_the_same_preparation_gives_the_same_judge(home, tmp_path):
-    assert prepare(home).policy == prepare(tmp_path).policy
+    assert prepare(home).model == prepare(tmp_path).model
 
 
 def test_a_judge_knows_its_questions_and_verdicts_by_token(home):
-    tokenizer = AutoTokenizer.from_pretrained(fetch_bundle(open_store(f"{home}/run"), prepare(home).policy.weights))
+    tokenizer = AutoTokenizer.from_pretrained(fetch_bundle(open_store(f"{home}/run"), prepare(home).model.weights))
     assert len(tokenizer("#### 16\n#### 16\n")["input_ids"]) <= 6
 
 
 def test_training_a_judge_lowers_its_loss_and_publishes_it(trained, home):
-    assert trained.policy.version == 0
-    assert trained.policy.state is None
+    assert trained.model.version == 0
+    assert trained.model.state is None
     assert trained.metrics["steps"] == 150
     assert trained.metrics["loss_last"] < 0.6 * trained.metrics["loss_first"]
 
 
 def test_training_a_judge_again_gives_the_same_bits(trained, home):
-    assert train(home, prepare(home).policy).policy == trained.policy
+    assert train(home, prepare(home).model).model == trained.model
 
 
 def test_a_trained_judge_tells_an_answer_from_none(trained, home):
     shard = rollouts(home, "#### 1", "2+3=")
     outcome = JudgeWorker(str(home), "run", "honest", REWARD, 1).judge(
-        JudgeWork(iteration=0, rollouts=shard, model=trained.policy, seed=0)
+        JudgeWork(iteration=0, rollouts=shard, model=trained.model, seed=0)
     )
     right, nothing = read_shard(open_store(f"{home}/run"), outcome.shards[0])["value"].to_pylist()
     assert right > nothing
 
 
 def test_a_judge_from_a_directory_is_a_copy_of_what_it_consists_of(home, tmp_path):
-    policy = PreparationWorker(str(tmp_path), "run", 1).make_policy(PolicyWork(policy=SHAPE, data=DATA, seed=0)).policy
+    policy = PreparationWorker(str(tmp_path), "run", 1).make_policy(PolicyWork(policy=SHAPE, data=DATA, seed=0)).model
     directory = fetch_bundle(open_store(f"{tmp_path}/run"), policy.weights)
     reward = REWARD.model_copy(update={"model": DirectoryJudge(path=directory)})
-    assert prepare(home, reward).policy.weights.digest == policy.weights.digest
+    assert prepare(home, reward).model.weights.digest == policy.weights.digest
 
 
 def test_a_judge_behind_an_endpoint_is_not_made(home):

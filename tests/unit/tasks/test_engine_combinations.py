@@ -58,7 +58,7 @@ def test_a_judge_has_the_gpus_of_all_its_slots():
     assert "reward 'judge': model.engine.tensor_parallel 4: its worker has 2 GPUs" in refusal(
         JUDGE, workers, "pools.gpus_per_worker=1"
     )
-    assert accepted(JUDGE, workers, "pools.gpus_per_worker=2").scoring.local
+    assert accepted(JUDGE, workers, "pools.gpus_per_worker=2").scoring.hosted_rewards
 
 
 def test_workers_on_one_gpu_share_its_memory():

@@ -64,8 +64,8 @@ class Story:
         self.scoring.close()
 
     def _commit(self, key: str, outcome: Outcome, *parents: Manifest) -> Manifest:
-        bundles = {} if outcome.policy is None else bundles_of(outcome.policy)
-        version = {} if outcome.policy is None else {"version": outcome.policy.version}
+        bundles = {} if outcome.model is None else bundles_of(outcome.model)
+        version = {} if outcome.model is None else {"version": outcome.model.version}
         made = Manifest(
             key=key,
             shards=outcome.shards,
@@ -88,7 +88,7 @@ class Story:
         }
         shard = write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={})
         self.prompts = self._commit("prompts/train", Outcome(shards=(shard,)))
-        self._commit(StageKey.policy(0), Outcome(policy=ModelVersion(version=0, weights=self.weights)))
+        self._commit(StageKey.policy(0), Outcome(model=ModelVersion(version=0, weights=self.weights)))
 
     def _iterate(self, number: int) -> None:
         before, informative = Iteration(self.run, number).before, 0
@@ -114,7 +114,7 @@ class Story:
         looked_at = [manifest for rollouts, scores, _ in (*kept, *made) for manifest in (rollouts, scores)]
         credit = self._commit(f"{iteration_key(number)}/credit", self.scoring.credit(work), *looked_at)
         policy = ModelVersion(version=number, weights=self.weights)
-        self._commit(StageKey.policy(number), Outcome(policy=policy), self._find(StageKey.policy(number - 1)), credit)
+        self._commit(StageKey.policy(number), Outcome(model=policy), self._find(StageKey.policy(number - 1)), credit)
         after = carry_over_after(Iteration(self.run, number), DYNAMIC)
         self._commit(f"{iteration_key(number)}/seal", Outcome(detail={"policy": "", **after.detail()}), credit)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.run.keys import BASE, DPO, PROMPTS, SFT, TEACHER, StageKey, evaluation_key, iteration_key, judge_role
+from tasks.run.keys import BASE, DPO, PROMPTS, SFT, TEACHER, StageKey, evaluation_key, iteration_key, reward_model_role
 
 NUMBERS = st.integers(0, 10**6)
 TERMS = st.from_regex(r"[a-z][a-z0-9_]{0,31}", fullmatch=True)
@@ -59,7 +59,13 @@ def test_keys_of_finished_runs_are_read_and_written_as_they_stand(text):
     assert key.stored.below(key.derived) == text
 
 
-@given(number=NUMBERS, wave=st.integers(1, 100), stage=STAGES | TERMS.map(judge_role), shard=NUMBERS, prefix=PREFIXES)
+@given(
+    number=NUMBERS,
+    wave=st.integers(1, 100),
+    stage=STAGES | TERMS.map(reward_model_role),
+    shard=NUMBERS,
+    prefix=PREFIXES,
+)
 def test_a_shard_of_an_iteration_says_whose_it_is(number, wave, stage, shard, prefix):
     key = StageKey.of(iteration_key(number, wave), stage, shard).below(prefix)
     read = StageKey.parse(str(key))
@@ -89,7 +95,7 @@ def test_an_evaluation_is_of_a_number_of_iterations_whichever_policy_it_measures
 def test_models_have_keys_of_their_own_before_the_first_iteration_and_the_updates_keys_after_it(number, term, prefix):
     assert [StageKey.policy(0), StageKey.critic(0)] == ["policy/initial", "critic/initial"]
     assert StageKey.policy(number) == StageKey.critic(number) == StageKey.of(iteration_key(number), "update")
-    made = [*PROMPTS.values(), TEACHER, StageKey.judge(term), StageKey.judge(term, made=True)]
+    made = [*PROMPTS.values(), TEACHER, StageKey.reward_model(term), StageKey.reward_model(term, made=True)]
     assert [StageKey.parse(key.below(prefix)) for key in made] == [f"{prefix}{key}" for key in made]
 
 
