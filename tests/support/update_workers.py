@@ -76,7 +76,7 @@ def take_updates(rank: int, ranks: int, port: int, uri: str, configs: list[Updat
         version = parent
         while version.version < 2:
             outcomes.append(worker.update(work(uri, version)))
-            version = outcomes[-1].policy
+            version = outcomes[-1].model
         found.append(outcomes)
         # One poisoned sample, on one rank, is everybody's.
         assert worker.update(work(uri, version, advantages=[float("nan")])).metrics["quarantined"] == 1
@@ -97,5 +97,5 @@ def staged(stage: int, dtype: str = "float32") -> UpdateConfig:
 def same_after_restart(uri: str, policy: ModelVersion, configs: list[UpdateConfig], *, ranks: int) -> None:
     together(take_updates, uri, configs, [policy] * len(configs), "hot", ranks=ranks)
     hot = read(uri, "hot")
-    together(take_updates, uri, configs, [first.policy for first, _ in hot], "cold", ranks=ranks)
-    assert [outcomes[-1].policy for outcomes in hot] == [outcomes[-1].policy for outcomes in read(uri, "cold")]
+    together(take_updates, uri, configs, [first.model for first, _ in hot], "cold", ranks=ranks)
+    assert [outcomes[-1].model for outcomes in hot] == [outcomes[-1].model for outcomes in read(uri, "cold")]
