@@ -25,7 +25,8 @@ DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 IMPORT: Final = """
 import importlib, json, platform, sys
-versions = {name: importlib.import_module(name).__version__ for name in sys.argv[1:]}
+modules = {name: importlib.import_module(name) for name in sys.argv[1:]}
+versions = {name: module.__version__ for name, module in modules.items() if hasattr(module, "__version__")}
 torch = sys.modules.get("torch")
 told = "cuda" if torch is not None and torch.version.cuda else "cpu"
 print(json.dumps({"platform": told, "versions": versions | {"python": platform.python_version()}}))
@@ -38,13 +39,15 @@ class Distribution:
 
     version: str
     modules: tuple[str, ...]
-    """What must import there, the engine itself first."""
+    """What must import there: the engine first, what its numbers depend on, and the server that is started."""
     pins: Path = Path(__file__).parent
     """Folder of the files that pin every package, `<engine>-<platform>.txt`."""
 
 
 DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
-    "vllm": Distribution(version="0.32.0", modules=("vllm", "torch", "transformers"))
+    "vllm": Distribution(
+        version="0.32.0", modules=("vllm", "torch", "transformers", "vllm.entrypoints.openai.api_server")
+    )
 }
 
 
