@@ -270,7 +270,7 @@ async def report_policy(session: Session, key: str, before: Accuracy | None, aft
 async def report_rewards(session: Session) -> TrainedRewards:
     """Gather what is to be told of the reward models that the run trained, and draw their losses."""
     trained = [
-        _trained(session, term, session.run.require(StageKey.reward_model(term)))
+        _trained(session, term, session.reward_model(term))
         for term, reward in session.settings.scoring.hosted_rewards.items()
         if reward.is_trained
     ]

@@ -75,14 +75,13 @@ async def wake_reward_models(session: Session, derived: Derived) -> None:
     """Have the models behind rewards share all worker slots; nothing else needs them."""
     for role in ("preparation", "update"):
         await session.release(role)
-    keys = {
-        reward_model_role(term): StageKey.reward_model(term).below(derived.prefix)
-        for term in session.settings.scoring.hosted_rewards
-    }
-    if keys:
+    terms = session.settings.scoring.hosted_rewards
+    if terms:
         slots = session.settings.pools.workers
         workers = workers_of(session.settings, Plan(mode="colocated", rollout=slots, scoring=slots), "scoring")
-        models = {role: policy_of(session.run.require(key)) for role, key in keys.items()}
+        models = {
+            reward_model_role(term): policy_of(session.reward_model(term, prefix=derived.prefix)) for term in terms
+        }
         await (await session.fleet()).arrange(workers, take=models)
 
 

@@ -19,7 +19,7 @@ async def judge_shard(session: Session, batch: Batch, shard: int, term: str, sil
     plan, settings = batch.plan, session.settings
     rollouts = await committed(session, plan.rollout_key(shard), silence_seconds=silence_seconds)
     held = term in settings.scoring.hosted_rewards
-    served = [session.run.require(StageKey.reward_model(term).below(plan.rescoring))] if held else []
+    served = [session.reward_model(term, prefix=plan.rescoring)] if held else []
     work = JudgeWork(
         iteration=plan.number,
         rollouts=rollouts.shards[0],

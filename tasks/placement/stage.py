@@ -14,7 +14,7 @@ from placement.records import Decision, DrainInputs, Plan, PlanInputs
 from tasks.placement.demand import observed, recalled, rollout_demand, scoring_demand, workers_of
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, artifact_key, reward_model_role
+from tasks.run.keys import artifact_key, reward_model_role
 from tasks.run.session import Placing, Session
 from tasks.run.stages import stage
 from tasks.run.versions import policy_of
@@ -111,7 +111,7 @@ async def _arrange(session: Session, batch: Batch, workers: dict[str, int]) -> t
     fleet = await session.fleet()
     take: dict[str, object] = {"rollout": policy_of(batch.policy)}
     for term in session.settings.scoring.hosted_rewards:
-        take[reward_model_role(term)] = policy_of(session.run.require(StageKey.reward_model(term)))
+        take[reward_model_role(term)] = policy_of(session.reward_model(term))
     started = time.monotonic()
     moves = await fleet.arrange(workers, take={role: take[role] for role in workers})
     for move in moves:

@@ -29,7 +29,7 @@ def cut(num_prompts: int, *, shard_prompts: int) -> tuple[range, ...]:
 def slice_shards(shards: Sequence[int], *, controllers: int) -> tuple[tuple[int, ...], ...]:
     """Contiguous slices of nearly equal size, at most one per controller, none empty.
 
-    >>> deal([0, 1, 2], controllers=2)
+    >>> slice_shards([0, 1, 2], controllers=2)
     ((0, 1), (2,))
     """
     owners = min(controllers, len(shards))

@@ -43,6 +43,10 @@ class Derived:
         """Key of a stage of an iteration; its seal makes its part of the iteration complete."""
         return StageKey.of(self.iteration_key(number), stage)
 
+    def made(self, run: Run, number: int, stage: str) -> Manifest:
+        """What it made of an iteration. Raises Damaged if that is gone."""
+        return run.require(self.key(number, stage))
+
     @property
     def label(self) -> str:
         """As a person says it."""

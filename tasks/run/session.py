@@ -18,6 +18,7 @@ from infra.pools.protocol import Cluster
 from infra.pools.ranks import RankGroup
 from infra.pools.threads import ThreadCluster
 from infra.pools.worker import Done, PoolSpec
+from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.config.judges import ServedReward
 from models.records.versions import Outcome
@@ -25,7 +26,7 @@ from placement.measurements import Measurements
 from placement.policies.protocol import Policy
 from placement.records import Memory, Plan
 from tasks.config.run import RunConfig
-from tasks.run.keys import reward_model_role
+from tasks.run.keys import StageKey, reward_model_role
 
 
 @dataclass(slots=True)
@@ -76,6 +77,10 @@ class Session:
         self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}
         self._fleet: asyncio.Task[Fleet] | None = None
         self._starting: asyncio.Task[None] | None = None
+
+    def reward_model(self, term: str, *, prefix: str = "") -> Manifest:
+        """What committed the model behind a reward; `prefix` is that of a re-scoring's manifests."""
+        return self.run.require(StageKey.reward_model(term).below(prefix))
 
     def warm(self, *roles: str) -> None:
         """Begin to start the pools of these roles without waiting for them."""

@@ -81,7 +81,7 @@ def _check_recredited(iteration: Iteration, derived: Derived) -> Iterator[str]:
     if terms is None:
         yield f"{derived.terms_key}: the manifest is missing"
         return
-    credit = run.require(derived.key(iteration.number, "credit"))
+    credit = derived.made(run, iteration.number, "credit")
     scored = iteration.scored(prefix="" if terms.scores is None else Derived("rescore", terms.scores).prefix)
     parents = [manifest.digest for manifest in scored.manifests]
     if list(credit.parents[: len(parents)]) != parents:
@@ -98,7 +98,7 @@ def _check_recredited(iteration: Iteration, derived: Derived) -> Iterator[str]:
 def _check_seal(
     iteration: Iteration, derived: Derived, parts: list[Manifest], expected: dict[str, float] | None
 ) -> Iterator[str]:
-    sealed = iteration.run.require(derived.key(iteration.number, "seal"))
+    sealed = derived.made(iteration.run, iteration.number, "seal")
     if sealed.parents != tuple(part.digest for part in parts):
         yield f"{sealed.key}: its parents are not all that it was made from"
     if expected is not None and not _agree(sealed.metrics, expected):

@@ -29,7 +29,7 @@ class RescoredIteration(Settings):
 def rescored_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RescoredIteration]:
     """How the new rewards of some iterations compare."""
     run, derived = open_known_run(store, run_name), Derived("rescore", name)
-    return [_rescored(number, run.require(derived.key(number, "seal")).metrics) for number in numbers]
+    return [_rescored(number, derived.made(run, number, "seal").metrics) for number in numbers]
 
 
 def _rescored(number: int, metrics: dict[str, float]) -> RescoredIteration:
@@ -64,7 +64,7 @@ class RecreditedIteration(Settings):
 def recredited_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RecreditedIteration]:
     """How the new advantages of some iterations compare."""
     run, derived = open_known_run(store, run_name), Derived("recredit", name)
-    return [_recredited(number, run.require(derived.key(number, "seal")).metrics) for number in numbers]
+    return [_recredited(number, derived.made(run, number, "seal").metrics) for number in numbers]
 
 
 def _recredited(number: int, metrics: dict[str, float]) -> RecreditedIteration:
