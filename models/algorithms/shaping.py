@@ -11,7 +11,7 @@ import numpy as np
 from models.algorithms.experience import Experience
 from models.algorithms.ragged import last_tokens, sums_per_completion, values_on_last_tokens
 from models.config.algorithms import Algorithm, Overlong, RewardKl
-from models.config.objectives import AdaptiveKl
+from models.config.objectives import MAX_LOG_RATIO, AdaptiveKl
 from models.records.columns import Floats, Integers
 
 
@@ -23,7 +23,10 @@ def overlong_penalty(lengths_N: Integers, overlong: Overlong, max_new_tokens: in
 
 
 def divergence(logprobs_T: Floats, reference_T: Floats, kind: Literal["k1", "k2", "k3"]) -> Floats:
-    """Estimate KL(behaviour ‖ reference) at each token, in nats (Schulman, "Approximating KL divergence")."""
+    """Estimate KL(behaviour ‖ reference) at each token, in nats (Schulman, "Approximating KL divergence").
+
+    Of k3, which exponentiates log-ratios, they are clamped at ±20.
+    """
     log_ratio_T = logprobs_T - reference_T
     match kind:
         case "k1":
@@ -31,7 +34,8 @@ def divergence(logprobs_T: Floats, reference_T: Floats, kind: Literal["k1", "k2"
         case "k2":
             return log_ratio_T**2 / 2
         case "k3":
-            return np.expm1(-log_ratio_T) + log_ratio_T
+            bounded_T = np.clip(log_ratio_T, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+            return np.expm1(-bounded_T) + bounded_T
 
 
 def penalties(experience: Experience, algorithm: Algorithm, kl: RewardKl | None = None) -> Floats:

@@ -1,7 +1,7 @@
 """Configuration of the update: losses, penalties, corrections, optimizer. Torch-free; defaults are our recipe."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,9 @@ from infra.variants import OneOf, Target, Variant
 
 if TYPE_CHECKING:
     from models.config.job import Job
+
+MAX_LOG_RATIO: Final = 20.0
+"""Log-ratios count as at most so far from 0 where they are exponentiated: e^20 is 4.9e8, and 0 times it is still 0."""
 
 # ---- aggregation
 

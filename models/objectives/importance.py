@@ -8,7 +8,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.config.objectives import Correction, MaskedImportance, NoCorrection, TruncatedImportance, UpdateConfig
+from models.config.objectives import (
+    MAX_LOG_RATIO,
+    Correction,
+    MaskedImportance,
+    NoCorrection,
+    TruncatedImportance,
+    UpdateConfig,
+)
+
+
+def exp_ratio(log_ratio: Tensor) -> Tensor:
+    """Exponentiate log-ratios, clamped at ±20: a ratio is finite, and beyond the clamp it has no gradient of its own.
+
+    Of an infinite ratio a token without advantage or weight would make 0 · inf, and the whole update would be lost.
+    """
+    return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Return ratio − 1 − log-ratio (Schulman, "Approximating KL divergence"), of log-ratios clamped at ±20."""
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(bounded) - bounded
 
 
 class Mismatch(NamedTuple):
@@ -17,7 +38,7 @@ class Mismatch(NamedTuple):
     difference_N: Tensor
     """|log π_train − log π_behaviour|."""
     weight_N: Tensor
-    """π_train / π_behaviour, before any cap."""
+    """π_train / π_behaviour, before any cap but that of log-ratios."""
     kl_N: Tensor
     """k3 estimate of KL(behaviour ‖ train)."""
 
@@ -27,8 +48,8 @@ def mismatch(train_N: Tensor, behaviour_N: Tensor) -> Mismatch:
     log_ratio_N = train_N - behaviour_N
     return Mismatch(
         difference_N=log_ratio_N.abs(),
-        weight_N=log_ratio_N.exp(),
-        kl_N=torch.expm1(log_ratio_N) - log_ratio_N,
+        weight_N=exp_ratio(log_ratio_N),
+        kl_N=k3(log_ratio_N),
     )
 
 
@@ -69,7 +90,7 @@ def _correct(old_N: Tensor, behaviour_N: Tensor, *, correction: Correction) -> C
     never_N = torch.zeros_like(behaviour_N, dtype=torch.bool)
     if isinstance(correction, NoCorrection):
         return Corrected(behaviour_N, torch.ones_like(behaviour_N), never_N, never_N)
-    ratio_N = torch.exp(old_N - behaviour_N).detach()
+    ratio_N = exp_ratio(old_N - behaviour_N).detach()
     match correction:
         case TruncatedImportance(cap=cap):
             return Corrected(old_N, ratio_N.clamp(max=cap), ratio_N > cap, never_N)

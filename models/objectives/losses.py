@@ -1,5 +1,7 @@
 """Losses of policies, critics and preferences, and estimators of KL(policy ‖ reference).
 
+Log-ratios are clamped at ±20 wherever they are exponentiated (`exp_ratio`), so every ratio is finite.
+
 Shapes: N completion tokens of one pass, of any number of sequences; B sequences, or pairs.
 """
 
@@ -12,6 +14,7 @@ from torch.nn import functional
 
 from infra.variants import implementation_of
 from models.config.objectives import Cispo, Gspo, PolicyGradient, PolicyLoss, PpoClip
+from models.objectives.importance import exp_ratio, k3
 from models.objectives.loss_inputs import LossFunction, LossInputs, LossOutputs
 
 
@@ -20,7 +23,7 @@ def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: P
 
     The dual clip bounds that pessimism where the advantage is negative (arXiv 1912.09729, eq. 5).
     """
-    ratio_N, advantages_N = torch.exp(logprobs_N - old_N), tokens.advantages_N
+    ratio_N, advantages_N = exp_ratio(logprobs_N - old_N), tokens.advantages_N
     low, high = 1 - config.clip_low, 1 + config.clip_high
     loss_N = torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(low, high) * advantages_N)
     seen_N, bad_N = ratio_N.detach(), advantages_N < 0
@@ -61,7 +64,7 @@ def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, *, rows_N: Tensor, lengths
     By segments, whose sums have one order: `index_add` on an accelerator adds in another one every time.
     """
     sums_B = torch.segment_reduce(logprobs_N - old_N, "sum", lengths=lengths_B, unsafe=True)
-    return torch.exp(sums_B / lengths_B.clamp(min=1)).index_select(0, rows_N)
+    return exp_ratio(sums_B / lengths_B.clamp(min=1)).index_select(0, rows_N)
 
 
 def cispo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Cispo) -> LossOutputs:
@@ -69,7 +72,7 @@ def cispo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Cisp
 
     No token is dropped: where the ratio is out of bounds, its weight stops growing or falling.
     """
-    ratio_N = torch.exp(logprobs_N.detach() - old_N)
+    ratio_N = exp_ratio(logprobs_N.detach() - old_N)
     low, high = 1 - config.clip_low, 1 + config.clip_high
     return LossOutputs(
         loss_N=-ratio_N.clamp(low, high) * tokens.advantages_N * logprobs_N,
@@ -84,7 +87,7 @@ def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, co
     never_N = torch.zeros_like(tokens.advantages_N, dtype=torch.bool)
     return LossOutputs(
         loss_N=-tokens.advantages_N * logprobs_N,
-        ratio_N=torch.exp(logprobs_N.detach() - old_N),
+        ratio_N=exp_ratio(logprobs_N.detach() - old_N),
         clipped_low_N=never_N,
         clipped_high_N=never_N,
     )
@@ -158,7 +161,7 @@ def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, *, kind: Literal["k1", 
         case "k2":
             return log_ratio_N.square() / 2
         case "k3":
-            return torch.expm1(-log_ratio_N) + log_ratio_N
+            return k3(-log_ratio_N)
 
 
 class DpoTerms(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from models.config.objectives import Aggregation, ConstantMean, SequenceMean, TokenMean, UpdateConfig
-from models.objectives.importance import Corrected, correct, mismatch
+from models.objectives.importance import Corrected, correct, k3, mismatch
 from models.objectives.loss_inputs import LossInputs, LossOutputs, MetricSums
 from models.objectives.losses import kl_estimate, policy_loss
 
@@ -45,7 +45,10 @@ def update_loss(
         loss_N = loss_N + kl_coefficient * kl_N
         tally.add({"kl": kl_N})
     shares_N = loss_N * tokens.weights_N
-    finite_N = torch.isfinite(shares_N) & torch.isfinite(tokens.behaviour_N) & torch.isfinite(tokens.advantages_N)
+    finite_N = torch.isfinite(shares_N) & torch.isfinite(tokens.advantages_N)
+    for read_N in (logprobs_N, old_N, tokens.behaviour_N, tokens.reference_N):  # a clamped ratio hides infinities
+        if read_N is not None:
+            finite_N = finite_N & torch.isfinite(read_N)
     tally.add({"loss": shares_N, "entropy": -logprobs_N, "not_finite": ~finite_N})
     _tally_terms(terms, logprobs_N.detach() - corrected.old_N, tally)
     _tally_correction(corrected, tokens, tally)
@@ -76,7 +79,7 @@ def _tally_terms(terms: LossOutputs, log_ratio_N: Tensor, tally: MetricSums) -> 
             "clip_fraction_low": terms.clipped_low_N,
             "clip_fraction_high": terms.clipped_high_N,
             "ratio_mean": terms.ratio_N,
-            "kl_old": torch.expm1(log_ratio_N) - log_ratio_N,  # k3, from the policy before the update
+            "kl_old": k3(log_ratio_N),  # from the policy before the update
         }
     )
     if terms.dual_clipped_N is not None:
