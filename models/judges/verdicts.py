@@ -21,6 +21,8 @@ _PAIR: Final = re.compile(r"<incorrect_steps>((?:(?!</?incorrect_steps>).)*)</in
 
 _INDEX: Final = re.compile(r"(?:<step_)?(-?[0-9]+)>?|step_([0-9]+)", re.I)
 
+_SPELT: Final = re.compile(r"step[ \t]+([0-9]+)", re.I)
+
 _NONE: Final = {"none", "n/a", "[]"}
 
 _DIGITS: Final = 9  # no completion has steps that take more
@@ -40,6 +42,7 @@ def read_critique(text: str, *, num_steps: int) -> Critique | str:
     """Read the last `<incorrect_steps>` pair of an answer, or say why it cannot be read.
 
     Nothing between the tags, or `none`, means that no step is wrong; a list that is no list of numbers means nothing.
+    A list may stand in one pair of brackets, and name all of its steps as `step 2, step 4`.
     """
     pairs = list(_PAIR.finditer(text))
     if not pairs:
@@ -47,14 +50,25 @@ def read_critique(text: str, *, num_steps: int) -> Critique | str:
     listed = pairs[-1][1].strip()
     if listed.casefold().rstrip(".") in _NONE:
         return Critique((), 0)
+    digits = _listed(listed[1:-1].strip() if listed[:1] == "[" and listed[-1:] == "]" else listed)
+    if isinstance(digits, str):
+        return digits
+    indices = [int(number) for number in digits if len(number) <= _DIGITS]
+    steps = {index for index in indices if 0 <= index < num_steps}
+    return Critique(tuple(sorted(steps)), len(digits) - sum(index in steps for index in indices))
+
+
+def _listed(listed: str) -> list[str] | str:
+    """Return the digits of a list's numbers, or why it is no list of numbers."""
+    items = [item.strip() for item in re.split(r"[,;\n]", listed) if item.strip()]
+    spelt = [_SPELT.fullmatch(item) for item in items]
+    if all(spelt):
+        return [match[1] for match in spelt if match is not None]
     words = [word for word in re.split(r"[,;\s]+", listed) if word]
     found = [_INDEX.fullmatch(word) for word in words]
     if None in found:
         return f"expected numbers of steps between the tags, found {words[found.index(None)]!r}"
-    digits = [match[1] or match[2] for match in found if match is not None]
-    indices = [int(number) for number in digits if len(number) <= _DIGITS]
-    steps = {index for index in indices if 0 <= index < num_steps}
-    return Critique(tuple(sorted(steps)), len(digits) - sum(index in steps for index in indices))
+    return [match[1] or match[2] for match in found if match is not None]
 
 
 def flag_weights(critiques: Sequence[Sequence[int]], verdict: StepsVerdict, *, num_steps: int) -> list[float]:

@@ -60,6 +60,44 @@ def test_an_empty_tag_means_no_errors(listed):
 
 
 @pytest.mark.parametrize(
+    ("listed", "steps"),
+    [
+        ("[2, 4]", (2, 4)),
+        ("[4]", (4,)),
+        (" [ 2,4 ] ", (2, 4)),
+        ("[<step_2>, step_4]", (2, 4)),
+        ("[step 2, step 4]", (2, 4)),
+        ("step 2, step 4", (2, 4)),
+        ("Step 4; Step 2", (2, 4)),
+        ("step 2\nstep 4\n", (2, 4)),
+        ("STEP 2", (2,)),
+        ("step 2, step 2", (2,)),
+        ("[ ]", ()),
+    ],
+)
+def test_numbers_stand_in_one_pair_of_brackets_or_after_the_word_step(listed, steps):
+    assert read(listed) == Critique(steps, 0)
+
+
+def test_numbers_of_no_step_are_dropped_in_brackets_and_after_the_word_too():
+    assert read("[2, 9]") == Critique((2,), 1)
+    assert read("step 2, step 9") == Critique((2,), 1)
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        "[2, 4", "2, 4]", "[2], [4]", "[[2, 4]]", "[2][4]", "(2, 4)", "{2, 4}", "[2-4]", "[none]", "[2, none]", "[all]",
+        "['2', '4']", "[2.4]", "step 2 4", "step 2 step 4", "step 2, 4", "steps 2, 4", "steps 2 and 4", "step 2-4",
+        "step", "step two", "step -2", "step 2 of 4", "not step 2", "step 2, none", "no step",
+        "step 2: wrong", "step 2.5", "[step 2], [step 4]",
+    ],
+)  # fmt: skip
+def test_a_list_that_may_mean_something_else_stays_invalid(listed):
+    assert "expected numbers of steps between the tags" in str(read(listed))
+
+
+@pytest.mark.parametrize(
     "text", ["", "Verdict: correct", "<incorrect_steps>2", "2</incorrect_steps>", "incorrect_steps: 2"]
 )
 def test_without_a_pair_of_tags_nothing_is_read(text):
@@ -74,6 +112,8 @@ def test_a_list_that_is_no_list_of_numbers_is_never_no_errors(listed):
 def test_reading_a_hostile_answer_takes_no_time():
     read_critique("<incorrect_steps>" * 6000, num_steps=8)
     read("1," * 40_000)
+    read("step 1" + "\n" * 90_000 + "x")
+    read("[" * 90_000)
 
 
 @settings(max_examples=100, deadline=None)
