@@ -1,4 +1,9 @@
-"""Whole runs that several tests look at."""
+"""Whole runs that several tests look at, and how tests spread over parallel processes that share them."""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -9,37 +14,84 @@ hypothesis.settings.load_profile("without a deadline")
 pytest.register_assert_rewrite("tests.support.engines")  # claims that several modules import
 pytest_plugins = ["tests.support.cpu_seconds"]
 
-from tests.support.jobs import Job, prefect_server  # noqa: E402
+from tests.support.jobs import prefect_server  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def prefect_api(tmp_path_factory):
-    """One Prefect API for all jobs that need not start their own."""
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as url:
-        yield url
+def together(tmp_path_factory) -> Path:
+    """A directory that all test processes of this session have."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if own.name.startswith("popen-") else own
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory, prefect_api):
+def prefect_api(together, pytestconfig):
+    """One Prefect API for all jobs that need not start their own; it serves until no test process uses it."""
+    told, server = together / "prefect-url", ExitStack()
+    using = (together / "prefect-users").open("a")
+    with locked(together / "prefect-lock"):
+        fcntl.flock(using, fcntl.LOCK_SH)  # waits where the server is being ended
+        if not told.exists():
+            home = together / "prefect"
+            home.mkdir(exist_ok=True)
+            told.write_text(server.enter_context(prefect_server(home)))
+            server.callback(told.unlink)
+            server.callback(fcntl.flock, using, fcntl.LOCK_EX)  # done first: waits for all users
+    pytestconfig.add_cleanup(using.close)
+    pytestconfig.add_cleanup(server.close)  # not a fixture's end, which would count as the last test's time
+    return told.read_text()
+
+
+@pytest.fixture(scope="session")
+def reference(together, prefect_api):
     """The tiny job, never disturbed; nothing may change it."""
-    job = Job(tmp_path_factory.mktemp("reference"), prefect_api, counts_works=True)
-    ended = job.train()
-    assert ended.code == 0, ended.output
+    from tests.support.in_process import InProcessJob
+
+    job, made = InProcessJob(together / "reference", prefect_api, counts_works=True), together / "reference-made"
+    with locked(together / "reference-lock"):
+        if not made.exists():
+            job.train()
+            made.touch()
     return job
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Be the only test process here."""
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 class Spread(LoadScopeScheduling):
-    """Modules go whole to parallel processes; all that look at the session's runs and server go to one of them."""
+    """Modules go whole to parallel processes, so that no fixture of a module is made twice."""
 
     def _split_scope(self, nodeid: str) -> str:
-        module = nodeid.split("::")[0]
-        return "runs" if module.startswith(RUNS) else module
-
-
-RUNS = ("tests/runs/", "tests/integration/cli/", "tests/integration/prefect/")
-"""Where tests share whole runs, which are made once."""
+        return nodeid.split("::")[0]
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Spread tests so that no fixture of a module or of the session is made twice."""
+    """Spread tests by modules, in the order of `pytest_collection_modifyitems`."""
     return Spread(config, log)
+
+
+LONGEST = (
+    "tests/runs/test_resume.py",
+    "tests/runs/test_judged_run.py",
+    "tests/runs/test_extending.py",
+    "tests/integration/cli/test_cli.py",
+    "tests/integration/pools/test_fleet.py",
+    "tests/runs/test_rescoring.py",
+    "tests/integration/pools/test_pools.py",
+)
+"""Modules that begin first: what begins last should be short."""
+
+
+def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
+    """Where tests spread over processes, begin with the longest modules and end with the shortest."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _turn(item.nodeid.split("::")[0]))
+
+
+def _turn(module: str) -> tuple[int, bool]:
+    return (LONGEST.index(module) if module in LONGEST else len(LONGEST), not module.startswith("tests/runs/"))

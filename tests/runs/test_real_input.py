@@ -9,12 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from flows.cli.app import main
 from infra.store.runs import open_run
 from infra.store.shards import read_shard
 from models.config.data import FileData
 from models.data.load import load_problems
 from models.data.problems import Message
 from tasks.config.run import load_config
+from tests.support.in_process import InProcessJob
 from tests.support.jobs import RHEOSTAT, ROOT
 from tests.support.policies import write_policy
 
@@ -72,7 +74,7 @@ def test_every_problem_of_the_gsm8k_that_ships_is_read_by_its_configuration(monk
     assert train[0].prompt.startswith("Question: Mr. Sanchez found out that 40% of his Grade 5 ")
 
 
-def test_a_model_directory_learns_from_chats_in_parquet(tmp_path, prefect_api):
+def test_a_model_directory_learns_from_chats_in_parquet(tmp_path, prefect_api, monkeypatch, capsys):
     write_table(tmp_path / "chats.parquet", {"messages": CHATS, "solution": ANSWERS})
     write_policy(tmp_path / "model", "qwen3")
     (tmp_path / "job.toml").write_text("""
@@ -85,11 +87,14 @@ scoring.rewards = [{kind = "math"}, {kind = "target", target = "tests.support.re
 pools.workers = 1
 evaluation.problems = 1
 """)
-    told = rheostat("train", "job.toml", "--json", api=prefect_api, home=tmp_path, cwd=tmp_path)
-    summary = json.loads(told)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # rewards of tests are not installed
+    with InProcessJob(tmp_path, prefect_api).prefect():
+        assert main(["train", "job.toml", "pools.cluster=threads", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
     assert (summary["iterations"], summary["after"]["problems"]) == (1, 1)
-    verified = rheostat("verify", "chats", api=prefect_api, home=tmp_path, cwd=tmp_path)
-    assert verified == "run chats: every digest and every invariant holds\n"
+    assert main(["verify", "chats"]) == 0
+    assert capsys.readouterr().out == "run chats: every digest and every invariant holds\n"
     run = open_run(str(tmp_path / "runs"), "chats")
     [rollouts] = run.manifests("it-0001/rollout/")
     prompts = read_shard(run.store, rollouts.shards[0], columns=["prompt"])["prompt"].to_pylist()

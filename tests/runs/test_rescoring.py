@@ -14,6 +14,7 @@ from infra.store.manifests import decode_manifest
 from infra.store.retention import collect_garbage
 from infra.store.runs import open_run
 from tasks.verification.iterations import verify_run
+from tests.support.in_process import InProcessJob
 from tests.support.jobs import ROOT, Fault, Job, files_of
 
 pytestmark = pytest.mark.timeout(1200)
@@ -34,25 +35,30 @@ def copied(reference, tmp_path):
 
 @pytest.fixture(scope="module")
 def again(reference, tmp_path_factory):
-    """The finished run, scored by its own rewards, by a judge and by lengths, and credited from these."""
+    """The finished run, scored by its own rewards, by a judge and by lengths, and credited from these.
+
+    One is a command of its own with workers on Ray, the others are given in this process and have threads.
+    """
     job = copy(reference, tmp_path_factory.mktemp("again"))
+    here, threads = InProcessJob(job.home, reference.api), "pools.cluster=threads"
     give(job, "rescore", "--rewards", str(job.home / "tiny.toml"), "--as", "own", "--iterations", "2-3")
-    give(job, "rescore", "--rewards", JUDGED, "--as", "judged", "--iterations", "1")
-    give(job, "recredit", "--algorithm", "grpo", "--as", "own")
-    give(job, "recredit", "--algorithm", "rloo", "--as", "judged-rloo", "--scores", "judged", "--iterations", "1")
+    give(here, "rescore", "--rewards", JUDGED, "--as", "judged", "--iterations", "1", threads)
+    give(here, "recredit", "--algorithm", "grpo", "--as", "own", threads)
+    chosen = ("--scores", "judged", "--iterations", "1")
+    give(here, "recredit", "--algorithm", "rloo", "--as", "judged-rloo", *chosen, threads)
     return job
 
 
-def copy(reference: Job, home: Path) -> Job:
+def copy(reference: Job | InProcessJob, home: Path) -> Job:
     job = Job(home, reference.api)
     shutil.copytree(reference.store, job.store)
     shutil.copy(reference.home / "tiny.toml", home)
     return job
 
 
-def give(job: Job, *arguments: str, faults: tuple[Fault, ...] = ()) -> str:
+def give(job: Job | InProcessJob, *arguments: str) -> str:
     name, *others = arguments
-    ended = job.command(name, *others, faults=faults)
+    ended = job.command(name, *others)
     assert ended.code == 0, ended.output
     return ended.output
 
@@ -206,7 +212,7 @@ def test_rewards_of_the_name_that_a_damaged_record_has_are_no_input(copied):
     path = copied.run / "manifests/rescore/x/terms.json"
     path.parent.mkdir(parents=True)
     path.write_bytes(seal({"key": "rescore/x/terms"}))
-    ended = copied.command("rescore", "--rewards", LENGTHS, "--as", "x")
+    ended = InProcessJob(copied.home, copied.api or "").command("rescore", "--rewards", LENGTHS, "--as", "x")
     assert ended.code == 1
     assert "rescore/x/terms" in ended.output
 

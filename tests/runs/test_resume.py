@@ -1,11 +1,13 @@
 """The same command again continues: a driver and then a worker are killed, and the run is the one never disturbed."""
 
 import json
+import shutil
 import signal
 from dataclasses import dataclass
 
 import pytest
 
+from tests.support.in_process import InProcessJob
 from tests.support.jobs import (
     Ended,
     Fault,
@@ -18,6 +20,7 @@ from tests.support.jobs import (
     manifests_of,
     shards_of,
     wait_for,
+    workers_of,
 )
 
 pytestmark = pytest.mark.timeout(2000)  # the fixtures are whole jobs
@@ -72,6 +75,27 @@ def test_a_killed_job_continues_to_the_run_that_was_never_killed(interrupted, re
     assert interrupted.struck == 1
     assert manifests_of(interrupted.job.run) == manifests_of(reference.run)
     assert shards_of(interrupted.job.run) == shards_of(reference.run)
+
+
+def test_runs_of_rays_processes_and_of_threads_are_one_run_bit_for_bit(interrupted, reference):
+    [in_threads, on_ray] = [
+        [workers_of(run, role) for role in ("rollout", "scoring")] for run in (reference.run, interrupted.job.run)
+    ]
+    assert in_threads[0] == in_threads[1] != set(), "one process"
+    assert on_ray[0].isdisjoint(on_ray[1]), "processes of their own"
+    assert manifests_of(interrupted.job.run) == manifests_of(reference.run)
+    assert shards_of(interrupted.job.run) == shards_of(reference.run)
+
+
+def test_a_run_that_began_on_ray_goes_on_in_threads(interrupted, tmp_path, prefect_api):
+    shutil.copytree(interrupted.job.run, tmp_path / "store" / "tiny")
+    job = InProcessJob(tmp_path, prefect_api)
+    job.train("iterations=4")
+    manifests = manifests_of(job.run)
+    assert manifests.items() > manifests_of(interrupted.job.run).items()
+    assert "it-0004/seal" in manifests
+    verified = job.command("verify")
+    assert verified.code == 0, verified.output
 
 
 def test_at_most_one_shard_per_worker_is_generated_again_after_a_kill(interrupted, reference):

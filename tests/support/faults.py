@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 import infra.store.storage
 from infra.pools.worker import PoolSpec
 from infra.store.disk import open_temporary, publish_file
@@ -160,12 +162,24 @@ def plant(spec: PoolSpec) -> PoolSpec:
     return dataclasses.replace(spec, target="tests.support.faults:Faulty", options=options)
 
 
-if __name__ == "__main__":
-    from flows.cli.app import main
+@contextmanager
+def planted(home: Path) -> Iterator[None]:
+    """Have every pool that this process opens host its workers with the faults of a directory."""
     from tasks.run import session
 
     make_spec = session._spec
-    session._spec = lambda *args, **options: plant(make_spec(*args, **options))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RHEOSTAT_FAULTS", str(home))
+        patch.setattr(infra.store.storage, "publish_file", publish_file)  # workers that are threads replace it here
+        patch.setattr(session, "_spec", lambda *args, **options: plant(make_spec(*args, **options)))
+        yield
+
+
+if __name__ == "__main__":
+    from flows.cli.app import main
+
     # Not the one of `__main__`: workers import this module by its name.
-    importlib.import_module("tests.support.faults").Planted("driver")
-    sys.exit(main(sys.argv[1:]))
+    faults = importlib.import_module("tests.support.faults")
+    with faults.planted(Path(os.environ["RHEOSTAT_FAULTS"])):
+        faults.Planted("driver")
+        sys.exit(main(sys.argv[1:]))

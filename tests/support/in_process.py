@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import json
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from pathlib import Path
 from flows.cli.app import main
 from flows.cli.train import run_flow
 from tasks.config.run import override_config
-from tests.support.jobs import TINY, Ended
+from tests.support.jobs import TINY, Ended, works_of
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class InProcessJob:
     home: Path
     api: str
     """A Prefect API that several jobs share."""
+    counts_works: bool = False
+    """Log every piece of work that workers begin."""
 
     @property
     def store(self) -> Path:
@@ -37,20 +41,36 @@ class InProcessJob:
         (self.home / "tiny.toml").write_text(TINY)
         here = (f"store={self.store}", "pools.cluster=threads")
         config = override_config(tomllib.loads(TINY), [*overrides, *here], source="tiny")
-        with self._prefect():
+        with self.prefect(), self._counted():
             from flows.train import train
 
             run_flow(train(config))
 
     def command(self, name: str, *arguments: str) -> Ended:
-        """Give a command about the run, which only reads it."""
+        """Give a command about the run; one that starts workers is given `pools.cluster=threads`."""
         output = io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        with self.prefect(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             code = main([name, "tiny", *arguments, "--store", str(self.store)])
         return Ended(code, output.getvalue())
 
+    def works(self) -> Counter[str]:
+        """How often each piece of work was begun by any worker."""
+        return works_of(self.home)
+
     @contextmanager
-    def _prefect(self) -> Iterator[None]:
+    def _counted(self) -> Iterator[None]:
+        if not self.counts_works:
+            yield
+            return
+        from tests.support.faults import planted
+
+        (self.home / "faults.json").write_text(json.dumps([]))
+        with planted(self.home):
+            yield
+
+    @contextmanager
+    def prefect(self) -> Iterator[None]:
+        """Have flows of this process use the job's Prefect API."""
         from prefect.events.worker import EventsWorker
         from prefect.logging.handlers import APILogWorker
         from prefect.settings import PREFECT_API_URL, PREFECT_RESULTS_LOCAL_STORAGE_PATH, temporary_settings

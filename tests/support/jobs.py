@@ -167,21 +167,28 @@ class Job:
 
     def works(self) -> Counter[str]:
         """How often each piece of work was begun by any worker, over all starts."""
-        return Counter(line for line in self._log() if not line.startswith("put "))
+        return works_of(self.home)
 
     def puts(self) -> list[str]:
         """Names of the files that drivers wrote, in order, over all starts."""
-        return [line.removeprefix("put ") for line in self._log() if line.startswith("put ")]
-
-    def _log(self) -> list[str]:
-        log = self.home / "log"
-        return log.read_text().splitlines() if log.exists() else []
+        return [line.removeprefix("put ") for line in log_of(self.home) if line.startswith("put ")]
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         api = {} if self.api is None else {"PREFECT_API_URL": self.api}
         planted = {"RHEOSTAT_FAULTS": str(self.home), "PYTHONPATH": str(self.path)}
         return kept | api | planted | {"PREFECT_HOME": str(self.home / "prefect"), "DO_NOT_TRACK": "1"}
+
+
+def log_of(home: Path) -> list[str]:
+    """What tests/support/faults.py logged of a job."""
+    log = home / "log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def works_of(home: Path) -> Counter[str]:
+    """How often each piece of work of a job was begun."""
+    return Counter(line for line in log_of(home) if not line.startswith("put "))
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
@@ -261,10 +268,18 @@ def alive(family: Sequence[psutil.Process]) -> list[str]:
     return lines
 
 
+WITHOUT_EVENTS = {
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
+    "PREFECT_SERVER_EVENTS_STREAM_OUT_ENABLED": "false",
+}
+"""Nobody asks the tests' server for events, which take a fifth of a small run; a job's own server has them."""
+
+
 @contextmanager
 def prefect_server(home: Path) -> Iterator[str]:
     """Serve a Prefect API that several jobs share: starting one takes as long as a small job."""
-    environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", **WITHOUT_EVENTS}
     with socket.create_server(("127.0.0.1", 0)) as listener, (home / "output").open("wb") as output:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(

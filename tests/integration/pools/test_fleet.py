@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from infra.errors import BadInput, ClusterFailed
-from infra.pools.cluster import RayCluster
+from infra.pools.cluster import Preload, RayCluster
 from infra.pools.placement_group import ReservedSlots
 from infra.pools.worker import PoolSpec
 from tests.support.fleet_workers import Served
@@ -113,7 +113,7 @@ async def until(holds, *, seconds=30):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster():
-    async with RayCluster.open("fleets") as opened:
+    async with RayCluster.open("fleets", preload=Preload(("tests.support.fleet_workers",))) as opened:
         yield opened
 
 
