@@ -27,7 +27,7 @@ TWO_JUDGES = (
     " model = {kind = 'trained', warmup = {steps = 20},"
     " shape = {kind = 'scratch', hidden_size = 32, intermediate_size = 64, context = 192}}}]"
 )
-SMALL = ("pools.workers=3", "rollout.prompts=18", "rollout.shard_prompts=1", "iterations=2", "evaluation.problems=4")
+SMALL = ("pools.workers=3", "rollout.prompts=10", "rollout.shard_prompts=1", "iterations=2", "evaluation.problems=4")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def test_a_judge_finishes_before_the_last_completion_of_its_iteration_is_generat
     for iteration in ("it-0001", "it-0002"):
         judged = [time for key, time in created.items() if key.startswith(f"{iteration}/judge-judge/")]
         generated = [time for key, time in created.items() if key.startswith(f"{iteration}/rollout/")]
-        assert len(judged) == len(generated) == 18
+        assert len(judged) == len(generated) == 10
         assert min(judged) < max(generated)
 
 

@@ -72,13 +72,20 @@ class InProcessJob:
     def prefect(self) -> Iterator[None]:
         """Have flows of this process use the job's Prefect API."""
         from prefect.events.worker import EventsWorker
-        from prefect.logging.handlers import APILogWorker
-        from prefect.settings import PREFECT_API_URL, PREFECT_RESULTS_LOCAL_STORAGE_PATH, temporary_settings
+        from prefect.settings import (
+            PREFECT_API_URL,
+            PREFECT_LOGGING_TO_API_ENABLED,
+            PREFECT_RESULTS_LOCAL_STORAGE_PATH,
+            temporary_settings,
+        )
 
-        results = str(self.home / "results")
-        with temporary_settings({PREFECT_API_URL: self.api, PREFECT_RESULTS_LOCAL_STORAGE_PATH: results}):
+        settings = {
+            PREFECT_API_URL: self.api,
+            PREFECT_LOGGING_TO_API_ENABLED: False,  # nobody reads the logs of these flows there
+            PREFECT_RESULTS_LOCAL_STORAGE_PATH: str(self.home / "results"),
+        }
+        with temporary_settings(settings):
             try:
                 yield
-            finally:  # the server may end before this process does
-                for worker in (APILogWorker, EventsWorker):
-                    worker.drain_all(timeout=30)
+            finally:
+                EventsWorker.drain_all(timeout=30)  # the server may end before this process does

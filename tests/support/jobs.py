@@ -268,7 +268,8 @@ def alive(family: Sequence[psutil.Process]) -> list[str]:
     return lines
 
 
-WITHOUT_EVENTS = {
+FRUGAL = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
     "PREFECT_SERVER_EVENTS_STREAM_OUT_ENABLED": "false",
@@ -279,7 +280,7 @@ WITHOUT_EVENTS = {
 @contextmanager
 def prefect_server(home: Path) -> Iterator[str]:
     """Serve a Prefect API that several jobs share: starting one takes as long as a small job."""
-    environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", **WITHOUT_EVENTS}
+    environment = os.environ | {"PREFECT_HOME": str(home)} | FRUGAL
     with socket.create_server(("127.0.0.1", 0)) as listener, (home / "output").open("wb") as output:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(

@@ -31,6 +31,7 @@ from tests.support.critics import learn
 from tests.support.critics import start as start_critic
 from tests.support.engines import MIXED, POLICY
 from tests.support.policies import write_policy
+from tests.support.processes import preload
 from tests.support.training import publish_scratch
 from tests.support.update_workers import (
     CONFIG,
@@ -45,6 +46,8 @@ from tests.support.update_workers import (
     together,
     work,
 )
+
+preload(__name__)
 
 LORA = LoraConfig(rank=4, alpha=10)
 ADAPTED = CONFIG.model_copy(update={"lora": LORA, "learning_rate": 1e-2})

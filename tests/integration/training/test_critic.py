@@ -31,8 +31,11 @@ from models.text.tokenizer import load_tokenizer, train_tokenizer
 from models.workers.preparation import PreparationWorker
 from tests.support.critics import learn, start
 from tests.support.policies import ARCHITECTURES, DECODER, write_policy
+from tests.support.processes import preload
 from tests.support.training import publish_scratch
 from tests.support.update_workers import CONFIG, staged, together
+
+preload(__name__)
 
 
 @pytest.fixture

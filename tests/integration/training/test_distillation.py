@@ -22,9 +22,12 @@ from models.records.work import CreditWork, EstimateWork, ScoredShard
 from models.workers.scoring import ScoringWorker
 from models.workers.update import UpdateWorker
 from tests.support.chat_server import Reply
+from tests.support.processes import preload
 from tests.support.teachers import by_hand, teacher_at, teacher_server
 from tests.support.training import TINY, publish_scratch
 from tests.support.update_workers import free_port, together
+
+preload(__name__)
 
 HELD = Distillation(teacher=TeacherDirectory(path=Path("elsewhere")))
 ALONE = DistillationOnly(distillation=HELD)

@@ -18,8 +18,11 @@ from models.config.objectives import (
 )
 from models.records.versions import ModelVersion, Outcome
 from tests.support.losses import LOSSES, NAMES
+from tests.support.processes import preload
 from tests.support.training import publish_scratch
 from tests.support.update_workers import gradients, read, start, together, work
+
+preload(__name__)
 
 BASE = UpdateConfig(
     learning_rate=1e-3,

@@ -23,8 +23,11 @@ from models.records.versions import ModelVersion, Outcome
 from models.records.work import PreferenceWork, RewardModelWork, WarmupWork
 from models.text.tokenizer import load_tokenizer
 from models.training.preferences import policy_pairs, reward_pairs
+from tests.support.processes import preload
 from tests.support.training import DATA, TINY, publish_scratch
 from tests.support.update_workers import start, together
+
+preload(__name__)
 
 PREFERENCES = ArithmeticPreferences(train_pairs=64, heldout_pairs=16)
 DPO = DpoConfig(steps=6, batch_size=8, learning_rate=1e-3)

@@ -10,7 +10,9 @@ from blake3 import blake3
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import BundleRef, delete_bundle, fetch_bundle, publish_bundle
 from infra.store.storage import open_store
-from tests.support.processes import CONTEXT, process
+from tests.support.processes import CONTEXT, preload, process
+
+preload(__name__)
 
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 1000, "zero/rank_0.pt": b"state", "empty": b""}
 

@@ -12,7 +12,9 @@ from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHel
 from infra.store.manifests import Manifest, Provenance
 from infra.store.runs import create_run, list_runs, open_run
 from infra.store.shards import ShardRef, write_shard
-from tests.support.processes import CONTEXT, kill, process
+from tests.support.processes import CONTEXT, kill, preload, process
+
+preload(__name__)
 
 CONFIG = {"name": "first", "update": {"learning_rate": 1e-6, "zero": {"stage": 0}}, "rewards": ["numeric"]}
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from infra.errors import BadInput, Damaged
 from infra.store.shards import ShardRef, open_tables, quarantine, read_shard, write_shard
 from infra.store.storage import open_store
-from tests.support.processes import CONTEXT, process
+from tests.support.processes import CONTEXT, preload, process
+
+preload(__name__)
 
 TABLE = pa.table(
     {

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.storage import check_key, open_store
-from tests.support.processes import CONTEXT, kill, process
+from tests.support.processes import CONTEXT, kill, preload, process
+
+preload(__name__)
 
 
 @pytest.fixture(params=["path", "file_uri"])
