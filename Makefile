@@ -28,6 +28,8 @@ demo: $(VENV)/.base  ## run the main job on this machine
 
 PARALLEL := -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
+# Dozens of processes start with the same modules, which need compiling once.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.dev  ## the default suite, on all cores, with the CPU seconds of its longest tests
 	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 $(ARGS)
 

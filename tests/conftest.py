@@ -77,14 +77,14 @@ def pytest_xdist_make_scheduler(config, log):
 
 LONGEST = (
     "tests/runs/test_resume.py",
+    "tests/integration/pools/test_fleet.py",  # needs no server while the first one starts it
     "tests/runs/test_judged_run.py",
     "tests/runs/test_extending.py",
     "tests/integration/cli/test_cli.py",
-    "tests/integration/pools/test_fleet.py",
     "tests/runs/test_rescoring.py",
     "tests/integration/pools/test_pools.py",
 )
-"""Modules that begin first: what begins last should be short."""
+"""Modules that begin first, those that take longest: what begins last should be short."""
 
 
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
