@@ -31,6 +31,10 @@ class Variant(Settings):
         """What messages call it: its kind, or the import string of a class that a user brought."""
         return getattr(self, "kind", None) or _import_string(type(self))
 
+    def ships_with(self, package: str) -> bool:
+        """Whether class and implementation are both of a top-level package, whose tests have seen that they fit."""
+        return all(name.startswith(f"{package}.") for name in (type(self).__module__, self.implementation))
+
 
 class Target(Settings):
     """A class of your own, made with options."""

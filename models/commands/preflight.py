@@ -23,7 +23,7 @@ from models.config.data import DataConfig, PreferencesConfig
 from models.config.engines import BYTES
 from models.config.job import slot_engines
 from models.config.objectives import UpdateConfig
-from models.config.policy import DirectoryPolicy, ModelShape, PolicyConfig
+from models.config.policy import DirectoryPolicy, ModelOutline, ModelShape, PolicyConfig
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
@@ -34,10 +34,14 @@ from models.judges.checks import check_judge
 from models.rewards.rules import build_reward, check_reward
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+
+    from models.inspection.directory import Inspected
 
 
 ADAM_BYTES = 8  # two float32 moments per parameter
+LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
+"""What a policy loss is called with."""
 MASTER_BYTES = 4  # DeepSpeed's float32 copy beside bfloat16 weights
 
 
@@ -131,22 +135,21 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
 
 
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
-    # Imported here: what is wrong with rewards and data is said before the seconds that transformers takes.
-    from models.modeling.directory import check_directory, meta_policy
-    from models.modeling.policy import meta_scratch, policy_shape, scratch_shape, scratch_tokenizer
-    from models.text.tokenizer import require_room, tokenize_problems
+    # Imported here: what is wrong with rewards and data is said before the second that transformers takes.
+    from models.inspection.decoder import DecoderSizes
+    from models.inspection.directory import inspect_decoder, inspect_directory
+    from models.text.tokenizer import require_room, scratch_tokenizer, tokenize_problems
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
         check_implemented(engine, name=name)
-    check_implementation(inputs.update.loss, "logprobs_N", "old_N", where="update.loss", named=("tokens", "config"))
+    if not inputs.update.loss.ships_with("models"):  # importing ours takes seconds
+        check_implementation(inputs.update.loss, *LOSS, where="update.loss", named=LOSS_NAMED)
     if isinstance(inputs.policy, DirectoryPolicy):
-        config, tokenizer, parameters = check_directory(inputs.policy.path)
-        shape = policy_shape(config, parameters=parameters, source=str(inputs.policy.path))
-        model = meta_policy(inputs.policy.path)
+        policy = inspect_directory(inputs.policy.path)
     else:
         tokenizer = scratch_tokenizer(inputs.policy, train)
-        shape = scratch_shape(inputs.policy, tokenizer)
-        model = meta_scratch(inputs.policy, tokenizer)
+        policy = inspect_decoder(DecoderSizes.from_scratch(inputs.policy, vocab_size=len(tokenizer)), tokenizer)
+    shape, tokenizer = policy.shape, policy.tokenizer
     problems = [*train, *heldout]
     prompts = tokenize_problems(problems, tokenizer)
     new_tokens = inputs.rollout.sampling.max_new_tokens
@@ -164,19 +167,17 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **inputs.rollout.engine.memory(
             shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker, name="rollout.engine"
         ),
-        **_update_memory(inputs, model, parameters=shape.parameters),
-        **_check_critic(inputs, model, tokenizer, longest_tokens=longest + new_tokens),
+        **_update_memory(inputs, policy.outline),
+        **_check_critic(inputs, policy, longest_tokens=longest + new_tokens),
         **_check_teacher(inputs, tokenizer, longest_tokens=longest + new_tokens),
         **_check_preferences(inputs, tokenizer, heldout, shape=shape),
     }
 
 
-def _update_memory(inputs: Inputs, model: "PreTrainedModel", *, parameters: int) -> dict[str, float]:
+def _update_memory(inputs: Inputs, model: ModelOutline) -> dict[str, float]:
     """What each rank holds of the policy; gradients and optimizer are of what is trained alone."""
-    from models.modeling.adapters import count_trained
-
-    update, ranks = inputs.update, inputs.pools.update_ranks
-    trained = parameters if update.lora is None else count_trained(model, update.lora)
+    update, ranks, parameters = inputs.update, inputs.pools.update_ranks, model.parameters
+    trained = parameters if update.lora is None else update.lora.count_trained(model)
     held = parameters if update.lora is None else parameters + trained
     state = ADAM_BYTES + (MASTER_BYTES if update.dtype == "bfloat16" else 0)
     return {
@@ -187,26 +188,24 @@ def _update_memory(inputs: Inputs, model: "PreTrainedModel", *, parameters: int)
     }
 
 
-def _check_critic(
-    inputs: Inputs, policy: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", *, longest_tokens: int
-) -> dict[str, float]:
+def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -> dict[str, float]:
     """A critic is trained as the policy is, beside it."""
-    from models.modeling.critic import check_critic
+    from models.inspection.companions import inspect_critic
 
     wanted = inputs.algorithm.value_model
     if wanted is None:
         return {}
-    critic = check_critic(wanted.path, policy.config, tokenizer, longest_tokens=longest_tokens)
-    held = _update_memory(inputs, critic, parameters=critic.num_parameters())
+    critic = inspect_critic(wanted.path, policy, longest_tokens=longest_tokens)
+    held = _update_memory(inputs, critic)
     return {
-        "critic_parameters": critic.num_parameters(),
+        "critic_parameters": critic.parameters,
         "update_critic_bytes": sum(value for name, value in held.items() if name.endswith("_bytes")),
     }
 
 
 def _check_teacher(inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", *, longest_tokens: int) -> dict[str, float]:
     """Every update rank holds the whole teacher, whatever ZeRO divides of the policy."""
-    from models.modeling.teacher import check_teacher
+    from models.inspection.companions import check_teacher
 
     distillation = inputs.algorithm.distillation
     if distillation is None:
@@ -221,7 +220,7 @@ def _check_preferences(
     inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", heldout: list[Problem], *, shape: ModelShape
 ) -> dict[str, float]:
     """Read every pair as those models will that learn from them; reward models are as large as the policy."""
-    from models.training.preferences import policy_pairs, reward_pairs
+    from models.text.sequences import policy_pairs, reward_pairs
 
     if inputs.preferences is None:
         return {}
@@ -243,7 +242,7 @@ def _check_preferences(
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
-    from models.modeling.judge import check_served_model
+    from models.inspection.companions import check_served_model
 
     return {
         f"{term}_parameters": check_served_model(

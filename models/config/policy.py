@@ -1,5 +1,6 @@
 """Configuration of the policy that a run starts from. Torch-free."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -65,3 +66,16 @@ class ModelShape:
     def cached_numbers(self) -> int:
         """Keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_size
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutline:
+    """What a model consists of, as far as training and adapters are concerned."""
+
+    kind: str
+    """Name of its class in transformers."""
+    parameters: int
+    layers: Mapping[str, int]
+    """Linear layers that can have an adapter: inputs and outputs of each, together."""
+    head: int = 0
+    """Parameters of a classifier's head, which is trained in full beside adapters."""

@@ -17,7 +17,16 @@ def build_engine(config: EngineSettings, *, adapter_rank: int = 0) -> Engine:
 
 
 def check_implemented(config: EngineSettings, *, name: str) -> None:
-    """Raise BadInput unless the engine's class can be imported, made, and asked for all that engines do."""
+    """Raise BadInput unless the engine's class can be imported, made, and asked for all that engines do.
+
+    Of our own that is known, and importing them takes seconds.
+    """
+    if not config.ships_with("models"):
+        check_class(config, name=name)
+
+
+def check_class(config: EngineSettings, *, name: str) -> None:
+    """Import the engine's class and check it."""
     check_implementation(config, "settings", where=name, named=("adapter_rank",))
     found = implementation_of(config)
     lacking = [method for method in METHODS if not callable(getattr(found, method, None))]

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from infra.errors import BadInput
-from infra.plugins import nearest_name
 from infra.store.bundles import BundleRef, fetch_bundle
 from infra.store.storage import Store
 from models.config.objectives import LoraConfig
+from models.config.policy import ModelOutline
 from models.modeling.merging import PREFIX, SETTINGS, TENSORS
 from models.modeling.weights import making_models
 from models.records.seeds import derive_seed
@@ -93,31 +92,31 @@ def save_adapters(model: PreTrainedModel, directory: Path) -> None:
     (directory / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
+def outline(model: PreTrainedModel) -> ModelOutline:
+    """Say what a model without adapters consists of; it may be on the `meta` device."""
+    head = getattr(model, _head_name(model) or "", None)
+    return ModelOutline(
+        kind=type(model).__name__,
+        parameters=model.num_parameters(),
+        layers={name: sum(layer.weight.shape) for name, layer in _linear_layers(model).items()},
+        head=0 if head is None else sum(weight.numel() for weight in head.parameters()),
+    )
+
+
 def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear | Conv1D]:
     """The layers that get an adapter, by name. Raises BadInput where a target names none."""
+    linear = _linear_layers(model)
+    return {name: linear[name] for name in lora.choose(linear, kind=type(model).__name__)}
+
+
+def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
+    """All but the head."""
     head = model.get_output_embeddings() or getattr(model, _head_name(model) or "", None)
-    linear = {
+    return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     }
-    if lora.targets == "all-linear":
-        return linear
-    for target in lora.targets:
-        if not any(_is_named(name, target) for name in linear):
-            known = sorted({name.rpartition(".")[2] for name in linear})
-            raise BadInput(
-                f"lora.targets {target!r}: no linear layer of {type(model).__name__} has that name; expected some of "
-                f"{', '.join(known)}{nearest_name(target, [*known, *linear])}"
-            )
-    return {name: layer for name, layer in linear.items() if any(_is_named(name, target) for target in lora.targets)}
-
-
-def count_trained(model: PreTrainedModel, lora: LoraConfig) -> int:
-    """Parameters that training would change, of a model without adapters: it may be on the `meta` device."""
-    sizes = (sum(layer.weight.shape) * lora.rank for layer in adapted_layers(model, lora).values())
-    head = getattr(model, _head_name(model) or "", None)
-    return sum(sizes) + (0 if head is None else sum(weight.numel() for weight in head.parameters()))
 
 
 def _load_adapters(model: PreTrainedModel, directory: Path) -> None:
@@ -145,7 +144,3 @@ def _shortest(model: PreTrainedModel, layers: set[str]) -> list[str]:
 def _head_name(model: PreTrainedModel) -> str | None:
     """A classifier's head; none for a language model, whose head stays as it is."""
     return next((name for name in _HEADS if isinstance(getattr(model, name, None), nn.Module)), None)
-
-
-def _is_named(layer: str, target: str) -> bool:
-    return layer == target or layer.endswith(f".{target}")

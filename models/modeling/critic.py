@@ -63,16 +63,20 @@ def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
     return found.model
 
 
-def check_critic(
-    source: Path | None, policy: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int
-) -> PreTrainedModel:
+def classifier_of(policy: PretrainedConfig) -> PreTrainedModel:
+    """Shape a critic that begins as the policy, without weights."""
+    try:
+        with making_models(), torch.device("meta"):
+            critic = _classifier(copy.deepcopy(policy))
+        _head(critic, source=f"of {policy.model_type}")
+    except BadInput as error:
+        raise BadInput(f"algorithm.critic: {error}") from error
+    return critic
+
+
+def check_critic(source: Path, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int) -> PreTrainedModel:
     """Refuse a critic that could not value the policy's sequences; return its shape, without weights."""
     try:
-        if source is None:
-            with making_models(), torch.device("meta"):
-                critic = _classifier(copy.deepcopy(policy))
-            _head(critic, source=f"of {policy.model_type}")
-            return critic
         found = load_reward_model(source, device="meta")
         check_tokenizer(found.tokenizer, tokenizer, source=str(source))
         _head(found.model, source=str(source))

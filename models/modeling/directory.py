@@ -5,6 +5,7 @@ from pathlib import Path
 from shutil import copyfile
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -104,7 +105,7 @@ def _causal_config(directory: Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+    except (ValueError, KeyError, TypeError, OSError, ImportError, StrictDataclassError) as error:
         raise BadInput(f"{path}: does not load: {str(error).strip().splitlines()[0]}") from error
     expected = {causal} if isinstance(causal, str) else set(causal)
     if config.architectures and not expected & set(config.architectures):

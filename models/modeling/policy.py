@@ -1,7 +1,5 @@
 """The policy: a decoder built from nothing, and how any policy is loaded, saved and measured."""
 
-from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,28 +13,8 @@ from transformers import (
 )
 
 from infra.errors import BadInput
-from models.config.judges import JudgeReward
 from models.config.policy import ModelShape, ScratchPolicy
-from models.data.problems import Problem, identity
-from models.judges.prompts import question_about, verdict_texts
 from models.modeling.weights import load_weights, making_models
-from models.text.tokenizer import train_tokenizer
-
-
-def scratch_tokenizer(policy: ScratchPolicy, problems: Iterable[Problem]) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on prompts and answers, worked ones included."""
-    texts = chain.from_iterable((identity(p.prompt), p.worked or p.answer) for p in problems)
-    return train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
-
-
-def judge_tokenizer(
-    judge: ScratchPolicy, reward: JudgeReward, problems: Iterable[Problem], *, seed: int
-) -> PreTrainedTokenizerFast:
-    """Train the tokenizer of a judge on its questions and verdicts, each as often: a verdict is one token then."""
-    verdicts = verdict_texts(reward.verdict)
-    questions = (question_about(p, p.worked or p.answer, reward=reward, seed=seed) for p in problems)
-    texts = chain.from_iterable((question, *verdicts) for question in questions)
-    return train_tokenizer(texts, vocab_size=judge.vocab_size, context=judge.context)
 
 
 def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
@@ -91,16 +69,3 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> M
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
     )
-
-
-def scratch_shape(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> ModelShape:
-    """Describe the decoder without building it."""
-    model = meta_scratch(policy, tokenizer)
-    parameters = sum(weight.numel() for weight in model.parameters())
-    return policy_shape(model.config, parameters=parameters, source="from scratch")
-
-
-def meta_scratch(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Names and shapes of the decoder's weights."""
-    with making_models(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(scratch_config(policy, tokenizer))

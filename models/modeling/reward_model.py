@@ -3,15 +3,14 @@
 Shapes: B rows of one pass, T its padded width.
 """
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import jinja2
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -27,8 +26,8 @@ from models.modeling.batching import MicroBatch, lay_out, pack
 from models.modeling.directory import weight_files
 from models.modeling.weights import first_line, load_weights
 from models.records.model_input import ModelInput
+from models.text.sequences import require_completion
 
-_FIELD: Final = re.compile(r"\{(prompt|completion)\}")
 ENDLESS: Final = 10**9
 """Tokenizers that know no limit state one above this."""
 
@@ -63,12 +62,6 @@ def check_reward_model(path: Path, template: str | None = None) -> int:
     return int(load_reward_model(path, device="meta").model.num_parameters())
 
 
-def require_completion(template: str | None, *, source: str) -> None:
-    """Refuse a template that leaves out what is to be scored."""
-    if template is not None and "completion" not in _FIELD.findall(template):
-        raise BadInput(f"{source}: its template {template!r} has no {{completion}}: all would score alike")
-
-
 def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> RewardModel:
     """Load weights and tokenizer; on the `meta` device only names and shapes. Raises BadInput in one line."""
     if not path.is_dir():
@@ -90,28 +83,6 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
     if not known:
         raise BadInput(f"reward model {path}: neither config.json nor the tokenizer says how long a text may be")
     return RewardModel(model=model.eval(), tokenizer=tokenizer, context=min(known))
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: str, completion: str) -> ModelInput:
-    """Turn a prompt and its completion into what the model reads. Raises ValueError where that cannot be done.
-
-    Only the template's own braces are filled in, never those of what is filled in.
-    """
-    forged = [token for token in tokenizer.all_special_tokens if token in completion]
-    if forged:  # it would be read as the token: a policy could end its turn and begin another
-        raise ValueError(f"the completion spells the special token {forged[0]!r}")
-    texts = {"prompt": prompt, "completion": completion}
-    if template is not None:
-        filled = _FIELD.sub(lambda field: texts[field[1]], template)
-        return ModelInput.given(tokenizer(filled)["input_ids"])
-    if not tokenizer.chat_template:
-        return ModelInput.given(tokenizer(prompt + completion)["input_ids"])
-    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    try:
-        chat = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except (jinja2.TemplateError, TypeError) as error:
-        raise ValueError(f"the chat template refuses it: {error}") from error
-    return ModelInput.given(tokenizer(chat, add_special_tokens=False)["input_ids"])
 
 
 def score(
@@ -157,7 +128,7 @@ def _config(path: Path) -> PretrainedConfig:
         raise BadInput(f"reward model {path}: no config.json: not a model directory in Hugging Face format")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError, ImportError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OSError, ImportError, StrictDataclassError, RecursionError) as error:
         raise BadInput(f"{where}: does not load: {first_line(error)}") from error
     classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
     if classifier is None:

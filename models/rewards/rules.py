@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 from typing import Final, Protocol, assert_never
 
-from math_verify import parse, verify
-
 from infra.errors import BadInput
 from infra.plugins import check_call, find_target
 from models.config.reward_terms import MathReward, NumericReward, RegexReward, RuleReward, TargetReward
@@ -139,12 +137,16 @@ _DELIMITERS = ("$", r"\boxed", r"\(", r"\[", "\n")
 
 def mathematics_reward() -> Reward:
     """Parse the reference as LaTeX or plain text and compare; a completion without mathematics is a wrong answer."""
+    import math_verify  # noqa: F401  # with sympy it takes a third of a second, before a completion's time begins
+
     # It warns once that its own alarms are off; ours is the process that is killed (SIGALRM needs a main thread).
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return _reward
 
 
 def _reward(prompt: str, completion: str, answer: str) -> float:
+    from math_verify import parse, verify
+
     is_text = any(mark in answer for mark in _DELIMITERS)
     expected = parse(answer if is_text else f"${answer}$", parsing_timeout=None, raise_on_error=True)
     if not expected:

@@ -1,16 +1,19 @@
 """The tokenizer beside a policy: trained from text, or loaded and checked; it turns prompts into tokens."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import jinja2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
-from models.data.problems import Problem, Prompt
+from models.config.policy import ScratchPolicy
+from models.data.problems import Problem, Prompt, identity
 from models.records.model_input import ModelInput
 
 EOS = "<|eos|>"
@@ -28,6 +31,12 @@ class TokenizedPrompt:
 
     text: str
     input: ModelInput
+
+
+def scratch_tokenizer(policy: ScratchPolicy, problems: Iterable[Problem]) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on prompts and answers, worked ones included."""
+    texts = chain.from_iterable((identity(p.prompt), p.worked or p.answer) for p in problems)
+    return train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> PreTrainedTokenizerFast:
@@ -53,14 +62,19 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> P
     )
 
 
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """Load a policy's tokenizer; it must be a fast one that can end and pad a sequence."""
+def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | None = None) -> PreTrainedTokenizerFast:
+    """Load a policy's tokenizer; it must be a fast one that can end and pad a sequence.
+
+    With no kind given, transformers finds the class by the model's: that imports torch.
+    """
     if not (directory / "tokenizer.json").is_file():
         raise BadInput(
             f"policy {directory}: no tokenizer.json; save the model's fast tokenizer there with save_pretrained"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        tokenizer = (kind or _any_kind()).from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
         raise BadInput(f"policy {directory}: its tokenizer does not load: {_first_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -118,6 +132,17 @@ def require_room(problems: Sequence[Problem], prompts: Sequence[TokenizedPrompt]
                 f"{problem.source}: the prompt has {len(prompt.input)} tokens, expected 1 to {max_tokens}: context "
                 "less rollout.sampling.max_new_tokens; shorten it, remove it, or leave more room"
             )
+
+
+def _any_kind() -> type[PreTrainedTokenizerFast]:
+    from transformers import AutoTokenizer
+
+    return cast(type[PreTrainedTokenizerFast], AutoTokenizer)
+
+
+def speller(tokenizer: PreTrainedTokenizerFast) -> Callable[[int], str]:
+    """Spell single tokens."""
+    return lambda token: str(tokenizer.decode([token]))
 
 
 def _first_line(error: BaseException) -> str:

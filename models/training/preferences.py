@@ -12,91 +12,21 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput, Quarantined
+from infra.errors import Quarantined
 from models.config.judges import TrainedRewardModel
 from models.config.training import DpoConfig
-from models.data.preferences import Preference
 from models.modeling.batching import MicroBatch, Rows, lay_out, plan_step
-from models.modeling.reward_model import encode, require_completion
 from models.objectives.losses import DpoTerms, PairTerms
-from models.records.model_input import ModelInput
-from models.text.tokenizer import render
+from models.text.sequences import SequencePair
 from models.training.ranks import Ranks, sum_and_max
-from models.training.supervised import LAST_STEPS, Learnt, example_inputs
+from models.training.supervised import LAST_STEPS, Learnt
 from models.training.trainer import Trainer, learning_rate
-
-
-@dataclass(frozen=True, slots=True)
-class SequencePair:
-    """The better and the worse completion of a prompt."""
-
-    chosen: ModelInput
-    rejected: ModelInput
-
-    @property
-    def size(self) -> int:
-        """Tokens that the two take in a pass, padding included."""
-        return 2 * max(len(self.chosen), len(self.rejected))
-
-
-def policy_pairs(
-    preferences: Sequence[Preference], tokenizer: PreTrainedTokenizerFast, *, context: int
-) -> list[SequencePair]:
-    """Tokenize prompts as for generation, and completions with EOS at their end."""
-    source = f"preferences from {preferences[0].source}" if preferences else "preferences"
-    examples = [(pair.prompt, text) for pair in preferences for text in (pair.chosen, pair.rejected)]
-    return _paired(preferences, example_inputs(examples, tokenizer, source=source), context=context)
-
-
-def reward_pairs(
-    preferences: Sequence[Preference],
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    template: str | None,
-    context: int,
-) -> list[SequencePair]:
-    """Tokenize as for scoring; a model is asked for its number of the last token that is not padding."""
-    require_completion(template, source="reward model")
-    inputs: list[ModelInput] = []
-    for pair in preferences:
-        prompt = render(pair.prompt, tokenizer, source=pair.source)
-        for completion in (pair.chosen, pair.rejected):
-            try:
-                read = encode(tokenizer, template, prompt=prompt, completion=completion)
-            except ValueError as error:
-                raise BadInput(f"{pair.source}: {error}") from error
-            inputs.append(_last_token(read, tokenizer.pad_token_id))
-    return _paired(preferences, inputs, context=context + 1)
 
 
 def lay_out_pairs(pairs: Sequence[SequencePair]) -> MicroBatch:
     """Lay out one pass: all chosen completions, then all rejected ones."""
     return lay_out([*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)])
-
-
-def _last_token(read: ModelInput, pad: int | None) -> ModelInput:
-    """Ask for the number of the last token: it is read where the token after it would be predicted, here anything."""
-    tokens = read.tokens
-    end = len(tokens)
-    while end and tokens[end - 1] == pad:
-        end -= 1
-    return ModelInput.given(tokens[:end]).continued([0])
-
-
-def _paired(preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, context: int) -> list[SequencePair]:
-    found = []
-    for pair, chosen, rejected in zip(preferences, inputs[::2], inputs[1::2], strict=True):
-        for name, each in (("chosen", chosen), ("rejected", rejected)):
-            length = len(each)
-            if not 0 < each.num_prompt_tokens < length <= context:
-                raise BadInput(
-                    f"{pair.source}: prompt and {name} completion have {length} tokens, expected at most {context}: "
-                    "the policy's context"
-                )
-        found.append(SequencePair(chosen, rejected))
-    return found
 
 
 class PairNumbers(NamedTuple):

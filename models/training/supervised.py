@@ -6,14 +6,14 @@ from math import isfinite
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from infra.errors import Quarantined
 from models.config.training import WarmupConfig
 from models.data.load import Example
 from models.modeling.batching import lay_out, plan_step
 from models.records.model_input import ModelInput
-from models.text.tokenizer import load_tokenizer, tokenize_prompts
+from models.text.sequences import example_inputs
+from models.text.tokenizer import load_tokenizer
 from models.training.ranks import Ranks, sum_and_max
 from models.training.trainer import Trainer, learning_rate
 
@@ -99,19 +99,3 @@ def _imitate_step(
         total += loss.detach()
         on_progress()
     return total
-
-
-def example_inputs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, *, source: str) -> list[ModelInput]:
-    """Tokenize prompts as for generation, and completions with EOS at their end; each text but once.
-
-    `source` is where they came from, for messages.
-    """
-    prompts = list(dict.fromkeys(prompt for prompt, _ in examples))
-    tokenized = tokenize_prompts(prompts, tokenizer, sources=[source] * len(prompts))
-    given = {prompt: each.input for prompt, each in zip(prompts, tokenized, strict=True)}
-    texts = sorted({completion for _, completion in examples})
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    completions = dict(zip(texts, encoded, strict=True))
-    return [
-        given[prompt].continued([*completions[completion], tokenizer.eos_token_id]) for prompt, completion in examples
-    ]

@@ -20,14 +20,12 @@ from models.modeling.policy import load_policy, policy_shape
 from models.objectives.losses import DpoTerms, PairTerms, bradley_terry, dpo
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, WarmupWork
+from models.text.sequences import SequencePair, policy_pairs, reward_pairs
 from models.text.tokenizer import load_tokenizer
 from models.training.preferences import (
     PairLearning,
     PairNumbers,
-    SequencePair,
     learn_preferences,
-    policy_pairs,
-    reward_pairs,
 )
 from models.training.ranks import Ranks
 from models.training.supervised import Learnt, imitate

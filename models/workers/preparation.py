@@ -15,16 +15,16 @@ from infra.store.storage import open_store
 from models.config.policy import DirectoryPolicy
 from models.data.load import load_problems
 from models.data.problems import Problem
+from models.inspection.companions import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.judge import write_served_model
-from models.modeling.policy import build_scratch, policy_shape, save_policy, scratch_tokenizer
-from models.modeling.teacher import check_teacher
+from models.modeling.policy import build_scratch, policy_shape, save_policy
 from models.records.model_input import prompt_columns
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import CriticWork, PolicyWork, PromptWork, RewardModelPreparation, TeacherWork
-from models.text.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_problems
+from models.text.tokenizer import TokenizedPrompt, load_tokenizer, require_room, scratch_tokenizer, tokenize_problems
 
 
 class PreparationWorker:

@@ -12,11 +12,12 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import ModelReward
 from models.engines.protocol import StepSums
-from models.modeling.reward_model import RewardModel, ScoredTexts, encode, load_reward_model, score
+from models.modeling.reward_model import RewardModel, ScoredTexts, load_reward_model, score
 from models.records.model_input import ModelInput
 from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import JudgeWork
+from models.text.sequences import encode
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from infra.store.storage import open_store
 from models.config.data import ArithmeticData
 from models.config.policy import ScratchPolicy
 from models.data.load import load_problems
-from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
+from models.modeling.policy import build_scratch, save_policy
+from models.text.tokenizer import scratch_tokenizer
 from tests.support.chat_server import Reply
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Fault, Job, manifests_of, shards_of

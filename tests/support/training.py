@@ -11,9 +11,10 @@ from infra.store.storage import open_store
 from models.config.data import ArithmeticData
 from models.config.policy import ScratchPolicy
 from models.data.load import load_problems
-from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
+from models.modeling.policy import build_scratch, save_policy
 from models.records.schemas import SAMPLE_SCHEMA
 from models.records.versions import ModelVersion
+from models.text.tokenizer import scratch_tokenizer
 
 TINY = ScratchPolicy(hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2)
 DATA = ArithmeticData(train_problems=64, heldout_problems=8)

@@ -47,7 +47,8 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.load import load_problems
-from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
+from models.modeling.policy import build_scratch, save_policy
+from models.text.tokenizer import scratch_tokenizer
 from tests.support.environments import leave_vllm
 
 GSM8K = Path(__file__).parents[3] / "configs" / "data" / "gsm8k"

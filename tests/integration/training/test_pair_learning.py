@@ -18,11 +18,11 @@ from models.config.judges import TrainedRewardModel
 from models.config.objectives import UpdateConfig
 from models.config.training import DpoConfig, WarmupConfig
 from models.data.load import load_preferences
-from models.modeling.reward_model import encode, load_reward_model, score
+from models.modeling.reward_model import load_reward_model, score
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import PreferenceWork, RewardModelWork, WarmupWork
+from models.text.sequences import encode, policy_pairs, reward_pairs
 from models.text.tokenizer import load_tokenizer
-from models.training.preferences import policy_pairs, reward_pairs
 from tests.support.processes import preload
 from tests.support.training import DATA, TINY, publish_scratch
 from tests.support.update_workers import start, together

@@ -20,12 +20,13 @@ from models.config.data import DataConfig, FileData
 from models.config.policy import DirectoryPolicy
 from models.data.load import load_problems
 from models.data.problems import Message, Problem
+from models.inspection.decoder import DecoderSizes
 from models.modeling.directory import check_directory, copy_directory
-from models.modeling.policy import build_scratch, load_policy, save_policy, scratch_shape, scratch_tokenizer
+from models.modeling.policy import build_scratch, load_policy, save_policy
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import Outcome
 from models.records.work import PolicyWork, PromptWork
-from models.text.tokenizer import load_tokenizer, tokenize_problems
+from models.text.tokenizer import load_tokenizer, scratch_tokenizer, tokenize_problems
 from models.workers.preparation import PreparationWorker
 from tests.support.policies import DATA, TINY, make_policy
 
@@ -113,7 +114,7 @@ def test_a_published_policy_is_loaded_by_plain_transformers_and_has_the_predicte
     assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
     assert model.config.model_type == architecture
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    shape = scratch_shape(policy, tokenizer)
+    shape = DecoderSizes.from_scratch(policy, vocab_size=len(tokenizer)).shape()
     assert shape.parameters == made.metrics["parameters"] == sum(weight.numel() for weight in model.parameters())
     assert (shape.context, shape.layers, shape.kv_heads, shape.head_size) == (64, 1, 1, 8)
 

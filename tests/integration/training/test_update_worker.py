@@ -16,10 +16,11 @@ from infra.store.storage import open_store
 from models.config.objectives import SequenceMean
 from models.config.training import WarmupConfig
 from models.data.load import load_problems
-from models.modeling.policy import build_scratch, save_policy, scratch_tokenizer
+from models.modeling.policy import build_scratch, save_policy
 from models.records.schemas import SAMPLE_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import WarmupWork
+from models.text.tokenizer import scratch_tokenizer
 from tests.support.training import DATA, TINY, publish_scratch
 from tests.support.update_workers import (
     CONFIG,

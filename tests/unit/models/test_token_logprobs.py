@@ -6,7 +6,8 @@ import torch
 from infra.errors import BadInput
 from models.data.load import load_problems
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.modeling.policy import build_scratch, scratch_tokenizer
+from models.modeling.policy import build_scratch
+from models.text.tokenizer import scratch_tokenizer
 from tests.support.training import DATA, TINY
 
 

@@ -1,0 +1,185 @@
+"""Model directories, read by their configuration and their files' headers.
+
+What is plain (a decoder of a known kind, saved by transformers, all of whose weights are there in the shapes that its
+configuration asks for) is accepted without modelling code. Everything else, and all that is wrong, is for
+models/modeling/directory.py to judge, which builds the model without weights: it costs seconds to import.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedTokenizerFast
+
+from infra.errors import BadInput
+from models.config.policy import ModelOutline, ModelShape
+from models.inspection.decoder import CLASSES, DecoderSizes, Shape
+from models.text.tokenizer import load_tokenizer
+
+R = TypeVar("R", bound="_Plain")
+
+FLOATS: Final = ("F32", "BF16", "F16")
+ANOTHER: Final = ("model.safetensors.index.json", "adapter_config.json")
+"""Files that would have transformers load something else, or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """A language model whose weights nobody has loaded."""
+
+    shape: ModelShape
+    outline: ModelOutline
+    tokenizer: PreTrainedTokenizerFast
+    critic: Callable[[], ModelOutline]
+    """Describe a classifier with one output on its trunk. Raises BadInput where transformers knows none."""
+
+
+def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -> Inspected:
+    """Describe a decoder and its tokenizer."""
+    return Inspected(decoder.shape(), decoder.outline(), tokenizer, decoder.critic)
+
+
+def inspect_directory(directory: Path) -> Inspected:
+    """Refuse a directory that cannot be trained and sampled from; describe what it has."""
+    return _plain(directory) or _built(directory)
+
+
+def _built(directory: Path) -> Inspected:
+    from models.modeling.adapters import outline
+    from models.modeling.critic import classifier_of
+    from models.modeling.directory import check_directory, meta_policy
+    from models.modeling.policy import policy_shape
+
+    config, tokenizer, parameters = check_directory(directory)
+    shape = policy_shape(config, parameters=parameters, source=str(directory))
+    return Inspected(shape, outline(meta_policy(directory)), tokenizer, lambda: outline(classifier_of(config)))
+
+
+# ---- what needs no modelling code
+
+
+class _Plain(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class _Rope(_Plain):
+    model_config = ConfigDict(extra="forbid")
+
+    rope_theta: float
+    rope_type: Literal["default"]
+
+
+class _Config(_Plain):
+    """config.json as transformers writes it: what decides shapes, and what makes a model another than the plain one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model_type: Literal["llama", "qwen3"]
+    architectures: list[str]
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    max_position_embeddings: PositiveInt
+    tie_word_embeddings: bool
+    hidden_act: Literal["silu"]
+    rope_parameters: _Rope
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+    rms_norm_eps: float
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    pretraining_tp: Literal[1] = 1
+    use_cache: bool = True
+    use_sliding_window: Literal[False] = False
+    sliding_window: None = None
+    max_window_layers: int = 0
+    layer_types: list[Literal["full_attention"]] | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    transformers_version: str
+
+    def decoder(self) -> DecoderSizes | None:
+        """Describe what it configures, unless its parts do not go together."""
+        fits = (
+            self.architectures == [f"{CLASSES[self.model_type]}ForCausalLM"]
+            and self.layer_types in (None, ["full_attention"] * self.num_hidden_layers)
+            and self.num_attention_heads % self.num_key_value_heads == 0
+            and self.hidden_size % self.num_attention_heads == 0
+            and self.head_dim % 2 == 0
+            and all(token is None or 0 <= token < self.vocab_size for token in (self.eos_token_id, self.pad_token_id))
+        )
+        if not fits:
+            return None
+        return DecoderSizes(
+            architecture=self.model_type,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            layers=self.num_hidden_layers,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_size=self.head_dim,
+            context=self.max_position_embeddings,
+            tied=self.tie_word_embeddings,
+        )
+
+
+class _Generation(_Plain):
+    """generation_config.json as transformers derives it from config.json."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    from_model: Literal[True] = Field(alias="_from_model_config")
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    output_attentions: Literal[False] = False
+    output_hidden_states: Literal[False] = False
+    use_cache: bool = True
+    transformers_version: str
+
+
+class _Tokenizer(_Plain):
+    """tokenizer_config.json of a tokenizer that is all in tokenizer.json, and no class of a model's own."""
+
+    tokenizer_class: Literal["TokenizersBackend"]
+    auto_map: None = None
+
+
+def _plain(directory: Path) -> Inspected | None:
+    """Describe a directory that is plain and right in every respect."""
+    try:
+        decoder = _read(_Config, directory / "config.json").decoder()
+        if (directory / "generation_config.json").exists():
+            _read(_Generation, directory / "generation_config.json")
+        _read(_Tokenizer, directory / "tokenizer_config.json")
+        another = any((directory / name).exists() for name in ANOTHER)
+        if decoder is None or another or _header(directory / "model.safetensors") != decoder.weights():
+            return None
+        tokenizer = load_tokenizer(directory, kind=PreTrainedTokenizerFast)
+    except (OSError, ValueError, ValidationError, RecursionError, SafetensorError, BadInput):
+        return None
+    return inspect_decoder(decoder, tokenizer) if len(tokenizer) <= decoder.vocab_size else None
+
+
+def _read(kind: type[R], path: Path) -> R:
+    return kind.model_validate(json.loads(path.read_text()))
+
+
+def _header(path: Path) -> dict[str, Shape]:
+    """Read names and shapes; a file that is cut short has none."""
+    with safe_open(path, framework="numpy") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
+        if (opened.metadata() or {}).get("format") != "pt" or any(s.get_dtype() not in FLOATS for s in slices.values()):
+            raise ValueError(f"{path}: not plain")
+        return {name: tuple(each.get_shape()) for name, each in slices.items()}

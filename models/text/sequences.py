@@ -1,0 +1,127 @@
+"""Texts with their ends as models read them: examples to imitate, texts to score, and pairs of these. Torch-free."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import jinja2
+from transformers import PreTrainedTokenizerFast
+
+from infra.errors import BadInput
+from models.data.load import Example
+from models.data.preferences import Preference
+from models.records.model_input import ModelInput
+from models.text.tokenizer import render, tokenize_prompts
+
+_FIELD: Final = re.compile(r"\{(prompt|completion)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePair:
+    """The better and the worse completion of a prompt."""
+
+    chosen: ModelInput
+    rejected: ModelInput
+
+    @property
+    def size(self) -> int:
+        """Tokens that the two take in a pass, padding included."""
+        return 2 * max(len(self.chosen), len(self.rejected))
+
+
+def example_inputs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, *, source: str) -> list[ModelInput]:
+    """Tokenize prompts as for generation, and completions with EOS at their end; each text but once.
+
+    `source` is where they came from, for messages.
+    """
+    prompts = list(dict.fromkeys(prompt for prompt, _ in examples))
+    tokenized = tokenize_prompts(prompts, tokenizer, sources=[source] * len(prompts))
+    given = {prompt: each.input for prompt, each in zip(prompts, tokenized, strict=True)}
+    texts = sorted({completion for _, completion in examples})
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    completions = dict(zip(texts, encoded, strict=True))
+    return [
+        given[prompt].continued([*completions[completion], tokenizer.eos_token_id]) for prompt, completion in examples
+    ]
+
+
+def require_completion(template: str | None, *, source: str) -> None:
+    """Refuse a template that leaves out what is to be scored."""
+    if template is not None and "completion" not in _FIELD.findall(template):
+        raise BadInput(f"{source}: its template {template!r} has no {{completion}}: all would score alike")
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: str, completion: str) -> ModelInput:
+    """Turn a prompt and its completion into what the model reads. Raises ValueError where that cannot be done.
+
+    Only the template's own braces are filled in, never those of what is filled in.
+    """
+    forged = [token for token in tokenizer.all_special_tokens if token in completion]
+    if forged:  # it would be read as the token: a policy could end its turn and begin another
+        raise ValueError(f"the completion spells the special token {forged[0]!r}")
+    texts = {"prompt": prompt, "completion": completion}
+    if template is not None:
+        filled = _FIELD.sub(lambda field: texts[field[1]], template)
+        return ModelInput.given(tokenizer(filled)["input_ids"])
+    if not tokenizer.chat_template:
+        return ModelInput.given(tokenizer(prompt + completion)["input_ids"])
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    try:
+        chat = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except (jinja2.TemplateError, TypeError) as error:
+        raise ValueError(f"the chat template refuses it: {error}") from error
+    return ModelInput.given(tokenizer(chat, add_special_tokens=False)["input_ids"])
+
+
+def policy_pairs(
+    preferences: Sequence[Preference], tokenizer: PreTrainedTokenizerFast, *, context: int
+) -> list[SequencePair]:
+    """Tokenize prompts as for generation, and completions with EOS at their end."""
+    source = f"preferences from {preferences[0].source}" if preferences else "preferences"
+    examples = [(pair.prompt, text) for pair in preferences for text in (pair.chosen, pair.rejected)]
+    return _paired(preferences, example_inputs(examples, tokenizer, source=source), context=context)
+
+
+def reward_pairs(
+    preferences: Sequence[Preference],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    template: str | None,
+    context: int,
+) -> list[SequencePair]:
+    """Tokenize as for scoring; a model is asked for its number of the last token that is not padding."""
+    require_completion(template, source="reward model")
+    inputs: list[ModelInput] = []
+    for pair in preferences:
+        prompt = render(pair.prompt, tokenizer, source=pair.source)
+        for completion in (pair.chosen, pair.rejected):
+            try:
+                read = encode(tokenizer, template, prompt=prompt, completion=completion)
+            except ValueError as error:
+                raise BadInput(f"{pair.source}: {error}") from error
+            inputs.append(_last_token(read, tokenizer.pad_token_id))
+    return _paired(preferences, inputs, context=context + 1)
+
+
+def _last_token(read: ModelInput, pad: int | None) -> ModelInput:
+    """Ask for the number of the last token: it is read where the token after it would be predicted, here anything."""
+    tokens = read.tokens
+    end = len(tokens)
+    while end and tokens[end - 1] == pad:
+        end -= 1
+    return ModelInput.given(tokens[:end]).continued([0])
+
+
+def _paired(preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, context: int) -> list[SequencePair]:
+    found = []
+    for pair, chosen, rejected in zip(preferences, inputs[::2], inputs[1::2], strict=True):
+        for name, each in (("chosen", chosen), ("rejected", rejected)):
+            length = len(each)
+            if not 0 < each.num_prompt_tokens < length <= context:
+                raise BadInput(
+                    f"{pair.source}: prompt and {name} completion have {length} tokens, expected at most {context}: "
+                    "the policy's context"
+                )
+        found.append(SequencePair(chosen, rejected))
+    return found
