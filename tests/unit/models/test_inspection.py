@@ -168,5 +168,5 @@ def test_what_is_wrong_with_a_directory_is_said_in_the_same_words(directory, spo
 
 
 def test_a_layer_more_in_the_file_than_in_the_configuration_is_left_to_transformers(directory):
-    spoil_config(directory, num_hidden_layers=1)
+    spoil_config(directory, num_hidden_layers=1, layer_types=["full_attention"])
     assert inspect_directory(directory).shape.parameters == check_directory(directory)[2]
