@@ -7,6 +7,7 @@ Two privates of Prefect are replaced, and nothing else; its version is pinned ex
 """
 
 import asyncio
+import importlib
 import os
 import signal
 import socket
@@ -53,8 +54,11 @@ def set_defaults() -> None:
 
 
 @contextmanager
-def prefect_api() -> Iterator[str]:
-    """Use the configured Prefect API, or serve one from this machine for as long as the context lasts."""
+def prefect_api(*modules: str) -> Iterator[str]:
+    """Use the configured Prefect API, or serve one from this machine for as long as the context lasts.
+
+    The modules, which need Prefect, are imported while the server starts: both take seconds.
+    """
     set_defaults()
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -72,8 +76,10 @@ def prefect_api() -> Iterator[str]:
             start_new_session=True,  # Ctrl-C reaches the flow first, which needs the API to end well
         )
     try:
-        _wait_healthy(server, url)
         with temporary_settings({PREFECT_API_URL: url}):
+            for module in modules:
+                importlib.import_module(module)
+            _wait_healthy(server, url)
             try:
                 yield url
             finally:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
@@ -34,6 +34,10 @@ PolicyDirectory = Annotated[Path, Parameter(name="POLICY", help="model directory
 Problems = Annotated[
     Path | None, Parameter(show_default="the run in which the policy lies", help="TOML file that names the problems")
 ]
+
+
+PARTS: Final = {"sft": "sft", "dpo": "dpo", "reward-model": "reward_modelling"}
+"""Flows of the commands that run a part of a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +144,7 @@ def evaluate(policy: PolicyDirectory, /, *overrides: Overrides, config: Problems
 
 def train_here(config: "RunConfig") -> "RunSummary":
     """Run or continue the job in this process. Raises BadInput before anything is written or started."""
-    with watched(config):
+    with watched(config, "flows.train"):
         from flows.train import train as train_flow
 
         return run_flow(train_flow(config))
@@ -151,7 +155,7 @@ def run_part(command: str, config: "RunConfig") -> "TrainedPolicy | TrainedRewar
     from tasks.config.run import require_part
 
     require_part(command, config)
-    with watched(config):
+    with watched(config, f"flows.{PARTS[command]}"):
         match command:
             case "sft":
                 from flows.sft import sft as sft_flow
@@ -175,15 +179,18 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
     with tempfile.TemporaryDirectory(prefix="rheostat-evaluate-") as scratch:
         config = _evaluation_config(policy, config_path, overrides).model_copy(update={"store": scratch})
         asyncio.run(preflight(config))
-        with prefect_api():
+        with prefect_api("flows.evaluation"):
             from flows.evaluation import evaluate as evaluate_flow
 
             return run_flow(evaluate_flow(config))
 
 
 @contextmanager
-def watched(config: "RunConfig") -> Iterator[None]:
-    """Check a job, then have an API where it can be watched. Raises BadInput before anything is written or started."""
+def watched(config: "RunConfig", flow: str) -> Iterator[None]:
+    """Check a job, then have an API where it can be watched, and import its flow's module meanwhile.
+
+    Raises BadInput before anything is written or started.
+    """
     from flows.cli.plan import find_run
     from tasks.run.subprocesses import preflight
 
@@ -191,7 +198,7 @@ def watched(config: "RunConfig") -> Iterator[None]:
     if begun is not None:
         begun.check_free()
     asyncio.run(preflight(config))
-    with prefect_api() as url:
+    with prefect_api(flow) as url:
         logger.info("run %s in %s; watch it at %s", config.name, config.store, url.removesuffix("/api"))
         yield
 

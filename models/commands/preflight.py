@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
@@ -18,6 +19,7 @@ from infra.config import PoolsConfig
 from infra.errors import BadInput
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm
+from models.commands.remembered import checks_directory, key_of, remembered
 from models.config.algorithms import AlgorithmConfig
 from models.config.data import DataConfig, PreferencesConfig
 from models.config.engines import BYTES
@@ -64,8 +66,11 @@ class Inputs(BaseModel):
     evaluation: EvaluationConfig
 
 
-def check(inputs: Inputs) -> dict[str, float]:
-    """Return counts, lengths and memory estimates (bytes per worker). Raises BadInput in one line."""
+def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
+    """Return counts, lengths and memory estimates (bytes per worker). Raises BadInput in one line.
+
+    With a cache, what models were found to be the last time is not looked for again.
+    """
     _check_rewards(inputs)
     check_algorithm(inputs.algorithm)
     _check_environments(inputs.rollout, inputs)
@@ -73,12 +78,22 @@ def check(inputs: Inputs) -> dict[str, float]:
     train = load_problems(inputs.data, "train", inputs.seed)
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
     _check_data(inputs, train, heldout)
-    return {
-        "train_problems": len(train),
-        "heldout_problems": len(heldout),
-        **_check_policy(inputs, train, heldout),
-        **_check_served(inputs, train),
-    }
+    counts = {"train_problems": len(train), "heldout_problems": len(heldout)}
+
+    def find() -> dict[str, float]:
+        return {**_check_policy(inputs, train, heldout), **_check_served(inputs, train)}
+
+    if cache is None or not _is_repeatable(inputs):
+        return counts | find()
+    return counts | remembered(cache, lambda: key_of(inputs, train, heldout), find)
+
+
+def _is_repeatable(inputs: Inputs) -> bool:
+    """Whether what is found depends on settings and files alone: not where a user's class or a secret has a say."""
+    engines = (engine for _, engine, _ in slot_engines(inputs.rollout, inputs.scoring))
+    distillation = inputs.algorithm.distillation
+    asks = distillation is not None and distillation.teacher.kind == "endpoint"
+    return not asks and all(part.ships_with("models") for part in (inputs.algorithm, inputs.update.loss, *engines))
 
 
 def check_scoring(inputs: Inputs) -> dict[str, float]:
@@ -260,7 +275,7 @@ def main() -> int:
         inputs = Inputs.model_validate_json(sys.stdin.read())
         error, facts = "", dict[str, float]()
         try:
-            facts = check_scoring(inputs) if sys.argv[1:] == ["scoring"] else check(inputs)
+            facts = check_scoring(inputs) if sys.argv[1:] == ["scoring"] else check(inputs, cache=checks_directory())
         except BadInput as found:
             error = " ".join(str(found).split())
     with answer:
