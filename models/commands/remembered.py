@@ -43,10 +43,13 @@ def remembered(directory: Path, key: Callable[[], str], find: Callable[[], dict[
     return facts
 
 
-def checks_directory() -> Path:
-    """Return where answers are kept."""
-    chosen = os.environ.get("XDG_CACHE_HOME", "")
-    home = Path(chosen) if Path(chosen).is_absolute() else Path.home() / ".cache"
+def checks_directory() -> Path | None:
+    """Return where answers are kept; nowhere for a user without a home."""
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        home = chosen if chosen.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return home / "rheostat" / "checks"
 
 
