@@ -40,6 +40,15 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class _Changed:
+    """What became of a change."""
+
+    moves: list[Move]
+    failed: dict[Assignment, RheostatError]
+    """Why workers did not come; the change is then undone."""
+
+
+@dataclass(frozen=True, slots=True)
 class RoleLoad:
     """What a role has to do and has done, measured in this process."""
 
@@ -95,7 +104,9 @@ class Fleet:
         """Have so many workers of each role awake, and all others asleep.
 
         Least loaded workers leave first, and end their work before. A worker `take`s its role's record before it
-        counts as awake. What fails is undone and told in its moves. Cancelled, it is finished in the background.
+        counts as awake; one that is lost meanwhile is started again. What fails is undone, and told in its moves while
+        other workers of the role serve; where none does, its error is raised, since work of the role would wait for
+        ever. Cancelled, it is finished in the background.
         """
         unknown = sorted((set(workers) | set(take)) - set(self._pools))
         if unknown:
@@ -178,8 +189,15 @@ class Fleet:
         for end in ended:
             if isinstance(end, BaseException):
                 raise end
-            moves += end
+            self._require_serving(workers, end)
+            moves += end.moves
         return tuple(sorted(moves, key=lambda move: move.slot))
+
+    def _require_serving(self, workers: Mapping[str, int], changed: "_Changed") -> None:
+        """Raise what kept a role's workers from coming if the role was to have some and has none."""
+        for post, error in changed.failed.items():
+            if workers.get(post.role) and not any(seat.wanted for seat in self._pools[post.role].seats.values()):
+                raise type(error)(f"{error}; no other worker of {post.role} serves") from error
 
     async def _begin(self) -> None:
         """Set the slots aside; names of workers that an earlier process may have left are not used again."""
@@ -189,22 +207,24 @@ class Fleet:
             for slot, generation in self._launcher.found(role).items():
                 pool.add(slot, generation=generation)
 
-    async def _change(self, change: Change) -> list[Move]:
+    async def _change(self, change: Change) -> "_Changed":
         """Let workers leave and others come to their slots; what fails is undone."""
         asked = time.monotonic()
         await asyncio.gather(*(self._pools[post.role].drain(post.first) for post in change.out))
         slept_seconds = max(await asyncio.gather(*(self._sleep(post) for post in change.out)), default=0.0)
         asleep = time.monotonic()
         woken = {post for post in change.into if self._pools[post.role].add(post.first).took}
-        failures = await together([self._enter(post) for post in change.into])
+        ended = await asyncio.gather(*(self._enter(post) for post in change.into), return_exceptions=True)
         seconds = slept_seconds + time.monotonic() - asleep
+        failures = {post: end for post, end in zip(change.into, ended, strict=True) if end is not None}
         if failures:
             await self._undo(change)
-        unexpected = [failure for failure in failures if not isinstance(failure, RheostatError)]
-        if unexpected:
-            raise unexpected[0]
-        error = str(failures[0]) if failures else None
-        return _moves(change, woken, (seconds, asleep - asked - slept_seconds), error)
+        for failure in failures.values():
+            if not isinstance(failure, RheostatError):
+                raise failure
+        failed = {post: failure for post, failure in failures.items() if isinstance(failure, RheostatError)}
+        error = next((str(failure) for failure in failed.values()), None)
+        return _Changed(_moves(change, woken, (seconds, asleep - asked - slept_seconds), error), failed)
 
     async def _undo(self, change: Change) -> None:
         """Have the slots as they were; a worker that cannot come back is tried again when work waits for it."""
@@ -221,8 +241,17 @@ class Fleet:
                 pool.fill()
 
     async def _enter(self, post: Assignment) -> None:
+        """Start or wake a worker; one that dies on the way has others after it, as long as a start may take."""
         pool = self._pools[post.role]
-        await pool.enter(post.first, pool.record)
+        deadline = time.monotonic() + pool.spec.start_seconds
+        for attempt in range(1, pool.spec.max_restarts + 2):
+            try:
+                await pool.enter(post.first, pool.record)
+                break
+            except WorkerLost as lost:
+                if attempt > pool.spec.max_restarts or time.monotonic() > deadline:
+                    raise
+                logger.warning("%s; attempt %d of %d was lost", lost, attempt, pool.spec.max_restarts + 1)
 
     async def _sleep(self, post: Assignment) -> float:
         return await self._pools[post.role].add(post.first).sleep()

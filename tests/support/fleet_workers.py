@@ -65,6 +65,14 @@ class Turning:
                 raise ValueError(f"{self.role} cannot {moment}")
 
 
+class Doomed(Turning):
+    """Dies whenever it is to take something."""
+
+    def take(self, record: Served) -> str:
+        os.kill(os.getpid(), 9)
+        return super().take(record)
+
+
 class Untrue(Turning):
     """Does not say what it serves."""
 

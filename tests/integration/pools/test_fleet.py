@@ -15,7 +15,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from infra.errors import BadInput, ClusterFailed
+from infra.errors import BadInput, ClusterFailed, WorkerFailed, WorkerLost
 from infra.pools.cluster import Preload, RayCluster
 from infra.pools.placement_group import ReservedSlots
 from infra.pools.worker import PoolSpec
@@ -225,27 +225,52 @@ async def test_a_worker_that_ends_while_it_falls_asleep_has_left(shared, end):
     assert await until(lambda: not alive(before))
 
 
-@pytest.mark.parametrize(("end", "why"), [("die", "died"), ("fail", "ValueError: judge.* cannot take")])
-async def test_a_worker_that_cannot_take_its_record_gives_the_slot_back(shared, end, why):
+async def test_a_worker_that_cannot_take_its_record_gives_the_slot_back_and_is_an_error_where_no_other_serves(shared):
     await shared.arrange(2, 0)
     before = set(shared.rollout.pids)
-    shared.tell(end + "-{role}-take", 1)
-    (move,) = await shared.arrange(1, 1)
+    shared.tell("fail-{role}-take", 1)
+    with pytest.raises(WorkerFailed, match=r"ValueError: judge.* cannot take; no other worker of judge\d+ serves"):
+        await shared.arrange(1, 1)
     assert shared.awake == (2, 0)
     assert set(shared.rollout.pids) == before
-    assert re.search(why, move.error)
+
+
+async def test_with_another_worker_of_the_role_serving_one_that_cannot_come_is_told_and_the_others_go_on(shared):
+    await shared.arrange(1, 1)
+    shared.tell("fail-{role}-take", 1)
+    (move,) = await shared.arrange(0, 2)
+    assert re.search("ValueError: judge.* cannot take", move.error)
+    assert shared.awake == (1, 1)
+    assert len(await asyncio.gather(*shared.works(shared.judge, 0, 0))) == 2
+
+
+async def test_a_worker_that_dies_while_it_comes_is_started_again(shared):
+    await shared.arrange(2, 0)
+    shared.tell("die-{role}-take", 1)
+    (move,) = await shared.arrange(1, 1)
+    assert move.error is None
+    assert shared.awake == (1, 1)
+
+
+async def test_a_role_whose_every_start_dies_is_an_error_and_nobody_waits(cluster, tmp_path):
+    shared = await Shared.of(cluster, tmp_path, slots=1, targets=("Turning", "Doomed"))
+    await shared.arrange(1, 0)
+    with pytest.raises(WorkerLost, match=r"died.*; no other worker of judge\d+ serves"):
+        await shared.arrange(0, 1)
+    assert shared.awake == (1, 0)
+    await shared.fleet.close()
 
 
 async def test_a_worker_that_cannot_be_built_gives_the_slot_back(cluster, tmp_path):
     shared = await Shared.of(cluster, tmp_path, slots=1, targets=("Turning", "Untrue"))
     await shared.arrange(1, 0)
     unbuildable = shared.tell("unbuildable-{role}", 1)
-    (move,) = await shared.arrange(0, 1)
-    assert (move.how, shared.awake) == ("start", (1, 0))
-    assert "FileNotFoundError: no weights" in move.error
+    with pytest.raises(WorkerFailed, match="FileNotFoundError: no weights"):
+        await shared.arrange(0, 1)
+    assert shared.awake == (1, 0)
     unbuildable.unlink()
-    (move,) = await shared.arrange(0, 1)
-    assert "expected it to return str, it returned NoneType" in move.error
+    with pytest.raises(WorkerFailed, match="expected it to return str, it returned NoneType"):
+        await shared.arrange(0, 1)
     assert shared.awake == (1, 0)
     await shared.fleet.close()
 
@@ -254,8 +279,8 @@ async def test_a_slot_whose_old_worker_cannot_come_back_is_tried_again_when_work
     await shared.arrange(2, 0)
     for role in (0, 1):
         shared.tell("fail-{role}-take", role)
-    (move,) = await shared.arrange(1, 1)
-    assert move.error is not None
+    with pytest.raises(WorkerFailed, match=r"judge.* cannot take"):
+        await shared.arrange(1, 1)
     assert shared.awake == (1, 0)
     await asyncio.gather(*shared.works(shared.rollout, 0))
     assert await until(lambda: len(shared.rollout.pids) == 2)
@@ -273,8 +298,8 @@ async def test_work_that_waits_has_an_empty_slot_tried_again_and_a_fleet_can_be_
     await asyncio.sleep(0.1)
     (work,) = shared.works(shared.judge, 0)
     held.unlink()
-    (move,) = await arranging
-    assert move.error is not None
+    with pytest.raises(WorkerFailed, match=r"rollout.* cannot take"):
+        await arranging
     assert (await work).attempts == 1
     assert shared.awake == (0, 1)
     held = shared.tell("wait-{role}-take", 0)
@@ -371,7 +396,7 @@ async def test_a_worker_of_two_slots_takes_both_and_leaves_the_rest_to_others(cl
     assert [(move.before, move.after) for move in moves] == [shared.names] * 2
     assert shared.awake == (1, 2)
     assert len(shared.judge.pids) == 1
-    shared.tell("die-{role}-take", 0)
+    shared.tell("fail-{role}-take", 0)
     moves = await shared.arrange(3, 0)
     assert [move.error is None for move in moves] == [False, False]
     assert shared.awake == (1, 2)
