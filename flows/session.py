@@ -1,7 +1,6 @@
 """Which process holds a run, and where its controllers run."""
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -43,7 +42,7 @@ async def hold(config: RunConfig, *, scope: RunConfig | None = None) -> AsyncIte
         if config.controllers.where == "deployment":
             # Queues are in the controllers' own processes, so nobody can correct the placement inside a stage.
             config = config.model_copy(update={"placement": config.placement.standing()})
-        run = create_run(config.store, config.name, json.dumps(config.identity()), config.fingerprint())
+        run = create_run(config.store, config.name, config.identity())
         with run.hold():
             async with open_session(run, scope or config, store=config.store, whole=True) as session:
                 yield session

@@ -10,7 +10,7 @@ from tasks.auxiliary import auxiliary_of
 from tasks.run.iteration import Iteration, carry_over_after
 from tasks.run.keys import StageKey
 from tasks.run.session import Session
-from tasks.run.stages import record, stage
+from tasks.run.stages import finish, record, stage
 from tasks.run.versions import policy_of
 
 
@@ -33,7 +33,7 @@ async def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
             for name in ("weights_seconds", "weights_bytes")
         },
     }
-    return record(
+    sealed = record(
         session,
         iteration.stage_key("seal"),
         parents=[*plans, *rollouts, *scores, *auxiliary, credit, update],
@@ -48,6 +48,8 @@ async def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
         },
         seconds=seconds,
     )
+    finish(session, iteration.key)
+    return sealed
 
 
 @stage("{iteration.key} retire")

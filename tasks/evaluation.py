@@ -5,7 +5,7 @@ import logging
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey
 from tasks.run.session import Session
-from tasks.run.stages import record, stage
+from tasks.run.stages import finish, record, stage
 from tasks.views.metrics import Accuracy, accuracy_of
 
 logger = logging.getLogger(__name__)
@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 async def summarise_evaluation(session: Session, batch: Batch) -> Accuracy:
     """Commit the accuracy of one evaluated policy."""
     accuracy = _commit(session, batch)
+    finish(session, batch.key)
     logger.info("held-out accuracy after %d iterations: %s", accuracy.number, accuracy.line())
     return accuracy
 

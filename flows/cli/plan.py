@@ -31,7 +31,7 @@ def find_run(config: RunConfig) -> Run | None:
     if config.name not in list_runs(config.store):
         return None
     run = open_run(config.store, config.name)
-    run.check_identity(config.identity(), config.fingerprint())
+    run.check_identity(config.identity())
     return run
 
 

@@ -52,6 +52,8 @@ class Manifest(Settings):
 
     key: ManifestKey
     """Name inside the run, such as `it-0003/rollout/0001`."""
+    run: str = ""
+    """Fingerprint of the configuration that it was made under; stamped by the run."""
     shards: tuple[ShardRef, ...] = ()
     """Tables, in order."""
     bundles: dict[str, BundleRef] = {}
@@ -75,7 +77,8 @@ class Manifest(Settings):
         return seal({**self._result(), "digest": self.digest, "provenance": self.provenance.model_dump(mode="json")})
 
     def _result(self) -> dict[str, JsonValue]:
-        return {**self.model_dump(mode="json", exclude={"provenance"}), "schema_version": SCHEMA_VERSION}
+        without = {"provenance"} if self.run else {"provenance", "run"}
+        return {**self.model_dump(mode="json", exclude=without), "schema_version": SCHEMA_VERSION}
 
 
 def decode_manifest(data: bytes, *, key: str) -> Manifest:

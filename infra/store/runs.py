@@ -1,5 +1,6 @@
 """Runs: one directory of the store each, with one controller at a time and manifests that never change."""
 
+import hashlib
 import json
 import platform
 import re
@@ -26,7 +27,7 @@ class RunRecord(Settings):
     name: str
     """Name of the run."""
     fingerprint: str
-    """Digest of everything that results depend on; a run is only resumed under the same."""
+    """Digest of the configuration, which all manifests carry; a run is only resumed under the same."""
     config: dict[str, JsonValue]
     """The resolved configuration."""
     created: str
@@ -50,9 +51,9 @@ class Run:
         """Name of the run."""
         return self.record.name
 
-    def check_identity(self, config: Mapping[str, JsonValue], fingerprint: str) -> None:
+    def check_identity(self, config: Mapping[str, JsonValue]) -> None:
         """Raise RunChanged, naming the settings that differ, unless the run was made from this configuration."""
-        if self.record.fingerprint != fingerprint:
+        if self.record.fingerprint != fingerprint_of(config):
             changes = difference(self.record.config, config)
             raise RunChanged(f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}")
 
@@ -87,7 +88,7 @@ class Run:
         if known is not None:
             return known
         path = f"{_MANIFESTS}{key}.json"
-        return self._load(key) if self.store.exists(path) else None
+        return self.load(key) if self.store.exists(path) else None
 
     def require(self, key: str) -> Manifest:
         """The manifest under `key`, which must be there. Raises Damaged if it is gone."""
@@ -100,7 +101,7 @@ class Run:
         """Return the committed manifests whose key starts with the prefix, sorted by key."""
         entries = self.store.entries(_MANIFESTS + prefix)
         keys = sorted(entry.key.removeprefix(_MANIFESTS).removesuffix(".json") for entry in entries)
-        return [self._known.get(key) or self._load(key) for key in keys]
+        return [self._known.get(key) or self.load(key) for key in keys]
 
     def folders(self, under: str = "") -> list[str]:
         """Return the sorted next parts of the keys of all manifests under a prefix, without looking at each.
@@ -115,6 +116,7 @@ class Run:
         Conflict if a different result has the key, Fenced if a newer epoch began, Damaged if a part is not stored.
         """
         self._check_lease()
+        manifest = manifest.model_copy(update={"run": self.record.fingerprint})
         winner = self.find(manifest.key)
         if winner is None:
             self._check_parts(manifest)
@@ -123,7 +125,7 @@ class Run:
             if self.store.put(f"{_MANIFESTS}{manifest.key}.json", manifest.encode()):
                 self._known[manifest.key] = manifest
                 return manifest
-            winner = self._load(manifest.key)
+            winner = self.load(manifest.key)
         if winner.digest != manifest.digest:
             raise Conflict(
                 f"manifest {manifest.key!r} of run {self.name!r}: {winner.digest} was committed "
@@ -143,6 +145,12 @@ class Run:
             return dict(entry)
         return self._noted(path)
 
+    def put_record(self, key: str, record: Mapping[str, JsonValue]) -> None:
+        """Write a sealed record outside manifests and journal. Raises Conflict if another one has the key."""
+        self._check_lease()
+        if not self.store.put(key, seal(dict(record))) and self.store.read(key) != seal(dict(record)):
+            raise Conflict(f"{key!r} of run {self.name!r}: another record was written first")
+
     def noted(self, key: str) -> dict[str, JsonValue] | None:
         """Return the journal's entry of that key, if there is one."""
         path = f"{_JOURNAL}{key}.json"
@@ -156,8 +164,14 @@ class Run:
     def _noted(self, path: str) -> dict[str, JsonValue]:
         return unseal(self.store.read(path), where=f"run {self.name!r}: {path}")
 
-    def _load(self, key: str) -> Manifest:
+    def load(self, key: str) -> Manifest:
+        """Read a manifest's file and check it. Raises Damaged where it is another run's, or not what was written."""
         manifest = decode_manifest(self.store.read(f"{_MANIFESTS}{key}.json"), key=key)
+        if manifest.run not in ("", self.record.fingerprint):
+            raise Damaged(
+                f"manifest {key!r} of run {self.name!r}: it was made under the configuration {manifest.run}, "
+                f"the run's record has {self.record.fingerprint}"
+            )
         self._known[key] = manifest
         return manifest
 
@@ -187,16 +201,26 @@ class Run:
                 raise Damaged(f"manifest {manifest.key!r} of run {self.name!r}: its part {key!r} is not in the store")
 
 
-def create_run(store_uri: str, name: str, config_json: str, fingerprint: str) -> Run:
-    """Make a run, or open the one of that name; RunChanged if that was made with another fingerprint."""
+def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Run:
+    """Make a run, or open the one of that name; RunChanged if that was made from another configuration.
+
+    Raises Damaged where a run's manifests lie without its record: whose they are, nobody can say.
+    """
     store = _run_store(store_uri, name)
-    config = json.loads(config_json)
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    record = RunRecord(name=name, fingerprint=fingerprint, config=config, created=created, versions=_versions())
-    if not store.exists(_RECORD) and store.put(_RECORD, seal(record.model_dump(mode="json"))):
-        return Run(store, record)
+    if not store.exists(_RECORD):
+        if store.children(_MANIFESTS.rstrip("/")):
+            raise Damaged(
+                f"run {name!r} in {store_uri}: its manifests are there and {_RECORD} is not; bring it back from a "
+                "copy, or choose another name"
+            )
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        record = RunRecord(
+            name=name, fingerprint=fingerprint_of(config), config=dict(config), created=created, versions=_versions()
+        )
+        if store.put(_RECORD, seal(record.model_dump(mode="json"))):
+            return Run(store, record)
     run = open_run(store_uri, name)
-    run.check_identity(config, fingerprint)
+    run.check_identity(config)
     return run
 
 
@@ -207,9 +231,20 @@ def open_run(store_uri: str, name: str) -> Run:
         raise BadInput(f"run {name!r}: expected one in {store_uri!r}, found {_some(list_runs(store_uri))}")
     fields = unseal(store.read(_RECORD), where=f"run {name!r}")
     try:
-        return Run(store, RunRecord.model_validate(fields))
+        record = RunRecord.model_validate(fields)
     except ValidationError as error:
         raise Damaged(f"run {name!r}: its seal is right but it is no run record: {error}") from error
+    if record.fingerprint != fingerprint_of(record.config):
+        raise Damaged(
+            f"run {name!r}: its record has the fingerprint {record.fingerprint}, its configuration has "
+            f"{fingerprint_of(record.config)}"
+        )
+    return Run(store, record)
+
+
+def fingerprint_of(config: Mapping[str, JsonValue]) -> str:
+    """Digest of a configuration, 16 hex digits."""
+    return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def list_runs(store_uri: str) -> list[str]:
@@ -251,8 +286,6 @@ def difference(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, sh
     """Name the settings that differ, with both values."""
     before, after = dict(_dotted(old)), dict(_dotted(new))
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    if not keys:
-        return "the settings are equal, but the code or the libraries are not"
     parts = [f"{key} was {before.get(key, 'absent')}, is {after.get(key, 'absent')}" for key in keys[:shown]]
     return "; ".join(parts) + (f"; and {len(keys) - shown} more" if len(keys) > shown else "")
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import BundleRef, retirement_key, verify_bundle
+from infra.store.chain import check_chain
 from infra.store.checksums import unseal
-from infra.store.manifests import Manifest, decode_manifest
+from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, verify_shard
 from infra.store.storage import Store
@@ -17,7 +18,8 @@ def verify_store(run: Run) -> list[str]:
     Nothing read before counts: every byte is read again. Bundles that retention deleted are no problem.
     """
     manifests: list[Manifest] = []
-    problems = [*_check_records(run.store), *_check_manifests(run.store, manifests)]
+    problems = [*_check_records(run.store), *_check_manifests(run, manifests)]
+    problems = problems or [*check_chain(run)]
     keys = {manifest.key for manifest in manifests}
     shards = {shard for manifest in manifests for shard in manifest.shards}
     bundles = {bundle for manifest in manifests for bundle in manifest.bundles.values()}
@@ -34,11 +36,11 @@ def _check_records(store: Store) -> Iterator[str]:
             yield str(error)
 
 
-def _check_manifests(store: Store, found: list[Manifest]) -> Iterator[str]:
-    for entry in store.entries("manifests/"):
+def _check_manifests(run: Run, found: list[Manifest]) -> Iterator[str]:
+    for entry in run.store.entries("manifests/"):
         key = entry.key.removeprefix("manifests/").removesuffix(".json")
         try:
-            found.append(decode_manifest(store.read(entry.key), key=key))
+            found.append(run.load(key))
         except (Damaged, BadInput) as error:
             yield str(error)
 

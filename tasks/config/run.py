@@ -2,8 +2,6 @@
 
 import copy
 import difflib
-import hashlib
-import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 
 from infra.config import PoolsConfig, Settings
 from infra.errors import BadInput
+from infra.store.runs import fingerprint_of
 from infra.validation_errors import explain, nearest
 from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.data import ArithmeticData, DataConfig, PreferencesConfig
@@ -192,7 +191,7 @@ class RunConfig(Settings):
 
     def fingerprint(self) -> str:
         """Digest of the identity, 16 hex digits."""
-        return hashlib.blake2b(json.dumps(self.identity(), sort_keys=True).encode(), digest_size=8).hexdigest()
+        return fingerprint_of(self.identity())
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

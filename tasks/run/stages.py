@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from infra.errors import WorkerLost, WorkerStalled
 from infra.store.bundles import BundleRef
+from infra.store.chain import link_part
 from infra.store.manifests import Manifest, provenance_here
 from models.records.versions import Outcome
 from tasks.run.session import Session
@@ -100,6 +101,11 @@ def record(
             provenance=provenance_here(worker=f"controller pid {os.getpid()}", seconds=seconds),
         )
     )
+
+
+def finish(session: Session, part: str) -> None:
+    """Append a finished iteration or evaluation to the run's chain, with what placement noted about it."""
+    link_part(session.run, part, journal=[f"placement/{part}/"])
 
 
 async def committed(session: Session, key: str, *, silence_seconds: float) -> Manifest:

@@ -234,7 +234,7 @@ def test_a_run_that_another_process_holds_is_refused_by_name(place, refused):
 
 def make_run(*overrides: str) -> None:
     config = load_config(Path("job.toml"), overrides)
-    create_run(config.store, "job", json.dumps(config.identity()), config.fingerprint())
+    create_run(config.store, "job", config.identity())
 
 
 def _hold(store: str, name: str, told: str) -> None:

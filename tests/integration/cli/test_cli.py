@@ -155,8 +155,7 @@ def test_names_that_are_slightly_wrong_are_answered_with_the_right_ones(ask, ref
 
 
 def test_a_run_without_a_sealed_iteration_can_be_looked_at(ask, tmp_path):
-    record = json.dumps({"scoring": {"rewards": [{"kind": "numeric"}]}})
-    create_run(str(tmp_path), "young", record, "0" * 16)
+    create_run(str(tmp_path), "young", {"scoring": {"rewards": [{"kind": "numeric"}]}})
     before = files_of(tmp_path)
     assert ask("show", "young", store=tmp_path)[:2][1].endswith("no sealed iteration yet\n")
     assert ask("runs", store=tmp_path)[0] == 0

@@ -97,7 +97,7 @@ def _words(node: ast.AST) -> list[str]:
 def test_bash_completes_commands_options_choices_files_and_runs(typed, offered, tmp_path, completion):
     (tmp_path / "job.toml").touch()
     for store, run in (("runs", "tiny"), ("runs", "trial"), ("elsewhere/runs", "far")):
-        create_run(str(tmp_path / store), run, "{}", "0" * 16)
+        create_run(str(tmp_path / store), run, {})
     *words, last = typed.split(" ")
     line = " ".join(shlex.quote(word) for word in [*words, last])
     script = (

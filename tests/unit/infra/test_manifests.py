@@ -34,6 +34,7 @@ def test_provenance_is_not_part_of_the_digest_and_everything_else_is():
     assert MANIFEST.model_copy(update={"provenance": Provenance()}).digest == MANIFEST.digest
     changes = {
         "key": "it-0003/rollout/0002",
+        "run": "0123456789abcdef",
         "shards": (SHARD, SHARD),
         "bundles": {},
         "parents": (),

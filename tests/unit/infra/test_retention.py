@@ -19,7 +19,7 @@ from infra.store.verify import verify_store
 @pytest.fixture
 def run(tmp_path):
     """A held run with two committed shards and two committed policies."""
-    with create_run(str(tmp_path / "runs"), "r", "{}", "f").hold() as run:
+    with create_run(str(tmp_path / "runs"), "r", {}).hold() as run:
         for number in range(2):
             bundle = publish_bundle(run.store, policy(tmp_path, number), prefix="policies")
             shard = shard_of(run, number)

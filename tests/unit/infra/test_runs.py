@@ -1,6 +1,5 @@
 """Runs: one controller at a time, one result per manifest key, and refusal instead of mixing."""
 
-import json
 import os
 import signal
 import time
@@ -9,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
+from infra.store.checksums import seal, unseal
 from infra.store.manifests import Manifest, Provenance
 from infra.store.runs import create_run, list_runs, open_run
 from infra.store.shards import ShardRef, write_shard
@@ -19,8 +19,8 @@ preload(__name__)
 CONFIG = {"name": "first", "update": {"learning_rate": 1e-6, "zero": {"stage": 0}}, "rewards": ["numeric"]}
 
 
-def make(root, name="first", config=CONFIG, fingerprint="f1"):
-    return create_run(str(root), name, json.dumps(config), fingerprint)
+def make(root, name="first", config=CONFIG):
+    return create_run(str(root), name, config)
 
 
 def test_a_run_is_made_once_and_opened_again(tmp_path):
@@ -58,13 +58,36 @@ def test_another_configuration_is_refused_with_the_keys_and_values_that_differ(t
     make(tmp_path)
     changed = {**CONFIG, "update": {"learning_rate": 2e-6, "zero": {"stage": 2}}, "extra": True}
     with pytest.raises(RunChanged) as caught:
-        make(tmp_path, config=changed, fingerprint="f2")
+        make(tmp_path, config=changed)
     message = str(caught.value)
     assert "update.learning_rate was 1e-06, is 2e-06" in message
     assert "update.zero.stage was 0, is 2" in message and "extra was absent, is true" in message
     assert "rewards" not in message
-    with pytest.raises(RunChanged, match="code or the libraries"):
-        make(tmp_path, fingerprint="f3")
+
+
+def test_a_record_whose_configuration_or_fingerprint_was_edited_with_a_right_seal_is_damage(tmp_path):
+    path = make(tmp_path).store.local("run.json")
+    whole = unseal(path.read_bytes(), where="run.json")
+    for edited in ({**whole, "fingerprint": "0" * 16}, {**whole, "config": {**CONFIG, "rewards": ["mathematics"]}}):
+        path.write_bytes(seal(edited))
+        with pytest.raises(Damaged, match=r"its record has the fingerprint .*, its configuration has"):
+            open_run(str(tmp_path), "first")
+        with pytest.raises(Damaged, match="fingerprint"):
+            make(tmp_path)
+
+
+def test_a_record_that_was_made_anew_has_none_of_the_manifests_that_lie_there(tmp_path):
+    with make(tmp_path).hold() as run:
+        run.commit(Manifest(key="policy/base"))
+    run.store.local("run.json").unlink()
+    with pytest.raises(Damaged, match=r"its manifests are there and run\.json is not"):
+        make(tmp_path, config={**CONFIG, "rewards": ["mathematics"]})
+    with pytest.raises(Damaged, match=r"run\.json is not"):
+        make(tmp_path)
+    make(tmp_path, "other", {**CONFIG, "rewards": ["mathematics"]})
+    (tmp_path / "first/run.json").write_bytes((tmp_path / "other/run.json").read_bytes())
+    with pytest.raises(Damaged, match=r"'policy/base'.* made under the configuration"):
+        open_run(str(tmp_path), "first").require("policy/base")
 
 
 def test_a_changed_bit_in_the_run_record_is_damage(tmp_path):
@@ -103,7 +126,7 @@ def test_a_second_equal_result_adopts_the_first(tmp_path):
 def test_a_second_different_result_is_a_conflict_that_names_both(tmp_path):
     with make(tmp_path).hold() as run:
         first = run.commit(Manifest(key="a", metrics={"x": 1.0}))
-        other = Manifest(key="a", metrics={"x": 2.0})
+        other = Manifest(key="a", metrics={"x": 2.0}, run=run.record.fingerprint)
         with pytest.raises(Conflict, match=rf"'a'.*{first.digest}.*{other.digest}"):
             run.commit(other)
     assert open_run(str(tmp_path), "first").find("a") == first

@@ -1,6 +1,5 @@
 """A run with waves, kept groups and cut completions keeps its promises, and each broken promise is told."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,7 +53,7 @@ class Story:
     def __init__(self, root: Path) -> None:
         self.root = root
         config = {"seed": 3, "rollout": ROLLOUT.model_dump(mode="json")}
-        self.run = create_run(str(root), "story", json.dumps(config), "fingerprint")
+        self.run = create_run(str(root), "story", config)
         self.rollout = RolloutWorker(str(root), "story", ROLLOUT.engine, 1)
         self.scoring = ScoringWorker(str(root), "story", SCORING, Grpo())
         with self.run.hold():

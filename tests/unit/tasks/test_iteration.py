@@ -1,7 +1,6 @@
 """What tasks are handed: an iteration and its batches, seen as the store grows, and as one object each by Prefect."""
 
 import importlib
-import json
 import pkgutil
 from dataclasses import is_dataclass
 
@@ -26,7 +25,7 @@ from tasks.run.session import Session, open_session
 
 @pytest.fixture
 def run(tmp_path):
-    made = create_run(str(tmp_path), "r", json.dumps({"seed": 1}), "fingerprint")
+    made = create_run(str(tmp_path), "r", {"seed": 1})
     with made.hold():
         yield made
 

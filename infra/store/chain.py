@@ -1,0 +1,98 @@
+"""The chain of a run: for each finished part a record, which names all that it consists of, and the record before.
+
+A manifest or an entry of the journal that is deleted, or replaced with a right seal, is missed by the record of its
+part; such a record is missed by its successor. The last one alone has none: nothing in a store proves its own end.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from infra.config import Settings
+from infra.errors import BadInput, Damaged
+from infra.store.checksums import record_digest, unseal
+from infra.store.runs import Run
+
+_CHAIN = "chain/"
+
+
+class Link(Settings):
+    """What a finished part of a run consists of."""
+
+    part: str
+    """Such as `it-0003`."""
+    previous: str
+    """Digest of the record before; empty for the first."""
+    manifests: dict[str, str]
+    """Digests by key."""
+    journal: dict[str, str]
+    """Digests of the journal's entries by key."""
+
+    @property
+    def digest(self) -> str:
+        """What the record that follows names."""
+        return record_digest(self.model_dump(mode="json"))
+
+
+def linked_parts(run: Run) -> list[str]:
+    """Return the parts that have a record, in the chain's order."""
+    return [name.partition("-")[2].removesuffix(".json") for name in run.store.children(_CHAIN.rstrip("/"))]
+
+
+def link_part(run: Run, part: str, *, journal: Sequence[str] = ()) -> None:
+    """Append the record of a part, unless it has one: of its manifests, and of the journal below these prefixes.
+
+    The first record names all that there is.
+    """
+    parts = linked_parts(run)
+    if part in parts:
+        return
+    previous = _read(run, len(parts), parts[-1]).digest if parts else ""
+    manifests = run.manifests(f"{part}/" if parts else "")
+    entries = {key: entry for prefix in (journal if parts else [""]) for key, entry in run.journal(prefix).items()}
+    link = Link(
+        part=part,
+        previous=previous,
+        manifests={manifest.key: manifest.digest for manifest in manifests},
+        journal={key: record_digest(entry) for key, entry in entries.items()},
+    )
+    run.put_record(_key(len(parts) + 1, part), link.model_dump(mode="json"))
+
+
+def check_chain(run: Run) -> Iterator[str]:
+    """Compare every record with its predecessor and with what it names; yield one line per problem."""
+    digests = {manifest.digest for manifest in run.manifests()}
+    expected, previous = 1, ""
+    for name in run.store.children(_CHAIN.rstrip("/")):
+        number, _, part = name.removesuffix(".json").partition("-")
+        key = f"{_CHAIN}{name}"
+        if int(number) != expected:
+            yield f"{_CHAIN}{expected:06d}: the record is missing"
+        try:
+            link = _read(run, int(number), part)
+        except (Damaged, BadInput) as error:
+            yield str(error)
+            return
+        if int(number) == expected and link.previous != previous:
+            yield f"{key}: expected {previous or 'none'} as the digest of the record before, found {link.previous}"
+        expected, previous = int(number) + 1, link.digest
+        yield from (
+            f"{key}: names manifest {manifest!r} with digest {digest}, which is gone or another"
+            for manifest, digest in link.manifests.items()
+            if digest not in digests
+        )
+        yield from _check_journal(run, link, key)
+
+
+def _check_journal(run: Run, link: Link, key: str) -> Iterator[str]:
+    for noted, digest in link.journal.items():
+        entry = run.noted(noted)
+        if entry is None or record_digest(entry) != digest:
+            yield f"{key}: names journal entry {noted!r} with digest {digest}, which is gone or another"
+
+
+def _read(run: Run, number: int, part: str) -> Link:
+    key = _key(number, part)
+    return Link.model_validate(unseal(run.store.read(key), where=f"run {run.name!r}: {key}"))
+
+
+def _key(number: int, part: str) -> str:
+    return f"{_CHAIN}{number:06d}-{part}.json"

@@ -1,0 +1,72 @@
+"""The chain of a run: what was deleted or replaced, seal and all, is missed by a record that follows."""
+
+import pytest
+
+from infra.store.chain import check_chain, link_part, linked_parts
+from infra.store.checksums import seal
+from infra.store.manifests import Manifest
+from infra.store.runs import create_run, open_run
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A run of two evaluations and two iterations, all of them in its chain."""
+    with create_run(str(tmp_path), "r", {"seed": 1}).hold() as run:
+        run.commit(Manifest(key="policy/base"))
+        for part, last in (
+            ("eval-0000", "summary"),
+            ("it-0001", "seal"),
+            ("it-0002", "seal"),
+            ("eval-0002", "summary"),
+        ):
+            run.commit(Manifest(key=f"{part}/plan"))
+            run.note(f"placement/{part}/stage", {"seconds": 1.5})
+            run.commit(Manifest(key=f"{part}/{last}", metrics={"accuracy": 0.5}))
+            link_part(run, part, journal=[f"placement/{part}/"])
+    return tmp_path
+
+
+def problems(root):
+    return [*check_chain(open_run(str(root), "r"))]
+
+
+def test_a_whole_chain_has_no_problem_and_a_part_is_linked_once(root):
+    assert problems(root) == []
+    run = open_run(str(root), "r")
+    assert linked_parts(run) == ["eval-0000", "it-0001", "it-0002", "eval-0002"]
+    with run.hold():
+        link_part(run, "it-0001")
+    assert len(linked_parts(run)) == 4
+
+
+def test_every_manifest_and_every_entry_of_the_journal_that_is_deleted_is_missed(root):
+    home = root / "r"
+    found = [*home.glob("manifests/**/*.json"), *home.glob("journal/**/*.json")]
+    assert len(found) == 13
+    for path in found:
+        whole = path.read_bytes()
+        path.unlink()
+        key = str(path.relative_to(home)).partition("/")[2].removesuffix(".json")
+        assert any(repr(key) in problem for problem in problems(root)), path
+        path.write_bytes(whole)
+
+
+def test_an_accuracy_that_was_edited_with_a_right_seal_is_missed(root):
+    edited = Manifest(
+        key="eval-0002/summary", metrics={"accuracy": 0.9}, run=open_run(str(root), "r").record.fingerprint
+    )
+    (root / "r/manifests/eval-0002/summary.json").write_bytes(edited.encode())
+    (problem,) = problems(root)
+    assert "'eval-0002/summary'" in problem
+
+
+def test_a_record_of_the_chain_that_is_deleted_or_edited_is_missed_by_its_successor(root):
+    links = sorted((root / "r/chain").iterdir())
+    for path in links[:-1]:
+        whole = path.read_bytes()
+        path.unlink()
+        assert problems(root), path
+        path.write_bytes(seal({"part": "it-0009", "previous": "", "manifests": {}, "journal": {}}))
+        assert problems(root), path
+        path.write_bytes(whole)
+    assert problems(root) == []
