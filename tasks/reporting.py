@@ -7,6 +7,7 @@ import base64
 import io
 import logging
 import re
+import string
 from collections.abc import Sequence
 
 from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, acreate_table_artifact
@@ -106,10 +107,10 @@ async def report_run(session: Session) -> RunSummary:
     key = artifact_key(run.name)
     await acreate_table_artifact(_table(reports), key=f"{key}-iterations", description=f"Run {run.name}")
     await acreate_table_artifact(
-        _rollout_table(samples), key=f"{key}-rollouts", description=f"Rollouts of iteration {len(reports)}"
+        rollout_table(samples), key=f"{key}-rollouts", description=f"Rollouts of iteration {len(reports)}"
     )
     await acreate_markdown_artifact(
-        _markdown(summary, png, samples), key=f"{key}-summary", description=f"Summary of run {run.name}"
+        summary_page(summary, png, samples), key=f"{key}-summary", description=f"Summary of run {run.name}"
     )
     return summary
 
@@ -151,13 +152,30 @@ def _table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
     ]
 
 
-def _rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
+_PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}]")  # all that Markdown is made of, and may be escaped
+
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+
+
+def escape_markdown(text: str) -> str:
+    r"""Quote a text for Prefect's pages, which render Markdown and HTML in cells of tables too.
+
+    A completion is shown as it was written: it opens no tag, picture or link, and the browser fetches nothing.
+
+    >>> print(escape_markdown("![x](http://a) <b>"))
+    \!\[x\]\(http\:\/\/a\) &lt;b&gt;
+    """
+    return _PUNCTUATION.sub(lambda mark: _ENTITIES.get(mark[0], f"\\{mark[0]}"), text)
+
+
+def rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
+    """Show completions with their rewards, their texts escaped."""
     return [
         {
             "reward": sample.reward,
-            "prompt": sample.prompt,
-            "completion": sample.completion,
-            "answer": sample.answer,
+            "prompt": escape_markdown(sample.prompt),
+            "completion": escape_markdown(sample.completion),
+            "answer": None if sample.answer is None else escape_markdown(sample.answer),
             "tokens": sample.tokens,
             "finish": sample.finish_reason,
             "prompt_id": sample.prompt_id,
@@ -166,7 +184,8 @@ def _rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]
     ]
 
 
-def _markdown(summary: RunSummary, png: bytes, samples: Sequence[RolloutPreview]) -> str:
+def summary_page(summary: RunSummary, png: bytes, samples: Sequence[RolloutPreview]) -> str:
+    """Write a run's summary as Markdown; completions stand in fences that they cannot close."""
     image = base64.b64encode(png).decode()
     text = io.StringIO()
     text.write(f"# Run {summary.run}\n\n{accuracy_lines(summary)}\n\n")
