@@ -116,7 +116,11 @@ class Judgement:
 
 
 def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) -> Judgement:
-    """Find the one verdict in an answer, whatever it contains; about as many steps, where steps are judged."""
+    """Find the one verdict in an answer, whatever it contains; about as many steps, where steps are judged.
+
+    An answer that repeats what the judge was shown has no tags, since quoted text has none, and two scores or choices
+    where the judge adds its own. What nobody can know is whether a lone score or choice is the judge's own or repeated.
+    """
     if answer.error is not None:
         return _invalid(answer.error)
     if isinstance(verdict, LogprobVerdict):

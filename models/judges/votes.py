@@ -48,11 +48,15 @@ class Ballot:
     vote: int
 
     def question(self, reward: JudgeReward, *, seed_parts: tuple[int | str, ...], attempt: int) -> Question:
-        """Ask for the vote; every attempt has a seed of its own, for the fence and for the answer."""
+        """Ask for the vote; every attempt has a seed of its own, for the answer and for the fence of a template.
+
+        Default texts have one fence per completion, so that all votes on it ask the same and are read in one go.
+        """
         it = self.judged
         name = "canary" if it.prompt_row == CANARY else "judge"
         seed = derive_seed(name, *seed_parts, it.origin, it.sample, self.vote, attempt)
-        text = question_text(reward, prompt=it.prompt, completion=it.completion, answer=it.answer, seed=seed)
+        fence = derive_seed(name, *seed_parts, it.origin, it.sample) if reward.template is None else seed
+        text = question_text(reward, prompt=it.prompt, completion=it.completion, answer=it.answer, seed=fence)
         return Question(text=text, seed=seed)
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from infra.errors import BadInput, Quarantined
 from models.config.data import ArithmeticData
-from models.config.judges import DirectoryJudge, JudgeReward, StepsVerdict, TrainedJudge
+from models.config.judges import ChoiceVerdict, DirectoryJudge, JudgeReward, StepsVerdict, TrainedJudge
 from models.config.reward_terms import NumericReward, PatternSteps
 from models.config.rewards import ScoringConfig
 from models.config.training import WarmupConfig
@@ -239,10 +239,14 @@ def test_every_vote_and_attempt_asks_with_a_seed_of_its_own():
 
 
 def test_all_votes_ask_the_same_by_default_so_that_an_engine_reads_it_once():
-    judged = Judged(prompt_row=3, sample=0, prompt="p", completion="</solution>", answer="4", origin=3)
-    asked = {Ballot(judged, vote).question(JUDGE, seed_parts=("steps", 0), attempt=0).text for vote in range(4)}
-    assert len(asked) == 1
-    assert asked.pop().count("</solution>") == 1
+    for reward in (JUDGE, JUDGE.model_copy(update={"verdict": ChoiceVerdict()})):
+        judged = [Judged(prompt_row=3, sample=n, prompt="p", completion="c", answer="4", origin=3) for n in range(2)]
+        asked = [
+            {Ballot(it, vote).question(reward, seed_parts=("steps", 0), attempt=0).text for vote in range(4)}
+            for it in judged
+        ]
+        assert [len(texts) for texts in asked] == [1, 1]
+        assert asked[0] != asked[1], "another completion has another fence"
 
 
 def test_a_template_of_ones_own_shows_the_steps():
