@@ -19,8 +19,10 @@ class Link(Settings):
 
     part: str
     """Such as `it-0003`."""
+    follows: str
+    """Key of the record before; empty for the first."""
     previous: str
-    """Digest of the record before; empty for the first."""
+    """Digest of the record before."""
     manifests: dict[str, str]
     """Digests by key."""
     journal: dict[str, str]
@@ -45,12 +47,13 @@ def link_part(run: Run, part: str, *, journal: Sequence[str] = ()) -> None:
     parts = linked_parts(run)
     if part in parts:
         return
-    previous = _read(run, len(parts), parts[-1]).digest if parts else ""
+    follows = _key(len(parts), parts[-1]) if parts else ""
     manifests = run.manifests(f"{part}/" if parts else "")
     entries = {key: entry for prefix in (journal if parts else [""]) for key, entry in run.journal(prefix).items()}
     link = Link(
         part=part,
-        previous=previous,
+        follows=follows,
+        previous=_read(run, follows).digest if follows else "",
         manifests={manifest.key: manifest.digest for manifest in manifests},
         journal={key: record_digest(entry) for key, entry in entries.items()},
     )
@@ -60,22 +63,21 @@ def link_part(run: Run, part: str, *, journal: Sequence[str] = ()) -> None:
 def check_chain(run: Run) -> Iterator[str]:
     """Compare every record with its predecessor and with what it names; yield one line per problem."""
     digests = {manifest.digest for manifest in run.manifests()}
-    expected, previous = 1, ""
+    last, previous = "", ""
     for name in run.store.children(_CHAIN.rstrip("/")):
-        number, _, part = name.removesuffix(".json").partition("-")
         key = f"{_CHAIN}{name}"
-        if int(number) != expected:
-            yield f"{_CHAIN}{expected:06d}: the record is missing"
         try:
-            link = _read(run, int(number), part)
+            link = _read(run, key)
         except (Damaged, BadInput) as error:
             yield str(error)
             return
-        if int(number) == expected and link.previous != previous:
-            yield f"{key}: expected {previous or 'none'} as the digest of the record before, found {link.previous}"
-        expected, previous = int(number) + 1, link.digest
+        if link.follows != last:
+            yield f"{link.follows!r}: the record is missing, which {key!r} follows"
+        elif link.previous != previous:
+            yield f"{key!r}: expected {previous or 'none'} as the digest of {last!r}, found {link.previous}"
+        last, previous = key, link.digest
         yield from (
-            f"{key}: names manifest {manifest!r} with digest {digest}, which is gone or another"
+            f"{key!r}: names manifest {manifest!r} with digest {digest}, which is gone or another"
             for manifest, digest in link.manifests.items()
             if digest not in digests
         )
@@ -86,12 +88,11 @@ def _check_journal(run: Run, link: Link, key: str) -> Iterator[str]:
     for noted, digest in link.journal.items():
         entry = run.noted(noted)
         if entry is None or record_digest(entry) != digest:
-            yield f"{key}: names journal entry {noted!r} with digest {digest}, which is gone or another"
+            yield f"{key!r}: names 'journal/{noted}.json' with digest {digest}, which is gone or another"
 
 
-def _read(run: Run, number: int, part: str) -> Link:
-    key = _key(number, part)
-    return Link.model_validate(unseal(run.store.read(key), where=f"run {run.name!r}: {key}"))
+def _read(run: Run, key: str) -> Link:
+    return Link.model_validate(unseal(run.store.read(key), where=f"{key!r} in {run.store.uri}"))
 
 
 def _key(number: int, part: str) -> str:

@@ -19,7 +19,7 @@ def verify_store(run: Run) -> list[str]:
     """
     manifests: list[Manifest] = []
     problems = [*_check_records(run.store), *_check_manifests(run, manifests)]
-    problems = problems or [*check_chain(run)]
+    problems = problems or [*check_chain(run), *_check_leases(run.store, manifests)]
     keys = {manifest.key for manifest in manifests}
     shards = {shard for manifest in manifests for shard in manifest.shards}
     bundles = {bundle for manifest in manifests for bundle in manifest.bundles.values()}
@@ -34,6 +34,14 @@ def _check_records(store: Store) -> Iterator[str]:
             unseal(store.read(key), where=f"{key!r} in {store.uri}")
         except (Damaged, BadInput) as error:
             yield str(error)
+
+
+def _check_leases(store: Store, manifests: list[Manifest]) -> Iterator[str]:
+    """A lost lease would let an epoch begin again, and whoever held it commit."""
+    leases = {entry.key for entry in store.entries("lease/")}
+    for epoch in range(1, max((manifest.provenance.epoch for manifest in manifests), default=0) + 1):
+        if (key := f"lease/{epoch:06d}.json") not in leases:
+            yield f"{key!r} in {store.uri} is missing"
 
 
 def _check_manifests(run: Run, found: list[Manifest]) -> Iterator[str]:

@@ -46,7 +46,8 @@ def test_every_manifest_and_every_entry_of_the_journal_that_is_deleted_is_missed
     for path in found:
         whole = path.read_bytes()
         path.unlink()
-        key = str(path.relative_to(home)).partition("/")[2].removesuffix(".json")
+        key = str(path.relative_to(home)).removeprefix("manifests/")
+        key = key if key.startswith("journal/") else key.removesuffix(".json")
         assert any(repr(key) in problem for problem in problems(root)), path
         path.write_bytes(whole)
 
@@ -66,7 +67,7 @@ def test_a_record_of_the_chain_that_is_deleted_or_edited_is_missed_by_its_succes
         whole = path.read_bytes()
         path.unlink()
         assert problems(root), path
-        path.write_bytes(seal({"part": "it-0009", "previous": "", "manifests": {}, "journal": {}}))
+        path.write_bytes(seal({"part": "it-0009", "follows": "", "previous": "", "manifests": {}, "journal": {}}))
         assert problems(root), path
         path.write_bytes(whole)
     assert problems(root) == []
