@@ -80,7 +80,12 @@ class NumericReward(RewardTerm):
 
 
 class MathReward(RewardTerm):
-    """1 if math-verify finds completion and reference equal, else 0."""
+    """1 if math-verify finds completion and reference equal, else 0.
+
+    What is too large to be evaluated, such as 9^(9^9), equals only what is spelt alike.
+    """
+
+    checks_references = True
 
     kind: Literal["math"] = "math"
 

@@ -5,7 +5,6 @@ Built-ins and users' own code fit the same protocols.
 
 import functools
 import inspect
-import logging
 import re
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
@@ -109,8 +108,9 @@ def build_reward(config: RuleReward) -> Reward:
             return pattern_reward(config)
         case MathReward():
             # sympy: only runs that use it pay for it
+            from models.rewards.mathematics import mathematics
 
-            return mathematics_reward()
+            return mathematics
         case TargetReward():
             return target_reward(config)
         case _:
@@ -129,27 +129,3 @@ def _check_pattern(pattern: str, *, groups: int) -> None:
         raise BadInput(f"reward pattern {pattern!r} is not a regular expression: {error}") from error
     if compiled.groups < groups:
         raise BadInput(f"reward pattern {pattern!r}: expected a group around the number, found none")
-
-
-_DELIMITERS = ("$", r"\boxed", r"\(", r"\[", "\n")
-"""A reference with one of these is text that contains mathematics; any other is a formula itself."""
-
-
-def mathematics_reward() -> Reward:
-    """Parse the reference as LaTeX or plain text and compare; a completion without mathematics is a wrong answer."""
-    import math_verify  # noqa: F401  # with sympy it takes a third of a second, before a completion's time begins
-
-    # It warns once that its own alarms are off; ours is the process that is killed (SIGALRM needs a main thread).
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return _reward
-
-
-def _reward(prompt: str, completion: str, answer: str) -> float:
-    from math_verify import parse, verify
-
-    is_text = any(mark in answer for mark in _DELIMITERS)
-    expected = parse(answer if is_text else f"${answer}$", parsing_timeout=None, raise_on_error=True)
-    if not expected:
-        raise ValueError(f"no mathematics in the reference {answer[-60:]!r}")
-    found = parse(completion, parsing_timeout=None, raise_on_error=True)
-    return float(verify(expected, found, timeout_seconds=None, raise_on_error=True))

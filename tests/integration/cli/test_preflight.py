@@ -42,7 +42,7 @@ from models.config.judges import (
 )
 from models.config.objectives import LoraConfig, UpdateConfig
 from models.config.policy import DirectoryPolicy, PolicyConfig, ScratchPolicy
-from models.config.reward_terms import NumericReward, TargetReward
+from models.config.reward_terms import MathReward, NumericReward, TargetReward
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
@@ -245,6 +245,13 @@ def test_a_reference_without_a_number_is_found_before_a_completion_exists(tmp_pa
     data = rows(tmp_path / "a.jsonl", *("#### 1",) * 80, "#### many")
     with pytest.raises(BadInput, match=r"a.jsonl:81: the numeric reward finds no number in the reference '#### many'"):
         check(inputs(data=data, rollout=RolloutConfig(prompts=8), scoring=ScoringConfig(rewards=(NumericReward(),))))
+
+
+def test_a_reference_without_mathematics_is_found_before_a_completion_exists(tmp_path):
+    data = rows(tmp_path / "a.jsonl", *(r"\$18.90",) * 80, "-$5")
+    scoring = ScoringConfig(rewards=(MathReward(),))
+    with pytest.raises(BadInput, match=r"a.jsonl:81: the math reward finds no mathematics in the reference '-\$5'"):
+        check(inputs(data=data, rollout=RolloutConfig(prompts=8), scoring=scoring))
 
 
 def test_a_heldout_problem_that_is_trained_on_is_refused(tmp_path):
