@@ -38,7 +38,7 @@ def find_run(config: RunConfig) -> Run | None:
 def plan_run(config: RunConfig) -> RunPlan:
     """Say what a run would do. Raises BadInput as the run itself would."""
     run = find_run(config)
-    facts = asyncio.run(preflight(config))
+    facts = asyncio.run(preflight(config, part="plan"))
     sealed = 0 if run is None else len(sealed_iterations(run))
     pools, rollout, update = config.pools, config.rollout, config.update
     prompts, completions = rollout.prompts, rollout.prompts * rollout.group_size

@@ -1,6 +1,6 @@
 """Check everything that can be wrong with a run's inputs, before anything is written.
 
-`python -m models.commands.preflight`, or `python -m models.commands.preflight scoring` for the rewards alone.
+`python -m models.commands.preflight run`, `plan` to write nothing, or `scoring` for the rewards alone.
 
 Reads a run's configuration as JSON on stdin; prints `{"ok": true, "error": "", "facts": {…}}`, or `ok` false with the
 error in one line and exit code 2. A process of its own, since flows may not load what reads tokenizers and models.
@@ -275,7 +275,13 @@ def main() -> int:
         inputs = Inputs.model_validate_json(sys.stdin.read())
         error, facts = "", dict[str, float]()
         try:
-            facts = check_scoring(inputs) if sys.argv[1:] == ["scoring"] else check(inputs, cache=checks_directory())
+            match sys.argv[1:]:
+                case ["scoring"]:
+                    facts = check_scoring(inputs)
+                case ["plan"]:  # which writes nothing at all
+                    facts = check(inputs, cache=None)
+                case _:
+                    facts = check(inputs, cache=checks_directory())
         except BadInput as found:
             error = " ".join(str(found).split())
     with answer:

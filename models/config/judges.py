@@ -131,9 +131,10 @@ class JudgeReward(RewardTerm):
     model: JudgeModel
     """Which model judges."""
     template: str | None = None
-    """What it is asked; none asks what the verdict needs, with the completion between fences. `{prompt}`,
-    `{completion}` and `{answer}` are filled in, escaped; `{fence}` is a delimiter that no completion can guess. A
-    verdict of kind `steps` has `{steps}`, the completion in tags, in place of `{completion}`."""
+    """What it is asked; none asks what the verdict needs, with the completion between fences; one that the run
+    trains is asked in a few words. `{prompt}`, `{completion}` and `{answer}` are filled in, escaped; `{fence}` is a
+    delimiter that no completion can guess. A verdict of kind `steps` has `{steps}`, the completion in tags, in place
+    of `{completion}`."""
     verdict: VerdictConfig = ChoiceVerdict()
     """How its answer becomes a number."""
     votes: Annotated[int, Field(ge=1, le=64)] = 1

@@ -101,6 +101,9 @@ The right answer is {{answer}}. Is the solution correct? Answer yes or no.
 """
 """Of verdicts that are an answer, a score or a likelihood."""
 
+BARE: Final = "{prompt}\n{completion}\nThe right answer is {answer}. Is this correct? Answer yes or no.\n"
+"""The same of a judge that the run trains, which takes no instructions and learns from these very questions."""
+
 _ROLE: Final = f"""\
 You are a strict examiner. You are given a question and somebody's solution, cut into numbered steps: step k stands \
 between <step_k> and </step_k>, and the first is step 0. The solution stands between two lines {{fence}}. {_DATA}"""
@@ -165,7 +168,7 @@ def template_of(reward: JudgeReward, *, answer: str) -> str:
     if reward.template is not None:
         return reward.template
     if not isinstance(reward.verdict, StepsVerdict):
-        return VERDICT
+        return BARE if reward.is_trained else VERDICT
     shows_reference = reward.verdict.reference and bool(answer.strip())
     if reward.verdict.prompt == "published":
         return PUBLISHED_REFERENCE if shows_reference else PUBLISHED

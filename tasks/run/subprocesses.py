@@ -14,8 +14,11 @@ from pydantic import BaseModel
 from infra.errors import BadInput, WorkerFailed
 
 
-async def preflight(config: BaseModel, *, part: Literal["run", "scoring"] = "run") -> dict[str, float]:
-    """Check data, policy directory, rewards and lengths; or the rewards alone, where rollouts are stored already."""
+async def preflight(config: BaseModel, *, part: Literal["run", "plan", "scoring"] = "run") -> dict[str, float]:
+    """Check data, policy directory, rewards and lengths; or the rewards alone, where rollouts are stored already.
+
+    For a plan nothing is written, not even what the check would know the next time.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
