@@ -99,21 +99,23 @@ def test_a_directory_that_a_run_left_is_described_without_torch(directory):
     assert without_torch(f"{code}inspect_directory(Path(sys.argv[1])).critic()", str(directory)) == "False"
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_check_of_a_configuration_that_ships_needs_no_torch(path, tmp_path, monkeypatch):
+def test_the_checks_of_all_configurations_that_ship_need_no_torch(tmp_path, monkeypatch):
     monkeypatch.chdir(HOME)
-    config = load_config(path, ["update.lora.rank=4", 'rollout.engine={kind="transformers"}'])
-    if path.stem == "distill":  # the teacher is made first
-        tokenizer = scratch_tokenizer(config.policy, load_problems(config.data, "train", config.seed))
-        save_policy(build_scratch(config.policy, tokenizer, seed=1), tokenizer, tmp_path / "teacher")
-        config = load_config(path, [f'algorithm.distillation.teacher.path="{tmp_path / "teacher"}"'])
-    question = tmp_path / "question.json"
-    question.write_text(config.model_dump_json())
+    for path in CONFIGS:
+        config = load_config(path, ["update.lora.rank=4", 'rollout.engine={kind="transformers"}'])
+        if path.stem == "distill":  # the teacher is made first
+            tokenizer = scratch_tokenizer(config.policy, load_problems(config.data, "train", config.seed))
+            save_policy(build_scratch(config.policy, tokenizer, seed=1), tokenizer, tmp_path / "teacher")
+            config = load_config(path, [f'algorithm.distillation.teacher.path="{tmp_path / "teacher"}"'])
+        (tmp_path / f"{path.stem}.json").write_text(config.model_dump_json())
     code = (
         "from pathlib import Path\nfrom models.commands.preflight import Inputs, check\n"
-        "assert check(Inputs.model_validate_json(Path(sys.argv[1]).read_text()))['parameters']"
+        "for path in sorted(Path(sys.argv[1]).glob('*.json')):\n"
+        "    assert check(Inputs.model_validate_json(path.read_text()))['parameters']\n"
+        "    assert 'torch' not in sys.modules, path.stem\n"
     )
-    assert without_torch(code, str(question)) == "False"
+    assert len(CONFIGS) == 8
+    assert without_torch(code, str(tmp_path)) == "False"
 
 
 def test_the_classes_that_ship_are_what_a_users_own_are_checked_for():
