@@ -3,6 +3,7 @@
 Their modules import what is heavy when they are called.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Final, Literal
@@ -48,7 +49,8 @@ ACTIONS: Final[tuple[tuple[Callable[..., None], str], ...]] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; see `run_command` for its exit code."""
+    """Run one command; see `run_command` for its exit code. What it writes is for its user alone."""
+    os.umask(os.umask(0o077) | 0o077)
     return run_command(app(), arguments, again="the same command continues")
 
 

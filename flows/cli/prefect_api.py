@@ -9,7 +9,6 @@ Two privates of Prefect are replaced, and nothing else; its version is pinned ex
 import asyncio
 import importlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -95,7 +94,8 @@ def prefect_api(*modules: str) -> Iterator[str]:
 def run_flow(flow: "Coroutine[object, object, R]") -> R:
     """Run a flow to its end; of the errors that its controllers ended with together, raise the first of ours.
 
-    SIGTERM cancels it as Ctrl-C does, and ends in a KeyboardInterrupt with the signal's number.
+    SIGTERM cancels it as Ctrl-C does, also where SIGINT is ignored, as by `rheostat train … &` in a script; it ends in
+    a KeyboardInterrupt with the signal's number.
     """
     import httpx
     from prefect.exceptions import PrefectException
@@ -103,17 +103,25 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
 
     numbers: list[int] = []
 
-    def interrupt(number: int, _: object) -> None:
-        numbers.append(number)
-        signal.raise_signal(signal.SIGINT)
+    async def cancellable() -> R:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
 
-    # Prefect's own raises wherever the process is at that moment, often inside a task that another waits for.
-    engine._prefect_sigterm_handler = interrupt  # type: ignore[assignment]
+        def interrupt(number: int, _: object) -> None:
+            numbers.append(number)
+            loop.call_soon_threadsafe(task.cancel)
+
+        # Prefect's own raises wherever the process is at that moment, often inside a task that another waits for.
+        engine._prefect_sigterm_handler = interrupt  # type: ignore[assignment]
+        return await flow
+
     try:
-        return asyncio.run(flow)
+        return asyncio.run(cancellable())
     except KeyboardInterrupt:
         raise KeyboardInterrupt(*numbers[:1]) from None
     except BaseException as error:
+        if numbers:
+            raise KeyboardInterrupt(numbers[0]) from None
         leaf = first_cause(error)
         if isinstance(leaf, PrefectException | httpx.HTTPError):
             problem = f"{type(leaf).__name__}: {leaf}"

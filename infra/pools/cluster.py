@@ -139,7 +139,7 @@ def _embedded(namespace: str, *, preload: Preload | None, log_to_driver: bool) -
                 log_to_driver=log_to_driver,
                 logging_level=QUIET,
                 runtime_env={} if nursery is None else {"py_executable": forks.worker_command(directory)},
-                _temp_dir=str(directory),
+                _temp_dir=str(directory / "ray"),  # Ray opens it to everybody; what is above it is ours alone
             )
         yield str(ray.get_runtime_context().gcs_address)
         ray.shutdown()

@@ -83,9 +83,13 @@ def test_a_missing_policy_file_stops_by_name(reference, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_job_in_order_and_the_command_continues_it(number, reference, tmp_path):
-    job = Job(tmp_path)
+@pytest.mark.parametrize(
+    ("number", "ignored"),
+    [(signal.SIGINT, ()), (signal.SIGTERM, ()), (signal.SIGTERM, (signal.SIGINT,))],
+    ids=["SIGINT", "SIGTERM", "SIGTERM where SIGINT is ignored, as by a script's &"],
+)
+def test_a_signal_ends_the_job_in_order_and_the_command_continues_it(number, ignored, reference, tmp_path):
+    job = Job(tmp_path, ignores=ignored)
     with job.started() as process:
         assert wait_for(lambda: (job.run / "manifests/it-0001/plan.json").exists())
         family = family_of(process.pid)

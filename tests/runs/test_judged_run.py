@@ -118,12 +118,12 @@ def test_a_killed_judge_costs_a_shard_at_most_and_changes_nothing(side_by_side, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["after", "before"])
-@pytest.mark.parametrize("entry", ["plan", "moves-0001-0000"])
+@pytest.mark.parametrize("entry", ["plan", "moves"])
 def test_a_move_that_a_killed_driver_began_is_finished_or_undone_by_the_next(
     side_by_side, tmp_path, prefect_api, moment, entry
 ):
     job = Job(tmp_path, prefect_api)
-    faults = [Fault("driver", moment, f"journal/placement/it-0001/{entry}.json")]
+    faults = [Fault("driver", moment, rf"journal/placement/it-0001/{entry}\S*\.json")]
     killed = job.train(JUDGE, *SMALL, "placement.kind=colocated", faults=faults)
     assert (killed.code, job.struck()) == (-9, 1), killed.output
     resumed = job.train(JUDGE, *SMALL, "placement.kind=fixed")

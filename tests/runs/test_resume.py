@@ -134,6 +134,12 @@ def test_nothing_of_a_killed_job_keeps_running(interrupted):
     assert interrupted.left == []
 
 
+def test_nobody_else_can_read_what_a_job_writes(interrupted):
+    written = [*interrupted.job.run.rglob("*"), *(interrupted.job.home / "prefect").rglob("*")]
+    assert len(written) > 60
+    assert [path for path in written if path.lstat().st_mode & 0o077] == []
+
+
 def test_a_finished_resume_leaves_no_temporary_file(interrupted):
     assert leftovers_of(interrupted.job.run) == []
 

@@ -93,6 +93,8 @@ class Job:
     """Log every piece of work that workers begin, and every write of the driver."""
     document: str = TINY
     """The configuration."""
+    ignores: tuple[int, ...] = ()
+    """Signals that the job ignores from its start on."""
     path: Path = ROOT
     """Where modules are that are not installed: rewards of tests, and what users bring."""
 
@@ -120,7 +122,13 @@ class Job:
         command += ["train", str(self.home / "tiny.toml"), *overrides, "--store", str(self.store)]
         with (self.home / "output").open("wb") as output:
             process = subprocess.Popen(
-                command, cwd=ROOT, env=self._environment(), stdout=output, stderr=output, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=self._environment(),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in self.ignores],
             )
         try:
             yield process

@@ -53,6 +53,16 @@ async def test_an_idle_worker_that_dies_is_replaced_at_once(cluster):
     await pool.close()
 
 
+async def test_no_other_user_gets_at_the_sockets_of_an_embedded_cluster(cluster):
+    import ray
+
+    (node,) = ray.nodes()
+    socket = Path(node["ObjectStoreSocketName"])
+    assert socket.exists()
+    private = [folder for folder in socket.parents if folder.stat().st_mode & 0o777 == 0o700]
+    assert [folder.name[:9] for folder in private] == ["rheostat-"]
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(cluster):
     """Two workers that tests share; every test leaves them whole."""
