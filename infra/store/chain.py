@@ -4,7 +4,10 @@ A manifest or an entry of the journal that is deleted, or replaced with a right 
 part; such a record is missed by its successor. The last one alone has none: nothing in a store proves its own end.
 """
 
+import re
 from collections.abc import Iterator, Sequence
+
+from pydantic import ValidationError
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
@@ -12,6 +15,7 @@ from infra.store.checksums import record_digest, unseal
 from infra.store.runs import Run
 
 _CHAIN = "chain/"
+_NAME = re.compile(r"(\d{6,})-(.+)\.json")
 
 
 class Link(Settings):
@@ -36,7 +40,7 @@ class Link(Settings):
 
 def linked_parts(run: Run) -> list[str]:
     """Return the parts that have a record, in the chain's order."""
-    return [name.partition("-")[2].removesuffix(".json") for name in run.store.children(_CHAIN.rstrip("/"))]
+    return [name[2] for name in _names(run)]
 
 
 def link_part(run: Run, part: str, *, journal: Sequence[str] = ()) -> None:
@@ -44,12 +48,12 @@ def link_part(run: Run, part: str, *, journal: Sequence[str] = ()) -> None:
 
     The first record names all that there is.
     """
-    parts = linked_parts(run)
-    if part in parts:
+    names = _names(run)
+    if part in (name[2] for name in names):
         return
-    follows = _key(len(parts), parts[-1]) if parts else ""
-    manifests = run.manifests(f"{part}/" if parts else "")
-    entries = {key: entry for prefix in (journal if parts else [""]) for key, entry in run.journal(prefix).items()}
+    follows, number = (f"{_CHAIN}{names[-1][0]}", int(names[-1][1]) + 1) if names else ("", 1)
+    manifests = run.manifests(f"{part}/" if names else "")
+    entries = {key: entry for prefix in (journal if names else [""]) for key, entry in run.journal(prefix).items()}
     link = Link(
         part=part,
         follows=follows,
@@ -57,15 +61,15 @@ def link_part(run: Run, part: str, *, journal: Sequence[str] = ()) -> None:
         manifests={manifest.key: manifest.digest for manifest in manifests},
         journal={key: record_digest(entry) for key, entry in entries.items()},
     )
-    run.put_record(_key(len(parts) + 1, part), link.model_dump(mode="json"))
+    run.put_record(f"{_CHAIN}{number:06d}-{part}.json", link.model_dump(mode="json"))
 
 
 def check_chain(run: Run) -> Iterator[str]:
     """Compare every record with its predecessor and with what it names; yield one line per problem."""
     digests = {manifest.digest for manifest in run.manifests()}
     last, previous = "", ""
-    for name in run.store.children(_CHAIN.rstrip("/")):
-        key = f"{_CHAIN}{name}"
+    for name in _names(run):
+        key = f"{_CHAIN}{name[0]}"
         try:
             link = _read(run, key)
         except (Damaged, BadInput) as error:
@@ -92,8 +96,16 @@ def _check_journal(run: Run, link: Link, key: str) -> Iterator[str]:
 
 
 def _read(run: Run, key: str) -> Link:
-    return Link.model_validate(unseal(run.store.read(key), where=f"{key!r} in {run.store.uri}"))
+    fields = unseal(run.store.read(key), where=f"{key!r} in {run.store.uri}")
+    try:
+        return Link.model_validate(fields)
+    except ValidationError as error:
+        raise Damaged(
+            f"{key!r} in {run.store.uri}: its seal is right but it is no record of the chain: {error}"
+        ) from error
 
 
-def _key(number: int, part: str) -> str:
-    return f"{_CHAIN}{number:06d}-{part}.json"
+def _names(run: Run) -> list[re.Match[str]]:
+    """Name, number and part of every record, in order; what others left in the folder is none."""
+    found = (_NAME.fullmatch(name) for name in run.store.children(_CHAIN.rstrip("/")))
+    return sorted((name for name in found if name is not None), key=lambda name: int(name[1]))

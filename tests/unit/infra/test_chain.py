@@ -71,3 +71,22 @@ def test_a_record_of_the_chain_that_is_deleted_or_edited_is_missed_by_its_succes
         assert problems(root), path
         path.write_bytes(whole)
     assert problems(root) == []
+
+
+def test_what_others_leave_in_the_folder_is_no_record_and_a_lost_one_does_not_stop_the_next(root):
+    home = root / "r/chain"
+    (home / ".DS_Store").write_bytes(b"x")
+    (home / "notes.txt").write_bytes(b"x")
+    assert problems(root) == []
+    (home / "000002-it-0001.json").unlink()
+    with open_run(str(root), "r").hold() as run:
+        link_part(run, "it-0003")
+    assert sorted(path.name for path in home.glob("0*"))[-1] == "000005-it-0003.json"
+    (problem,) = problems(root)
+    assert "'chain/000002-it-0001.json'" in problem
+
+
+def test_a_record_that_is_none_in_spite_of_its_seal_is_named(root):
+    (root / "r/chain/000002-it-0001.json").write_bytes(seal({"part": "it-0001"}))
+    (problem,) = problems(root)
+    assert "'chain/000002-it-0001.json'" in problem and "no record of the chain" in problem
