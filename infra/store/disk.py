@@ -37,7 +37,7 @@ def sweep(root: Path) -> None:
 @contextmanager
 def hold_file(path: Path) -> Iterator[bool]:
     """Lock a file for this process, at most for its life, and write its name into it; False if another has it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     _drop_inherited_holds()
     _held.add(descriptor)
     try:

@@ -128,7 +128,7 @@ class LocalStore:
         return self.root.as_uri()
 
     def put(self, key: str, data: bytes | Path) -> bool:
-        path = self._path(key)
+        path = self._own_path(key)
         with self._failures(f"cannot write {key!r}"):
             make_directory(path.parent)
             won = not path.exists() and publish_file(path, data)
@@ -151,6 +151,8 @@ class LocalStore:
         path = self._path(key)
         if not path.is_file():
             raise Damaged(f"{key!r} is missing from {self.uri}")
+        if link := self._link_to(path):
+            raise Damaged(f"{key!r} in {self.uri}: expected a plain file, found the symbolic link {link}")
         return path
 
     def entries(self, prefix: str) -> list[Entry]:
@@ -169,7 +171,7 @@ class LocalStore:
         return self._path(key).is_file()
 
     def delete(self, key: str) -> None:
-        path = self._path(key)
+        path = self._own_path(key)
         with self._failures(f"cannot delete {key!r}"):
             try:
                 path.unlink()
@@ -179,7 +181,7 @@ class LocalStore:
 
     @contextmanager
     def hold(self, key: str) -> Iterator[bool]:
-        path = self._path(key)
+        path = self._own_path(key)
         with ExitStack() as stack:
             with self._failures(f"cannot hold {key!r}"):
                 make_directory(path.parent)
@@ -204,6 +206,21 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         check_key(key)
         return self.root / key
+
+    def _own_path(self, key: str) -> Path:
+        """Return where an object is written or removed: in the store itself, and not where a link leads to."""
+        path = self._path(key)
+        if link := self._link_to(path):
+            raise BadInput(
+                f"store {self.uri}: {key!r} would be changed through the symbolic link {link}, expected a file or "
+                "folder of the store's own; remove the link"
+            )
+        return path
+
+    def _link_to(self, path: Path) -> Path | None:
+        """Find a symbolic link among an object and the folders between it and the root, which may be one itself."""
+        ways = [path, *path.parents][: len(path.relative_to(self.root).parts)]
+        return next((way for way in ways if way.is_symlink()), None)
 
     def _walk(self, prefix: str) -> Iterator[Entry]:
         if prefix:

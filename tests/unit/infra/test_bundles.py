@@ -8,7 +8,7 @@ import pytest
 from blake3 import blake3
 
 from infra.errors import BadInput, Damaged
-from infra.store.bundles import BundleRef, delete_bundle, fetch_bundle, publish_bundle
+from infra.store.bundles import BundleRef, delete_bundle, fetch_bundle, fetch_file, publish_bundle
 from infra.store.storage import open_store
 from tests.support.processes import CONTEXT, preload, process
 
@@ -103,6 +103,19 @@ def test_a_cut_missing_or_additional_file_is_damage_that_names_it(store, policy)
     assert "'config.json': expected 2 bytes, found 1 bytes" in in_a_fresh_process(store, ref)
     (directory / "config.json").unlink()
     assert "'config.json': expected 2 bytes, found no file" in in_a_fresh_process(store, ref)
+
+
+@pytest.mark.parametrize("name", ["config.json", "zero/rank_0.pt", "zero", "bundle.json"])
+def test_a_link_in_place_of_a_file_is_damage_even_where_it_leads_to_the_same_bytes(store, policy, tmp_path, name):
+    ref = publish_bundle(store, policy, prefix="policies")
+    path = tmp_path / "run" / ref.key / name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert name in in_a_fresh_process(store, ref)
+    with pytest.raises(Damaged, match="symbolic link|missing|found no file"):
+        fetch_bundle(store, ref)
+    with pytest.raises(Damaged, match="symbolic link"):
+        fetch_file(store, ref, {"zero": "zero/rank_0.pt", "bundle.json": "config.json"}.get(name, name))
 
 
 def test_publishing_a_damaged_bundle_again_mends_it(store, policy):

@@ -268,3 +268,26 @@ def test_thousands_of_manifests_are_listed_fast(tmp_path):
     first = time.perf_counter() - start
     assert len(reader.manifests("it/")) == 2000
     assert first < 3 and time.perf_counter() - start - first < 1
+
+
+@pytest.mark.parametrize("name", ["lock", "lease", "manifests", "journal"])
+def test_nothing_is_written_through_a_symbolic_link_that_lies_in_a_run(tmp_path, name):
+    run, outside = make(tmp_path / "store"), tmp_path / "outside"
+    if name == "lock":
+        outside.write_bytes(b"precious")
+    else:
+        outside.mkdir()
+    (tmp_path / "store" / "first" / name).symlink_to(outside)
+    with pytest.raises(BadInput, match=rf"symbolic link .*/first/{name}, expected"), run.hold() as held:  # noqa: PT012
+        held.note("key", {"seconds": 1})
+        held.commit(Manifest(key="it/0000"))
+    assert outside.read_bytes() == b"precious" if name == "lock" else not list(outside.iterdir())
+
+
+def test_a_store_and_a_run_may_be_links_themselves(tmp_path):
+    make(tmp_path / "disk", "first")
+    (tmp_path / "store").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "second").symlink_to(tmp_path / "disk" / "first")
+    for name in ("first", "second"):
+        with open_run(str(tmp_path / "store"), name).hold() as run:
+            assert run.note(name, {"seconds": 1}) == run.noted(name) == {"seconds": 1}
