@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.config.policy import ModelOutline, ModelShape
+from models.inspection.admission import admit
 from models.inspection.decoder import CLASSES, DecoderSizes, Shape
 from models.text.tokenizer import load_tokenizer
 
@@ -45,6 +46,7 @@ def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -
 
 def inspect_directory(directory: Path) -> Inspected:
     """Refuse a directory that cannot be trained and sampled from; describe what it has."""
+    admit(directory)
     return _plain(directory) or _built(directory)
 
 

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
+from models.inspection.admission import admit
 from models.modeling.merging import base_of, check_fits, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
 from models.text.tokenizer import load_tokenizer
@@ -29,6 +30,7 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
     """
     if not directory.is_dir():
         raise BadInput(f"policy {directory}: no such directory (looked in {Path.cwd()})")
+    admit(directory)
     if is_adapter(directory):
         checked = check_directory(base_of(directory))
         check_fits(meta_policy(directory), read_adapter(directory))

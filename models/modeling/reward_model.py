@@ -22,6 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from infra.errors import BadInput
+from models.inspection.admission import admit
 from models.modeling.batching import MicroBatch, lay_out, pack
 from models.modeling.directory import weight_files
 from models.modeling.weights import first_line, load_weights
@@ -66,6 +67,10 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
     """Load weights and tokenizer; on the `meta` device only names and shapes. Raises BadInput in one line."""
     if not path.is_dir():
         raise BadInput(f"reward model {path}: no such directory (looked in {Path.cwd()})")
+    try:
+        admit(path)
+    except BadInput as error:
+        raise BadInput(f"reward model: {error}") from error
     config = _config(path)
     try:
         weight_files(path)

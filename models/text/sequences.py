@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import jinja2
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.data.load import Example
 from models.data.preferences import Preference
 from models.records.model_input import ModelInput
+from models.text.chats import TemplateFailed, render_chats
 from models.text.tokenizer import render, tokenize_prompts
 
 _FIELD: Final = re.compile(r"\{(prompt|completion)\}")
@@ -68,9 +68,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: 
         return ModelInput.given(tokenizer(prompt + completion)["input_ids"])
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     try:
-        chat = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except (jinja2.TemplateError, TypeError) as error:
-        raise ValueError(f"the chat template refuses it: {error}") from error
+        [chat] = render_chats([turns], tokenizer, generation_prompt=False)
+    except TemplateFailed as error:
+        raise ValueError(f"the chat template {error}") from error
     return ModelInput.given(tokenizer(chat, add_special_tokens=False)["input_ids"])
 
 
@@ -93,8 +93,8 @@ def reward_pairs(
     """Tokenize as for scoring; a model is asked for its number of the last token that is not padding."""
     require_completion(template, source="reward model")
     inputs: list[ModelInput] = []
-    for pair in preferences:
-        prompt = render(pair.prompt, tokenizer, source=pair.source)
+    prompts = render([pair.prompt for pair in preferences], tokenizer, sources=[pair.source for pair in preferences])
+    for pair, prompt in zip(preferences, prompts, strict=True):
         for completion in (pair.chosen, pair.rejected):
             try:
                 read = encode(tokenizer, template, prompt=prompt, completion=completion)

@@ -7,7 +7,6 @@ from itertools import chain
 from pathlib import Path
 from typing import cast
 
-import jinja2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +14,7 @@ from infra.errors import BadInput
 from models.config.policy import ScratchPolicy
 from models.data.problems import Problem, Prompt, identity
 from models.records.model_input import ModelInput
+from models.text.chats import TemplateFailed, render_chats
 
 EOS = "<|eos|>"
 PAD = "<|pad|>"
@@ -102,7 +102,7 @@ def tokenize_prompts(
 
     `sources` are where the prompts came from, for messages.
     """
-    texts = [render(prompt, tokenizer, source=source) for prompt, source in zip(prompts, sources, strict=True)]
+    texts = render(prompts, tokenizer, sources=sources)
     found: dict[int, list[int]] = {}
     for special in (True, False):
         rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
@@ -111,17 +111,20 @@ def tokenize_prompts(
     return [TokenizedPrompt(text, ModelInput.given(found[row])) for row, text in enumerate(texts)]
 
 
-def render(prompt: Prompt, tokenizer: PreTrainedTokenizerFast, *, source: str) -> str:
-    """Spell the prompt out: plain text as it is, a chat by the tokenizer's template up to the assistant's turn."""
-    if isinstance(prompt, str):
-        return prompt
-    if not tokenizer.chat_template:
-        raise BadInput(f"{source}: chat messages, but the policy's tokenizer has no chat template; use plain text")
-    messages = [{"role": message.role, "content": message.content} for message in prompt]
+def render(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast, *, sources: Sequence[str]) -> list[str]:
+    """Spell prompts out: plain text as it is, chats by the tokenizer's template up to the assistant's turn."""
+    chats = {row: prompt for row, prompt in enumerate(prompts) if not isinstance(prompt, str)}
+    rows = list(chats)
+    if rows and not tokenizer.chat_template:
+        raise BadInput(
+            f"{sources[rows[0]]}: chat messages, but the policy's tokenizer has no chat template; use plain text"
+        )
+    turns = [[{"role": each.role, "content": each.content} for each in chat] for chat in chats.values()]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise BadInput(f"{source}: the policy's chat template refuses it: {_first_line(error)}") from error
+        spelt = dict(zip(rows, render_chats(turns, tokenizer, generation_prompt=True), strict=True))
+    except TemplateFailed as error:
+        raise BadInput(f"{sources[rows[error.chat]]}: the policy's chat template {_first_line(error)}") from error
+    return [prompt if isinstance(prompt, str) else spelt[row] for row, prompt in enumerate(prompts)]
 
 
 def require_room(problems: Sequence[Problem], prompts: Sequence[TokenizedPrompt], *, max_tokens: int) -> None:

@@ -112,7 +112,7 @@ def test_a_link_in_place_of_a_file_is_damage_even_where_it_leads_to_the_same_byt
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     assert name in in_a_fresh_process(store, ref)
-    with pytest.raises(Damaged, match="symbolic link|missing|found no file"):
+    with pytest.raises(Damaged, match=r"symbolic link|missing|found no file"):
         fetch_bundle(store, ref)
     with pytest.raises(Damaged, match="symbolic link"):
         fetch_file(store, ref, {"zero": "zero/rank_0.pt", "bundle.json": "config.json"}.get(name, name))

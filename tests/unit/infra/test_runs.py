@@ -278,7 +278,7 @@ def test_nothing_is_written_through_a_symbolic_link_that_lies_in_a_run(tmp_path,
     else:
         outside.mkdir()
     (tmp_path / "store" / "first" / name).symlink_to(outside)
-    with pytest.raises(BadInput, match=rf"symbolic link .*/first/{name}, expected"), run.hold() as held:  # noqa: PT012
+    with pytest.raises(BadInput, match=rf"symbolic link .*/first/{name}, expected"), run.hold() as held:
         held.note("key", {"seconds": 1})
         held.commit(Manifest(key="it/0000"))
     assert outside.read_bytes() == b"precious" if name == "lock" else not list(outside.iterdir())

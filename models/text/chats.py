@@ -1,0 +1,157 @@
+"""Chats spelt out by a tokenizer's template, in a process of their own.
+
+A template is a program that comes with a model from elsewhere. Its sandbox keeps it from files and from our objects,
+not from running for ever or filling the memory: the kernel ends a process that goes beyond its share. The process
+renders as transformers does, waits for more, and ends with its owner. Run as a file, it imports nothing of the house.
+"""
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CPU_SECONDS: Final = 3
+"""For one request, and for each of its chats a share more. Published templates take about a millisecond."""
+CPU_SECONDS_PER_CHAT: Final = 0.01
+MEMORY_BYTES: Final = 2**31
+"""Of addresses, libraries included."""
+SPARE_CHARACTERS, CHARACTERS_PER_CHARACTER = 2**16, 16
+"""How much longer than its messages a chat may become."""
+
+
+class TemplateFailed(ValueError):
+    """A chat template refused a chat, or went beyond its share of time or memory."""
+
+    def __init__(self, message: str, *, chat: int) -> None:
+        super().__init__(message)
+        self.chat = chat
+        """Which of the chats it was."""
+
+
+def render_chats(
+    chats: Sequence[Sequence[Mapping[str, str]]], tokenizer: "PreTrainedTokenizerFast", *, generation_prompt: bool
+) -> list[str]:
+    """Spell chats out as `apply_chat_template` does. Raises TemplateFailed."""
+    if not chats:
+        return []
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise TemplateFailed(f"refuses it: {error}", chat=0) from error
+    request = {
+        "template": template,
+        "special": tokenizer.special_tokens_map,
+        "chats": [list(map(dict, chat)) for chat in chats],
+        "generation_prompt": generation_prompt,
+    }
+    return _RENDERER.render(json.dumps(request).encode() + b"\n", len(chats))
+
+
+class _Renderer:
+    """Owns the process; starts it when it is needed, and again when a template has ended it."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def render(self, request: bytes, count: int) -> list[str]:
+        with self._turn:
+            process = self._started()
+            assert process.stdin is not None and process.stdout is not None, "they were asked for"
+            texts: list[str] = []
+            with contextlib.suppress(OSError):  # it ended: its answers tell how far it came
+                process.stdin.write(request)
+                process.stdin.flush()
+            while len(texts) < count:
+                answer = process.stdout.readline()
+                if not answer.endswith(b"\n"):
+                    self._process = None
+                    raise TemplateFailed(_ending(process), chat=len(texts))
+                told: dict[str, str] = json.loads(answer)
+                if "error" in told:
+                    raise TemplateFailed(told["error"], chat=len(texts))
+                texts.append(told["text"])
+            return texts
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                process_group=0,  # the terminal's Ctrl-C is for its owner
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "USE_TORCH": "0"},
+            )
+            self._owner = os.getpid()
+            atexit.register(self._close, self._process)
+        return self._process
+
+    @staticmethod
+    def _close(process: "subprocess.Popen[bytes]") -> None:
+        process.kill()
+        process.communicate()
+
+
+def _ending(process: "subprocess.Popen[bytes]") -> str:
+    process.communicate()
+    if process.returncode == -signal.SIGXCPU:
+        return f"does not end: it took more than {CPU_SECONDS} s of CPU time"
+    return f"brought its process down, which ended with code {process.returncode}"
+
+
+_RENDERER: Final = _Renderer()
+
+
+# ---- the process
+
+
+def _serve() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, MEMORY_BYTES)):
+        with contextlib.suppress(OSError, ValueError):  # not every system has each
+            resource.setrlimit(limit, (value, value))
+    while line := sys.stdin.buffer.readline():
+        request = json.loads(line)
+        spent = resource.getrusage(resource.RUSAGE_SELF)
+        allowed = spent.ru_utime + spent.ru_stime + CPU_SECONDS + CPU_SECONDS_PER_CHAT * len(request["chats"])
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(allowed), resource.RLIM_INFINITY))
+        for chat in request["chats"]:
+            answer = {}
+            try:
+                [text], _ = render_jinja_template(
+                    conversations=[chat],
+                    chat_template=request["template"],
+                    add_generation_prompt=request["generation_prompt"],
+                    **request["special"],
+                )
+                read = sum(len(message["content"]) for message in chat)
+                if len(text) > SPARE_CHARACTERS + CHARACTERS_PER_CHARACTER * read:
+                    answer["error"] = f"makes {len(text)} characters of {read}"
+                else:
+                    answer["text"] = text
+            except MemoryError:
+                answer["error"] = f"takes more than {MEMORY_BYTES} bytes of memory"
+            except Exception as error:  # a template may raise what it likes
+                answer["error"] = f"refuses it: {str(error).strip() or type(error).__name__}"
+            sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+            sys.stdout.buffer.flush()
+            if "error" in answer:
+                break
+
+
+if __name__ == "__main__":
+    _serve()
