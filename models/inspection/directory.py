@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
+from models.admission.directory import admit
 from models.config.policy import ModelOutline, ModelShape
-from models.inspection.admission import admit
 from models.inspection.decoder import CLASSES, DecoderSizes, Shape
 from models.text.tokenizer import load_tokenizer
 

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
-from models.inspection.admission import admit
+from models.admission.directory import admit
 from models.modeling.merging import base_of, check_fits, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
 from models.text.tokenizer import load_tokenizer

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from infra.errors import BadInput
-from models.inspection.admission import admit
+from models.admission.directory import admit
 from models.modeling.batching import MicroBatch, lay_out, pack
 from models.modeling.directory import weight_files
 from models.modeling.weights import first_line, load_weights

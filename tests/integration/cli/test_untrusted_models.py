@@ -9,8 +9,8 @@ import pytest
 
 from flows.cli.app import main
 from infra.errors import BadInput
+from models.admission.directory import admit
 from models.commands.preflight import Inputs, check
-from models.inspection.admission import admit
 from models.inspection.directory import inspect_directory
 from models.modeling.critic import classifier_of
 from models.modeling.directory import check_directory

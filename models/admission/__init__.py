@@ -1,0 +1,1 @@
+"""What is refused of a model directory before any library reads it."""
