@@ -13,7 +13,7 @@ import psutil
 
 from bench.controllers import HITS, NOTES, PAYLOADS, SAMPLES, Measured, Place, environment, hits, peak, ratio, run_job
 from bench.tables import Table
-from tests.support.jobs import ROOT, kill, prefect_server, wait_for
+from tests.support.jobs import AUTH, PASSWORD, ROOT, kill, prefect_server, wait_for
 
 DEPLOYED = (8,)
 ITERATIONS = 1
@@ -35,8 +35,10 @@ def measure() -> list[Table]:
 def _deployments(home: Path) -> Iterator[Place]:
     """Serve Prefect, deploy prefect.yaml there, and start a worker, as docs/deployments.md says."""
     with prefect_server(home) as api:
-        place = Place(home, {"PREFECT_API_URL": api, "PREFECT_WORKER_QUERY_SECONDS": "1", "RHEOSTAT_HOME": str(home)})
-        httpx.post(f"{api}/work_pools/", json={"name": "rheostat", "type": "process"}, timeout=60).raise_for_status()
+        environ = {"PREFECT_API_URL": api, **AUTH, "PREFECT_WORKER_QUERY_SECONDS": "1", "RHEOSTAT_HOME": str(home)}
+        place = Place(home, environ)
+        pool = {"name": "rheostat", "type": "process"}
+        httpx.post(f"{api}/work_pools/", json=pool, auth=PASSWORD, timeout=60).raise_for_status()
         command = [PREFECT, "--no-prompt", "deploy", "--all"]
         subprocess.run(command, cwd=ROOT, env=environment(place), stdout=subprocess.DEVNULL, check=True)
         command = [PREFECT, "worker", "start", "--pool", "rheostat"]

@@ -8,14 +8,16 @@ Two privates of Prefect are replaced, and nothing else; its version is pinned ex
 
 import asyncio
 import importlib
+import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 from cyclopts import Parameter
 
@@ -23,7 +25,15 @@ from flows.cli.options import PACKAGES
 from infra.errors import ApiFailed, first_cause
 from infra.terminal import write
 
+if TYPE_CHECKING:
+    from prefect.settings.legacy import Setting
+
+logger = logging.getLogger(__name__)
+
 R = TypeVar("R")
+
+PROFILE: Final = "rheostat"
+"""Profile of Prefect that names the server which `rheostat server` started last, and its password."""
 
 UI_PORT = 4200  # Prefect's own default
 
@@ -39,11 +49,25 @@ DEFAULTS: Final = {
 
 
 def server(*, port: Annotated[int, Parameter(help="port on loopback")] = UI_PORT) -> None:
-    """Serve Prefect's API and UI on this machine."""
+    """Serve Prefect's API and UI on this machine to those who know its password.
+
+    Address and password stand in Prefect's profile "rheostat", in a file of yours
+    alone: with PREFECT_PROFILE=rheostat your workers and commands find them. A
+    worker elsewhere needs PREFECT_API_URL, through a tunnel or a proxy, and
+    PREFECT_API_AUTH_STRING, the password as NAME:PASSWORD. To choose it yourself,
+    set PREFECT_SERVER_API_AUTH_STRING for the server.
+    """
     from flows.cli.server import serve
 
+    own = own_password()
+    password = own or keep_password(port)
     write(f"Prefect UI at http://127.0.0.1:{port} (stop with Ctrl-C)")
-    serve(port)
+    if own:
+        write("password   your own: PREFECT_SERVER_API_AUTH_STRING, else PREFECT_API_AUTH_STRING")
+    else:
+        write(f"password   `prefect --profile {PROFILE} config view --show-secrets` shows it")
+        write(f"workers    PREFECT_PROFILE={PROFILE} prefect worker start --pool rheostat")
+    serve(port, password=password)
 
 
 def set_defaults() -> None:
@@ -59,12 +83,15 @@ def prefect_api(*modules: str) -> Iterator[str]:
     The modules, which need Prefect, are imported while the server starts: both take seconds.
     """
     set_defaults()
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     configured = PREFECT_API_URL.value()
     if configured:
-        yield str(configured)
+        with temporary_settings(set_defaults={PREFECT_API_AUTH_STRING: kept_password(str(configured))}):
+            yield str(configured)
         return
+    own = own_password()
+    password = own or _new_password()
     with _listen(UI_PORT) as listener:  # bound here: of two jobs that start at once, neither finds the other's server
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(
@@ -72,13 +99,16 @@ def prefect_api(*modules: str) -> Iterator[str]:
             pass_fds=[listener.fileno()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env={**os.environ, "PREFECT_SERVER_API_AUTH_STRING": password},
             start_new_session=True,  # Ctrl-C reaches the flow first, which needs the API to end well
         )
     try:
-        with temporary_settings({PREFECT_API_URL: url}):
+        with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: password}):
             for module in modules:
                 importlib.import_module(module)
             _wait_healthy(server, url)
+            if own is None:
+                tell_password(password)
             try:
                 yield url
             finally:
@@ -89,6 +119,50 @@ def prefect_api(*modules: str) -> Iterator[str]:
             server.wait(10)
         except subprocess.TimeoutExpired:
             server.kill()
+
+
+def own_password() -> str | None:
+    """Return the `NAME:PASSWORD` that the user has told Prefect for its server, else for its clients."""
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_SERVER_API_AUTH_STRING
+
+    own = PREFECT_SERVER_API_AUTH_STRING.value() or PREFECT_API_AUTH_STRING.value() or None
+    return None if own == _profile().get(PREFECT_API_AUTH_STRING) else own
+
+
+def keep_password(port: int) -> str:
+    """Name the server on this port in Prefect's profile `PROFILE`; return the password in it, made the first time."""
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, load_profiles
+    from prefect.settings.profiles import save_profiles
+
+    kept = _profile()
+    password = kept.get(PREFECT_API_AUTH_STRING) or _new_password()
+    wanted = {PREFECT_API_URL: f"http://127.0.0.1:{port}/api", PREFECT_API_AUTH_STRING: password}
+    if kept != wanted:
+        profiles = load_profiles()
+        profiles.update_profile(PROFILE, wanted)
+        path = get_current_settings().profiles_path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.chmod(0o600)  # before the password is in it
+        save_profiles(profiles)
+    return password
+
+
+def kept_password(url: str) -> str | None:
+    """Return the password of the server that `PROFILE` names, for the URL of that server and no other."""
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
+
+    kept = _profile()
+    same = url.rstrip("/").replace("//localhost:", "//127.0.0.1:") == kept.get(PREFECT_API_URL)
+    return kept.get(PREFECT_API_AUTH_STRING) if same else None
+
+
+def tell_password(password: str) -> None:
+    """Show a password that ends with this command to the one who sits at its terminal; no log gets it."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"the password of Prefect's UI is {password}\n")
+    else:
+        logger.info("Prefect's UI asks for a password: to know it, set PREFECT_API_AUTH_STRING=NAME:PASSWORD before")
 
 
 def run_flow(flow: "Coroutine[object, object, R]") -> R:
@@ -123,12 +197,27 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
         if numbers:
             raise KeyboardInterrupt(numbers[0]) from None
         leaf = first_cause(error)
+        if isinstance(leaf, httpx.HTTPStatusError) and leaf.response.status_code == httpx.codes.UNAUTHORIZED:
+            told = f"{leaf.request.url.copy_with(path='/api')} asks for a password"
+            raise ApiFailed(f"the Prefect API {told}: set PREFECT_API_AUTH_STRING=NAME:PASSWORD") from error
         if isinstance(leaf, PrefectException | httpx.HTTPError):
             problem = f"{type(leaf).__name__}: {leaf}"
             raise ApiFailed(f"the Prefect API failed, the same command continues: {problem}") from error
         if leaf is error:
             raise
         raise leaf from error
+
+
+def _profile() -> "dict[Setting, str]":
+    """Settings of our profile; none before a server was started."""
+    from prefect.settings import load_profiles
+
+    profiles = load_profiles()
+    return profiles[PROFILE].settings if PROFILE in profiles.names else {}
+
+
+def _new_password() -> str:
+    return f"rheostat:{secrets.token_urlsafe(24)}"
 
 
 def _drain() -> None:

@@ -1,6 +1,9 @@
-"""The Prefect server with one repair for SQLite.
+"""The Prefect server behind a password and closed to foreign pages, with one repair for SQLite.
 
-`python -m flows.cli.server SOCKET PARENT` serves a job and ends with it.
+`python -m flows.cli.server SOCKET PARENT` serves a job and ends with it; it finds the password in its environment.
+
+Prefect checks the password, also of websockets. A page that the user's browser has open must not get even that far:
+it is known by its `Origin`, or, where its name was made to lead here (DNS rebinding), by its `Host`.
 
 Prefect's write transactions on SQLite begin DEFERRED, so two that overlap fail at once ("database is locked", 503) and
 the client sleeps 2, 4, 7 s: parallel sub-flows then take seconds to start (PrefectHQ/prefect#10188, #19771). Begun
@@ -13,12 +16,33 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 import uvicorn
 from prefect.server.api.server import create_app
 from prefect.server.database.configurations import SQLITE_BEGIN_MODE, AioSqliteConfiguration
-from prefect.settings import PREFECT_UI_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_SERVER_ANALYTICS_ENABLED,
+    PREFECT_SERVER_API_AUTH_STRING,
+    PREFECT_SERVER_CORS_ALLOWED_ORIGINS,
+    PREFECT_UI_API_URL,
+    temporary_settings,
+)
+from starlette.datastructures import Headers
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+DEFAULTS = {
+    PREFECT_SERVER_ANALYTICS_ENABLED: False,
+    PREFECT_SERVER_CORS_ALLOWED_ORIGINS: "",
+    # The UI asks port 4200 whatever the port is; a path alone asks where the page came from, also through a tunnel.
+    PREFECT_UI_API_URL: "/api",
+}
 
 
 def _begin(_: AioSqliteConfiguration, connection: sa.Connection) -> None:
@@ -26,15 +50,30 @@ def _begin(_: AioSqliteConfiguration, connection: sa.Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def serve(port: int, *, listener: socket.socket | None = None) -> None:
+def serve(port: int, *, password: str, listener: socket.socket | None = None) -> None:
     """Serve API and UI on a port of loopback, or on a socket that listens already, until stopped."""
     AioSqliteConfiguration.begin_sqlite_stmt = _begin  # type: ignore[method-assign, assignment]
-    # The UI asks port 4200 whatever the port is; a path alone asks where the page came from, also through a tunnel.
-    with temporary_settings(set_defaults={PREFECT_UI_API_URL: "/api"}):
-        app = create_app(final=True)
+    with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: password}, set_defaults=DEFAULTS) as settings:
+        app = closed(create_app(final=True), settings.server.api.cors_allowed_origins.split(","))
         config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=5)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=None if listener is None else [listener])
+
+
+def closed(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Answer under the names of loopback and those in the allowed origins; refuse pages of all other origins."""
+
+    async def same_origin(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(raw=scope.get("headers", []))
+        origin = headers.get("origin")
+        if origin is None or {origin, "*"} & {*origins} or origin.partition("://")[2] == headers.get("host"):
+            await app(scope, receive, send)
+        else:
+            told = f"origin {origin} is not allowed: see PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
+            await PlainTextResponse(told, status_code=403)(scope, receive, send)
+
+    names = [name for origin in origins if (name := urlsplit(origin).hostname)]
+    return TrustedHostMiddleware(same_origin, allowed_hosts=[*LOOPBACK, *names], www_redirect=False)
 
 
 def _die_with(parent: int) -> None:
@@ -48,4 +87,8 @@ def _die_with(parent: int) -> None:
 
 if __name__ == "__main__":
     _die_with(int(sys.argv[2]))
-    serve(0, listener=socket.socket(fileno=int(sys.argv[1])))
+    serve(
+        0,
+        password=os.environ["PREFECT_SERVER_API_AUTH_STRING"],
+        listener=socket.socket(fileno=int(sys.argv[1])),
+    )

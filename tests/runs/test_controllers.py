@@ -7,13 +7,13 @@ import pytest
 
 from infra.errors import WorkerFailed, WorkerLost, first_cause
 from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
-from tests.support.jobs import Job
+from tests.support.jobs import PASSWORD, Job
 
 
 def flows(api: str, **names: object) -> list[dict[str, object]]:
     """Flow runs that Prefect's API finds by a filter."""
     asked = {"flow_runs": names}
-    found = httpx.post(f"{api}/flow_runs/filter", json=asked, timeout=30).raise_for_status().json()
+    found = httpx.post(f"{api}/flow_runs/filter", json=asked, auth=PASSWORD, timeout=30).raise_for_status().json()
     return [*found]
 
 

@@ -4,7 +4,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.support.jobs import ROOT
+from tests.support.jobs import AUTH, ROOT
 
 NOTEBOOK = ROOT / "docs" / "library.ipynb"
 
@@ -18,6 +18,7 @@ def test_the_notebook_is_kept_without_outputs():
 def test_the_notebook_trains_reads_and_measures_a_policy_in_its_own_process(tmp_path, prefect_api, monkeypatch):
     for variable, value in {
         "PREFECT_API_URL": prefect_api,
+        **AUTH,
         "PREFECT_HOME": str(tmp_path / "prefect"),
         "JUPYTER_RUNTIME_DIR": str(tmp_path / "jupyter"),
         "IPYTHONDIR": str(tmp_path / "ipython"),

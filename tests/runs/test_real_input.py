@@ -17,7 +17,7 @@ from models.data.load import load_problems
 from models.data.problems import Message
 from tasks.config.run import load_config
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import RHEOSTAT, ROOT
+from tests.support.jobs import AUTH, RHEOSTAT, ROOT
 from tests.support.policies import write_policy
 
 GSM8K = ROOT / "configs" / "gsm8k.toml"
@@ -42,7 +42,8 @@ def write_table(path: Path, columns: dict[str, list[object]]) -> None:
 
 def rheostat(*arguments: str, api: str, home: Path, cwd: Path) -> str:
     """Give a command that must succeed; return what it prints."""
-    environment = {**os.environ, "PREFECT_API_URL": api, "PREFECT_HOME": str(home / "prefect"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PREFECT_API_URL": api, **AUTH, "PREFECT_HOME": str(home / "prefect")}
+    environment |= {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([RHEOSTAT, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

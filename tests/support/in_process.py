@@ -13,7 +13,7 @@ from pathlib import Path
 from flows.cli.app import main
 from flows.cli.train import run_flow
 from tasks.config.run import override_config
-from tests.support.jobs import TINY, Ended, works_of
+from tests.support.jobs import PASSWORD, TINY, Ended, works_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class InProcessJob:
         """Have flows of this process use the job's Prefect API."""
         from prefect.events.worker import EventsWorker
         from prefect.settings import (
+            PREFECT_API_AUTH_STRING,
             PREFECT_API_URL,
             PREFECT_LOGGING_TO_API_ENABLED,
             PREFECT_RESULTS_LOCAL_STORAGE_PATH,
@@ -81,6 +82,7 @@ class InProcessJob:
 
         settings = {
             PREFECT_API_URL: self.api,
+            PREFECT_API_AUTH_STRING: ":".join(PASSWORD),
             PREFECT_LOGGING_TO_API_ENABLED: False,  # nobody reads the logs of these flows there
             PREFECT_RESULTS_LOCAL_STORAGE_PATH: str(self.home / "results"),
         }

@@ -53,6 +53,12 @@ minibatches = 2
 problems = 8
 """
 
+PASSWORD = ("tests", "of-the-shared-server")
+"""Name and password of the Prefect API that jobs share."""
+
+AUTH = {"PREFECT_API_AUTH_STRING": ":".join(PASSWORD)}
+"""What a client of that API has in its environment."""
+
 RAISE = 0
 
 KILL_SERVER = -1
@@ -183,7 +189,7 @@ class Job:
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-        api = {} if self.api is None else {"PREFECT_API_URL": self.api}
+        api = {} if self.api is None else {"PREFECT_API_URL": self.api, **AUTH}
         planted = {"RHEOSTAT_FAULTS": str(self.home), "PYTHONPATH": str(self.path)}
         return kept | api | planted | {"PREFECT_HOME": str(self.home / "prefect"), "DO_NOT_TRACK": "1"}
 
@@ -289,6 +295,7 @@ FRUGAL = {
 def prefect_server(home: Path) -> Iterator[str]:
     """Serve a Prefect API that several jobs share: starting one takes as long as a small job."""
     environment = os.environ | {"PREFECT_HOME": str(home)} | FRUGAL
+    environment |= {"PREFECT_SERVER_API_AUTH_STRING": ":".join(PASSWORD)}
     with socket.create_server(("127.0.0.1", 0)) as listener, (home / "output").open("wb") as output:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ from infra.errors import ApiFailed, Damaged
 from infra.store.runs import create_run
 from tasks.views.runs import RunDescription
 from tests.support.environments import leave_vllm
-from tests.support.jobs import RHEOSTAT, ROOT, files_of, wait_for
+from tests.support.jobs import RHEOSTAT, ROOT, files_of
 
 
 @pytest.fixture
@@ -280,31 +278,6 @@ def test_a_run_whose_roles_never_competed_has_no_placement_decision(ask):
     assert (code, out.startswith("run tiny: no decision yet")) == (0, True)
     assert ask("placement", "tiny", "--json")[:2] == (0, "[]\n")
     assert "no batch was placed and is finished" in ask("placement", "tiny", "--stages")[2]
-
-
-@pytest.mark.slow
-def test_the_server_serves_api_and_ui_until_ctrl_c(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {**os.environ, "PREFECT_HOME": str(tmp_path), "DO_NOT_TRACK": "1"}
-    command = [RHEOSTAT, "server", "--port", str(port)]
-    serving = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert serving.stdout.readline() == f"Prefect UI at http://127.0.0.1:{port} (stop with Ctrl-C)\n"
-        assert wait_for(lambda: _answer(f"http://127.0.0.1:{port}/api/health") == "true")
-        assert "<html" in _answer(f"http://127.0.0.1:{port}/").lower()
-        serving.send_signal(signal.SIGINT)
-        assert serving.wait(60) == 0
-    finally:
-        serving.kill()
-        serving.wait()
-
-
-def _answer(url: str) -> str:
-    try:
-        return httpx.get(url, timeout=10, follow_redirects=True).text
-    except httpx.HTTPError:
-        return ""
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from flows.cli.app import main
 from infra.plugins import TARGETS
-from tests.support.jobs import RHEOSTAT
+from tests.support.jobs import AUTH, RHEOSTAT
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_job_trains_from_any_directory_with_the_reward_beside_it(begun, tmp_pa
     short = ("warmup.steps=20", "iterations=1", "rollout.prompts=4", "rollout.group_size=2", "evaluation.problems=4")
     command = [RHEOSTAT, "train", str(Path("..", "My Job", "job.toml")), *short, "--json"]
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", TARGETS)}
-    environment = {**kept, "PREFECT_API_URL": prefect_api, "PREFECT_HOME": str(tmp_path / "prefect")}
+    environment = {**kept, "PREFECT_API_URL": prefect_api, **AUTH, "PREFECT_HOME": str(tmp_path / "prefect")}
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["iterations"] == 1

@@ -17,15 +17,21 @@ import psutil
 import pytest
 import yaml
 from prefect import flow, task
-from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_LOGGING_TO_API_ENABLED,
+    temporary_settings,
+)
 
+from flows.cli.prefect_api import PROFILE
 from flows.retrain import dated
 from infra.errors import Damaged, WorkerFailed, WorkerLost
 from infra.store.runs import open_run
 from tasks.config.run import RunConfig, load_config
 from tasks.run.stages import is_transient
 from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
-from tests.support.jobs import PATIENCE, ROOT, TINY, Job, alive, family_of, kill, manifests_of, wait_for
+from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, TINY, Job, alive, family_of, kill, manifests_of, wait_for
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -39,10 +45,10 @@ class Server:
     environment: dict[str, str]
 
     def get(self, path: str):
-        return httpx.get(f"{self.api}{path}", timeout=30).raise_for_status().json()
+        return httpx.get(f"{self.api}{path}", auth=PASSWORD, timeout=30).raise_for_status().json()
 
     def find(self, kind: str, **query: object):
-        return httpx.post(f"{self.api}/{kind}/filter", json=query, timeout=30).raise_for_status().json()
+        return httpx.post(f"{self.api}/{kind}/filter", json=query, auth=PASSWORD, timeout=30).raise_for_status().json()
 
     def deployment(self, name: str):
         return self.get(f"/deployments/name/{name}")
@@ -50,14 +56,16 @@ class Server:
     def ask(self, name: str, parameters: dict[str, object]) -> httpx.Response:
         """Ask for a run of a deployment, as the UI's form does."""
         path = f"/deployments/{self.deployment(name)['id']}/create_flow_run"
-        return httpx.post(f"{self.api}{path}", json={"parameters": parameters}, timeout=30)
+        return httpx.post(f"{self.api}{path}", json={"parameters": parameters}, auth=PASSWORD, timeout=30)
 
     def trigger(self, name: str, parameters: dict[str, object]) -> str:
         return self.ask(name, parameters).raise_for_status().json()["id"]
 
     def cancel(self, run: str) -> None:
         state = {"type": "CANCELLING", "name": "Cancelling"}
-        httpx.post(f"{self.api}/flow_runs/{run}/set_state", json={"state": state}, timeout=30).raise_for_status()
+        httpx.post(
+            f"{self.api}/flow_runs/{run}/set_state", json={"state": state}, auth=PASSWORD, timeout=30
+        ).raise_for_status()
 
     def ends(self, run: str) -> str:
         """Wait for a run's end; return the name of its state, with its message if it did not complete."""
@@ -83,11 +91,14 @@ class Server:
 def server(prefect_api, tmp_path_factory):
     home = tmp_path_factory.mktemp("deployed")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    environment |= {"PREFECT_HOME": str(home / "prefect"), "PREFECT_API_URL": prefect_api, "DO_NOT_TRACK": "1"}
+    told = "".join(f'{name} = "{value}"\n' for name, value in {"PREFECT_API_URL": prefect_api, **AUTH}.items())
+    (home / "prefect").mkdir()
+    (home / "prefect" / "profiles.toml").write_text(f"[profiles.{PROFILE}]\n{told}")  # as `rheostat server` does
+    environment |= {"PREFECT_HOME": str(home / "prefect"), "PREFECT_PROFILE": PROFILE, "DO_NOT_TRACK": "1"}
     environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "PREFECT_WORKER_QUERY_SECONDS": "1"}
     environment |= {"RHEOSTAT_HOME": str(home), "PYTHONPATH": str(ROOT)}  # the tests' rewards are not installed
     pool = {"name": "rheostat", "type": "process"}
-    httpx.post(f"{prefect_api}/work_pools/", json=pool, timeout=30).raise_for_status()
+    httpx.post(f"{prefect_api}/work_pools/", json=pool, auth=PASSWORD, timeout=30).raise_for_status()
     command = [PREFECT, "--no-prompt", "deploy", "--all"]
     deployed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert deployed.returncode == 0, deployed.stdout + deployed.stderr
@@ -214,8 +225,8 @@ async def test_a_task_is_tried_again_when_the_world_failed_and_never_when_its_wo
     async def pipeline():
         await stage()
 
-    settings = {PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}
-    with temporary_settings(settings), pytest.raises(type(error)):
+    api = {PREFECT_API_URL: prefect_api, PREFECT_API_AUTH_STRING: ":".join(PASSWORD)}
+    with temporary_settings({**api, PREFECT_LOGGING_TO_API_ENABLED: False}), pytest.raises(type(error)):
         await pipeline()
     assert len(counted) == runs
 
