@@ -1,24 +1,44 @@
 """A whole run with an algorithm, a loss, an engine, data, a placement policy and a reward from elsewhere."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from flows.cli.app import main
+from tests.support.in_process import InProcessJob
 from tests.support.jobs import Job
 from tests.support.pages import EXTENDING, files_of, write_page
 
 pytestmark = pytest.mark.timeout(1200)
 
+KEYS = ("policy/initial", "it-0001/update", "it-0002/update")
 
-def test_the_job_of_the_page_on_extending_trains_with_all_that_it_brings(tmp_path, prefect_api):
+
+def learnt(run: Path) -> int:
+    """How many different policies a run of two iterations made."""
+    made = [json.loads((run / f"manifests/{key}.json").read_text()) for key in KEYS]
+    return len({manifest["bundles"]["weights"]["digest"] for manifest in made})
+
+
+def test_the_job_of_the_page_on_extending_trains_with_all_that_it_brings(tmp_path, prefect_api, monkeypatch):
     write_page(EXTENDING, tmp_path)
-    job = Job(tmp_path / "job", prefect_api, document=files_of(EXTENDING)["mine.toml"], path=tmp_path)
-    ended = job.train("name=tiny")
-    assert ended.code == 0, ended.output
-    policies = [json.loads((job.run / f"manifests/{key}.json").read_text()) for key in ("policy/initial", *UPDATES)]
-    assert len({made["bundles"]["weights"]["digest"] for made in policies}) == 3
+    monkeypatch.chdir(tmp_path)  # where the modules are found, as by users
+    job = InProcessJob(tmp_path, prefect_api)
+    with job.prefect():
+        train = ["train", "mine.toml", "--run", "tiny", "pools.cluster=threads"]
+        assert main([*train, "--store", str(job.store)]) == 0
+    assert learnt(job.run) == 3
     checked = job.command("verify")
     assert checked.code == 0, checked.output
 
 
-UPDATES = ("it-0001/update", "it-0002/update")
+@pytest.mark.slow
+def test_it_trains_in_processes_of_ray_too(tmp_path, prefect_api):
+    write_page(EXTENDING, tmp_path)
+    job = Job(tmp_path / "job", prefect_api, document=files_of(EXTENDING)["mine.toml"], path=tmp_path)
+    ended = job.train("name=tiny")
+    assert ended.code == 0, ended.output
+    assert learnt(job.run) == 3
+    checked = job.command("verify")
+    assert checked.code == 0, checked.output

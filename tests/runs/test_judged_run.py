@@ -57,7 +57,9 @@ def train(home: Path, api: str, *overrides: str, rewards: str = JUDGE, faults: t
 @pytest.fixture(scope="module")
 def side_by_side(tmp_path_factory, prefect_api):
     """Two workers generate while one judges."""
-    return train(tmp_path_factory.mktemp("fixed"), prefect_api, "placement.kind=fixed", "placement.rollout=0.67")
+    job = InProcessJob(tmp_path_factory.mktemp("fixed"), prefect_api)
+    job.train(JUDGE, *SMALL, "placement.kind=fixed", "placement.rollout=0.67")
+    return Judged(job)
 
 
 def test_a_judge_finishes_before_the_last_completion_of_its_iteration_is_generated(side_by_side):

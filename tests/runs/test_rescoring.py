@@ -37,11 +37,11 @@ def copied(reference, tmp_path):
 def again(reference, tmp_path_factory):
     """The finished run, scored by its own rewards, by a judge and by lengths, and credited from these.
 
-    One is a command of its own with workers on Ray, the others are given in this process and have threads.
+    The commands are given in this process and have threads; commands of their own are those that are killed below.
     """
     job = copy(reference, tmp_path_factory.mktemp("again"))
     here, threads = InProcessJob(job.home, reference.api), "pools.cluster=threads"
-    give(job, "rescore", "--rewards", str(job.home / "tiny.toml"), "--as", "own", "--iterations", "2-3")
+    give(here, "rescore", "--rewards", str(job.home / "tiny.toml"), "--as", "own", "--iterations", "2-3", threads)
     give(here, "rescore", "--rewards", JUDGED, "--as", "judged", "--iterations", "1", threads)
     give(here, "recredit", "--algorithm", "grpo", "--as", "own", threads)
     chosen = ("--scores", "judged", "--iterations", "1")

@@ -13,6 +13,7 @@ from tests.support.jobs import (
     Fault,
     Job,
     alive,
+    copy_prefect_database,
     family_of,
     files_of,
     kill,
@@ -49,10 +50,11 @@ class Interrupted:
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory, prefect_api, reference):
+def interrupted(tmp_path_factory, together, prefect_api, reference):
     """Kill a driver between two shards and, in the resumed job, a rollout worker inside one."""
     home = tmp_path_factory.mktemp("interrupted")
     alone = Job(home, counts_works=True)  # its own Prefect server, to see that one end
+    copy_prefect_database(together / "prefect", home / "prefect")
     with alone.started() as process:
         wait_for(lambda: process.poll() is not None or any(alone.run.glob("manifests/it-0001/rollout/*.json")))
         assert process.poll() is None, alone.ended(process).output

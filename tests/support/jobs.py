@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -312,6 +313,14 @@ def prefect_server(home: Path) -> Iterator[str]:
         yield url
     finally:
         kill(server)
+
+
+def copy_prefect_database(home: Path, other: Path) -> None:
+    """Begin a Prefect home with the database of a server that serves: making a new one takes 13 CPU seconds."""
+    other.mkdir(parents=True, mode=0o700)
+    with sqlite3.connect(home / "prefect.db") as made, sqlite3.connect(other / "prefect.db") as copy:
+        made.backup(copy)
+    (other / "prefect.db").chmod(0o600)
 
 
 def _answers(url: str) -> bool:

@@ -1,7 +1,5 @@
 """The rollout worker: what it writes, which weights it takes, and that another process writes the same."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,10 @@ from models.records.schemas import ROLLOUT_SCHEMA
 from models.records.seeds import sample_seed
 from models.records.work import RolloutWork
 from tests.support.policies import small_tokenizer
+from tests.support.processes import preload, process
 from tests.support.rollout_workers import TEXTS, digest, example, publish, worker
+
+preload(__name__)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,24 +146,15 @@ def test_rows_that_are_not_different_rows_of_the_shard_are_refused(work, rows, t
         worker(tmp_path).generate(replace(work, rows=rows))
 
 
-PROGRAM = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from infra.store.storage import open_store
-from tests.support.rollout_workers import digest, example, worker
-
-root = Path(sys.argv[1])
-work = example(open_store(f"{root}/run"), root / "made-elsewhere")
-busy = worker(root)
-for iteration in (0, 1):
-    busy.generate(replace(work, iteration=iteration, rows=(0, 5)))
-sys.stdout.write(digest(busy.generate(work)))
-"""
+def generate_elsewhere(root: Path) -> None:
+    work = example(open_store(f"{root}/run"), root / "made-elsewhere")
+    busy = worker(root)
+    for iteration in (0, 1):
+        busy.generate(replace(work, iteration=iteration, rows=(0, 5)))
+    (root / "told").write_text(digest(busy.generate(work)))
 
 
 def test_another_process_with_another_past_writes_the_same_shard(work, tmp_path):
-    elsewhere = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], check=True, capture_output=True, text=True
-    )
-    assert elsewhere.stdout.splitlines()[-1] == digest(worker(tmp_path).generate(work))
+    with process(generate_elsewhere, tmp_path) as elsewhere:
+        elsewhere.join()
+    assert (tmp_path / "told").read_text() == digest(worker(tmp_path).generate(work))

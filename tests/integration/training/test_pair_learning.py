@@ -23,6 +23,7 @@ from models.records.versions import ModelVersion, Outcome
 from models.records.work import PreferenceWork, RewardModelWork, WarmupWork
 from models.text.sequences import encode, policy_pairs, reward_pairs
 from models.text.tokenizer import load_tokenizer
+from tests.support import update_workers
 from tests.support.processes import preload
 from tests.support.training import DATA, TINY, publish_scratch
 from tests.support.update_workers import start, together
@@ -33,6 +34,7 @@ PREFERENCES = ArithmeticPreferences(train_pairs=64, heldout_pairs=16)
 DPO = DpoConfig(steps=6, batch_size=8, learning_rate=1e-3)
 TRAINING = TrainedRewardModel(steps=6, batch_size=8, learning_rate=3e-3)
 CONFIG = UpdateConfig(max_grad_norm=1e9)
+ROOMY = update_workers.CONFIG.model_copy(update={"microbatch_tokens": 4096})
 TEMPLATE = "{prompt}{completion}<|eos|>"
 
 
@@ -135,7 +137,7 @@ def tokenizer_of(uri: str, policy: ModelVersion) -> PreTrainedTokenizerFast:
 
 
 def test_preferences_raise_what_is_preferred_of_held_out_pairs(uri, policy):
-    worker = start(uri)
+    worker = start(uri, ROOMY)
     warm = worker.warmup(
         WarmupWork(policy=policy, data=DATA, warmup=WarmupConfig(steps=40, batch_size=16), seed=3)
     ).model
@@ -189,7 +191,7 @@ def scores_of(uri: str, outcome: Outcome, template: str | None) -> tuple[list[fl
 
 @pytest.mark.parametrize("template", [TEMPLATE, "{completion}", None])
 def test_a_trained_reward_model_scores_what_it_said_in_training(uri, policy, template):
-    outcome = start(uri).train_reward_model(reward_work(policy, template=template))
+    outcome = start(uri, ROOMY).train_reward_model(reward_work(policy, template=template))
     chosen, rejected = scores_of(uri, outcome, template)
     margins = [better - worse for better, worse in zip(chosen, rejected, strict=True)]
     assert sum(margins) / len(margins) == pytest.approx(outcome.metrics["heldout_margin"], abs=1e-4)
@@ -199,7 +201,7 @@ def test_a_trained_reward_model_scores_what_it_said_in_training(uri, policy, tem
 
 def test_a_text_that_ends_in_padding_is_read_where_the_scorer_reads_it(uri, policy, tmp_path):
     """A tokenizer whose EOS is its padding: the last token is then none that a classifier sees."""
-    outcome = start(uri).train_reward_model(reward_work(padded_by_eos(uri, policy, tmp_path / "eos")))
+    outcome = start(uri, ROOMY).train_reward_model(reward_work(padded_by_eos(uri, policy, tmp_path / "eos")))
     chosen, rejected = scores_of(uri, outcome, TEMPLATE)
     margin = sum(chosen) / len(chosen) - sum(rejected) / len(rejected)
     assert margin == pytest.approx(outcome.metrics["heldout_margin"], abs=1e-4)
@@ -217,7 +219,7 @@ def padded_by_eos(uri: str, policy: ModelVersion, copy: Path) -> ModelVersion:
 def test_centering_keeps_rewards_around_zero(uri, policy):
     long = TRAINING.model_copy(update={"steps": 40, "centering": 0.0})
     free, held = (
-        start(uri).train_reward_model(reward_work(policy, long.model_copy(update={"centering": factor})))
+        start(uri, ROOMY).train_reward_model(reward_work(policy, long.model_copy(update={"centering": factor})))
         for factor in (0.0, 1.0)
     )
     middles = []

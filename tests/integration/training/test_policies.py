@@ -1,8 +1,6 @@
 """The initial policy and its prompts: reproducible, loadable by anyone, and refused with what is missing."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from shutil import copytree
 
@@ -29,6 +27,9 @@ from models.records.work import PolicyWork, PromptWork
 from models.text.tokenizer import load_tokenizer, scratch_tokenizer, tokenize_problems
 from models.workers.preparation import PreparationWorker
 from tests.support.policies import DATA, TINY, make_policy
+from tests.support.processes import preload, process
+
+preload(__name__)
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +84,15 @@ def test_chats_are_rendered_up_to_the_assistants_turn_and_plain_text_is_left_alo
 
 
 # ---- from scratch
+def make_elsewhere(folder: Path, told: Path) -> None:
+    told.write_text(make_policy(folder, TINY, seed=7).model.weights.digest)
+
+
 def test_two_processes_make_the_same_bytes_from_one_seed(tmp_path):
-    script = (
-        "import sys; from pathlib import Path; from tests.support.policies import TINY, make_policy; "
-        "sys.stdout.write(make_policy(Path(sys.argv[1]), TINY, seed=7).model.weights.digest)"
-    )
-    there = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "there")], capture_output=True, text=True, check=True
-    )
-    here = make_policy(tmp_path / "here", TINY, seed=7)
-    assert there.stdout.endswith(here.model.weights.digest)
+    with process(make_elsewhere, tmp_path / "there", tmp_path / "told") as elsewhere:
+        here = make_policy(tmp_path / "here", TINY, seed=7)
+        elsewhere.join()
+    assert (tmp_path / "told").read_text() == here.model.weights.digest
     assert make_policy(tmp_path / "here", TINY, seed=8).model.weights.digest != here.model.weights.digest
 
 
