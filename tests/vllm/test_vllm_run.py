@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from tests.support.in_process import InProcessJob
 from tests.support.jobs import KILL_SERVER, Fault, Job, demo, servers_of, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -71,11 +72,11 @@ def begun_twice(job: Job) -> list[str]:
     return [work for work, count in job.works().items() if work.startswith("generate") and count > 1]
 
 
-def table(job: Job, key: str) -> pa.Table:
+def table(run: Path, key: str) -> pa.Table:
     """The rows of a manifest's only shard."""
-    manifest = json.loads((job.run / f"manifests/{key}.json").read_text())
+    manifest = json.loads((run / f"manifests/{key}.json").read_text())
     [shard] = manifest["shards"]
-    return pa.ipc.open_file(pa.memory_map(str(job.run / shard["key"]))).read_all()
+    return pa.ipc.open_file(pa.memory_map(str(run / shard["key"]))).read_all()
 
 
 def test_no_kill_costs_more_than_the_shard_that_was_under_way(tmp_path, prefect_api):
@@ -120,16 +121,16 @@ def judged(engine: str) -> str:
 
 
 def test_a_judge_on_vllm_gives_the_verdicts_that_it_gives_on_transformers(tmp_path, prefect_api):
-    engines = {"vllm": ENGINE, "transformers": "{kind = 'transformers'}"}
-    jobs = {name: Job(tmp_path / name, prefect_api) for name in engines}
-    for name, engine in engines.items():
-        ended = jobs[name].train(judged(engine), *SHAPE, *SIDE_BY_SIDE, "iterations=1", "evaluation.problems=4")
-        assert ended.code == 0, ended.output
-    whole(jobs["vllm"], iterations=1)
-    shards = sorted(path.stem for path in (jobs["vllm"].run / "manifests/it-0001/judge-judge").glob("*.json"))
+    small = (*SHAPE, *SIDE_BY_SIDE, "iterations=1", "evaluation.problems=4")
+    job, other = Job(tmp_path / "vllm", prefect_api), InProcessJob(tmp_path / "transformers", prefect_api)
+    ended = job.train(judged(ENGINE), *small)
+    assert ended.code == 0, ended.output
+    other.train(judged("{kind = 'transformers'}"), *small)
+    whole(job, iterations=1)
+    shards = sorted(path.stem for path in (job.run / "manifests/it-0001/judge-judge").glob("*.json"))
     assert len(shards) == 3
     for shard in shards:
-        told, expected = (table(jobs[name], f"it-0001/judge-judge/{shard}") for name in engines)
+        told, expected = (table(run, f"it-0001/judge-judge/{shard}") for run in (job.run, other.run))
         assert told.equals(expected)
         assert told["value"].null_count < told.num_rows
 
