@@ -48,9 +48,21 @@ async def score_shard(session: Session, batch: Batch, shard: int, silence_second
         verdicts=tuple(VerdictShard(term=term, verdicts=made.shards[0]) for term, made in verdicts.items()),
         tokenizer=_tokenizer_of(session),
         metric="" if dynamic is None else dynamic.metric or settings.scoring.terms[0],
+        bearable=_bearable(session, batch),
     )
     key, parents = plan.shard_key("scoring", shard), [rollouts, *verdicts.values()]
     return await once(session, key, role="scoring", method="score", work=work, parents=parents)
+
+
+def _bearable(session: Session, batch: Batch) -> int | None:
+    """Count the missing scores that the batch's iteration can still bear, where it is to be credited as a whole."""
+    plan, settings = batch.plan, session.settings
+    parts = settings.rollout.dynamic or settings.rollout.partial
+    if plan.split != "train" or plan.rescoring or parts is not None:
+        return None
+    made = (session.run.find(plan.shard_key("scoring", shard)) for shard in range(plan.num_shards))
+    missing = sum(int(manifest.metrics["missing"]) for manifest in made if manifest is not None)
+    return int(settings.scoring.max_missing * len(plan.rows) * plan.group_size) - missing
 
 
 def _tokenizer_of(session: Session) -> BundleRef | None:

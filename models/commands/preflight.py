@@ -26,6 +26,7 @@ from models.config.engines import BYTES
 from models.config.job import slot_engines
 from models.config.objectives import UpdateConfig
 from models.config.policy import DirectoryPolicy, ModelOutline, ModelShape, PolicyConfig
+from models.config.reward_terms import TargetReward
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
@@ -33,7 +34,8 @@ from models.data.load import load_preferences, load_problems, warmup_examples
 from models.data.problems import Problem, identity
 from models.engines.build import check_implemented
 from models.judges.checks import check_judge
-from models.rewards.rules import build_reward, check_reward
+from models.rewards.evaluate import check_rewards
+from models.rewards.rules import build_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -116,8 +118,7 @@ def _check_environments(rollout: RolloutConfig | None, inputs: Inputs) -> None:
 
 
 def _check_rewards(inputs: Inputs) -> None:
-    for rule in inputs.scoring.rules:
-        check_reward(rule)
+    check_rewards(inputs.scoring)
     for term, served in inputs.scoring.model_rewards.items():
         if served.kind == "judge":
             check_judge(term, served, inputs.data)
@@ -140,7 +141,11 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
             raise BadInput(f"{problem.source}: this held-out problem is a training problem too; remove one of them")
     if inputs.warmup is not None:
         warmup_examples(inputs.data, inputs.warmup.model_copy(update={"steps": 1}), inputs.seed)
-    checking = [(rule.kind, build_reward(rule)) for rule in inputs.scoring.rules if rule.checks_references]
+    checking = [
+        (rule.kind, build_reward(rule))
+        for rule in inputs.scoring.rules
+        if not isinstance(rule, TargetReward) and rule.checks_references
+    ]
     for problem in (*train, *heldout):
         for kind, reward in checking:
             try:

@@ -128,4 +128,6 @@ class TargetReward(RewardTerm):
         return self.aggregate
 
 
-RuleReward = NumericReward | MathReward | RegexReward | TargetReward
+BuiltInReward = NumericReward | MathReward | RegexReward
+
+RuleReward = BuiltInReward | TargetReward

@@ -92,6 +92,8 @@ class ScoringWork:
     """Raw term by which a group counts as informative; empty where nobody asks."""
     tokenizer: BundleRef | None = None
     """Bundle of a policy with the run's tokenizer; none where no term values steps or tokens."""
+    bearable: int | None = None
+    """Missing scores beyond which credit is sure to refuse the iteration; none where that cannot be known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,41 @@
-"""Judge completions in a process of their own, which is killed when one takes too long.
+"""Judge completions in processes of their own, which are killed when one takes too long.
 
 Rewards run code that nobody vouches for, on text that a policy made up: they hang, raise and bring their process
-down. Whatever one completion does, its own score goes missing with a reason, and its neighbours keep theirs.
+down. Whatever one completion does, its own score goes missing with a reason, and its neighbours keep theirs. What the
+machine does (it kills the process, stops it, gives it no time) is no verdict: the completion is judged again in a fresh
+process, and only what ends in the same way again is its own doing.
+
+Functions of users run where nothing of ours is imported, ours in another process.
 """
 
-import ctypes
-import multiprocessing
-import os
-import signal
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from itertools import accumulate, pairwise
 from typing import cast
 
-from infra.errors import BadInput, WorkerFailed
+from infra.errors import WorkerFailed, WorkerLost
+from infra.processes.functions import (
+    STARTS,
+    CallResult,
+    FunctionProcess,
+    Interpreter,
+    ProcessEnded,
+    RunFunction,
+    our_interpreter,
+    users_interpreter,
+)
+from models.config.reward_terms import BlankLines, RuleReward, Segmentation, TargetReward
 from models.config.rewards import ScoringConfig
-from models.rewards.values import Case, Value, build_valuer, value_of
+from models.rewards.rules import build_reward
+from models.rewards.values import UNSPELT, Case, Value
+from models.text.steps import StepValues, segment
 
-START_SECONDS = 120.0
-"""Longest time for the process to import its rewards; sympy on a busy machine takes about ten."""
-_EXIT_SECONDS = 1.0  # between the end of a dying process's pipe and its exit code
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+ENDS = 4
+"""How many processes a completion may cost that end in different ways."""
+PARTS = {"completion": "", "step": "steps", "token": "tokens"}
+"""What a function is given beside the completion, by what it values."""
+OURS = "models.rewards."
+"""How the modules of targets begin that are not a user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,160 +46,190 @@ class Verdict:
     error: str | None
 
 
-class _Lost(Exception):
-    """The process is gone in the middle of a completion."""
+class _Place:
+    """A process for some of the rules; it is started when it is needed, and again whenever it is gone."""
 
-    def __init__(self, verdict: Verdict, *, died: bool) -> None:
-        super().__init__(verdict.error)
-        self.verdict = verdict
-        self.died = died  # by itself; otherwise it was killed for the time it took
+    def __init__(self, functions: Sequence[RunFunction], interpreter: Interpreter, *, what: str) -> None:
+        self.functions, self._interpreter, self._what = functions, interpreter, what
+        self._process: FunctionProcess | None = None
+        self._is_ready = False
 
+    def start(self) -> None:
+        """Start the process, if there is none."""
+        if self._process is None:
+            self._process = FunctionProcess(self.functions, self._interpreter, what=self._what)
+            self._is_ready = False
 
-class Evaluator:
-    """Owns the process; starts it when it is needed, and again whenever it is gone."""
-
-    def __init__(self, scoring: ScoringConfig) -> None:
-        self._scoring = scoring
-        self._child: _Child | None = None
-        self.done = 0
-        """Completions judged so far; another thread may read it."""
-
-    def evaluate(self, cases: Sequence[Case]) -> list[Verdict]:
-        """Judge in order; takes at most `timeout_seconds` (and a restart) for each completion that misbehaves."""
-        if not self._scoring.rules:
-            return [Verdict((), None) for _ in cases]
-        verdicts: list[Verdict] = []
-        suspect = -1
-        while (position := len(verdicts)) < len(cases):
+    def ready(self) -> FunctionProcess:
+        """Return the process with its functions imported; one that dies meanwhile is started again."""
+        for attempt in range(STARTS):
+            self.start()
+            assert self._process is not None, "it was started"
+            if self._is_ready:
+                break
             try:
-                for verdict in self._started().judge(cases[position:]):
-                    verdicts.append(verdict)
-                    self.done += 1
-            except _Lost as lost:
+                self._process.ready()
+                self._is_ready = True
+                break
+            except ProcessEnded as end:
                 self.close()
-                position = len(verdicts)
-                if lost.died and suspect != position:
-                    # It may have died idle, or of the memory that earlier completions took: a fresh process tells.
-                    suspect = position
-                    continue
-                verdicts.append(lost.verdict)
-                self.done += 1
+                if attempt + 1 == STARTS:
+                    raise WorkerFailed(f"{self._what}: while importing them, {end} ({STARTS} times)") from None
             except BaseException:
-                self.close()  # values of this call may still come through the pipe; the next call must not read them
+                self.close()
                 raise
-        return verdicts
+        assert self._process is not None, "it is ready"
+        return self._process
 
     def close(self) -> None:
         """Kill the process and what it started, if there is one."""
-        if self._child is not None:
-            self._child.kill()
-            self._child = None
-
-    def _started(self) -> "_Child":
-        if self._child is None:
-            self._child = _Child(self._scoring)
-        return self._child
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
 
 
-class _Child:
-    """A running process and the pipe to it."""
+class Evaluator:
+    """Owns the processes; starts them when they are needed, and again whenever they are gone."""
 
     def __init__(self, scoring: ScoringConfig) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would inherit the locks of Ray's and Arrow's threads
-        self.terms, self.timeout_seconds = scoring.rule_terms, scoring.timeout_seconds
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, name="rewards", args=(theirs, scoring, os.getpid()), daemon=True)
-        self.process.start()
-        theirs.close()
+        self._scoring = scoring
+        self.done = 0
+        """Completions judged so far; another thread may read it."""
+        self._functions = [_function(rule) for rule in scoring.rules]
+        stepwise = [rule for rule in scoring.rules if isinstance(rule, TargetReward) and rule.per == "step"]
+        cuts = [rule.steps for rule in stepwise if not isinstance(rule.steps, BlankLines)]
+        what = f"rewards {scoring.rule_terms}"
+        self._places: dict[bool, _Place] = {}
+        for ours, interpreter in ((True, our_interpreter()), (False, users_interpreter(None))):
+            there = [each for each in (*self._functions, *map(_cutting, cuts)) if _is_ours(each) == ours]
+            if there:
+                self._places[ours] = _Place(there, interpreter, what=what)
+
+    def start(self) -> None:
+        """Import the rewards. Raises BadInput if they cannot be used."""
+        for place in self._places.values():
+            place.start()  # all at once
+        for place in self._places.values():
+            place.ready()
+
+    def evaluate(self, cases: Sequence[Case]) -> list[Verdict]:
+        """Judge in order; takes twice `timeout_seconds` (and two starts) for each completion that misbehaves."""
+        verdicts = []
         try:
-            self._await_ready()
+            self.start()
+            for case in cases:
+                verdicts.append(self._verdict(case))
+                self.done += 1
         except BaseException:
-            self.kill()
+            self.close()  # a value of this call may still come through a pipe; the next call must not read it
             raise
+        return verdicts
 
-    def judge(self, cases: Sequence[Case]) -> Iterator[Verdict]:
-        """Yield a verdict per case; raise _Lost with the verdict on the case that cost the process."""
-        # A process that died idle tears the pipe here; the first case then finds its end.
-        with suppress(OSError):
-            self.pipe.send(list(cases))
-        for _ in cases:
-            yield self._verdict(time.monotonic() + self.timeout_seconds)
+    def close(self) -> None:
+        """Kill the processes and what they started."""
+        for place in self._places.values():
+            place.close()
 
-    def kill(self) -> None:
-        """Kill the process with the group it leads; once, since its id is free for others afterwards."""
-        if self.pipe.closed:
-            return
-        self.pipe.close()
-        assert self.process.pid, "group 0 would be our own"
-        with suppress(ProcessLookupError):  # it does not lead a group yet
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.join()
-
-    def _await_ready(self) -> None:
-        try:
-            problem = self._receive(time.monotonic() + START_SECONDS)
-        except TimeoutError:
-            raise WorkerFailed(f"rewards {self.terms}: not imported after {START_SECONDS:g} s") from None
-        except EOFError:
-            raise WorkerFailed(f"rewards {self.terms}: while importing them, {self._end()}") from None
-        if problem is not None:
-            raise BadInput(cast(str, problem))
-
-    def _verdict(self, deadline: float) -> Verdict:
+    def _verdict(self, case: Case) -> Verdict:
         values: list[Value | None] = []
         errors: list[str] = []
-        for position, term in enumerate(self.terms):
+        left = self._scoring.timeout_seconds
+        for function, term, rule in zip(self._functions, self._scoring.rule_terms, self._scoring.rules, strict=True):
             try:
-                value, error = cast(tuple[Value | None, str | None], self._receive(deadline))
-            except (TimeoutError, EOFError) as lost:
-                died = isinstance(lost, EOFError)
-                errors.append(f"{term}: {self._end() if died else f'no value after {self.timeout_seconds:g} s'}")
-                unknown = [None] * (len(self.terms) - position)
-                raise _Lost(Verdict((*values, *unknown), errors[0]), died=died) from lost
+                value, reason, seconds = self._value(function, rule, case, left=left)
+            except ProcessEnded as end:
+                errors.append(f"{term}: {end}")
+                values += [None] * (len(self._functions) - len(values))
+                break
+            left = max(left - seconds, 0.0)
             values.append(value)
-            if error is not None:
-                errors.append(f"{term}: {error}")
+            if reason is not None:
+                errors.append(f"{term}: {reason}")
         return Verdict(tuple(values), errors[0] if errors else None)
 
-    def _receive(self, deadline: float) -> object:
-        # The end of the process is watched beside the pipe: what it started may hold the pipe's other end open.
-        ready = wait([self.pipe, self.process.sentinel], max(0.0, deadline - time.monotonic()))
-        if self.pipe in ready:
-            try:
-                return self.pipe.recv()
-            except OSError as error:
-                raise EOFError from error
-        raise EOFError if ready else TimeoutError
+    def _value(
+        self, function: RunFunction, rule: RuleReward, case: Case, *, left: float
+    ) -> tuple[Value | None, str | None, float]:
+        """Return a value or the reason that there is none, and the seconds that it took."""
+        if not isinstance(rule, TargetReward) or rule.per == "completion":
+            found = self._call(function, case, left=left)
+            return cast(float | None, found.value), found.reason, found.seconds
+        parts = self._steps(rule.steps, case) if rule.per == "step" else case.tokens
+        if parts is None:
+            return None, UNSPELT, 0.0
+        named = {PARTS[rule.per]: list(parts)}
+        found = self._call(function, case, left=left, named=named, expected=len(parts))
+        value = (
+            None if found.value is None else StepValues(tuple(map(len, parts)), cast(tuple[float, ...], found.value))
+        )
+        return value, found.reason, found.seconds
 
-    def _end(self) -> str:
-        if not wait([self.process.sentinel], _EXIT_SECONDS):
-            return "its process closed the pipe"
-        self.kill()
-        code = self.process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"its process {how}"
+    def _steps(self, steps: Segmentation, case: Case) -> list[str]:
+        """Cut a completion; a user's pattern may take its time over a policy's text."""
+        if isinstance(steps, BlankLines):
+            return segment(case.completion, steps)
+        cut = self._call(_cutting(steps), case, left=self._scoring.timeout_seconds, expected=-1)
+        lengths = cast(tuple[float, ...], cut.value)
+        assert lengths is not None, f"a pattern that compiles cuts any text: {cut.reason}"
+        ends = accumulate(map(int, lengths))
+        return [case.completion[start:end] for start, end in pairwise([0, *ends])]
 
-
-def _serve(pipe: Connection, scoring: ScoringConfig, parent: int) -> None:
-    """Run in the child: report ready (none) or what is wrong with the rewards, then answer until the pipe ends."""
-    _die_with(parent)
-    os.setsid()  # own process group: what rewards start is killed with them, and Ctrl-C is the parent's affair
-    try:
-        rewards = [build_valuer(config) for config in scoring.rules]
-    except BadInput as error:
-        pipe.send(str(error))
-        return
-    pipe.send(None)
-    with suppress(EOFError):
+    def _call(
+        self,
+        function: RunFunction,
+        case: Case,
+        *,
+        left: float,
+        named: Mapping[str, list[str]] | None = None,
+        expected: int | None = None,
+    ) -> CallResult:
+        """Call a function, and again in another process where the end of the first may not be its own doing."""
+        place = self._places[_is_ours(function)]
+        texts, ends = (case.prompt, case.completion, case.answer), list[str]()
         while True:
-            for case in cast(list[Case], pipe.recv()):
-                for reward in rewards:
-                    pipe.send(value_of(reward, case))
+            limit = left if not ends else self._scoring.timeout_seconds
+            try:
+                return place.ready().call(
+                    place.functions.index(function), *texts, seconds=limit, named=named or {}, expected=expected
+                )
+            except ProcessEnded as end:
+                place.close()
+                if end.cause == "time":
+                    end.args = (f"no value after {self._scoring.timeout_seconds:g} s",)
+                if end.certain or end.cause in ends:
+                    raise
+                ends.append(end.cause)
+                if len(ends) == ENDS:
+                    raise WorkerLost(f"{function.where}: its processes ended by {', '.join(ends)}") from end
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, however it dies; even a hung reward is no orphan."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
-        os._exit(1)
+def check_rewards(scoring: ScoringConfig) -> None:
+    """Raise BadInput, naming what was meant where it can, if a reward cannot be built or imported."""
+    for rule in scoring.rules:
+        if not isinstance(rule, TargetReward):
+            build_reward(rule)
+    targets = [rule for rule in scoring.rules if isinstance(rule, TargetReward)]
+    if targets:
+        evaluator = Evaluator(scoring.model_copy(update={"rewards": tuple(targets)}))
+        try:
+            evaluator.start()
+        finally:
+            evaluator.close()
+
+
+def _is_ours(function: RunFunction) -> bool:
+    return function.target.startswith(OURS)
+
+
+def _cutting(steps: Segmentation) -> RunFunction:
+    settings = {"settings": steps.model_dump(mode="json")}
+    return RunFunction(f"{OURS}rules:made_cut", where="steps", options=settings, made=True)
+
+
+def _function(rule: RuleReward) -> RunFunction:
+    if isinstance(rule, TargetReward):
+        return RunFunction(
+            rule.target, where=f"reward target {rule.target!r}", options=rule.options, part=PARTS[rule.per]
+        )
+    settings = {"settings": rule.model_dump(mode="json")}
+    return RunFunction(f"{OURS}rules:made_reward", where=f"the {rule.kind} reward", options=settings, made=True)

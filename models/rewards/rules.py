@@ -1,18 +1,14 @@
-"""Rewards that are rules: numbers, patterns, mathematical equality, and functions that users bring.
+"""Rewards that are rules: numbers, patterns, mathematical equality; and the protocols that users' functions fit."""
 
-Built-ins and users' own code fit the same protocols.
-"""
-
-import functools
-import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from decimal import Decimal, InvalidOperation
-from typing import Final, Protocol, assert_never
+from typing import Annotated, Protocol, assert_never
+
+from pydantic import Field, JsonValue, TypeAdapter
 
 from infra.errors import BadInput
-from infra.plugins import check_call, find_target
-from models.config.reward_terms import MathReward, NumericReward, RegexReward, RuleReward, TargetReward
+from models.config.reward_terms import BuiltInReward, MathReward, NumericReward, PatternSteps, RegexReward
 
 
 class Reward(Protocol):
@@ -79,25 +75,7 @@ def pattern_reward(config: RegexReward) -> Reward:
     return reward
 
 
-PARTS: Final[dict[str, dict[str, list[str]]]] = {
-    "completion": {},
-    "step": {"steps": ["step"]},
-    "token": {"tokens": ["token"]},
-}
-"""What a function is given beside the completion, by what it values."""
-
-
-def target_reward(config: TargetReward) -> Reward:
-    """Import a user's function and prove that it takes (prompt, completion, answer, **options), and steps or tokens."""
-    where = f"reward target {config.target!r}"
-    found = find_target(config.target, where=where)
-    if not callable(found) or inspect.iscoroutinefunction(found):
-        raise BadInput(f"{where}: expected a function that returns a float, or several, found {found!r}")
-    check_call(found, "prompt", "completion", "answer", where=where, named={**PARTS[config.per], **config.options})
-    return functools.partial(found, **config.options)
-
-
-def build_reward(config: RuleReward) -> Reward:
+def build_reward(config: BuiltInReward) -> Reward:
     """Make a reward; what cannot work is bad input here, before any completion exists."""
     match config:
         case NumericReward():
@@ -111,15 +89,26 @@ def build_reward(config: RuleReward) -> Reward:
             from models.rewards.mathematics import mathematics
 
             return mathematics
-        case TargetReward():
-            return target_reward(config)
         case _:
             assert_never(config)
 
 
-def check_reward(config: RuleReward) -> None:
-    """Raise BadInput, naming what was meant where it can, if the reward cannot be built."""
-    build_reward(config)
+def made_reward(settings: JsonValue) -> Reward:
+    """Make a reward of settings as JSON: for the process that runs it."""
+    adapter: TypeAdapter[BuiltInReward] = TypeAdapter(Annotated[BuiltInReward, Field(discriminator="kind")])
+    return build_reward(adapter.validate_python(settings))
+
+
+def made_cut(settings: JsonValue) -> Callable[[str, str, str], list[int]]:
+    """Make what finds the lengths of a completion's steps: for the process that can be killed when it takes long."""
+    steps = PatternSteps.model_validate(settings)
+
+    def cut(prompt: str, completion: str, answer: str) -> list[int]:
+        from models.text.steps import segment
+
+        return [len(step) for step in segment(completion, steps)]
+
+    return cut
 
 
 def _check_pattern(pattern: str, *, groups: int) -> None:

@@ -1,6 +1,7 @@
 """The worker that judges completions and turns rewards into training samples. Torch-free."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -47,12 +48,16 @@ class ScoringWorker:
         self._credited = 0
 
     def score(self, work: ScoringWork) -> Outcome:
-        """Judge every completion of a rollout shard: one score shard with the same rows."""
+        """Judge every completion of a rollout shard: one score shard with the same rows.
+
+        Scores that credit would refuse are not written: the same command tries them again.
+        """
         began = time.perf_counter()
         rollouts = read_shard(self._store, work.rollouts, (*PLACES, *TEXTS, COMPLETION_TOKENS))
         served, starts = self._served(rollouts, work), self._starts(rollouts, work)
         ruled = self._evaluator.evaluate(_cases(rollouts, starts))
         table = score_table(rollouts, joined(ruled, served, self._scoring, starts=starts), self._scoring)
+        _check_bearable(table, work)
         metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest}
         ref = write_shard(self._store, table, kind="scores", metadata=metadata)
         timings = {"score_seconds": time.perf_counter() - began}
@@ -148,6 +153,17 @@ def _cases(rollouts: pa.Table, starts: Sequence[Sequence[int] | None]) -> list[C
         Case(prompt, completion, answer, None if begins is None else token_texts(begins, completion))
         for prompt, completion, answer, begins in rows
     ]
+
+
+def _check_bearable(scores: pa.Table, work: ScoringWork) -> None:
+    if work.bearable is None or scores["reward"].null_count <= work.bearable:
+        return
+    [(reason, count)] = Counter(scores["error"].drop_null().to_pylist()).most_common(1)
+    raise Quarantined(
+        f"scores of iteration {work.iteration}: {scores['reward'].null_count} of {scores.num_rows} completions "
+        f"of a shard have no score, expected at most {work.bearable} more in the iteration (scoring.max_missing); "
+        f"most often ({count} times): {reason}"
+    )
 
 
 def _tallied(

@@ -13,6 +13,11 @@ def obedient(prompt: str, completion: str, answer: str) -> float:
     """Return the number that the completion is, or do the harm that it names."""
     if completion == "hang":
         time.sleep(3600)
+    if completion == "slow":
+        time.sleep(1)
+        return 5.0
+    if completion == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if completion == "exit":
         os._exit(0)
     if completion == "kill":
@@ -38,6 +43,26 @@ def leave_pid_and_hang(prompt: str, completion: str, answer: str) -> float:
     path.with_suffix(".part").write_text(f"{os.getpid()} {started.pid}")
     path.with_suffix(".part").rename(path)
     time.sleep(3600)
+    return 0.0
+
+
+def in_a_queue(prompt: str, completion: str, answer: str, *, seconds: float) -> float:
+    """Use so much of one processor; return how long that took."""
+    began = time.monotonic()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    while time.process_time() < seconds:
+        pass
+    return time.monotonic() - began
+
+
+def killed_in_turns(prompt: str, completion: str, answer: str) -> float:
+    """End this process by another signal at every call; the file that the completion names counts them."""
+    turns = Path(completion)
+    with turns.open("a") as file:
+        file.write("x")
+    signals = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    os.kill(os.getpid(), signals[(len(turns.read_text()) - 1) % len(signals)])
+    time.sleep(10)
     return 0.0
 
 

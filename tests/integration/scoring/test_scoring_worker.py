@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 
@@ -308,6 +310,37 @@ def test_too_many_missing_scores_are_refused_with_the_commonest_reason(store: St
     expected = r"iteration 3: 3 of 4 completions .* at most 50.0% .*\(2 times\): obedient: .* found NoneType"
     with pytest.raises(Quarantined, match=expected):
         worker.credit(scored(worker, write_rollouts(store, *rows)))
+
+
+def test_scores_that_credit_would_refuse_are_not_written(store: Store, make: Make, tmp_path: Path):
+    worker = make(ScoringConfig(rewards=(OBEDIENT,)))
+    rollouts = write_rollouts(store, *(rollout(0, sample, text) for sample, text in enumerate(("1", "none", "none"))))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(
+        Quarantined, match=r"iteration 3: 2 of 3 completions .* at most 1 more .*\(2 times\): obedient:"
+    ):
+        worker.score(ScoringWork(iteration=3, rollouts=rollouts, bearable=1))
+    assert sorted(tmp_path.rglob("*")) == before
+    assert worker.score(ScoringWork(iteration=3, rollouts=rollouts, bearable=2)).metrics["missing"] == 2
+
+
+def test_a_reward_process_that_is_killed_meanwhile_leaves_the_digest_as_it_was(store: Store, make: Make):
+    rollouts = write_rollouts(store, *(rollout(0, sample, text) for sample, text in enumerate(("1", "slow", "words"))))
+    work = ScoringWork(iteration=0, rollouts=rollouts)
+    undisturbed = make(ScoringConfig(rewards=(OBEDIENT,))).score(work)
+    worker, before = make(ScoringConfig(rewards=(OBEDIENT,))), set(psutil.Process().children())
+
+    def kill() -> None:
+        while worker.progress() < 1:
+            time.sleep(0.02)
+        for started in set(psutil.Process().children()) - before:
+            started.kill()
+
+    striking = threading.Thread(target=kill)
+    striking.start()
+    disturbed = worker.score(work)
+    striking.join()
+    assert disturbed.shards == undisturbed.shards
 
 
 def test_scores_of_other_rollouts_are_refused(store: Store, make: Make):

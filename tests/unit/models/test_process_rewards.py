@@ -20,8 +20,7 @@ from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA, score_schema
 from models.records.versions import Outcome
 from models.records.work import CreditWork, ScoredShard, ScoringWork, VerdictShard
 from models.rewards.arithmetic_steps import wrong_steps
-from models.rewards.evaluate import Evaluator
-from models.rewards.rules import check_reward
+from models.rewards.evaluate import Evaluator, check_rewards
 from models.rewards.values import Case
 from models.text.steps import StepValues, segment
 from models.workers.scoring import ScoringWorker
@@ -80,7 +79,7 @@ def test_a_function_is_given_the_steps_and_values_each():
 )
 def test_a_function_that_does_not_take_its_parts_is_refused_before_anything_starts(reward, told):
     with pytest.raises(BadInput) as refused:
-        check_reward(reward)
+        check_rewards(ScoringConfig(rewards=(reward,)))
     assert told in str(refused.value)
 
 

@@ -1,23 +1,27 @@
 """Rewards: what they call right, what they refuse, and that one completion cannot harm another."""
 
-import multiprocessing
 import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from infra.errors import BadInput
-from models.config.reward_terms import MathReward, NumericReward, RegexReward, TargetReward
+from infra import runner
+from infra.errors import BadInput, WorkerFailed, WorkerLost
+from models.config.reward_terms import BuiltInReward, MathReward, NumericReward, RegexReward, TargetReward
 from models.config.rewards import RewardConfig, ScoringConfig
-from models.rewards.evaluate import Evaluator, Verdict
-from models.rewards.rules import build_reward, check_reward
+from models.rewards.evaluate import Evaluator, Verdict, check_rewards
+from models.rewards.rules import build_reward
 from models.rewards.values import Case
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")
 
 
-def judge(reward: RewardConfig, completion: str, answer: str) -> float:
+def judge(reward: BuiltInReward, completion: str, answer: str) -> float:
     return build_reward(reward)("prompt", completion, answer)
 
 
@@ -27,6 +31,11 @@ def evaluate(completions: list[str], *rewards: RewardConfig, timeout_seconds: fl
         return evaluator.evaluate([Case("prompt", completion, "#### 1") for completion in completions])
     finally:
         evaluator.close()
+
+
+def reward_processes() -> list[psutil.Process]:
+    """Processes in which rewards run, that this one has started."""
+    return [child for child in psutil.Process().children() if runner.__file__ in child.cmdline()]
 
 
 @pytest.mark.parametrize(
@@ -95,18 +104,19 @@ def test_a_pattern_is_found_anywhere():
 )
 def test_a_reward_that_cannot_work_is_bad_input_before_anything_starts(reward: RewardConfig, message: str):
     with pytest.raises(BadInput, match=message):
-        check_reward(reward)
+        check_rewards(ScoringConfig(rewards=(reward,)))
 
 
 def test_a_module_that_needs_another_is_told_from_one_that_is_misspelt(tmp_path: Path, monkeypatch):
     (tmp_path / "needy_reward.py").write_text("import not_installed_here\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(BadInput, match="needs 'not_installed_here', which is not installed"):
-        check_reward(TargetReward(target="needy_reward:reward"))
+        check_rewards(ScoringConfig(rewards=(TargetReward(target="needy_reward:reward"),)))
 
 
 def test_a_target_is_called_with_its_options():
-    assert judge(TargetReward(target="tests.support.rewards:length", options={"scale": 2}), "four", "") == 8.0
+    [verdict] = evaluate(["four"], TargetReward(target="tests.support.rewards:length", options={"scale": 2}))
+    assert verdict == Verdict((8.0,), None)
 
 
 def test_each_harmful_completion_is_missing_with_its_reason_and_no_other_is():
@@ -141,12 +151,83 @@ def test_a_process_that_was_killed_while_idle_costs_no_completion():
     evaluator = Evaluator(ScoringConfig(rewards=(OBEDIENT,)))
     try:
         assert evaluator.evaluate([Case("", "1", "")]) == [Verdict((1.0,), None)]
-        [child] = [child for child in multiprocessing.active_children() if child.name == "rewards"]
+        [child] = reward_processes()
         child.kill()
-        child.join()
+        child.wait()
         assert evaluator.evaluate([Case("", "2", "")]) == [Verdict((2.0,), None)]
     finally:
         evaluator.close()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP])
+def test_a_signal_from_elsewhere_in_the_middle_of_a_completion_changes_no_verdict(sent: signal.Signals):
+    evaluator = Evaluator(ScoringConfig(rewards=(OBEDIENT,), timeout_seconds=1.5))
+    try:
+        evaluator.start()
+        [child] = reward_processes()
+        struck = threading.Timer(0.3, child.send_signal, (sent,))
+        struck.start()
+        verdicts = evaluator.evaluate([Case("", text, "") for text in ("1", "slow", "2")])
+        struck.join()
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    finally:
+        evaluator.close()
+    assert verdicts == [Verdict((number,), None) for number in (1.0, 5.0, 2.0)]
+
+
+def test_a_reward_that_stops_itself_again_and_again_has_no_value():
+    [stopped, other] = evaluate(["stop", "2"], OBEDIENT, timeout_seconds=0.5)
+    assert stopped == Verdict((None,), "obedient: no value after 0.5 s")
+    assert other == Verdict((2.0,), None)
+
+
+BUSY = """
+import os, time
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+print(flush=True)
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    pass
+"""
+
+
+def test_time_counts_only_as_far_as_the_machine_gives_any():
+    """The reward needs 0.4 s of a processor that eight others want, too."""
+    reward = TargetReward(target="tests.support.rewards:in_a_queue", options={"seconds": 0.4})
+    evaluator = Evaluator(ScoringConfig(rewards=(reward,), timeout_seconds=1))
+    pipe = {"stdout": subprocess.PIPE, "start_new_session": True}
+    try:
+        evaluator.start()
+        processes = reward_processes()
+        others = [subprocess.Popen([sys.executable, "-c", BUSY], **pipe) for _ in range(8)]
+        for other in others:
+            other.stdout.readline()
+        [verdict] = evaluator.evaluate([Case("", "", "")])
+    finally:
+        for other in others:
+            other.communicate()
+        left = reward_processes()
+        evaluator.close()
+    assert left == processes, "it was not judged again"
+    assert verdict.error is None
+    assert verdict.values[0] > 1, "it was kept waiting"
+
+
+def test_a_process_that_dies_while_it_imports_is_started_again(tmp_path: Path, monkeypatch):
+    dying = "import os, pathlib\ntry:\n    pathlib.Path(__file__).with_name('died').touch(exist_ok=False)\n"
+    dying += "except FileExistsError:\n    pass\nelse:\n    os.kill(os.getpid(), 9)\n"
+    (tmp_path / "mortal.py").write_text(dying + "def reward(prompt, completion, answer): return 1\n")
+    (tmp_path / "dead.py").write_text("import os\nos._exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert evaluate([""], TargetReward(target="mortal:reward")) == [Verdict((1.0,), None)]
+    with pytest.raises(WorkerFailed, match=r"rewards \('target',\): while importing them, its process ended with exit"):
+        evaluate([""], TargetReward(target="dead:reward"))
+
+
+def test_a_process_that_ends_in_other_ways_each_time_is_a_lost_worker(tmp_path: Path):
+    reward = TargetReward(target="tests.support.rewards:killed_in_turns")
+    with pytest.raises(WorkerLost, match="its processes ended by SIGKILL, SIGTERM, SIGHUP, SIGUSR1"):
+        evaluate([str(tmp_path / "turns")], reward)
 
 
 def test_values_of_an_interrupted_call_never_reach_the_next_one():

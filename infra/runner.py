@@ -1,0 +1,221 @@
+"""The process in which users' functions run: it imports nothing of ours.
+
+Run as a file, by the interpreter that the user chose (CPython 3.9 or newer), with the user's folders first on its path.
+It is given an order, says whether the functions can be used (null, or what is wrong), and then answers call by call:
+`[token, value, reason]`. A frame is four bytes with the length of the JSON that follows; it stands alone on the
+process's first stdin and stdout, which functions do not get to see.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import numbers
+import os
+import pkgutil
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any, BinaryIO
+
+OLDEST = (3, 9)
+"""The oldest Python that runs this file."""
+LENGTH_BYTES = 4
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Unusable(ValueError):
+    """What a user named cannot be imported, or not be called as it will be."""
+
+
+class NoValue(Exception):
+    """What a function returned is no value."""
+
+
+# ---- finding what users name
+
+
+def find(target: str, where: str) -> object:
+    """Import `pkg.mod:attribute`. Raises Unusable, with the nearest name; `where` begins its message."""
+    module_name, _, path = target.partition(":")
+    found: object = _module(module_name, where)
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise Unusable(f"{where}: no attribute {name!r} in {found!r}{nearest_name(name, dir(found))}")
+        found = getattr(found, name)
+    return found
+
+
+def check_call(
+    function: Callable[..., object], *parameters: str, where: str, named: Mapping[str, object] | None = None
+) -> None:
+    """Raise Unusable unless a function takes these parameters, the named ones by keyword."""
+    given = named or {}
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-ins do not tell; the call itself will
+        return
+    try:
+        signature.bind(*parameters, **given)
+    except TypeError as error:
+        wanted = ", ".join((*parameters, *(f"{name}=…" for name in given)))
+        raise Unusable(f"{where}: expected to call it with ({wanted}), found {signature}: {error}") from error
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """`, did you mean 'x'?`, or nothing where no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _module(name: str, where: str) -> object:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise Unusable(f"{where}: its module needs {error.name!r}, which is not installed") from error
+        raise Unusable(f"{where}: no module {error.name!r}{nearest_name(error.name, _siblings(error.name))}") from error
+    except (Exception, SystemExit) as error:  # whatever a user's module raises means that it cannot be used
+        raise Unusable(f"{where}: importing it failed: {type(error).__name__}: {error}") from error
+
+
+def _siblings(name: str) -> Iterable[str]:
+    parent, _, _ = name.rpartition(".")
+    if not parent:
+        return (module.name for module in pkgutil.iter_modules())
+    folders = getattr(importlib.import_module(parent), "__path__", ())
+    return (f"{parent}.{module.name}" for module in pkgutil.iter_modules(folders))
+
+
+# ---- what a function returns
+
+
+def value_of(
+    call: Callable[[], object], expected: int | None, part: str
+) -> tuple[float | list[float] | None, str | None]:
+    """Return a number, or as many as expected (-1: any) of parts; or none and the reason, whatever the function did."""
+    try:
+        found = call()
+        return (_number(found) if expected is None else _numbers(found, part, expected)), None
+    except NoValue as error:
+        return None, one_line(str(error))
+    except BaseException as error:  # KeyboardInterrupt too: it can only be the function's own, by the signal's default
+        return None, one_line(f"{type(error).__name__}: {_told(error)}")
+
+
+def one_line(message: str) -> str:
+    """Shorten, and mask memory addresses: the reason is part of a shard, and the same inputs give the same digest."""
+    masked = re.sub(r"\b0x[0-9a-f]+", "0x…", " ".join(message.split()))
+    return masked[:200].encode("utf-8", "replace").decode()
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException:
+        return "it cannot be told"
+
+
+def _numbers(found: object, part: str, expected: int) -> list[float]:
+    if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping)):
+        raise NoValue(f"expected {expected} floats, one for each of the {part}, found {type(found).__name__}")
+    values = [_number(value) for value in (islice(found, expected + 1) if expected >= 0 else found)]
+    if len(values) != expected >= 0:
+        more = "more" if len(values) > expected else str(len(values))
+        raise NoValue(f"expected {expected} floats, one for each of the {part}, found {more}")
+    return values
+
+
+def _number(found: object) -> float:
+    if not isinstance(found, numbers.Real):
+        raise NoValue(f"expected a float, found {type(found).__name__}")
+    number = float(found)
+    if not math.isfinite(number):
+        raise NoValue(f"expected a finite float, found {number}")
+    return number
+
+
+# ---- the process
+
+
+def frame(content: object) -> bytes:
+    """Return content as it goes through the pipe."""
+    body = json.dumps(content).encode()
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def _receive(stream: BinaryIO) -> Any:  # noqa: ANN401 - JSON that ours has written
+    """Read a frame; none at the end of the pipe."""
+    head = stream.read(LENGTH_BYTES)
+    return json.loads(stream.read(int.from_bytes(head, "big"))) if len(head) == LENGTH_BYTES else None
+
+
+def _send(pipe: int, content: object) -> None:
+    left = memoryview(frame(content))
+    while left:
+        left = left[os.write(pipe, left) :]
+
+
+def _load(function: Mapping[str, Any]) -> Callable[..., object]:
+    """Import a function and prove that it takes (prompt, completion, answer, **options), and its parts."""
+    where, target, options, part = (function[name] for name in ("where", "target", "options", "part"))
+    _forget(target.partition(":")[0].partition(".")[0])
+    found = find(target, where)
+    if not callable(found) or inspect.iscoroutinefunction(found):
+        raise Unusable(f"{where}: expected a function that returns a float, or several, found {found!r}")
+    if function["made"]:
+        made: Callable[..., object] = found(**options)
+        return made
+    named = {part: [], **options} if part else options
+    check_call(found, "prompt", "completion", "answer", where=where, named=named)
+    return functools.partial(found, **options)
+
+
+def _forget(name: str) -> None:
+    """Have a user's file found that bears the name of a module which this process uses itself."""
+    loaded = getattr(sys.modules.get(name), "__spec__", None)
+    if loaded is not None and loaded.has_location:
+        before = sys.modules.pop(name)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin == loaded.origin:
+            sys.modules[name] = before
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, however it dies; even a hung function is no orphan."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
+
+
+def main() -> None:
+    """Load the functions of the order, then answer calls until the pipe ends."""
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what functions print
+    order = _receive(calls)
+    _die_with(order["parent"])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from elsewhere ends the process; it is no exception
+    sys.path[:] = dict.fromkeys([*order["first"], *sys.path, *order["last"]])
+    try:
+        functions = [_load(function) for function in order["functions"]]
+    except ValueError as error:
+        _send(answers, str(error))
+        return
+    _send(answers, None)
+    while (call := _receive(calls)) is not None:
+        bound = functools.partial(functions[call["function"]], *call["arguments"], **call["named"])
+        _send(answers, [call["token"], *value_of(bound, call["expected"], "".join(call["named"]))])
+
+
+if __name__ == "__main__":
+    main()
