@@ -6,7 +6,6 @@ import logging
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from flows.cli.prefect_api import prefect_api, run_flow
 from flows.cli.runs import added_to, export_command
 from infra.errors import BadInput
 from infra.plugins import find_targets_in
+from infra.processes.guard import guarded_directory
 from infra.terminal import Json, write
 
 if TYPE_CHECKING:
@@ -176,8 +176,8 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
     """Measure a policy directory on held-out problems; nothing stays behind."""
     from tasks.run.subprocesses import preflight
 
-    with tempfile.TemporaryDirectory(prefix="rheostat-evaluate-") as scratch:
-        config = _evaluation_config(policy, config_path, overrides).model_copy(update={"store": scratch})
+    with guarded_directory("rheostat-evaluate-") as scratch:
+        config = _evaluation_config(policy, config_path, overrides).model_copy(update={"store": str(scratch)})
         asyncio.run(preflight(config))
         with prefect_api("flows.evaluation"):
             from flows.evaluation import evaluate as evaluate_flow

@@ -3,7 +3,8 @@
 Ray's own agents stay for more than a minute after their driver was killed, and children of a worker or of a server
 longer. The owner holds the guard's stdin open; when that closes, by the owner's will or by its SIGKILL, every process
 of the cluster or of the server is killed, and their directory removed. A server's command is started by the guard
-itself, which adopts what the command leaves behind. Run as a file, so this imports nothing of the house.
+itself, which adopts what the command leaves behind. The guard is a fork of another process, which waits for its end,
+and if it was killed, adopts what it had and does the same. Run as a file, so this imports nothing of the house.
 
 No library does this. psutil finds and kills a tree, but somebody must be alive to call it, and children of a dead
 process hang in no tree; the kernel's signal at a parent's death (prctl) reaches one generation, when a thread ends;
@@ -20,8 +21,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -61,6 +63,17 @@ def start_guard(
     guard.stdin.write(json.dumps(order).encode() + b"\n")
     guard.stdin.flush()
     return guard
+
+
+@contextlib.contextmanager
+def guarded_directory(prefix: str, *, parent: Path | None = None) -> Iterator[Path]:
+    """Make a temporary directory that is gone afterwards, also where this process is killed."""
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    guard = start_guard(directory)
+    try:
+        yield directory
+    finally:
+        guard.communicate()
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:
@@ -170,6 +183,13 @@ def _guard(directory: Path, owner: int) -> None:
         signal.signal(name, lambda *_: None)  # the guard goes last; unlike SIG_IGN, this is not inherited
     if order.get("command") and os.fork():
         os._exit(0)  # the guard of a server is a child of init
+    _adopt_orphans()
+    if first := os.fork():
+        if os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == 0:
+            return
+        order = {}  # the command, if there was one, lives on as our child
+    else:
+        os.setsid()
     try:
         owning = psutil.Process(owner)
         if order.get("command"):
@@ -181,7 +201,7 @@ def _guard(directory: Path, owner: int) -> None:
     except OSError as error:
         os.write(1, f"{error}\n".encode())
     finally:
-        reap(directory, spared=owner)
+        reap(directory, spared=owner, adopted=True)
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -20,7 +20,15 @@ _held: set[int] = set()
 
 
 def sweep(root: Path) -> None:
-    """Remove temporary files whose writers are dead; a live writer holds a lock on its own."""
+    """Remove temporary files and scratch directories whose writers are dead; a live writer holds a lock on its own."""
+    for path in root.glob(f"{TEMPORARY}*"):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if _try_lock(descriptor):
+            shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
     for directory, name in walk_files(root):
         if not name.startswith(TEMPORARY):
             continue
@@ -31,6 +39,38 @@ def sweep(root: Path) -> None:
             continue
         if _try_lock(descriptor):
             path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+@contextmanager
+def scratch_directory(root: Path) -> Iterator[Path]:
+    """Make a directory below the root for what is not complete yet; it is gone afterwards.
+
+    If this process dies before, the next sweep removes it.
+    """
+    descriptor, path = _open_scratch(root)
+    _drop_inherited_holds()
+    _held.add(descriptor)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        if descriptor in _held:
+            _held.remove(descriptor)
+            os.close(descriptor)
+
+
+def _open_scratch(root: Path) -> tuple[int, Path]:
+    while True:
+        path = root / f"{TEMPORARY}{secrets.token_hex(8)}"
+        path.mkdir(mode=0o700)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # a sweep came between
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if path.is_dir():
+            return descriptor, path
         os.close(descriptor)
 
 
@@ -107,13 +147,17 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def walk_files(root: Path) -> Iterator[tuple[str, str]]:
-    """Walk (directory, file name) pairs; a directory that cannot be read is an error, one that vanished is not."""
+    """Walk (directory, file name) pairs, scratch directories left out.
+
+    A directory that cannot be read is an error, one that vanished is not.
+    """
 
     def refuse(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
             raise error
 
-    for directory, _, names in os.walk(root, onerror=refuse):
+    for directory, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [folder for folder in folders if not folder.startswith(TEMPORARY)]
         for name in names:
             yield directory, name
 

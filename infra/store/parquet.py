@@ -1,6 +1,5 @@
 """Sealed Parquet copies of what a run holds, for analysts; the run itself never reads them."""
 
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,8 +17,8 @@ def export_parquet(run: Run, tables: Iterable[pa.Table], key: str) -> Path:
     """
     target = f"export/{key}.parquet"
     if not run.store.exists(target):
-        with tempfile.TemporaryDirectory(prefix="rheostat-export-") as scratch:
-            path = Path(scratch, "export.parquet")
+        with run.store.scratch() as scratch:
+            path = scratch / "export.parquet"
             _write(tables, path, key=key)
             run.store.put(target, path)
     return run.store.local(target)

@@ -22,6 +22,7 @@ from infra.store.disk import (
     make_directory,
     open_temporary,
     publish_file,
+    scratch_directory,
     sweep,
     sync_directory,
     walk_files,
@@ -83,6 +84,10 @@ class Store(Protocol):
 
     def hold(self, key: str) -> AbstractContextManager[bool]:
         """Hold a name for this process alone, at most for its life; False when another has it. Leftovers are swept."""
+        ...
+
+    def scratch(self) -> AbstractContextManager[Path]:
+        """Make a local directory for what will be put; it is gone afterwards, or at the next hold after a kill."""
         ...
 
     def clock(self) -> float:
@@ -192,6 +197,14 @@ class LocalStore:
             if held:  # processes that died meanwhile left theirs
                 with self._failures(f"cannot sweep {key!r}"):
                     sweep(self.root)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        with ExitStack() as stack:
+            with self._failures("cannot make a scratch directory"):
+                make_directory(self.root)
+                directory = stack.enter_context(scratch_directory(self.root))
+            yield directory
 
     def clock(self) -> float:
         with self._failures("cannot ask the time"):

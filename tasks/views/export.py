@@ -6,7 +6,6 @@ Base and adapter are merged in a process of its own: no flow process loads torch
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +13,7 @@ from pydantic import TypeAdapter
 
 from infra.config import Settings
 from infra.errors import BadInput, WorkerFailed
+from infra.processes.guard import guarded_directory
 from infra.store.bundles import fetch_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -55,8 +55,8 @@ def export_policy(
     base = fetch_bundle(run.store, policy.weights)
     adapter = None if policy.adapter is None else fetch_bundle(run.store, policy.adapter)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-        written = Path(scratch, "policy")
+    with guarded_directory(f".{target.name}-", parent=target.parent) as scratch:
+        written = scratch / "policy"
         written.mkdir()
         _ask(ExportWork(base=base, adapter=adapter, target=written, dtype=dtype))
         written.replace(target)

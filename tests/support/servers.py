@@ -2,9 +2,12 @@
 
 import os
 import sys
+from pathlib import Path
 
 import httpx
+import psutil
 
+from infra.processes import guard
 from infra.processes.server import Launch
 
 SERVE = """
@@ -53,3 +56,10 @@ def launch(program, *, start_seconds=20.0, **changes):
         "start_seconds": start_seconds,
     }
     return Launch(**(fields | changes))
+
+
+def guards_of(directory: Path) -> list[psutil.Process]:
+    """The guard of a cluster or a server, after the process that waits for its end."""
+    words = [guard.__file__, str(directory)]
+    found = [process for process in psutil.process_iter(["cmdline"]) if (process.info["cmdline"] or [])[2:4] == words]
+    return sorted(found, key=psutil.Process.create_time)

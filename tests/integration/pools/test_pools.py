@@ -14,6 +14,7 @@ from infra.errors import ClusterFailed, Damaged, WorkerFailed, WorkerLost, Worke
 from infra.pools.cluster import RayCluster
 from infra.pools.worker import PoolSpec
 from infra.processes.guard import processes_of
+from tests.support.servers import guards_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -299,7 +300,8 @@ asyncio.run(main())
     assert f"infra.errors.ClusterFailed: {what} did not start within 0.7 s" in errors.decode()
 
 
-async def test_nothing_survives_a_killed_driver():
+@pytest.mark.parametrize("before", [(), (0,), (1,)], ids=["alone", "after its guard's parent", "after its guard"])
+async def test_nothing_survives_a_killed_driver(before):
     program = """
 import asyncio, os, sys
 from infra.pools.cluster import RayCluster
@@ -318,9 +320,13 @@ asyncio.run(main())
     pids = [process.pid for process in processes_of(directory)]
     assert {child, worker} < set(pids)
     assert len(pids) >= 7  # gcs, raylet, agents, monitors, worker and its child
+    guards = guards_of(directory)
+    assert len(guards) == 2
+    for number in before:
+        guards[number].kill()
     driver.kill()
     await driver.wait()
-    assert await gone(*pids)
+    assert await gone(*pids, *(guard.pid for guard in guards))
     deadline = time.monotonic() + 10
     while directory.exists() and time.monotonic() < deadline:
         await asyncio.sleep(0.05)

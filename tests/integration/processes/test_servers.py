@@ -11,7 +11,7 @@ import pytest
 
 from infra.errors import WorkerFailed, WorkerLost
 from infra.processes.server import OwnedProcess, free_ports, start
-from tests.support.servers import FAMILY, SERVE, answers, launch
+from tests.support.servers import FAMILY, SERVE, answers, guards_of, launch
 
 SLOW = """
 import time
@@ -130,6 +130,76 @@ def test_nothing_of_a_server_survives_the_sigkill_of_its_owner(forks):
     finally:
         for process in forked:
             process.kill()
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["its parent", "itself"])
+def test_nothing_of_a_server_survives_a_guard_and_then_an_owner_that_are_killed(number):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER.format(forks=False)], stdout=subprocess.PIPE, text=True)
+    pid, directory = owner.stdout.readline().split()
+    members, guards = family(int(pid)), guards_of(Path(directory))
+    assert members[0] == guards[1]
+    guards[number].kill()
+    assert not gone([guards[number]])
+    assert alive(members[1]), "the server serves on"
+    owner.kill()
+    owner.wait()
+    assert not gone([*members, *guards])
+    assert not Path(directory).exists()
+
+
+DRIVER = """
+import os, subprocess, tempfile, time
+from pathlib import Path
+from infra.processes.guard import CLUSTER, start_guard
+directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))
+guard = start_guard(directory)
+marked = {**os.environ, CLUSTER: str(directory)}
+agents = [subprocess.Popen(["sleep", "1000"], env=marked, start_new_session=True) for _ in range(2)]
+print(directory, *(agent.pid for agent in agents), flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("killed", [(), (0,), (1,)], ids=["no guard", "its parent", "itself"])
+def test_nothing_of_a_cluster_survives_a_guard_and_then_a_driver_that_are_killed(killed):
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
+    directory, *pids = driver.stdout.readline().split()
+    wait_for(lambda: len(guards_of(Path(directory))) == 2)
+    agents, guards = [psutil.Process(int(pid)) for pid in pids], guards_of(Path(directory))
+    for number in killed:
+        guards[number].kill()
+        assert not gone([guards[number]])
+    assert all(map(alive, agents))
+    driver.kill()
+    driver.wait()
+    assert not gone([*agents, *guards])
+    assert not Path(directory).exists()
+
+
+HOLDER = """
+import time
+from pathlib import Path
+from infra.processes.guard import guarded_directory
+with guarded_directory("rheostat-test-") as directory:
+    (directory / "weights").write_bytes(b"large")
+    print(directory, flush=True)
+    if not {stays}:
+        raise SystemExit
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_guarded_directory_is_gone_however_its_process_ends(stays):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER.format(stays=stays)], stdout=subprocess.PIPE, text=True)
+    directory = Path(holder.stdout.readline().strip())
+    guards = guards_of(directory)
+    if stays:
+        assert (directory / "weights").exists()
+        holder.kill()
+    holder.wait()
+    assert not gone(guards)
+    assert not directory.exists()
 
 
 class Serving:

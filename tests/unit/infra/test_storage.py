@@ -205,6 +205,36 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_live_one_is_writing_is_not(
     assert open_store(str(root)).read("whole") == b"half" and not list(root.glob(".tmp-*"))
 
 
+def _stay_in_a_scratch_directory(uri, ready):
+    with open_store(uri).scratch() as scratch:
+        (scratch / "deep").mkdir()
+        (scratch / "deep" / "weights").write_bytes(b"large")
+        ready.set()
+        time.sleep(600)
+
+
+def test_a_scratch_directory_is_no_object_and_goes_with_its_maker_or_at_the_next_hold(uri):
+    store, dead, live = open_store(uri), CONTEXT.Event(), CONTEXT.Event()
+    root = Path(store.root)
+    with store.scratch() as scratch:
+        (scratch / "weights").write_bytes(b"large")
+        assert scratch.stat().st_mode & 0o777 == 0o700
+        assert store.entries("") == store.children("") == []
+        assert store.put("weights", scratch / "weights")
+    assert [path.name for path in root.iterdir()] == ["weights"]
+    with (
+        process(_stay_in_a_scratch_directory, uri, dead) as killed,
+        process(_stay_in_a_scratch_directory, uri, live),
+    ):
+        assert dead.wait(30) and live.wait(30)
+        kill(killed)
+        assert len(list(root.glob(".tmp-*/deep/weights"))) == 2 and store.children("") == ["weights"]
+        with store.hold("lock") as held:
+            assert held and len(list(root.glob(".tmp-*/deep/weights"))) == 1
+    with store.hold("lock"):
+        assert not list(root.glob(".tmp-*"))
+
+
 def _put_with_little_space(uri, limit, results):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
