@@ -14,7 +14,15 @@ from infra import runner
 from infra.errors import BadInput
 from infra.runner import nearest_name
 
-__all__ = ["TARGETS", "check_function", "find_target", "find_targets_in", "nearest_name", "target_folders"]
+__all__ = [
+    "TARGETS",
+    "add_target_folders",
+    "check_function",
+    "find_target",
+    "find_targets_in",
+    "nearest_name",
+    "target_folders",
+]
 
 TARGETS: Final = "RHEOSTAT_TARGETS"
 """Environment variable with folders in which targets are found when they are nowhere else; separated like PATH."""
@@ -22,7 +30,7 @@ TARGETS: Final = "RHEOSTAT_TARGETS"
 
 def find_target(target: str, *, where: str) -> object:
     """Import what a target names. Raises BadInput, with the nearest name; `where` begins its message."""
-    sys.path += [folder for folder in target_folders() if folder not in sys.path]  # last: they hide nothing of ours
+    add_target_folders()
     try:
         return runner.find(target, where)
     except runner.Unusable as error:
@@ -32,6 +40,11 @@ def find_target(target: str, *, where: str) -> object:
 def find_targets_in(folder: Path) -> None:
     """Have targets found in this folder, too, by this process and by those that it starts from now on."""
     os.environ[TARGETS] = os.pathsep.join(dict.fromkeys([*_named_folders(), str(folder.resolve())]))
+
+
+def add_target_folders() -> None:
+    """Have this process find users' modules: last, so that a `models.py` of theirs hides nothing of ours."""
+    sys.path += [folder for folder in target_folders() if folder not in sys.path]
 
 
 def target_folders() -> list[str]:

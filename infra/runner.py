@@ -2,14 +2,16 @@
 
 Run as a file, by the interpreter that the user chose (CPython 3.9 or newer), with the user's folders first on its path.
 It is given an order, says whether the functions can be used (null, or what is wrong), and then answers call by call:
-`[token, value, reason]`. A frame is four bytes with the length of the JSON that follows; it stands alone on the
-process's first stdin and stdout, which functions do not get to see.
+`[token, value, reason, end]`, where an end is how a call's own process ended without a value. A frame is four bytes
+with the length of the JSON that follows; frames alone go through the first stdin and stdout, which functions do not
+get to see.
 """
 
 from __future__ import annotations
 
 import ctypes
 import difflib
+import errno
 import functools
 import importlib
 import importlib.util
@@ -20,16 +22,20 @@ import numbers
 import os
 import pkgutil
 import re
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any, BinaryIO
 
 OLDEST = (3, 9)
 """The oldest Python that runs this file."""
 LENGTH_BYTES = 4
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MAX_ANSWER = 1 << 24
+WATCH_SECONDS = 0.02
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 
 
 class Unusable(ValueError):
@@ -189,6 +195,104 @@ def _forget(name: str) -> None:
             sys.modules[name] = before
 
 
+def _apart(
+    call: Callable[[], object], expected: int | None, part: str, limits: Mapping[str, int], hidden: Iterable[int]
+) -> list[Any]:
+    """Answer a call in a fork of this process, of which nothing is left afterwards: in a sandbox alone."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for pipe in hidden:
+            os.close(pipe)
+        _limit(limits)
+        _send(write, value_of(call, expected, part))
+        os._exit(0)
+    os.close(write)
+    os.set_blocking(read, False)
+    written, code, reason = b"", None, None
+    while code is None and reason is None:
+        select.select([read], [], [], WATCH_SECONDS)
+        ended, status = os.waitpid(child, os.WNOHANG)  # first: what it wrote before its end is read below
+        while len(written) <= MAX_ANSWER and (more := _read(read)):
+            written += more
+        if len(written) > MAX_ANSWER:
+            reason = "its process wrote what is no answer"
+        elif ended:
+            code = status
+        elif len(_others()) > limits["processes"]:
+            reason = f"its process started more than {limits['processes']}"
+    os.close(read)
+    _clean()
+    try:
+        answer = json.loads(written[LENGTH_BYTES:])
+        return [*answer, None] if reason is None and len(answer) == 2 else [None, None, reason]
+    except (ValueError, TypeError, RecursionError):
+        return [None, None, reason or _ending(code or 0)]
+
+
+def _read(pipe: int) -> bytes:
+    try:
+        return os.read(pipe, 1 << 16)
+    except BlockingIOError:
+        return b""
+
+
+def _limit(limits: Mapping[str, int]) -> None:
+    import resource
+
+    kinds = {"memory": resource.RLIMIT_AS, "file": resource.RLIMIT_FSIZE, "cpu": resource.RLIMIT_CPU}
+    for name, kind in kinds.items():
+        resource.setrlimit(kind, (limits[name], limits[name]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(10)  # a fork bomb leaves time to the process that ends it
+
+
+def _others() -> list[int]:
+    """List the sandbox's processes but its first and this one."""
+    return [pid for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()) if pid not in (1, os.getpid())]  # noqa: PTH208
+
+
+def _clean() -> None:
+    """End every other process of the sandbox, and remove all files that can be written."""
+    while _others():
+        try:
+            os.kill(-1, signal.SIGKILL)
+            os.waitpid(-1, os.WNOHANG)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+    for folder in ("/tmp", "/dev/shm"):
+        for entry in Path(folder).iterdir():
+            _remove(entry)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, but not what is mounted there; what withstands ends this process and its sandbox."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+            return
+        path.chmod(0o700)
+        for entry in path.iterdir():
+            _remove(entry)
+        path.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EBUSY, errno.ENOTEMPTY):
+            raise
+
+
+def _ending(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"its process was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"its process ended with exit code {os.WEXITSTATUS(status)}"
+
+
+def _shut(outside: str) -> None:
+    """Make sure that this is a sandbox, and keep what functions start from reading or changing this process."""
+    if str(Path("/proc/self/ns/pid").readlink()) == outside or os.getppid() != 1:
+        raise Unusable("expected a sandbox of its own, found the processes of others")
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0)
+
+
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies, however it dies; even a hung function is no orphan."""
     if sys.platform == "linux":
@@ -203,10 +307,14 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what functions print
     order = _receive(calls)
-    _die_with(order["parent"])
+    limits = order["limits"]
+    if limits is None:
+        _die_with(order["parent"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from elsewhere ends the process; it is no exception
     sys.path[:] = dict.fromkeys([*order["first"], *sys.path, *order["last"]])
     try:
+        if limits is not None:
+            _shut(order["outside"])
         functions = [_load(function) for function in order["functions"]]
     except ValueError as error:
         _send(answers, str(error))
@@ -214,7 +322,9 @@ def main() -> None:
     _send(answers, None)
     while (call := _receive(calls)) is not None:
         bound = functools.partial(functions[call["function"]], *call["arguments"], **call["named"])
-        _send(answers, [call["token"], *value_of(bound, call["expected"], "".join(call["named"]))])
+        asked = bound, call["expected"], "".join(call["named"])
+        pipes = calls.fileno(), answers
+        _send(answers, [call["token"], *(_apart(*asked, limits, pipes) if limits else [*value_of(*asked), None])])
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def prefect_api(*modules: str) -> Iterator[str]:
     with _listen(UI_PORT) as listener:  # bound here: of two jobs that start at once, neither finds the other's server
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli.server", str(listener.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", "flows.cli.server", str(listener.fileno()), str(os.getpid())],
             pass_fds=[listener.fileno()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

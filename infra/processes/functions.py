@@ -25,6 +25,7 @@ from pydantic import JsonValue
 from infra import runner
 from infra.errors import BadInput, WorkerFailed, WorkerLost
 from infra.plugins import target_folders
+from infra.processes.sandbox import ENVIRONMENT, asked, check_sandbox, confined, limits
 
 START_SECONDS: Final = 120.0
 """Longest time for the process to import its functions; sympy on a busy machine takes about ten."""
@@ -62,6 +63,7 @@ class Interpreter:
     python: str
     first: tuple[str, ...]
     last: tuple[str, ...]
+    sandboxed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,14 @@ def our_interpreter() -> Interpreter:
     return Interpreter(sys.executable, (), (_HOME, *(folder for folder in sys.path if folder not in here)))
 
 
-def users_interpreter(python: str | None) -> Interpreter:
-    """Say how users' functions run: in their folders first, and, if the Python is ours, with all that we have."""
+def users_interpreter(python: str | None, *, sandboxed: bool) -> Interpreter:
+    """Say how users' functions run: their folders come first, and, if the Python is ours, all that we have last.
+
+    Raises BadInput if there is no such Python, or no sandbox.
+    """
+    program = sys.executable if python is None else asked(python)[0]  # what was named may be a script that finds it
+    if sandboxed:
+        check_sandbox()
     installed = {"site-packages", "dist-packages"}
     prefixes = tuple(Path(prefix) for prefix in (sys.prefix, sys.base_prefix))
     brought = [
@@ -103,20 +111,29 @@ def users_interpreter(python: str | None) -> Interpreter:
     ]
     here, *named = target_folders()
     first = tuple(dict.fromkeys([here, *brought, *named]))
-    return Interpreter(python or sys.executable, first, () if python else tuple(filter(None, sys.path)))
+    last = () if python else tuple(filter(None, sys.path))
+    return Interpreter(program, first, last, sandboxed)
 
 
 class FunctionProcess:
     """A running process with its functions, and the pipes to it."""
 
-    def __init__(self, functions: Sequence[RunFunction], interpreter: Interpreter, *, what: str) -> None:
-        """Start the process; `ready` waits for it."""
+    def __init__(
+        self, functions: Sequence[RunFunction], interpreter: Interpreter, *, what: str, seconds: float
+    ) -> None:
+        """Start the process, of which a call may take so long; `ready` waits for it."""
         self._what = what
-        self._unread = b""
+        self._unread, self._killed = b"", False
+        self._sandboxed = interpreter.sandboxed
+        command = [interpreter.python, "-I", *(["-B"] if sys.dont_write_bytecode else []), runner.__file__]
+        if self._sandboxed:
+            command = confined(command, (*interpreter.first, *interpreter.last))
         self._process = subprocess.Popen(
-            [interpreter.python, "-I", *(["-B"] if sys.dont_write_bytecode else []), runner.__file__],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if self._sandboxed else None,
+            env=ENVIRONMENT if self._sandboxed else None,
             bufsize=0,
             start_new_session=True,  # what functions start is killed with them, and Ctrl-C is the parent's affair
         )
@@ -127,6 +144,8 @@ class FunctionProcess:
             "parent": os.getpid(),
             "first": interpreter.first,
             "last": interpreter.last,
+            "limits": limits(seconds) if self._sandboxed else None,
+            "outside": str(Path("/proc/self/ns/pid").readlink()) if self._sandboxed else "",
             "functions": [asdict(function) for function in functions],
         }
 
@@ -160,8 +179,9 @@ class FunctionProcess:
 
     def kill(self) -> None:
         """Kill the process with its group and its descendants; once, since its id is free for others afterwards."""
-        if self._process.returncode is not None:
+        if self._killed:
             return
+        self._killed = True
         with suppress(psutil.Error):
             for each in psutil.Process(self.pid).children(recursive=True):
                 with suppress(psutil.Error):
@@ -241,14 +261,18 @@ class FunctionProcess:
         return ProcessEnded(f"its process was killed by {name}", cause="own" if -code in _CRASHES else name)
 
     def _exit(self) -> int | None:
-        """Return the exit code, or the signal below 0; the process keeps its id until it is killed here."""
+        """Return the exit code, or the signal below 0; on Linux the process keeps its id until it is killed here."""
+        if sys.platform != "linux":
+            return self._process.poll()
         try:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # somebody else has collected it
             return 0
         if ended is None:
             return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if ended.si_code != os.CLD_EXITED:
+            return -ended.si_status
+        return 128 - ended.si_status if self._sandboxed and ended.si_status > 128 else ended.si_status  # as shells do
 
 
 class _Clock:
@@ -309,9 +333,11 @@ def _meddled() -> ProcessEnded:
 
 def _checked(answer: object, token: str, expected: int | None, seconds: float) -> CallResult:
     """Read an answer as data: the process may have written anything."""
-    if not isinstance(answer, list) or len(answer) != 3 or answer[0] != token:
+    if not isinstance(answer, list) or len(answer) != 4 or answer[0] != token:
         raise _meddled()
-    _, value, reason = answer
+    _, value, reason, end = answer
+    if isinstance(end, str):
+        raise ProcessEnded(runner.one_line(end), cause="own")
     if isinstance(reason, str) and value is None:
         return CallResult(None, runner.one_line(reason), seconds)
     numbers, wanted = ([value], 1) if expected is None else (value, expected)

@@ -1,6 +1,6 @@
 """Configuration of scoring: which terms make a reward. Torch-free."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,10 @@ class ScoringConfig(Settings):
     """Reward terms; the total is their weighted sum."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 10
     """Longest time for one completion, in seconds; then its score is missing."""
+    python: str | None = None
+    """Python interpreter (3.9 or newer) that runs `target` functions, with what is installed there; none is ours."""
+    sandbox: Literal["none", "bubblewrap"] = "none"
+    """Where `target` functions run: `bubblewrap` gives them no network, nothing to write, and a fork for each call."""
     max_missing: Fraction = 0.05
     """Share of missing scores in an iteration above which it fails."""
 

@@ -49,15 +49,17 @@ class Verdict:
 class _Place:
     """A process for some of the rules; it is started when it is needed, and again whenever it is gone."""
 
-    def __init__(self, functions: Sequence[RunFunction], interpreter: Interpreter, *, what: str) -> None:
-        self.functions, self._interpreter, self._what = functions, interpreter, what
+    def __init__(
+        self, functions: Sequence[RunFunction], interpreter: Interpreter, *, what: str, seconds: float
+    ) -> None:
+        self.functions, self._interpreter, self._what, self._seconds = functions, interpreter, what, seconds
         self._process: FunctionProcess | None = None
         self._is_ready = False
 
     def start(self) -> None:
         """Start the process, if there is none."""
         if self._process is None:
-            self._process = FunctionProcess(self.functions, self._interpreter, what=self._what)
+            self._process = FunctionProcess(self.functions, self._interpreter, what=self._what, seconds=self._seconds)
             self._is_ready = False
 
     def ready(self) -> FunctionProcess:
@@ -100,10 +102,12 @@ class Evaluator:
         cuts = [rule.steps for rule in stepwise if not isinstance(rule.steps, BlankLines)]
         what = f"rewards {scoring.rule_terms}"
         self._places: dict[bool, _Place] = {}
-        for ours, interpreter in ((True, our_interpreter()), (False, users_interpreter(None))):
+        for ours in (True, False):
             there = [each for each in (*self._functions, *map(_cutting, cuts)) if _is_ours(each) == ours]
             if there:
-                self._places[ours] = _Place(there, interpreter, what=what)
+                sandboxed = scoring.sandbox == "bubblewrap"
+                interpreter = our_interpreter() if ours else users_interpreter(scoring.python, sandboxed=sandboxed)
+                self._places[ours] = _Place(there, interpreter, what=what, seconds=scoring.timeout_seconds)
 
     def start(self) -> None:
         """Import the rewards. Raises BadInput if they cannot be used."""

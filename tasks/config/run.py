@@ -182,9 +182,12 @@ class RunConfig(Settings):
 
     def identity(self) -> dict[str, JsonValue]:
         """What results depend on: a run continues only under the same identity."""
-        elsewhere = {"name", "store", "controllers", "retention", "pools", "placement"}
+        elsewhere: dict[str, bool | set[str]] = dict.fromkeys(
+            ("name", "store", "controllers", "retention", "pools", "placement"), True
+        )
+        elsewhere["scoring"] = {"python", "sandbox"}
         if self.update.schedule == "constant":
-            elsewhere.add("iterations")
+            elsewhere["iterations"] = True
         identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere)
         identity["pools"] = {"update_ranks": self.pools.update_ranks, "threads": self.pools.threads}
         return identity

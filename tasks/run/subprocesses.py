@@ -21,6 +21,7 @@ async def preflight(config: BaseModel, *, part: Literal["run", "plan", "scoring"
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
+        "-P",  # a user's models.py in the working directory is not ours
         "-m",
         "models.commands.preflight",
         part,

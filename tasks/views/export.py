@@ -74,7 +74,7 @@ def _policy(run: Run, number: int) -> Manifest:
 
 def _ask(work: ExportWork) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "models.commands.export"],
+        [sys.executable, "-P", "-m", "models.commands.export"],
         input=TypeAdapter(ExportWork).dump_json(work).decode(),
         capture_output=True,
         text=True,

@@ -1,0 +1,55 @@
+"""Modules of a user's that bear the names of ours, in the directory in which everything runs: both are found."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from infra.plugins import TARGETS
+from models.config.reward_terms import TargetReward
+from models.config.rewards import ScoringConfig
+from models.rewards.evaluate import Evaluator, Verdict
+from models.rewards.values import Case
+from tests.support.jobs import RHEOSTAT, TINY
+
+NAMES = ("models", "tasks", "flows", "infra", "placement", "json", "torch", "numpy", "prefect", "ray")
+REWARD = "def shared(prompt, completion, answer): return float(len(completion) % 2)\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory with modules of all those names, each with a reward, and a job that uses some."""
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text(REWARD)
+    terms = ", ".join(f'{{kind = "target", name = "{name}", target = "{name}:shared"}}' for name in ("models", "json"))
+    ours = '{kind = "target", name = "steps", target = "models.rewards.arithmetic_steps:wrong_steps", per = "step"}'
+    lines = [f"rewards = [{terms}, {ours}]" if line.startswith("rewards") else line for line in TINY.splitlines()]
+    (tmp_path / "job.toml").write_text("\n".join(lines))
+    return tmp_path
+
+
+def command(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", TARGETS)}
+    environment = kept | {"PREFECT_HOME": str(folder / "prefect")}
+    return subprocess.run([RHEOSTAT, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_rewards_of_any_name_are_found(folder: Path, monkeypatch):
+    monkeypatch.chdir(folder)
+    rewards = tuple(TargetReward(name=name, target=f"{name}:shared") for name in NAMES)
+    evaluator = Evaluator(ScoringConfig(rewards=rewards))
+    try:
+        assert evaluator.evaluate([Case("", "odd", "")]) == [Verdict((1.0,) * len(NAMES), None)]
+    finally:
+        evaluator.close()
+
+
+def test_a_job_is_checked_beside_them(folder: Path):
+    done = command(folder, "train", "job.toml", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    misspelt = command(
+        folder, "train", "job.toml", "--dry-run", "scoring.rewards=[{kind='target',target='models:shard'}]"
+    )
+    assert misspelt.returncode == 2
+    assert "did you mean 'shared'?" in misspelt.stderr
