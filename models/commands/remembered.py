@@ -23,6 +23,8 @@ LIBRARIES: Final = ("jinja2", "peft", "pydantic", "safetensors", "tokenizers", "
 """What an answer depends on beside our own code."""
 WHOLE_BYTES: Final = 2**26
 """Larger files are known by size and time alone."""
+HEADER_BYTES: Final = 10**8
+"""The longest header that safetensors reads, whatever a file says of itself."""
 HOUSE: Final = Path(__file__).parents[2]
 
 _FACTS: Final = TypeAdapter(dict[str, float])
@@ -113,7 +115,7 @@ def _file_digest(path: Path) -> str:
         if path.suffix == ".safetensors":
             with path.open("rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
-                return f"{blake3(opened.read(min(size, found.st_size))).hexdigest()} {stamp}"
+                return f"{blake3(opened.read(min(size, HEADER_BYTES))).hexdigest()} {stamp}"
         return stamp if found.st_size > WHOLE_BYTES else blake3(path.read_bytes()).hexdigest()
     except OSError as error:  # whoever needs the file says best what is wrong with it
         return str(error)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from infra.config import PoolsConfig
 from infra.errors import BadInput
 from models.commands.preflight import Inputs, check
-from models.commands.remembered import KEPT, checks_directory, remembered
+from models.commands.remembered import HEADER_BYTES, KEPT, checks_directory, key_of, remembered
 from models.config.algorithms import Grpo
 from models.config.data import FileData
 from models.config.objectives import UpdateConfig
@@ -153,3 +154,12 @@ def test_answers_lie_where_the_user_wants_caches(monkeypatch, tmp_path):
     assert checks_directory() == tmp_path / "rheostat" / "checks"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert checks_directory() == Path.home() / ".cache" / "rheostat" / "checks"
+
+
+def test_a_file_that_says_it_is_all_header_is_not_read_whole(tmp_path):
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write((2**39).to_bytes(8, "little"))
+        file.truncate(2**40)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert key_of(DirectoryPolicy(path=tmp_path))
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 3 * HEADER_BYTES
