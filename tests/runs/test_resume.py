@@ -4,7 +4,9 @@ import json
 import shutil
 import signal
 from dataclasses import dataclass
+from ipaddress import ip_address
 
+import psutil
 import pytest
 
 from tests.support.in_process import InProcessJob
@@ -37,6 +39,8 @@ class Interrupted:
     job: Job
     second: Ended
     """The same command while a stopped driver held the run."""
+    listening: set[str]
+    """Addresses at which processes of the stopped job listened."""
     left: list[str]
     """Processes that outlived their driver."""
     before: dict[str, bytes]
@@ -61,6 +65,12 @@ def interrupted(tmp_path_factory, together, prefect_api, reference):
         process.send_signal(signal.SIGSTOP)
         second = alone.refused()
         family = family_of(process.pid)
+        listening = {
+            connection.laddr.ip.removeprefix("::ffff:")  # how a socket of both kinds spells an IPv4 address
+            for member in family
+            for connection in member.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
         kill(process)
     wait_for(lambda: not alive(family), seconds=REAPING_SECONDS)
     left = alive(family)
@@ -69,7 +79,7 @@ def interrupted(tmp_path_factory, together, prefect_api, reference):
     after = files_of(alone.run)
     job = Job(home, prefect_api, counts_works=True)
     resumed = job.train(faults=[Fault("rollout", "progress", "generate", count=5)])
-    return Interrupted(job, second, left, before, changed, after, resumed, job.struck())
+    return Interrupted(job, second, listening, left, before, changed, after, resumed, job.struck())
 
 
 def test_a_killed_job_continues_to_the_run_that_was_never_killed(interrupted, reference):
@@ -77,6 +87,11 @@ def test_a_killed_job_continues_to_the_run_that_was_never_killed(interrupted, re
     assert interrupted.struck == 1
     assert manifests_of(interrupted.job.run) == manifests_of(reference.run)
     assert shards_of(interrupted.job.run) == shards_of(reference.run)
+
+
+def test_a_job_listens_on_loopback_alone(interrupted):
+    assert interrupted.listening  # Prefect's API, Ray, the update's ranks
+    assert {address for address in interrupted.listening if not ip_address(address).is_loopback} == set()
 
 
 def test_runs_of_rays_processes_and_of_threads_are_one_run_bit_for_bit(interrupted, reference):
