@@ -287,9 +287,8 @@ FRUGAL = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
-    "PREFECT_SERVER_EVENTS_STREAM_OUT_ENABLED": "false",
 }
-"""Nobody asks the tests' server for events, which take a fifth of a small run; a job's own server has them."""
+"""Nobody asks the tests' server for old events, which take time to keep; workers listen for those that cancel a run."""
 
 
 @contextmanager

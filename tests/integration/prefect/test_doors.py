@@ -7,11 +7,10 @@ import os
 import re
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -32,7 +31,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from flows.cli.prefect_api import PROFILE, keep_password, kept_password, own_password, run_flow, tell_password
 from infra.errors import ApiFailed
-from tests.support.jobs import PASSWORD, RHEOSTAT, ROOT, kill, wait_for
+from tests.support.jobs import PASSWORD, RHEOSTAT, ROOT, copy_prefect_database, kill, wait_for
 
 SOCKETS = ("/events/in", "/events/out", "/logs/out")
 
@@ -121,14 +120,8 @@ def test_websockets_have_the_same_doors(prefect_api, path):
 @pytest.fixture
 def home(prefect_api, together, tmp_path) -> Path:
     """A Prefect home whose database need not be made."""
-    made = tmp_path / "home"
-    made.mkdir()
-    with (
-        closing(sqlite3.connect(together / "prefect" / "prefect.db")) as shared,
-        closing(sqlite3.connect(made / "prefect.db")) as copy,
-    ):
-        shared.backup(copy)
-    return made
+    copy_prefect_database(together / "prefect", tmp_path / "home")
+    return tmp_path / "home"
 
 
 def environment(home: Path, **variables: str) -> dict[str, str]:
