@@ -20,10 +20,15 @@ async def preference_learning(run: RunRef) -> None:
 
 
 @flow(name="dpo", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
-async def dpo(config: RunConfig) -> TrainedPolicy:
-    """Go as far as the policy after preference optimisation, and measure it on held-out problems."""
+async def dpo(config: RunConfig, accept_change: bool = False) -> TrainedPolicy:
+    """Go as far as the policy after preference optimisation, and measure it on held-out problems.
+
+    Args:
+        config: The run.
+        accept_change: Go on although code of targets, data files or libraries are not those of the run.
+    """
     require_part("dpo", config)
-    async with hold(config, scope=measured_by_rules(config)) as session:
+    async with hold(config, scope=measured_by_rules(config), accept_change=accept_change) as session:
         await begin(session)
         if is_fine_tuned(session):
             await fine_tuning(session.ref)

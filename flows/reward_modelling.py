@@ -22,10 +22,15 @@ async def reward_modelling(run: RunRef) -> None:
 
 
 @flow(name="reward-model", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
-async def reward_model(config: RunConfig) -> TrainedRewards:
-    """Go as far as the models behind rewards, and report how they judge held-out pairs."""
+async def reward_model(config: RunConfig, accept_change: bool = False) -> TrainedRewards:
+    """Go as far as the models behind rewards, and report how they judge held-out pairs.
+
+    Args:
+        config: The run.
+        accept_change: Go on although code of targets, data files or libraries are not those of the run.
+    """
     require_part("reward-model", config)
-    async with hold(config) as session:
+    async with hold(config, accept_change=accept_change) as session:
         await begin(session)
         if is_fine_tuned(session):
             await fine_tuning(session.ref)

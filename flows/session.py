@@ -14,9 +14,11 @@ from prefect.runtime import deployment
 from prefect.states import Cancelling
 
 from infra.errors import WorkerFailed, WorkerLost, first_cause
+from infra.store.dependencies import check_dependencies, record_dependencies
 from infra.store.runs import create_run, open_run
 from tasks.config.run import RunConfig, parse_config
 from tasks.preparation import check_inputs
+from tasks.run.dependencies import dependencies_of, find_run, next_iteration
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
 
 P = ParamSpec("P")
@@ -29,10 +31,13 @@ POLL_SECONDS = 0.5
 
 
 @asynccontextmanager
-async def hold(config: RunConfig, *, scope: RunConfig | None = None) -> AsyncIterator[Session]:
+async def hold(
+    config: RunConfig, *, scope: RunConfig | None = None, accept_change: bool = False
+) -> AsyncIterator[Session]:
     """Make or reopen the configured run, take it for this process, and open its pools.
 
-    `scope` is what the session works with where it needs less than the run.
+    `scope` is what the session works with where it needs less than the run. With `accept_change` a run goes on with the
+    code, data and libraries that are there now.
     Raises BadInput before anything is written, RunHeld if another process has it, RunChanged if it was made otherwise.
     """
     _log_progress()
@@ -42,8 +47,11 @@ async def hold(config: RunConfig, *, scope: RunConfig | None = None) -> AsyncIte
         if config.controllers.where == "deployment":
             # Queues are in the controllers' own processes, so nobody can correct the placement inside a stage.
             config = config.model_copy(update={"placement": config.placement.standing()})
+        begun = find_run(config, accept_change=accept_change)
+        dependencies = dependencies_of(config, begun)
         run = create_run(config.store, config.name, config.identity())
         with run.hold():
+            record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accept_change)
             async with open_session(run, scope or config, store=config.store, whole=True) as session:
                 yield session
 
@@ -86,6 +94,7 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
         config = config.model_copy(update={"pools": ref.pools})
     with tags(ref.name):
         if ref.epoch is None:
+            check_dependencies(run, dependencies_of(config, run))
             with run.hold():
                 async with open_session(run, config, store=ref.store) as here:
                     yield here

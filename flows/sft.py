@@ -19,10 +19,15 @@ async def fine_tuning(run: RunRef) -> None:
 
 
 @flow(name="sft", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
-async def sft(config: RunConfig) -> TrainedPolicy:
-    """Go as far as the policy after its supervised warm-up, and measure it on held-out problems."""
+async def sft(config: RunConfig, accept_change: bool = False) -> TrainedPolicy:
+    """Go as far as the policy after its supervised warm-up, and measure it on held-out problems.
+
+    Args:
+        config: The run.
+        accept_change: Go on although code of targets, data files or libraries are not those of the run.
+    """
     require_part("sft", config)
-    async with hold(config, scope=measured_by_rules(config)) as session:
+    async with hold(config, scope=measured_by_rules(config), accept_change=accept_change) as session:
         await begin(session)
         before = await measured(session, BASE)
         await fine_tuning(session.ref)

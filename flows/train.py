@@ -14,9 +14,14 @@ from tasks.reporting import RunSummary, report_iteration, report_run, resume_poi
 @flow(
     name="train", flow_run_name="{config.name}", persist_result=True, result_serializer="json", validate_parameters=True
 )
-async def train(config: RunConfig) -> RunSummary:
-    """Retrain a language model by reinforcement learning; started again, it continues where the store ends."""
-    async with hold(config) as session:
+async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
+    """Retrain a language model by reinforcement learning; started again, it continues where the store ends.
+
+    Args:
+        config: The run.
+        accept_change: Go on although code of targets, data files or libraries are not those of the run.
+    """
+    async with hold(config, accept_change=accept_change) as session:
         start_pools(session)
         await warmup(session.ref)
         await evaluation(session.ref, 0)

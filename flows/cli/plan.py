@@ -3,10 +3,10 @@
 import asyncio
 
 from infra.config import Settings
-from infra.store.runs import Run, list_runs, open_run
 from infra.store.storage import open_store
 from models.config.algorithms import Distillation
 from tasks.config.run import RunConfig
+from tasks.run.dependencies import find_run
 from tasks.run.subprocesses import preflight
 from tasks.views.metrics import sealed_iterations
 from tasks.views.placement import first_placement
@@ -26,18 +26,9 @@ class RunPlan(Settings):
         return "\n".join(f"{name.ljust(width)}  {value}" for name, value in self.lines.items())
 
 
-def find_run(config: RunConfig) -> Run | None:
-    """The configured run where it was begun before; RunChanged if that was by another configuration."""
-    if config.name not in list_runs(config.store):
-        return None
-    run = open_run(config.store, config.name)
-    run.check_identity(config.identity())
-    return run
-
-
-def plan_run(config: RunConfig) -> RunPlan:
+def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
     """Say what a run would do. Raises BadInput as the run itself would."""
-    run = find_run(config)
+    run = find_run(config, accept_change=accept_change)
     facts = asyncio.run(preflight(config, part="plan"))
     sealed = 0 if run is None else len(sealed_iterations(run))
     pools, rollout, update = config.pools, config.rollout, config.update

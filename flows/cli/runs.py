@@ -54,6 +54,8 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
     for accuracy in description.evaluations:
         write(f"held-out accuracy after iteration {accuracy.number}: {accuracy.line()}")
     write(table(iteration_rows(description)) or "no sealed iteration yet")
+    for change in description.changes:
+        write(f"from iteration {change.iteration} on: {'; '.join(change.changes)}")
     if description.policy:
         write(f"policy {description.policy}{added_to(description.base)}")
     if description.base:

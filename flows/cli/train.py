@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+AcceptChange = Annotated[
+    bool, Parameter(help="go on although code of targets, data files or libraries are not those of the run")
+]
 DryRun = Annotated[bool, Parameter(help="check everything, print the plan, write nothing")]
 PolicyDirectory = Annotated[Path, Parameter(name="POLICY", help="model directory in Hugging Face format")]
 Problems = Annotated[
@@ -82,6 +85,7 @@ def train(
     *overrides: Overrides,
     run: Named = None,
     store: StoredIn = None,
+    accept_change: AcceptChange = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -91,11 +95,11 @@ def train(
     job = JobArguments(config, overrides, run, store)
     loaded = job.load()
     if dry_run:
-        plan = plan_run(loaded)
+        plan = plan_run(loaded, accept_change=accept_change)
         write(plan.model_dump_json(indent=2) if as_json else plan.text())
         return
     log_progress(quiet=as_json)
-    summary = train_here(loaded)
+    summary = train_here(loaded, accept_change=accept_change)
     write(summary.model_dump_json(indent=2) if as_json else f"{_ended(summary, loaded)}\n{job.next_steps(loaded)}")
 
 
@@ -105,10 +109,11 @@ def sft(
     *overrides: Overrides,
     run: Named = None,
     store: StoredIn = None,
+    accept_change: AcceptChange = False,
     as_json: Json = False,
 ) -> None:
     """Run the configured job as far as the supervised policy; `rheostat train` goes on from there."""
-    _part("sft", JobArguments(config, overrides, run, store), as_json=as_json)
+    _part("sft", JobArguments(config, overrides, run, store), accept_change=accept_change, as_json=as_json)
 
 
 def dpo(
@@ -117,10 +122,11 @@ def dpo(
     *overrides: Overrides,
     run: Named = None,
     store: StoredIn = None,
+    accept_change: AcceptChange = False,
     as_json: Json = False,
 ) -> None:
     """Run the configured job until its policy has learnt from preferences; `rheostat train` goes on from there."""
-    _part("dpo", JobArguments(config, overrides, run, store), as_json=as_json)
+    _part("dpo", JobArguments(config, overrides, run, store), accept_change=accept_change, as_json=as_json)
 
 
 def reward_model(
@@ -129,10 +135,11 @@ def reward_model(
     *overrides: Overrides,
     run: Named = None,
     store: StoredIn = None,
+    accept_change: AcceptChange = False,
     as_json: Json = False,
 ) -> None:
     """Run the configured job as far as its reward models; `rheostat train` goes on from there."""
-    _part("reward-model", JobArguments(config, overrides, run, store), as_json=as_json)
+    _part("reward-model", JobArguments(config, overrides, run, store), accept_change=accept_change, as_json=as_json)
 
 
 def evaluate(policy: PolicyDirectory, /, *overrides: Overrides, config: Problems = None, as_json: Json = False) -> None:
@@ -142,33 +149,33 @@ def evaluate(policy: PolicyDirectory, /, *overrides: Overrides, config: Problems
     write(accuracy.model_dump_json(indent=2) if as_json else f"held-out accuracy {accuracy.line()}")
 
 
-def train_here(config: "RunConfig") -> "RunSummary":
+def train_here(config: "RunConfig", *, accept_change: bool = False) -> "RunSummary":
     """Run or continue the job in this process. Raises BadInput before anything is written or started."""
-    with watched(config, "flows.train"):
+    with watched(config, "flows.train", accept_change=accept_change):
         from flows.train import train as train_flow
 
-        return run_flow(train_flow(config))
+        return run_flow(train_flow(config, accept_change=accept_change))
 
 
-def run_part(command: str, config: "RunConfig") -> "TrainedPolicy | TrainedRewards":
+def run_part(command: str, config: "RunConfig", *, accept_change: bool = False) -> "TrainedPolicy | TrainedRewards":
     """Run or continue the job as far as the command says. Raises BadInput before anything is written or started."""
     from tasks.config.run import require_part
 
     require_part(command, config)
-    with watched(config, f"flows.{PARTS[command]}"):
+    with watched(config, f"flows.{PARTS[command]}", accept_change=accept_change):
         match command:
             case "sft":
                 from flows.sft import sft as sft_flow
 
-                return run_flow(sft_flow(config))
+                return run_flow(sft_flow(config, accept_change=accept_change))
             case "dpo":
                 from flows.dpo import dpo as dpo_flow
 
-                return run_flow(dpo_flow(config))
+                return run_flow(dpo_flow(config, accept_change=accept_change))
             case "reward-model":
                 from flows.reward_modelling import reward_model as reward_model_flow
 
-                return run_flow(reward_model_flow(config))
+                return run_flow(reward_model_flow(config, accept_change=accept_change))
     raise AssertionError(f"no part of a job is called {command!r}")
 
 
@@ -186,15 +193,15 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
 
 
 @contextmanager
-def watched(config: "RunConfig", flow: str) -> Iterator[None]:
+def watched(config: "RunConfig", flow: str, *, accept_change: bool = False) -> Iterator[None]:
     """Check a job, then have an API where it can be watched, and import its flow's module meanwhile.
 
     Raises BadInput before anything is written or started.
     """
-    from flows.cli.plan import find_run
+    from tasks.run.dependencies import find_run
     from tasks.run.subprocesses import preflight
 
-    begun = find_run(config)
+    begun = find_run(config, accept_change=accept_change)
     if begun is not None:
         begun.check_free()
     asyncio.run(preflight(config))
@@ -203,10 +210,10 @@ def watched(config: "RunConfig", flow: str) -> Iterator[None]:
         yield
 
 
-def _part(command: str, job: JobArguments, *, as_json: bool) -> None:
+def _part(command: str, job: JobArguments, *, accept_change: bool, as_json: bool) -> None:
     config = job.load()
     log_progress(quiet=as_json)
-    result = run_part(command, config)
+    result = run_part(command, config, accept_change=accept_change)
     write(result.model_dump_json(indent=2) if as_json else f"\n{result.text()}")
 
 

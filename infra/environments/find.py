@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Final, Literal
 
@@ -144,6 +145,18 @@ def find_environment(engine: str, given: Path | None) -> Environment:
     if stamp is not None and stamp.made is not None:
         return stamp.made.model_copy(update={"python": python})
     return check_environment(engine, python)
+
+
+def installed_versions(engine: str, given: Path | None) -> dict[str, str]:
+    """Return the versions of an engine and of what its numbers depend on without importing; none if not here."""
+    try:
+        home = find_python(engine, given).parent.parent
+    except BadInput:
+        return {}
+    names = {module.partition(".")[0] for module in DISTRIBUTIONS[engine].modules}
+    folders = [str(path) for path in home.glob("lib/python*/site-packages")]
+    found = (each for each in metadata.distributions(path=folders) if each.name.removesuffix("-cpu") in names)
+    return {each.name if each.name.startswith(engine) else f"{each.name} of {engine}": each.version for each in found}
 
 
 def check_environment(engine: str, python: Path) -> Environment:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from pydantic import Field
 
 from infra.config import PoolsConfig, Positive, Settings
-from infra.environments.find import find_environment
+from infra.environments.find import find_environment, installed_versions
 from infra.errors import BadInput
 from infra.variants import OneOf, Target, Variant
 from models.config.policy import ModelShape
@@ -78,6 +78,10 @@ class EngineSettings(Variant):
     def known_pace(self) -> KnownPace | None:
         """What it knows of its own lengths and step times; none leaves both to be measured."""
         return None
+
+    def libraries(self) -> dict[str, str]:
+        """Versions of what it computes with in an environment of its own on this machine."""
+        return {}
 
     def described(self, pools: PoolsConfig) -> str:
         """The engine in a line of the plan."""
@@ -257,6 +261,10 @@ class VllmEngine(EngineSettings):
                 f"lower {name}.max_model_len"
             )
         return weights | {"rollout_cache_bytes": int(gib * GIB)}
+
+    def libraries(self) -> dict[str, str]:
+        """Those of the environment that would serve; of servers elsewhere only their rollouts tell."""
+        return {} if self.base_urls else installed_versions(self.kind, self.python)
 
     def described(self, pools: PoolsConfig) -> str:
         """Name where it runs, and what a server would take."""

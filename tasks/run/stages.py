@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from infra.errors import WorkerLost, WorkerStalled
 from infra.store.bundles import BundleRef
 from infra.store.chain import link_part
+from infra.store.dependencies import DEPENDENCIES
 from infra.store.manifests import Manifest, provenance_here
 from models.records.versions import Outcome
 from tasks.run.session import Session
@@ -104,8 +105,8 @@ def record(
 
 
 def finish(session: Session, part: str) -> None:
-    """Append a finished iteration or evaluation to the run's chain, with what placement noted about it."""
-    link_part(session.run, part, journal=[f"placement/{part}/"])
+    """Append a finished iteration or evaluation to the run's chain, with its placement and what it was made with."""
+    link_part(session.run, part, journal=[f"placement/{part}/", DEPENDENCIES])
 
 
 async def committed(session: Session, key: str, *, silence_seconds: float) -> Manifest:

@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
+from infra.store.dependencies import AcceptedChange, accepted_changes
 from infra.store.manifests import Manifest
 from infra.store.parquet import export_parquet
 from infra.store.runs import Run, list_runs, open_run
@@ -84,6 +85,8 @@ class RunDescription(Settings):
     """Directory of the weights to which the adapter is added; none where the policy's are its own."""
     derived: list[DerivedLine]
     """Re-scorings and re-credits of its rollouts."""
+    changes: list[AcceptedChange]
+    """Accepted changes of code, data and libraries, in order."""
 
 
 class RunLine(Settings):
@@ -119,6 +122,7 @@ def describe_run(store: str, name: str) -> RunDescription:
         policy=policy,
         base=base,
         derived=derived_of(run),
+        changes=accepted_changes(run),
     )
 
 

@@ -1,0 +1,143 @@
+"""What results depend on beside the configuration: code of targets, content of data files, versions of libraries.
+
+The journal says what a run was begun with, and each change of it that was accepted since. Every record of the chain
+names these entries: none can be lost or edited behind a part that was finished later.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Annotated, Final
+
+from pydantic import Field, ValidationError
+
+from infra.config import Settings
+from infra.errors import Damaged, RunChanged
+from infra.store.manifests import provenance_here
+from infra.store.runs import Run
+
+DEPENDENCIES: Final = "dependencies/"
+"""Where their records stand in the journal."""
+SHOWN: Final = 5
+
+logger = logging.getLogger(__name__)
+
+
+class FileContent(Settings):
+    """A file as it was found."""
+
+    digest: str
+    """BLAKE3 of its bytes."""
+    bytes: Annotated[int, Field(ge=0)]
+    """Its size."""
+    modified_ns: int
+    """When it was changed last: a large file of the same size and time is not read again. It is not compared."""
+
+
+class Dependencies(Settings):
+    """What results depend on beside the configuration."""
+
+    code: dict[str, dict[str, str]]
+    """Digests of the modules that targets consist of: by what the configuration calls them, then by module."""
+    data: dict[str, FileContent]
+    """Data files, by the path that the configuration has."""
+    libraries: dict[str, str]
+    """Versions of Rheostat, of Python, and of the libraries that compute."""
+
+    def changes(self, now: "Dependencies") -> list[str]:
+        """Say what is different now, one line each; a data file that is gone is missed by whoever needs it."""
+        return [*self._changed_code(now), *self._changed_data(now), *_changed(self.libraries, now.libraries)]
+
+    def _changed_code(self, now: "Dependencies") -> Iterator[str]:
+        for target in sorted({*self.code, *now.code}):
+            before, after = (
+                {name: digest[:8] for name, digest in each.code.get(target, {}).items()} for each in (self, now)
+            )
+            yield from (f"{target}: module {line}" for line in _changed(before, after))
+
+    def _changed_data(self, now: "Dependencies") -> Iterator[str]:
+        for path in sorted({*self.data} & {*now.data}):
+            before, after = self.data[path], now.data[path]
+            if (before.digest, before.bytes) != (after.digest, after.bytes):
+                yield (
+                    f"data file {path} has other content (was {before.digest[:8]}, {before.bytes:,} bytes; "
+                    f"is {after.digest[:8]}, {after.bytes:,} bytes)"
+                )
+
+
+class DependencyRecord(Settings):
+    """From when on a run is made with some dependencies."""
+
+    iteration: Annotated[int, Field(ge=1)]
+    """The first iteration that was not finished then; parts of it may have been made before."""
+    created: str
+    """UTC time in ISO format, for people; no decision compares it."""
+    dependencies: Dependencies
+    """What holds from then on."""
+
+
+class AcceptedChange(Settings):
+    """A change of what a run depends on, for people."""
+
+    iteration: int
+    """The first iteration that was not finished then; parts of it may have been made before."""
+    created: str
+    """When it was accepted, UTC."""
+    changes: list[str]
+    """What is different from then on."""
+
+
+def dependency_records(run: Run) -> list[DependencyRecord]:
+    """What a run was begun with and each accepted change, in order; none in a run that an older Rheostat made."""
+    try:
+        return [DependencyRecord.model_validate(entry) for entry in run.journal(DEPENDENCIES).values()]
+    except ValidationError as error:
+        where = f"run {run.name!r}: journal/{DEPENDENCIES}"
+        raise Damaged(f"{where}: a seal is right but it is no record of dependencies: {error}") from error
+
+
+def accepted_changes(run: Run) -> list[AcceptedChange]:
+    """Every change that was accepted, in order."""
+    records = dependency_records(run)
+    return [
+        AcceptedChange(
+            iteration=after.iteration, created=after.created, changes=before.dependencies.changes(after.dependencies)
+        )
+        for before, after in pairwise(records)
+    ]
+
+
+def check_dependencies(run: Run, now: Dependencies) -> None:
+    """Raise RunChanged, naming each difference, unless the run was last made with the same."""
+    records = dependency_records(run)
+    changes = records[-1].dependencies.changes(now) if records else []
+    if changes:
+        more = [f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
+        raise RunChanged(
+            f"run {run.name!r} in {run.store.uri} was made with other code, data or libraries: "
+            f"{'; '.join([*changes[:SHOWN], *more])}; --accept-change (of a flow: accept_change) goes on with "
+            "what is there now, another name begins anew"
+        )
+
+
+def record_dependencies(run: Run, now: Dependencies, *, iteration: int, accept_change: bool = False) -> None:
+    """Note in a held run, unless its last record says so already, what it is made with from an iteration on.
+
+    Raises RunChanged where that is a change which nobody accepts.
+    """
+    if not accept_change:
+        check_dependencies(run, now)
+    records = dependency_records(run)
+    changes = records[-1].dependencies.changes(now) if records else []
+    if changes:
+        logger.warning("run %s goes on from iteration %d with changes: %s", run.name, iteration, "; ".join(changes))
+    if changes or not records:
+        record = DependencyRecord(iteration=iteration, created=provenance_here().created, dependencies=now)
+        run.note(f"{DEPENDENCIES}{len(records) + 1:04d}", record.model_dump(mode="json"))
+
+
+def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted({*before, *after}):
+        was, now = before.get(name, "none"), after.get(name, "none")
+        if was != now:
+            yield f"{name} was {was}, is {now}"

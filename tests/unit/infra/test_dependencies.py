@@ -1,0 +1,115 @@
+"""What a run depends on beside its configuration is kept beside it: compared, changed only when that is accepted."""
+
+import pytest
+
+from infra.errors import Damaged, RunChanged
+from infra.store.chain import check_chain, link_part
+from infra.store.checksums import seal
+from infra.store.dependencies import (
+    DEPENDENCIES,
+    Dependencies,
+    FileContent,
+    accepted_changes,
+    check_dependencies,
+    dependency_records,
+    record_dependencies,
+)
+from infra.store.manifests import Manifest
+from infra.store.runs import create_run, open_run
+from infra.store.verify import verify_store
+from tests.support.jobs import files_of
+
+
+def found(*, code="a" * 64, data="b" * 64, modified_ns=1, **libraries) -> Dependencies:
+    return Dependencies(
+        code={"reward mine:even": {"mine": code}},
+        data={"p.jsonl": FileContent(digest=data, bytes=9, modified_ns=modified_ns)},
+        libraries={"torch": "2.9.0"} | libraries,
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that was begun with `found()`."""
+    run = create_run(str(tmp_path), "r", {"seed": 1})
+    with run.hold():
+        record_dependencies(run, found(), iteration=1)
+    return run
+
+
+def refusal(run, now):
+    with pytest.raises(RunChanged) as refused:
+        check_dependencies(run, now)
+    return str(refused.value)
+
+
+def test_every_difference_is_named_in_one_line_with_what_to_do_about_it(run):
+    told = refusal(run, found(code="c" * 64, data="d" * 64, torch="2.9.1", numpy="3"))
+    assert told.endswith(
+        "was made with other code, data or libraries: reward mine:even: module mine was aaaaaaaa, is cccccccc; "
+        "data file p.jsonl has other content (was bbbbbbbb, 9 bytes; is dddddddd, 9 bytes); numpy was none, is 3; "
+        "torch was 2.9.0, is 2.9.1; --accept-change (of a flow: accept_change) goes on with what is there now, "
+        "another name begins anew"
+    )
+    many = found(**{f"library{n}": "1" for n in range(9)})
+    assert "library4 was none, is 1; and 4 more; --accept-change" in refusal(run, many)
+
+
+def test_the_time_of_a_file_is_no_difference_and_one_that_is_gone_is_left_to_whoever_needs_it(run):
+    check_dependencies(run, found(modified_ns=2))
+    check_dependencies(run, found().model_copy(update={"data": {}}))
+
+
+def test_a_change_that_nobody_accepts_is_not_recorded(run):
+    before = files_of(run.store.root)
+    with run.hold(), pytest.raises(RunChanged):
+        record_dependencies(run, found(torch="2.9.1"), iteration=2)
+    after = files_of(run.store.root)
+    assert {*after} - {*before} == {"lease/000002.json"}
+
+
+def test_an_accepted_change_is_a_record_of_its_own_and_from_then_on_what_is_compared(run):
+    with run.hold():
+        for _ in range(2):  # the second finds nothing new
+            record_dependencies(run, found(torch="2.9.1"), iteration=3, accept_change=True)
+    assert [record.iteration for record in dependency_records(run)] == [1, 3]
+    check_dependencies(run, found(torch="2.9.1"))
+    assert "torch was 2.9.1, is 2.9.0" in refusal(run, found())
+    (change,) = accepted_changes(run)
+    assert (change.iteration, change.changes) == (3, ["torch was 2.9.0, is 2.9.1"])
+
+
+def test_a_run_of_an_older_rheostat_is_compared_from_its_next_start_on(tmp_path):
+    run = create_run(str(tmp_path), "old", {"seed": 1})
+    check_dependencies(run, found())
+    with run.hold():
+        record_dependencies(run, found(), iteration=7)
+    assert accepted_changes(run) == []
+    assert "torch" in refusal(run, found(torch="3"))
+
+
+def test_a_record_that_is_changed_or_lost_behind_a_finished_part_is_found(run):
+    with run.hold():
+        run.commit(Manifest(key="it-0001/seal"))
+        link_part(run, "it-0001")
+        record_dependencies(run, found(torch="2.9.1"), iteration=2, accept_change=True)
+        run.commit(Manifest(key="it-0002/seal"))
+        link_part(run, "it-0002", journal=[DEPENDENCIES])
+    assert verify_store(run) == []
+    for number in (1, 2):
+        path = run.store.local(f"journal/dependencies/{number:04d}.json")
+        whole = path.read_bytes()
+        path.write_bytes(seal({**run.journal(DEPENDENCIES)[f"dependencies/{path.stem}"], "iteration": 5}))
+        assert any(f"journal/dependencies/{path.name}" in problem for problem in check_chain(run))
+        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        assert any(path.name in problem for problem in verify_store(run))
+        path.unlink()
+        assert any(f"journal/dependencies/{path.name}" in problem for problem in check_chain(run))
+        path.write_bytes(whole)
+    assert verify_store(run) == []
+
+
+def test_a_record_that_is_none_in_spite_of_its_seal_is_damage(run):
+    run.store.local("journal/dependencies/0001.json").write_bytes(seal({"iteration": 1}))
+    with pytest.raises(Damaged, match="no record of dependencies"):
+        dependency_records(open_run(str(run.store.root.parent), "r"))

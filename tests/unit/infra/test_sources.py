@@ -1,0 +1,88 @@
+"""What a target consists of is found by reading it: its modules, those that they import, and the names of libraries."""
+
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from infra.sources import library_version, rheostat_version, sources_of
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write a module where Python looks for modules."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def written(name, text=""):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        sys.path_importer_cache.clear()  # files that are made within one tick of the clock
+        return path
+
+    return written
+
+
+def modules(target):
+    return {*sources_of(target).modules}
+
+
+def test_a_target_is_its_module_its_packages_and_what_they_import_wherever_that_is_written(write):
+    write("app_a/__init__.py", "from . import early")
+    write("app_a/early.py")
+    write("app_a/inner/__init__.py")
+    write("app_a/inner/rules.py", "from ..shared import f\ndef g():\n    import app_b.late\n")
+    write("app_a/shared.py", "import json, app_c")
+    write("app_a/unused.py")
+    write("app_b/late.py", "from app_a.inner import rules")  # in a package without a file, and in a circle
+    write("app_c.py")
+    own = {"app_a", "app_a.early", "app_a.inner", "app_a.inner.rules", "app_a.shared"}
+    assert modules("app_a.inner.rules:g") == own | {"app_b.late", "app_c"}
+    assert modules("app_c:g") == {"app_c"}
+
+
+def test_an_edited_module_has_another_digest_and_the_others_the_same(write):
+    write("app_d.py", "import app_e")
+    write("app_e.py", "x = 1")
+    before = sources_of("app_d:f").modules
+    write("app_e.py", "x = 2")
+    after = sources_of("app_d:f").modules
+    assert before["app_d"] == after["app_d"]
+    assert before["app_e"] != after["app_e"]
+
+
+def test_nothing_is_imported_and_what_cannot_be_read_imports_nothing(write):
+    write("app_f.py", "import app_g\nraise SystemExit")
+    write("app_g.py", "def (:")
+    assert modules("app_f:f") == {"app_f", "app_g"}
+    assert not {"app_f", "app_g"} & {*sys.modules}
+    assert modules("app_nowhere:f") == set()
+
+
+def test_libraries_are_named_not_read_and_what_ships_with_us_is_neither(write):
+    write("app_h.py", "import os, numpy.linalg\nfrom yaml import safe_load\nfrom models.rewards import values\n")
+    found = sources_of("app_h:f")
+    assert {*found.modules} == {"app_h"}
+    assert found.libraries == {"numpy", "yaml"}
+    assert modules("models.rewards.arithmetic_steps:wrong_steps") == set()
+
+
+def test_a_target_that_is_installed_is_read_with_its_own_package(write):
+    write("site-packages/app_i/__init__.py", "import app_j")
+    write("site-packages/app_i/rules.py", "import app_i.more")
+    write("site-packages/app_i/more.py")
+    write("site-packages/app_j.py")
+    sys.path.append(str(write("x").parent / "site-packages"))
+    try:
+        found = sources_of("app_i.rules:f")
+    finally:
+        sys.path.pop()
+    assert {*found.modules} == {"app_i", "app_i.rules", "app_i.more"}
+    assert found.libraries == {"app_j"}
+
+
+def test_a_library_has_the_version_of_its_distribution_also_where_that_has_another_name():
+    assert library_version("yaml") == version("PyYAML")
+    assert library_version("numpy") == version("numpy")
+    assert library_version("no_such_library") == "none"
+    assert rheostat_version().startswith(f"{version('rheostat')}+")
