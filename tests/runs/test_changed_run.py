@@ -1,96 +1,79 @@
-"""A run whose reward, problems or libraries are no longer those it was made with: refused, or accepted and told."""
+"""A run whose reward or libraries are no longer those it was made with: refused, or accepted and told."""
 
 import json
-import os
-from pathlib import Path
+import shutil
 
 import pytest
 
 from flows.cli.app import main
-from infra.plugins import TARGETS
 from tasks.verification.iterations import verify_run
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import files_of, manifests_of
+from tests.support.jobs import ROOT, files_of, manifests_of
 
 pytestmark = pytest.mark.timeout(600)
 
-DOCUMENT = """
-name = "tiny"
-iterations = 1
-[data]
-kind = "file"
-path = "{home}/problems.jsonl"
-heldout_fraction = 0.5
-[policy]
-kind = "scratch"
-hidden_size = 16
-intermediate_size = 32
-[rollout]
-prompts = 2
-group_size = 2
-[rollout.sampling]
-max_new_tokens = 4
-[scoring]
-rewards = [{{kind = "target", target = "changing_reward:length"}}]
-[evaluation]
-problems = 1
-[pools]
-cluster = "threads"
-"""
 
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory, prefect_api):
-    """A run of one iteration by a reward and problems of its own, which change afterwards; and torch with them."""
-    job = InProcessJob(tmp_path_factory.mktemp("changing"), prefect_api)
-    write_reward(job, 1)
-    rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(16)]
-    (job.home / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (job.home / "tiny.toml").write_text(DOCUMENT.format(home=job.home))
-    metadata = job.home / "elsewhere/torch-9.9.dist-info/METADATA"
-    metadata.parent.mkdir(parents=True)
+@pytest.fixture
+def job(reference, tmp_path, monkeypatch):
+    """A copy of the finished run, in whose place another reward and another torch are found now."""
+    job = InProcessJob(tmp_path / "job", reference.api)
+    shutil.copytree(reference.store, job.store)
+    shutil.copy(reference.home / "tiny.toml", job.home)
+    reward, metadata = (
+        tmp_path / "now" / name for name in ("tests/support/rewards.py", "torch-9.9.dist-info/METADATA")
+    )
+    for path in (reward, metadata):
+        path.parent.mkdir(parents=True)
+    for package in (reward.parent, reward.parent.parent):
+        (package / "__init__.py").touch()
+    reward.write_text((ROOT / "tests/support/rewards.py").read_text() + "# edited\n")
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(TARGETS, os.environ.get(TARGETS, ""))  # commands add the job's folder
-        assert train(job) == 0
-        write_reward(job, 0.5)
-        with (job.home / "problems.jsonl").open("a") as problems:
-            problems.write(json.dumps({"prompt": "What is 17 + 1?", "answer": "18"}) + "\n")
-        patched.syspath_prepend(str(job.home / "elsewhere"))
-        yield job
-
-
-def write_reward(job: InProcessJob, scale: float) -> None:
-    text = f"def length(prompt, completion, answer):\n    return {scale} / (1 + len(completion))\n"
-    (job.home / "changing_reward.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "now"))
+    return job
 
 
 def train(job: InProcessJob, *arguments: str) -> int:
     with job.prefect():
-        return main(["train", str(job.home / "tiny.toml"), *arguments, "--store", str(job.store)])
+        here = ("pools.cluster=threads", "--store", str(job.store))
+        return main(["train", str(job.home / "tiny.toml"), *arguments, *here])
 
 
-def test_a_changed_reward_file_and_library_are_refused_by_name_until_they_are_accepted_and_then_told(job, capsys):
-    before, first = files_of(job.run), manifests_of(job.run)
-    for arguments in ([], ["iterations=2"], ["--dry-run"]):
+def test_a_changed_reward_and_library_are_refused_by_name_until_they_are_accepted_and_then_told(job, capsys):
+    before, made = files_of(job.run), manifests_of(job.run)
+    for arguments in ([], ["iterations=4"], ["--dry-run"]):
         assert train(job, *arguments) == 2
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
-        reward, problems, torch = err.partition("or libraries: ")[2].split("; ")[:3]
-        assert reward.startswith("reward changing_reward:length: module changing_reward was ")
-        assert problems.startswith(f"data file {job.home / 'problems.jsonl'} has other content (was ")
+        reward, torch, remedy = err.partition("or libraries: ")[2].split("; ")
+        assert reward.startswith("reward tests.support.rewards:even: module tests.support.rewards was ")
         assert torch.startswith("torch was ") and torch.endswith(", is 9.9")
-        assert "; --accept-change " in err
+        assert remedy.startswith("--accept-change ")
     assert files_of(job.run) == before
     assert "from iteration" not in job.command("show").output
-    assert train(job, "iterations=2", "--accept-change") == 0
-    assert first.items() < manifests_of(job.run).items(), "what was made stays"
-    told = f"from iteration 2 on: {reward}; {problems}; {torch}\n"
-    assert told in job.command("show").output
-    capsys.readouterr()
-    assert train(job, "iterations=2") == 0, "what was accepted is the run's own from then on"
+    assert train(job, "--accept-change") == 0
+    assert f"run tiny goes on from iteration 4 with changes: {reward}; {torch}\n" in capsys.readouterr().out
+    assert f"from iteration 4 on: {reward}; {torch}\n" in job.command("show").output
+    assert train(job) == 0, "what was accepted is the run's own from then on"
     (change,) = json.loads(job.command("show", "--json").output)["changes"]
-    assert (change["iteration"], change["changes"]) == (2, [reward, problems, torch])
+    assert (change["iteration"], change["changes"]) == (4, [reward, torch])
+    assert manifests_of(job.run) == made
     assert verify_run(str(job.store), "tiny") == []
-    Path(job.run / "journal/dependencies/0002.json").unlink()
-    assert "names 'journal/dependencies/0002.json'" in verify_run(str(job.store), "tiny")[0]
+
+
+def test_every_record_of_the_chain_names_what_its_part_was_made_with(reference):
+    links = [json.loads(path.read_text()) for path in sorted(reference.run.glob("chain/*"))]
+    assert len(links) == 5
+    assert all("dependencies/0001" in link["journal"] for link in links)
+    assert not any("dependencies" in path.read_text() for path in reference.run.rglob("manifests/**/*.json"))
+
+
+def test_a_run_of_an_older_rheostat_is_whole_and_goes_on(reference, tmp_path):
+    job = InProcessJob(tmp_path, reference.api)
+    shutil.copytree(reference.store, job.store)
+    for folder in ("chain", "journal/dependencies"):
+        shutil.rmtree(job.run / folder)
+    shutil.copy(reference.home / "tiny.toml", job.home)
+    assert verify_run(str(job.store), "tiny") == []
+    job.train()
+    assert [path.name for path in job.run.glob("journal/dependencies/*")] == ["0001.json"]
+    assert json.loads(job.command("show", "--json").output)["changes"] == []
