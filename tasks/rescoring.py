@@ -6,12 +6,14 @@ Nothing is generated, nobody learns from them, and what was stored stays as it i
 import logging
 import time
 
+from infra.store.dependencies import Dependencies, record_dependencies
 from infra.store.manifests import Manifest
 from models.config.rewards import ScoringConfig
 from models.records.work import ComparisonWork
 from placement.records import Plan
 from tasks.credit import check_verdicts, credit
 from tasks.placement.demand import workers_of
+from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, reward_model_role
 from tasks.run.rescorings import (
@@ -35,18 +37,22 @@ logger = logging.getLogger(__name__)
 
 @stage("begin {derived.name}")
 async def begin_rescoring(session: Session, derived: Derived) -> None:
-    """Commit by which rewards the re-scoring scores. RunChanged if they were others before."""
-    _commit_terms(session, derived, RescoringTerms(scoring=session.settings.scoring))
+    """Commit by which rewards the re-scoring scores. RunChanged if they, or their code, were others before."""
+    scoring = session.settings.scoring
+    _commit_terms(session, derived, RescoringTerms(scoring=scoring), rescoring_dependencies(scoring))
 
 
 @stage("begin {derived.name}")
 async def begin_recredit(session: Session, derived: Derived, scores: str | None) -> None:
     """Commit by which algorithm and from which scores the re-credit goes. RunChanged if they were others before."""
-    _commit_terms(session, derived, RecreditTerms(algorithm=session.settings.algorithm, scores=scores))
+    algorithm = session.settings.algorithm
+    terms = RecreditTerms(algorithm=algorithm, scores=scores)
+    _commit_terms(session, derived, terms, recredit_dependencies(algorithm))
 
 
-def _commit_terms(session: Session, derived: Derived, terms: RescoringTerms | RecreditTerms) -> None:
+def _commit_terms(session: Session, derived: Derived, terms: RescoringTerms | RecreditTerms, now: Dependencies) -> None:
     check_terms(session.run, derived, terms)
+    record_dependencies(session.run, now, iteration=1, prefix=derived.prefix)
     record(session, derived.terms_key, detail=terms.model_dump(mode="json"))
 
 

@@ -17,6 +17,7 @@ from flows.cli.prefect_api import prefect_api, run_flow
 from infra.config import PoolsConfig
 from infra.errors import BadInput
 from infra.plugins import find_targets_in
+from infra.store.dependencies import check_dependencies
 from infra.store.runs import Run, open_run
 from infra.validation_errors import explain, nearest
 from models.algorithms.advantages import required_models
@@ -27,6 +28,7 @@ from models.config.rewards import ScoringConfig
 from tasks.config.compatibility import reasons_against
 from tasks.config.run import RunConfig, override_config
 from tasks.run.carry_over import carry_over_before
+from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
 from tasks.run.keys import StageKey
 from tasks.run.rescorings import (
     Derived,
@@ -73,7 +75,9 @@ def request_rescoring(
             raise BadInput(
                 f"reward {term!r}: model.kind 'trained' learns from [preferences], which the run has none of"
             )
-    check_terms(run, Derived("rescore", chosen), terms)
+    derived = Derived("rescore", chosen)
+    check_terms(run, derived, terms)
+    check_dependencies(run, rescoring_dependencies(terms.scoring), prefix=derived.prefix)
     return Rescoring(config=config, name=chosen, iterations=numbers)
 
 
@@ -101,7 +105,9 @@ def request_recredit(
     config = config.model_copy(update={"algorithm": terms.algorithm})
     for reason in why_not(run, terms, config, numbers):
         raise BadInput(f"re-credit of run {run.name!r}: {reason}")
-    check_terms(run, Derived("recredit", chosen), terms)
+    derived = Derived("recredit", chosen)
+    check_terms(run, derived, terms)
+    check_dependencies(run, recredit_dependencies(terms.algorithm), prefix=derived.prefix)
     return Recredit(config=config, name=chosen, scores=scores, iterations=numbers)
 
 

@@ -1,7 +1,8 @@
 """What results depend on beside the configuration: code of targets, content of data files, versions of libraries.
 
 The journal says what a run was begun with, and each change of it that was accepted since. Every record of the chain
-names these entries: none can be lost or edited behind a part that was finished later.
+names these entries: none can be lost or edited behind a part that was finished later. What was made of stored rollouts
+later has records of its own, below its prefix.
 """
 
 import logging
@@ -87,12 +88,12 @@ class AcceptedChange(Settings):
     """What is different from then on."""
 
 
-def dependency_records(run: Run) -> list[DependencyRecord]:
+def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
     """What a run was begun with and each accepted change, in order; none in a run that an older Rheostat made."""
     try:
-        return [DependencyRecord.model_validate(entry) for entry in run.journal(DEPENDENCIES).values()]
+        return [DependencyRecord.model_validate(entry) for entry in run.journal(prefix + DEPENDENCIES).values()]
     except ValidationError as error:
-        where = f"run {run.name!r}: journal/{DEPENDENCIES}"
+        where = f"run {run.name!r}: journal/{prefix}{DEPENDENCIES}"
         raise Damaged(f"{where}: a seal is right but it is no record of dependencies: {error}") from error
 
 
@@ -107,33 +108,36 @@ def accepted_changes(run: Run) -> list[AcceptedChange]:
     ]
 
 
-def check_dependencies(run: Run, now: Dependencies) -> None:
-    """Raise RunChanged, naming each difference, unless the run was last made with the same."""
-    records = dependency_records(run)
+def check_dependencies(run: Run, now: Dependencies, *, prefix: str = "") -> None:
+    """Raise RunChanged, naming each difference, unless the run, or what is below the prefix, was made with the same."""
+    records = dependency_records(run, prefix)
     changes = records[-1].dependencies.changes(now) if records else []
     if changes:
         more = [f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
+        what = f"{prefix.rstrip('/')} of run" if prefix else "run"
+        accept = "" if prefix else "--accept-change (of a flow: accept_change) goes on with what is there now, "
         raise RunChanged(
-            f"run {run.name!r} in {run.store.uri} was made with other code, data or libraries: "
-            f"{'; '.join([*changes[:SHOWN], *more])}; --accept-change (of a flow: accept_change) goes on with "
-            "what is there now, another name begins anew"
+            f"{what} {run.name!r} in {run.store.uri} was made with other code, data or libraries: "
+            f"{'; '.join([*changes[:SHOWN], *more])}; {accept}another name begins anew"
         )
 
 
-def record_dependencies(run: Run, now: Dependencies, *, iteration: int, accept_change: bool = False) -> None:
+def record_dependencies(
+    run: Run, now: Dependencies, *, iteration: int, accept_change: bool = False, prefix: str = ""
+) -> None:
     """Note in a held run, unless its last record says so already, what it is made with from an iteration on.
 
     Raises RunChanged where that is a change which nobody accepts.
     """
     if not accept_change:
-        check_dependencies(run, now)
-    records = dependency_records(run)
+        check_dependencies(run, now, prefix=prefix)
+    records = dependency_records(run, prefix)
     changes = records[-1].dependencies.changes(now) if records else []
     if changes:
         logger.warning("run %s goes on from iteration %d with changes: %s", run.name, iteration, "; ".join(changes))
     if changes or not records:
         record = DependencyRecord(iteration=iteration, created=provenance_here().created, dependencies=now)
-        run.note(f"{DEPENDENCIES}{len(records) + 1:04d}", record.model_dump(mode="json"))
+        run.note(f"{prefix}{DEPENDENCIES}{len(records) + 1:04d}", record.model_dump(mode="json"))
 
 
 def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:

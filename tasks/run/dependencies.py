@@ -13,8 +13,11 @@ from infra.sources import library_version, rheostat_version, sources_of
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.runs import Run, list_runs, open_run
 from infra.variants import Variant
+from models.config.algorithms import Algorithm
+from models.config.engines import EngineSettings
 from models.config.job import slot_engines
 from models.config.reward_terms import TargetReward
+from models.config.rewards import ScoringConfig
 from tasks.config.run import RunConfig
 from tasks.run.keys import StageKey, iteration_key, iterations_among
 
@@ -44,12 +47,31 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     known = records[-1].dependencies.data if records else {}
     places = (config.data, config.preferences, config.algorithm, config.update.loss)
     paths = sorted({path for place in places for path in _files(place)})
-    parts: dict[str, Variant] = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
+    variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
-    targets = {
-        f"reward {rule.target}": {rule.target} for rule in config.scoring.rules if isinstance(rule, TargetReward)
-    }
-    for name, variant in {**parts, **engines}.items():
+    return _dependencies(variants, engines, config.scoring, data={str(path): _content(path, known) for path in paths})
+
+
+def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
+    """What scores depend on beside the rewards' configuration."""
+    return _dependencies({}, {name: engine for name, engine, _ in slot_engines(None, scoring)}, scoring)
+
+
+def recredit_dependencies(algorithm: Algorithm) -> Dependencies:
+    """What advantages depend on beside the algorithm's configuration."""
+    return _dependencies({"algorithm": algorithm}, {}, None)
+
+
+def _dependencies(
+    variants: Mapping[str, Variant],
+    engines: Mapping[str, EngineSettings],
+    scoring: ScoringConfig | None,
+    *,
+    data: Mapping[str, FileContent] = {},
+) -> Dependencies:
+    rules = () if scoring is None else scoring.rules
+    targets = {f"reward {rule.target}": {rule.target} for rule in rules if isinstance(rule, TargetReward)}
+    for name, variant in {**variants, **engines}.items():
         if not variant.ships_with("models"):
             targets[f"{name} {variant.known_as}"] = {type(variant).__module__, variant.implementation}
     sources = {name: [sources_of(target) for target in sorted(named)] for name, named in targets.items()}
@@ -59,7 +81,7 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
         versions |= engine.libraries()
     return Dependencies(
         code={name: {k: v for each in found for k, v in each.modules.items()} for name, found in sources.items()},
-        data={str(path): _content(path, known) for path in paths},
+        data=dict(data),
         libraries=versions | {library: library_version(library) for library in (*LIBRARIES, *sorted(imported))},
     )
 

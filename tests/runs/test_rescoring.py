@@ -150,6 +150,22 @@ def test_what_is_done_is_told_again_without_a_process_or_a_write(again, capsys):
     assert files_of(again.run) == before
 
 
+def test_rewards_with_other_code_are_refused_under_the_same_name(again, tmp_path, monkeypatch, capsys):
+    before, edited = files_of(again.run), tmp_path / "tests/support/rewards.py"
+    edited.parent.mkdir(parents=True)
+    edited.write_text((ROOT / "tests/support/rewards.py").read_text() + "# edited\n")
+    for package in (edited.parent, edited.parent.parent):
+        (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments = ["--rewards", str(again.home / "tiny.toml"), "--iterations", "3", "--store", str(again.store)]
+    assert main(["rescore", "tiny", *arguments, "--as", "own"]) == 2
+    told = capsys.readouterr().err
+    assert "rescore/own of run 'tiny' in " in told
+    assert "reward tests.support.rewards:even: module tests.support.rewards was " in told
+    assert told.endswith("; another name begins anew\n")
+    assert files_of(again.run) == before
+
+
 def refusals() -> Iterator[tuple[list[str], str]]:
     regex = ["rescore", "--rewards", 'rewards=[{kind="regex",pattern="x"}]']
     yield ["rescore", "--rewards", 'rewards=[{kind="regx",pattern="x"}]'], "got 'regx'; did you mean 'regex'?"
