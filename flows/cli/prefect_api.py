@@ -7,6 +7,7 @@ Two privates of Prefect are replaced, and nothing else; its version is pinned ex
 """
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import os
@@ -14,15 +15,19 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
+import psutil
 from cyclopts import Parameter
 
 from flows.cli.options import PACKAGES
 from infra.errors import ApiFailed, first_cause
+from infra.processes.watch import ASK_SECONDS, END_SECONDS, LOOK_SECONDS, Ending, Watch, WatchedServer, on_signals
 from infra.terminal import write
 
 if TYPE_CHECKING:
@@ -38,6 +43,12 @@ PROFILE: Final = "rheostat"
 UI_PORT = 4200  # Prefect's own default
 
 SERVER_SECONDS = 120
+
+CANCEL_SECONDS = 1.0
+
+_SERVING: ContextVar[WatchedServer | None] = ContextVar("_SERVING", default=None)
+"""The server that this process has started, while it serves."""
+
 
 DEFAULTS: Final = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -102,23 +113,30 @@ def prefect_api(*modules: str) -> Iterator[str]:
             env={**os.environ, "PREFECT_SERVER_API_AUTH_STRING": password},
             start_new_session=True,  # Ctrl-C reaches the flow first, which needs the API to end well
         )
+    serving = WatchedServer(
+        "the job's own Prefect server", psutil.Process(server.pid), lambda: _answer(url) is not None
+    )
     try:
         with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: password}):
             for module in modules:
                 importlib.import_module(module)
-            _wait_healthy(server, url)
+            _wait_healthy(serving, url)
             if own is None:
                 tell_password(password)
+            before = _SERVING.set(serving)
             try:
                 yield url
             finally:
-                _drain()
+                _SERVING.reset(before)
+                _drain(serving)
     finally:
-        server.terminate()
-        try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        if serving.problem is None:
+            server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(END_SECONDS / 2)
+        server.kill()  # also one that is stopped
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(END_SECONDS / 2)
 
 
 def own_password() -> str | None:
@@ -171,41 +189,84 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
     SIGTERM cancels it as Ctrl-C does, also where SIGINT is ignored, as by `rheostat train … &` in a script; it ends in
     a KeyboardInterrupt with the signal's number.
     """
-    import httpx
-    from prefect.exceptions import PrefectException
-    from prefect.utilities import engine
-
     numbers: list[int] = []
+    ending, serving = Ending(), _SERVING.get()
 
-    async def cancellable() -> R:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
+    def signalled(number: int) -> None:
+        numbers.append(number)
+        ending.begin(128 + number, "rheostat: interrupted; the same command continues")
 
-        def interrupt(number: int, _: object) -> None:
-            numbers.append(number)
-            loop.call_soon_threadsafe(task.cancel)
-
-        # Prefect's own raises wherever the process is at that moment, often inside a task that another waits for.
-        engine._prefect_sigterm_handler = interrupt  # type: ignore[assignment]
-        return await flow
+    def failed(problem: str) -> None:
+        ending.begin(1, f"rheostat: {_api_failed(problem)}")
 
     try:
-        return asyncio.run(cancellable())
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(*numbers[:1]) from None
+        with on_signals(signalled):
+            return asyncio.run(_cancellable(flow, serving, signalled=signalled, failed=failed))
     except BaseException as error:
-        if numbers:
-            raise KeyboardInterrupt(numbers[0]) from None
-        leaf = first_cause(error)
-        if isinstance(leaf, httpx.HTTPStatusError) and leaf.response.status_code == httpx.codes.UNAUTHORIZED:
-            told = f"{leaf.request.url.copy_with(path='/api')} asks for a password"
-            raise ApiFailed(f"the Prefect API {told}: set PREFECT_API_AUTH_STRING=NAME:PASSWORD") from error
-        if isinstance(leaf, PrefectException | httpx.HTTPError):
-            problem = f"{type(leaf).__name__}: {leaf}"
-            raise ApiFailed(f"the Prefect API failed, the same command continues: {problem}") from error
-        if leaf is error:
+        if numbers or isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(*numbers[:1]) from None
+        named = _named(error, serving)
+        if named is error:
             raise
-        raise leaf from error
+        raise named from error
+    finally:
+        ending.over()
+
+
+async def _cancellable(
+    flow: "Coroutine[object, object, R]",
+    serving: WatchedServer | None,
+    *,
+    signalled: Callable[[int], None],
+    failed: Callable[[str], None],
+) -> R:
+    """Await a flow until SIGTERM or the failure of the job's own server cancels it."""
+    from prefect.utilities import engine
+
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        if not task.done():
+            task.cancel()
+            if serving is not None and serving.problem is not None:  # flows tell their end to nobody, one by one
+                loop.call_later(CANCEL_SECONDS, cancel)
+
+    def interrupt(number: int, _: object) -> None:
+        signalled(number)
+        loop.call_soon_threadsafe(cancel)
+
+    def end(problem: str) -> None:
+        failed(problem)
+        loop.call_soon_threadsafe(cancel)
+
+    # Prefect's own raises wherever the process is at that moment, often inside a task that another waits for.
+    engine._prefect_sigterm_handler = interrupt  # type: ignore[assignment]
+    watch = Watch(lambda: [] if serving is None else [serving], end)
+    try:
+        return await flow
+    finally:
+        watch.stop()
+
+
+def _named(error: BaseException, serving: WatchedServer | None) -> BaseException:
+    """The error that a command tells: the API's where that has failed, else the first cause."""
+    import httpx
+    from prefect.exceptions import PrefectException
+
+    if serving is not None and serving.failure() is not None:
+        return _api_failed(str(serving.problem))
+    leaf = first_cause(error)
+    if isinstance(leaf, httpx.HTTPStatusError) and leaf.response.status_code == httpx.codes.UNAUTHORIZED:
+        told = f"{leaf.request.url.copy_with(path='/api')} asks for a password"
+        return ApiFailed(f"the Prefect API {told}: set PREFECT_API_AUTH_STRING=NAME:PASSWORD")
+    if isinstance(leaf, PrefectException | httpx.HTTPError):
+        return _api_failed(f"{type(leaf).__name__}: {leaf}")
+    return leaf
+
+
+def _api_failed(problem: str) -> ApiFailed:
+    return ApiFailed(f"the Prefect API failed, the same command continues: {problem}")
 
 
 def _profile() -> "dict[Setting, str]":
@@ -220,30 +281,39 @@ def _new_password() -> str:
     return f"rheostat:{secrets.token_urlsafe(24)}"
 
 
-def _drain() -> None:
+def _drain(serving: WatchedServer) -> None:
     """Send the logs and events that Prefect still holds back: after this the server goes."""
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
 
-    for worker in (APILogWorker, EventsWorker):
-        worker.drain_all(timeout=SERVER_SECONDS)
+    def drain() -> None:
+        for worker in (APILogWorker, EventsWorker):
+            worker.drain_all(timeout=SERVER_SECONDS)
+
+    draining = threading.Thread(target=drain, daemon=True)
+    draining.start()
+    while draining.is_alive() and serving.failure() is None:
+        draining.join(LOOK_SECONDS)
 
 
-def _wait_healthy(server: "subprocess.Popen[bytes]", url: str) -> None:
+def _wait_healthy(serving: WatchedServer, url: str) -> None:
+    """Wait for a server that starts, however slowly the machine lets it compute."""
+    while (status := _answer(url)) is None or status >= 400:
+        if (problem := serving.failure()) is not None:
+            raise ApiFailed(f"{problem} while it started: try `rheostat server`")
+        if serving.cpu_seconds > SERVER_SECONDS:
+            raise ApiFailed(f"the Prefect server did not answer at {url} within {SERVER_SECONDS} s of computing")
+        time.sleep(0.1)
+
+
+def _answer(url: str) -> int | None:
+    """Return the HTTP status of a server's health; none where it says nothing."""
     import httpx
 
-    deadline = time.monotonic() + SERVER_SECONDS
-    with httpx.Client(timeout=2, trust_env=False) as client:  # no proxy stands between us and our own server
-        while time.monotonic() < deadline:
-            if server.poll() is not None:
-                raise ApiFailed(f"the Prefect server ended with code {server.returncode}: try `rheostat server`")
-            try:
-                if client.get(f"{url}/health").is_success:
-                    return
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.1)
-    raise ApiFailed(f"the Prefect server did not answer at {url} within {SERVER_SECONDS} s")
+    try:  # no proxy stands between us and our own server, which has no certificate
+        return httpx.get(f"{url}/health", timeout=ASK_SECONDS, trust_env=False, verify=False).status_code
+    except httpx.HTTPError:
+        return None
 
 
 def _listen(preferred: int) -> socket.socket:

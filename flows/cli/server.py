@@ -77,10 +77,10 @@ def closed(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process when the one that started it dies, even by SIGKILL (Linux)."""
+    """Have the kernel end this process, even a stopped one, when the one that started it dies (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != parent:  # it died before we asked
             sys.exit(0)
 

@@ -1,0 +1,167 @@
+"""Notice that a server which a run stands on has failed, and see to it that a run which must end does end.
+
+Both happen in threads of their own: whoever waits for a dead server may wait inside a library that never returns.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import psutil
+
+LOOK_SECONDS = 0.25
+STOPPED_SECONDS = 2.0
+"""How long a process must have been stopped before it counts as such: a terminal's ^Z stops this one, too."""
+ASK_SECONDS = 2.0
+SILENT_SECONDS = 20.0
+"""How long a server may owe an answer while it does not compute either."""
+END_SECONDS = 8.0
+"""How long a run that was told to end may take to end in order."""
+EXIT_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class WatchedServer:
+    """A server process that a run stands on."""
+
+    what: str
+    """Its name in messages."""
+    process: psutil.Process
+    answers: Callable[[], bool]
+    """Whether it answers a cheap question; takes a second or two at most."""
+    silent_seconds: float = SILENT_SECONDS
+    problem: str | None = None
+    """What is wrong with it, once something was."""
+    cpu_seconds: float = 0.0
+    """That it has computed so far."""
+    _stopped_seconds: float = 0.0
+    _looked: float = field(default_factory=time.monotonic)
+    _asked: float = field(default_factory=time.monotonic)
+    _heard: float = field(default_factory=time.monotonic)
+
+    def failure(self) -> str | None:
+        """Look at it, and say what is wrong; none while it answers, or at least computes."""
+        if self.problem is None:
+            self.problem = self._failure()
+        return self.problem
+
+    def _failure(self) -> str | None:
+        try:
+            status = self.process.status()
+            times = self.process.cpu_times()
+        except psutil.Error:
+            return f"{self.what} (pid {self.process.pid}) has died"
+        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return f"{self.what} (pid {self.process.pid}) has died"
+        now, cpu_seconds = time.monotonic(), times.user + times.system
+        passed, self._looked = min(now - self._looked, STOPPED_SECONDS / 2), now  # this process may have been stopped
+        self._stopped_seconds = self._stopped_seconds + passed if status == psutil.STATUS_STOPPED else 0.0
+        if self._stopped_seconds >= STOPPED_SECONDS:
+            return f"{self.what} (pid {self.process.pid}) is stopped"
+        if cpu_seconds != self.cpu_seconds:
+            self.cpu_seconds, self._heard = cpu_seconds, now
+        if now - max(self._asked, self._heard) >= ASK_SECONDS and not self._stopped_seconds:  # what computes, lives
+            self._heard, self._asked = now if self.answers() else self._heard, time.monotonic()
+        if now - self._heard > self.silent_seconds:
+            silent = f"neither answers nor computes for {self.silent_seconds:g} s"
+            return f"{self.what} (pid {self.process.pid}) {silent}"
+        return None
+
+
+class Watch:
+    """Look at servers from a thread, and tell once when one has failed."""
+
+    def __init__(self, servers: Callable[[], Sequence[WatchedServer]], failed: Callable[[str], None]) -> None:
+        """Begin to look at those that there are at each look."""
+        self.problem: str | None = None
+        """What has failed, once something has."""
+        self._servers, self._failed = servers, failed
+        self._leave = threading.Event()
+        threading.Thread(target=self._look, name="watch", daemon=True).start()
+
+    def look(self) -> str | None:
+        """Look now, in order to explain what went wrong; what was found before stays."""
+        if self.problem is None:
+            problem = next(filter(None, (server.failure() for server in self._servers())), None)
+            if not self._leave.is_set():  # what ends after that is ended on purpose
+                self.problem = problem
+        return self.problem
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._leave.set()
+
+    def _look(self) -> None:
+        while not self._leave.wait(LOOK_SECONDS):
+            if self.look() is not None:
+                self._failed(str(self.problem))
+                return
+
+
+class Ending:
+    """End this process by force when a run that was told to end does not: its work is in the store."""
+
+    def __init__(self) -> None:
+        """Wait for an order to end."""
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._told: int | None = None
+
+    def begin(self, code: int, line: str) -> None:
+        """Leave the run `END_SECONDS`, then print the line and exit with the code; only the first order counts."""
+        with self._lock:
+            if self._told is not None:
+                return
+            self._told = code
+        threading.Thread(target=self._wait, args=(code, line), name="ending", daemon=True).start()
+
+    def over(self) -> None:
+        """The run has ended; after an order, the process shall end as soon as its main thread has."""
+        self._over.set()
+        if self._told is not None:
+            exit_soon(self._told)
+
+    def _wait(self, code: int, line: str) -> None:
+        if not self._over.wait(END_SECONDS):
+            os.write(2, f"{line}\n".encode())
+            os._exit(code)  # guards end what this process has started
+
+
+def exit_soon(code: int) -> None:
+    """Have this process end at its exit with the code, whatever a library that has lost its servers waits for then."""
+
+    def wait() -> None:
+        threading.main_thread().join()
+        time.sleep(EXIT_SECONDS)
+        os._exit(code)
+
+    threading.Thread(target=wait, name="exit", daemon=True).start()
+
+
+@contextlib.contextmanager
+def on_signals(told: Callable[[int], None]) -> Iterator[None]:
+    """Call a function, in a thread of its own, when SIGINT or SIGTERM comes, wherever the main thread waits then."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reads, writes = socket.socketpair()
+    writes.setblocking(False)
+
+    def listen() -> None:
+        while number := reads.recv(1):
+            if number[0] in (signal.SIGINT, signal.SIGTERM):
+                told(number[0])
+        reads.close()
+
+    threading.Thread(target=listen, name="signals", daemon=True).start()
+    before = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writes.close()

@@ -1,0 +1,63 @@
+"""The Prefect server that a job starts for itself dies or is stopped; the flow is one that only waits."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.support.jobs import ROOT, alive, wait_for
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import asyncio, signal, sys
+from infra.errors import ApiFailed
+from flows.cli.prefect_api import prefect_api, run_flow
+async def waits():
+    print("runs", flush=True)
+    await asyncio.sleep(600)
+try:
+    with prefect_api("prefect") as url:
+        from prefect import flow
+        run_flow(flow(waits)())
+except ApiFailed as error:
+    print(error, flush=True)
+    sys.exit(1)
+except KeyboardInterrupt as interrupt:
+    print("interrupted", flush=True)
+    sys.exit(128 + int(interrupt.args[0]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fate", "interrupt", "code", "told"),
+    [
+        (signal.SIGKILL, None, 1, r"API failed.*Prefect server \(pid \d+\) has died"),
+        (signal.SIGSTOP, None, 1, r"API failed.*Prefect server \(pid \d+\) is stopped"),
+        (signal.SIGSTOP, signal.SIGINT, 130, "interrupted"),
+        (signal.SIGSTOP, signal.SIGTERM, 143, "interrupted"),
+    ],
+)
+def test_a_flow_whose_own_server_fails_ends_by_name_and_a_signal_ends_it_all_the_same(
+    fate, interrupt, code, told, tmp_path
+):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment = kept | {"PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    with (tmp_path / "output").open("wb") as output:
+        process = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stdout=output)
+    try:
+        assert wait_for(lambda: "runs" in (tmp_path / "output").read_text() or process.poll() is not None, seconds=120)
+        (server,) = [child for child in psutil.Process(process.pid).children() if "flows.cli.server" in child.cmdline()]
+        server.send_signal(fate)
+        if interrupt is not None:
+            process.send_signal(interrupt)
+        assert process.wait(50) == code  # Prefect's own patience is minutes
+        assert re.search(told, (tmp_path / "output").read_text())
+        assert wait_for(lambda: not alive([server]), seconds=20)
+    finally:
+        process.kill()
+        process.wait(60)

@@ -1,0 +1,99 @@
+"""Servers that a run stands on, and a run that must end: real processes."""
+
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from infra.processes import watch
+from infra.processes.watch import Watch, WatchedServer
+from tests.support.jobs import wait_for
+
+IDLE = "import time; time.sleep(600)"
+BUSY = "while True: pass"
+
+
+@pytest.fixture
+def started():
+    """Start programs that are dead afterwards."""
+    processes = []
+
+    def start(program: str) -> subprocess.Popen[bytes]:
+        processes.append(subprocess.Popen([sys.executable, "-S", "-c", program]))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def server(process, *, answers=True, silent_seconds=20.0):
+    return WatchedServer("the server", psutil.Process(process.pid), lambda: answers, silent_seconds=silent_seconds)
+
+
+def test_a_dead_server_has_failed(started):
+    process = started(IDLE)
+    here = server(process)
+    assert here.failure() is None
+    process.kill()
+    assert wait_for(lambda: here.failure() == f"the server (pid {process.pid}) has died", seconds=20)
+
+
+def test_a_server_that_stays_stopped_has_failed_and_one_that_goes_on_has_not(started):
+    process = started(IDLE)
+    here = server(process)
+    process.send_signal(signal.SIGSTOP)
+    assert wait_for(lambda: here.process.status() == psutil.STATUS_STOPPED, seconds=20)
+    assert here.failure() is None
+    process.send_signal(signal.SIGCONT)
+    assert wait_for(lambda: here.process.status() != psutil.STATUS_STOPPED, seconds=20)
+    assert here.failure() is None
+    process.send_signal(signal.SIGSTOP)
+    assert wait_for(lambda: here.failure() == f"the server (pid {process.pid}) is stopped", seconds=20)
+
+
+def test_a_silent_server_is_waited_for_as_long_as_it_computes(started, monkeypatch):
+    monkeypatch.setattr(watch, "ASK_SECONDS", 0.0)
+    idle, busy = (server(started(program), answers=False, silent_seconds=0.5) for program in (IDLE, BUSY))
+    answering = server(started(IDLE), silent_seconds=0.5)
+    assert wait_for(lambda: "neither answers nor computes" in (idle.failure() or busy.failure() or ""), seconds=20)
+    assert (busy.problem, answering.failure()) == (None, None)
+
+
+def test_a_watch_tells_once_what_has_failed(started):
+    process, told, heard = started(IDLE), [], threading.Event()
+    here = server(process)
+
+    def failed(problem: str) -> None:
+        told.append(problem)
+        heard.set()
+
+    looking = Watch(lambda: [here], failed)
+    process.kill()
+    assert heard.wait(20)
+    assert told == [looking.problem] == [f"the server (pid {process.pid}) has died"]
+
+
+def test_a_signal_ends_a_process_whose_main_thread_waits_inside_a_library():
+    program = """
+import ctypes, signal
+from infra.processes import watch
+watch.END_SECONDS = 0.2
+signal.signal(signal.SIGTERM, lambda *_: None)
+ending = watch.Ending()
+with watch.on_signals(lambda number: ending.begin(128 + number, "interrupted")):
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("waits", flush=True)
+    lock(mutex)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"waits\n"
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (143, b"interrupted\n")
