@@ -1,6 +1,6 @@
 """Held-out evaluation of the policy after some iterations, by the same controllers as training."""
 
-from prefect import flow
+from prefect import flow, tags
 
 from flows.generation import generate_and_score
 from flows.session import hold
@@ -8,17 +8,17 @@ from flows.warmup import warmup
 from tasks.config.run import RunConfig
 from tasks.evaluation import summarise_evaluation
 from tasks.plan import plan_evaluation
-from tasks.run.session import RunRef, session_of
+from tasks.run.keys import evaluation_key
+from tasks.run.session import Session
 from tasks.views.metrics import Accuracy
 
 
-@flow(name="evaluation", flow_run_name="eval-{number:04d}")
-async def evaluation(run: RunRef, number: int) -> Accuracy:
+async def evaluation(session: Session, number: int) -> Accuracy:
     """Generate and score one completion for each held-out problem."""
-    session = session_of(run)
-    batch = await plan_evaluation(session, number)
-    await generate_and_score(session, batch)
-    return await summarise_evaluation(session, batch)
+    with tags(evaluation_key(number)):
+        batch = await plan_evaluation(session, number)
+        await generate_and_score(session, batch)
+        return await summarise_evaluation(session, batch)
 
 
 @flow(name="evaluate", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
@@ -26,4 +26,4 @@ async def evaluate(config: RunConfig) -> Accuracy:
     """Measure the configured policy as it is on held-out problems."""
     async with hold(config) as session:
         await warmup(session.ref)
-        return await evaluation(session.ref, 0)
+        return await evaluation(session, 0)

@@ -2,9 +2,9 @@
 
 import asyncio
 
+from flows.controllers import launch
 from flows.rollout import rollout
 from flows.scoring import scoring
-from flows.session import launch
 from tasks.placement.rebalance import correct_placement
 from tasks.placement.stage import learn, place_stage, place_turn
 from tasks.run.batch import Batch, slice_shards
@@ -31,14 +31,12 @@ async def generate_and_score(session: Session, batch: Batch) -> None:
 
 
 def start_rollout(group: asyncio.TaskGroup, session: Session, batch: Batch) -> None:
-    """Start the rollout controllers, each with its slice of the shards."""
+    """Ask the rollout controllers, each for its slice of the shards."""
     for number, shards in enumerate(slice_shards(batch.shards, controllers=session.settings.controllers.count)):
         group.create_task(launch(rollout, session, batch=batch.key, controller=number, shards=shards))
 
 
 def start_scoring(group: asyncio.TaskGroup, session: Session, batch: Batch) -> None:
-    """Start the scoring controllers, one for each of rollout."""
-    silence = session.settings.controllers.silence_seconds
+    """Ask the scoring controllers, one for each of rollout."""
     for number, shards in enumerate(slice_shards(batch.shards, controllers=session.settings.controllers.count)):
-        following = launch(scoring, session, batch=batch.key, controller=number, shards=shards, silence_seconds=silence)
-        group.create_task(following)
+        group.create_task(launch(scoring, session, batch=batch.key, controller=number, shards=shards))

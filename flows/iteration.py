@@ -1,9 +1,9 @@
 """One iteration: generate and score in parallel, estimate and assign credit, update, seal."""
 
-from prefect import flow
+from prefect import tags
 
+from flows.controllers import launch
 from flows.generation import generate_and_score
-from flows.session import launch
 from flows.update import update
 from infra.store.manifests import Manifest
 from tasks.auxiliary import estimate
@@ -13,22 +13,21 @@ from tasks.placement.stage import place_update
 from tasks.plan import plan_iteration, plan_next_wave
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
-from tasks.run.session import RunRef, session_of
+from tasks.run.session import Session
 
 
-@flow(name="iteration", flow_run_name="it-{number:04d}")
-async def iteration(run: RunRef, number: int) -> Manifest:
+async def iteration(session: Session, number: int) -> Manifest:
     """Take the next prompts once round the loop; what is already in the store is not done again."""
-    session = session_of(run)
     this = Iteration(session.run, number)
-    wave: Batch | None = await plan_iteration(session, this)
-    while wave is not None:
-        await generate_and_score(session, wave)
-        wave = await plan_next_wave(session, this, wave)
-    await place_update(session, this)
-    await estimate(session, this)
-    await assign_credit(session, this)
-    await launch(update, session, batch=this.key)
-    sealed = await seal_iteration(session, this)
-    await retire_policies(session, this)
+    with tags(this.key):
+        wave: Batch | None = await plan_iteration(session, this)
+        while wave is not None:
+            await generate_and_score(session, wave)
+            wave = await plan_next_wave(session, this, wave)
+        await place_update(session, this)
+        await estimate(session, this)
+        await assign_credit(session, this)
+        await launch(update, session, batch=this.key)
+        sealed = await seal_iteration(session, this)
+        await retire_policies(session, this)
     return sealed

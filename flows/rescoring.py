@@ -24,7 +24,7 @@ from tasks.run.rescorings import Derived, Recredit, Rescoring, rescored_batches
 @flow(name="rescore", flow_run_name="{request.config.name} {request.name}")
 async def rescore(request: Rescoring) -> None:
     """Score the chosen iterations of a run again; started again, it does what is missing."""
-    derived, silence = Derived("rescore", request.name), request.config.controllers.silence_seconds
+    derived = Derived("rescore", request.name)
     async with reopened(request.config) as session:
         await begin_rescoring(session, derived)
         left = await iterations_left(session, derived, request.iterations)
@@ -38,7 +38,7 @@ async def rescore(request: Rescoring) -> None:
             began = time.monotonic()
             async with asyncio.TaskGroup() as group:
                 for batch in rescored_batches(iteration, derived):
-                    follow(group, session, batch, batch.shards, silence)
+                    follow(group, session, batch, batch.shards)
             await seal_rescoring(session, derived, iteration, began)
 
 

@@ -2,44 +2,48 @@
 
 import asyncio
 from collections.abc import Iterable
+from functools import partial
 
 from prefect import flow
 
+from flows.controllers import controller_name, serve
 from flows.session import joined
 from tasks.run.batch import Batch
 from tasks.run.session import RunRef, Session
 from tasks.scoring import judge_shard, score_shard
 
 
-@flow(name="scoring", flow_run_name="{batch} scoring {controller}", persist_result=True, result_serializer="json")
+@flow(name="scoring", flow_run_name=controller_name, persist_result=True, result_serializer="json")
 async def scoring(
-    run: RunRef,
-    batch: str,
-    controller: int = 0,
-    shards: tuple[int, ...] | None = None,
-    silence_seconds: float = 900,
+    run: RunRef, batch: str | None = None, controller: int = 0, shards: tuple[int, ...] | None = None
 ) -> int:
-    """Have the shards of a planned batch, by default all, scored as soon as they are generated; return how many.
+    """Have shards of planned batches scored as soon as they are generated; return how many shards, or batches.
 
     Args:
         run: The run; without an epoch this flow takes it over.
-        batch: `it-0003` or `eval-0010`; its plan is in the store.
+        batch: `it-0003` or `eval-0010`, whose plan is in the store; none has it follow the run, batch after batch.
         controller: Number of this controller among its peers.
         shards: Numbers of the shards; none means all.
-        silence_seconds: Longest time to wait for the next generated shard.
     """
-    async with joined(run) as session, asyncio.TaskGroup() as group:
-        planned = Batch.read(session.run, batch)
-        mine = planned.shards if shards is None else shards
-        follow(group, session, planned, mine, silence_seconds)
+    async with joined(run) as session:
+        if batch is None:
+            return await serve(scoring.name, controller, partial(score, session))
+        return await score(session, batch, shards)
+
+
+async def score(session: Session, batch: str, shards: tuple[int, ...] | None) -> int:
+    """Have shards of a planned batch, by default all, scored; return how many."""
+    planned = Batch.read(session.run, batch)
+    mine = planned.shards if shards is None else shards
+    async with asyncio.TaskGroup() as group:
+        follow(group, session, planned, mine)
     return len(mine)
 
 
-def follow(
-    group: asyncio.TaskGroup, session: Session, batch: Batch, shards: Iterable[int], silence_seconds: float
-) -> None:
+def follow(group: asyncio.TaskGroup, session: Session, batch: Batch, shards: Iterable[int]) -> None:
     """Have shards judged by every served reward and then scored, each as soon as it is generated."""
+    silence = session.settings.controllers.silence_seconds
     for shard in shards:
         for term in session.settings.scoring.model_rewards:
-            group.create_task(judge_shard(session, batch, shard, term, silence_seconds))
-        group.create_task(score_shard(session, batch, shard, silence_seconds))
+            group.create_task(judge_shard(session, batch, shard, term, silence))
+        group.create_task(score_shard(session, batch, shard, silence))

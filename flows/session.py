@@ -1,33 +1,20 @@
-"""Which process holds a run, and where its controllers run."""
+"""Which process holds a run, and who joins it there."""
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Concatenate, ParamSpec, TypeVar
 
-from prefect import get_client, tags
-from prefect.client.schemas.objects import FlowRun
-from prefect.deployments import arun_deployment
-from prefect.flows import Flow
+from prefect import tags
 from prefect.runtime import deployment
-from prefect.states import Cancelling
 
-from infra.errors import WorkerFailed, WorkerLost, first_cause
+from flows.controllers import controllers
+from infra.errors import first_cause
 from infra.store.dependencies import check_dependencies, record_dependencies
 from infra.store.runs import create_run, open_run
 from tasks.config.run import RunConfig, parse_config
 from tasks.preparation import check_inputs
 from tasks.run.dependencies import dependencies_of, find_run, next_iteration
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
-
-P = ParamSpec("P")
-
-R = TypeVar("R")
-
-logger = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.5
 
 
 @asynccontextmanager
@@ -52,7 +39,7 @@ async def hold(
         run = create_run(config.store, config.name, config.identity())
         with run.hold():
             record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accept_change)
-            async with open_session(run, scope or config, store=config.store, whole=True) as session:
+            async with open_session(run, scope or config, store=config.store, whole=True) as session, controllers():
                 yield session
 
 
@@ -101,47 +88,6 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
         else:
             async with open_session(run.join(ref.epoch), config, store=ref.store, join=ref.cluster) as here:
                 yield here
-
-
-async def launch(
-    role: Flow[Concatenate[RunRef, P], Coroutine[object, object, R]],
-    session: Session,
-    /,
-    *args: P.args,
-    **parameters: P.kwargs,
-) -> None:
-    """Run a role controller to its end, as a sub-flow here or as a run of its own deployment."""
-    if session.settings.controllers.where == "nested":
-        with tags(role.name):
-            await role(session.ref, *args, **parameters)
-        return
-    for pool in session.pools_of(role.name):  # workers end with the process that started them: this one starts them
-        await session.ready(pool)
-    name, attempts = f"{role.name}/controller", session.settings.pools.max_restarts + 1
-    for attempt in range(1, attempts + 1):
-        ended = await _deployed(name, {"run": session.ref, **parameters})
-        assert ended.state is not None
-        if ended.state.is_completed():
-            return
-        outcome = f"controller {name} ({ended.name}) ended as {ended.state.name}: {ended.state.message}"
-        if not ended.state.is_crashed():
-            raise WorkerFailed(outcome)
-        logger.warning("%s; attempt %d of %d", outcome, attempt, attempts)
-    raise WorkerLost(f"{outcome}; given up after attempt {attempts}")
-
-
-async def _deployed(name: str, parameters: dict[str, object]) -> FlowRun:
-    """Run a deployment to its end; who stops waiting for it stops it."""
-    async with get_client() as client:
-        child = await arun_deployment(name, client=client, parameters=parameters, timeout=0)
-        try:
-            while child.state is None or not child.state.is_final():
-                await asyncio.sleep(POLL_SECONDS)
-                child = await client.read_flow_run(child.id)
-        except asyncio.CancelledError:
-            await client.set_flow_run_state(child.id, Cancelling())
-            raise
-        return child
 
 
 def _log_progress() -> None:

@@ -24,11 +24,11 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
     async with hold(config, accept_change=accept_change) as session:
         start_pools(session)
         await warmup(session.ref)
-        await evaluation(session.ref, 0)
+        await evaluation(session, 0)
         for number in await resume_point(session):
-            await iteration(session.ref, number)
+            await iteration(session, number)
             await report_iteration(session, number)
             if config.evaluation.every and number % config.evaluation.every == 0:
-                await evaluation(session.ref, number)
-        await evaluation(session.ref, config.iterations)
+                await evaluation(session, number)
+        await evaluation(session, config.iterations)
         return await report_run(session)

@@ -1,24 +1,30 @@
-"""The update controller: all ranks learn from the iteration's samples."""
+"""The update controller: all ranks learn from an iteration's samples."""
 
 from prefect import flow
 
+from flows.controllers import controller_name, serve
 from flows.session import joined
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
-from tasks.run.session import RunRef
-from tasks.run.versions import policy_of
+from tasks.run.session import RunRef, Session
 from tasks.update import update_policy
 
 
-@flow(name="update", flow_run_name="{batch} update", persist_result=True, result_serializer="json")
-async def update(run: RunRef, batch: str) -> str:
-    """Commit the next policy version; return its digest.
+@flow(name="update", flow_run_name=controller_name, persist_result=True, result_serializer="json")
+async def update(run: RunRef, batch: str | None = None) -> int:
+    """Commit the next policy version; return how many versions were committed.
 
     Args:
         run: The run; without an epoch this flow takes it over.
-        batch: `it-0003`; its credit is in the store.
+        batch: `it-0003`, whose credit is in the store; none has it follow the run, iteration after iteration.
     """
     async with joined(run) as session:
-        planned = Batch.read(session.run, batch).plan
-        updated = await update_policy(session, Iteration(session.run, planned.number))
-    return policy_of(updated).digest
+        if batch is None:
+            return await serve(update.name, 0, lambda batch, _: learn(session, batch))
+        await learn(session, batch)
+        return 1
+
+
+async def learn(session: Session, batch: str) -> None:
+    """Have the ranks learn from an iteration whose credit is in the store."""
+    await update_policy(session, Iteration(session.run, Batch.read(session.run, batch).plan.number))

@@ -242,8 +242,12 @@ def test_a_triggered_run_completes_as_on_the_command_line_and_shows_what_it_did(
     assert shown["name"] == "tiny"
     assert set(shown["tags"]) == {"rheostat", "train"}
     below = {child["name"]: set(child["tags"]) for child in server.below(run)}
-    assert {"warm-up", "eval-0000", "it-0001", "it-0002", "it-0003", "eval-0003"} < set(below)
-    assert below["it-0002 rollout 0"] == {"tiny", "rollout"}
+    assert {"warm-up", "rollout 0", "rollout 1", "scoring 0", "scoring 1", "update"} <= set(below)
+    assert below["rollout 0"] == {"tiny", "rollout"}
+    second = server.find("task_runs", task_runs={"tags": {"all_": ["tiny", "it-0002"]}})
+    assert {"plan it-0002 wave 1", "it-0002 generate 0000", "it-0002 update", "it-0002 seal"} < {
+        task["name"] for task in second
+    }
 
     artifacts = server.artifacts(run)
     assert artifacts["tiny-progress"]["data"] == 100
