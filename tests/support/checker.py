@@ -1,0 +1,191 @@
+"""An independent check of a run's directory: `python tests/support/checker.py STORE/RUN`.
+
+It imports nothing of the product and shares no code with it: the layout of a store, read anew. Each line that it prints
+is something that does not hold. What the run keeps back (waves, continued completions) it checks by digests alone.
+"""
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+from blake3 import blake3
+
+Record = dict[str, object]
+LEFT_OUT = {"lock", "report", "quarantine", "export"}
+"""What proves nothing: the lock's file, pictures, damaged shards that were put aside, copies for analysts."""
+
+
+def canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def hexdigest(data: bytes) -> str:
+    return blake3(data).hexdigest()
+
+
+def problems_of(run: Path) -> list[str]:
+    """Everything that does not hold of a run's directory."""
+    records, problems = read_records(run)
+    manifests = {key.removeprefix("manifests/"): r for key, r in records.items() if key.startswith("manifests/")}
+    for check in (
+        check_identity(records, manifests),
+        check_manifests(manifests),
+        check_parts(run, manifests),
+        check_chain(records),
+        check_epochs(records, manifests),
+        check_iterations(run, manifests),
+    ):
+        try:
+            problems += check
+        except (KeyError, TypeError, IndexError, OSError, ValueError, pa.ArrowInvalid) as error:
+            problems.append(f"unreadable: {type(error).__name__}: {error}")
+    return problems
+
+
+def read_records(run: Path) -> tuple[dict[str, Record], list[str]]:
+    """Sealed records by their path without suffix: canonical, and with the digest of all the rest as their seal."""
+    records: dict[str, Record] = {}
+    problems: list[str] = []
+    files = [run / "run.json"]
+    files += [path for part in ("manifests", "chain", "journal", "lease") for path in sorted((run / part).rglob("*"))]
+    for path in files:
+        if path.is_dir():
+            continue
+        key = path.relative_to(run).as_posix().removesuffix(".json")
+        try:
+            data = path.read_bytes()
+            record = json.loads(data)
+            seal = record.pop("seal")
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            problems.append(f"{key}: no sealed record: {error}")
+            continue
+        if hexdigest(canonical(record)) != seal or canonical({**record, "seal": seal}) != data:
+            problems.append(f"{key}: its seal is broken")
+        records[key] = record
+    return records, problems
+
+
+def check_identity(records: dict[str, Record], manifests: dict[str, Record]) -> Iterator[str]:
+    """The record of the run states the digest of its own configuration, and every manifest carries it."""
+    record = records["run"]
+    stated = hashlib.blake2b(json.dumps(record["config"], sort_keys=True).encode(), digest_size=8).hexdigest()
+    if record["fingerprint"] != stated:
+        yield "run: its fingerprint is not that of its configuration"
+    yield from (f"{key}: of another run" for key, manifest in manifests.items() if manifest.get("run", stated) != stated)
+
+
+def check_manifests(manifests: dict[str, Record]) -> Iterator[str]:
+    """Each has the digest of what it says, the name that it is stored under, and parents that are there."""
+    digests = {str(manifest["digest"]) for manifest in manifests.values()}
+    for key, manifest in manifests.items():
+        result = {name: value for name, value in manifest.items() if name not in ("digest", "provenance")}
+        if hexdigest(canonical(result)) != manifest["digest"]:
+            yield f"{key}: its digest is not that of its result"
+        if manifest["key"] != key:
+            yield f"{key}: says that it is {manifest['key']}"
+        yield from (f"{key}: its parent {parent} is missing" for parent in manifest["parents"] if parent not in digests)
+
+
+def check_parts(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
+    """Every file that a manifest names has its digest; none is there that is named by nothing and half written."""
+    retired = {key.removeprefix("retention/") for key in manifests if key.startswith("retention/")}
+    for key, manifest in manifests.items():
+        for shard in manifest["shards"]:
+            data = (run / shard["key"]).read_bytes()
+            if hexdigest(data) != shard["digest"] or len(data) != shard["bytes"]:
+                yield f"{key}: {shard['key']} is damaged"
+            elif pa.ipc.open_file(data).read_all().num_rows != shard["rows"]:
+                yield f"{key}: {shard['key']} has other rows"
+        for name, bundle in manifest["bundles"].items():
+            if bundle["digest"][:16] not in retired:
+                yield from (
+                    f"{key}: {name}: {problem}" for problem in check_bundle(run / bundle["key"], bundle["digest"])
+                )
+    for path in sorted(run.rglob(".tmp-*")):
+        yield f"{path.relative_to(run)}: a temporary file was left"
+    for path in sorted(run.iterdir()):
+        if path.is_file() and path.name not in {"run.json", *LEFT_OUT}:
+            yield f"{path.name}: a file that nothing names"
+
+
+def check_bundle(folder: Path, digest: str) -> Iterator[str]:
+    contents = (folder / "bundle.json").read_bytes()
+    if hexdigest(contents) != digest:
+        yield f"{folder.name}/bundle.json is damaged"
+        return
+    named = json.loads(contents)["files"]
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {"bundle.json"}
+    yield from (f"{folder.name}/{name} is missing or too many" for name in sorted(found ^ named.keys()))
+    for name in sorted(found & named.keys()):
+        if hexdigest((folder / name).read_bytes()) != named[name]["digest"]:
+            yield f"{folder.name}/{name} is damaged"
+
+
+def check_chain(records: dict[str, Record]) -> Iterator[str]:
+    """Each record names the one before by digest, and what it names is there."""
+    links = {key: record for key, record in records.items() if key.startswith("chain/")}
+    last, previous = "", ""
+    for place, (key, link) in enumerate(sorted(links.items()), start=1):
+        if int(re.match(r"chain/(\d+)-", key)[1]) != place or link["follows"] != last or link["previous"] != previous:
+            yield f"{key}: does not follow {last or 'nothing'}"
+        last = f"{key}.json"
+        previous = hexdigest(canonical({name: value for name, value in link.items() if name != "schema_version"}))
+        for name, digest in link["manifests"].items():
+            if records.get(f"manifests/{name}", {}).get("digest") != digest:
+                yield f"{key}: {name} is gone or another"
+        for name, digest in link["journal"].items():
+            entry = {k: v for k, v in records.get(f"journal/{name}", {}).items() if k != "schema_version"}
+            if hexdigest(canonical(entry)) != digest:
+                yield f"{key}: journal/{name} is gone or another"
+
+
+def check_epochs(records: dict[str, Record], manifests: dict[str, Record]) -> Iterator[str]:
+    """Leases are numbered without a gap, and nothing was committed under one that nobody took."""
+    epochs = sorted(int(key.removeprefix("lease/")) for key in records if key.startswith("lease/"))
+    if epochs != list(range(1, len(epochs) + 1)):
+        yield f"lease: expected epochs from 1 without a gap, found {epochs}"
+    for key, manifest in manifests.items():
+        if manifest["provenance"]["epoch"] not in epochs:
+            yield f"{key}: committed under epoch {manifest['provenance']['epoch']}, which nobody took"
+
+
+def check_iterations(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
+    """Sealed in order; each sample trained once, of a rollout of its iteration, written by the policy before it."""
+    sealed = sorted(key.removesuffix("/seal") for key in manifests if re.fullmatch(r"it-\d+/seal", key))
+    if sealed != [f"it-{number:04d}" for number in range(1, len(sealed) + 1)]:
+        yield f"sealed iterations have a gap: {sealed}"
+    whole = not any("/wave-" in key for key in manifests)
+    for number, part in enumerate(sealed, start=1):
+        before = manifests["policy/initial" if number == 1 else f"it-{number - 1:04d}/update"]
+        credit, update = manifests[f"{part}/credit"], manifests[f"{part}/update"]
+        if update["parents"] != [before["digest"], credit["digest"]]:
+            yield f"{part}/update: not made from the policy before it and the iteration's credit"
+        if not whole:
+            continue
+        generated: set[tuple[int, int]] = set()
+        for key in sorted(key for key in manifests if key.startswith(f"{part}/rollout/")):
+            if before["digest"] not in manifests[key]["parents"]:
+                yield f"{key}: generated by another policy than the iteration's"
+            for name in names_of(run, manifests[key]):
+                if name in generated:
+                    yield f"{key}: sample {name} was generated twice"
+                generated.add(name)
+        trained = names_of(run, credit)
+        if len({*trained}) < len(trained) or not generated.issuperset(trained):
+            yield f"{part}/credit: a sample is trained twice, or was never generated"
+
+
+def names_of(run: Path, manifest: Record) -> list[tuple[int, int]]:
+    """Prompt row and sample of every row of a manifest's first shard."""
+    table = pa.ipc.open_file((run / manifest["shards"][0]["key"]).read_bytes()).read_all()
+    return list(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True))
+
+
+if __name__ == "__main__":
+    found = problems_of(Path(sys.argv[1]))
+    print("\n".join(found) or "everything holds")  # noqa: T201
+    sys.exit(bool(found))
