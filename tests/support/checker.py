@@ -75,7 +75,9 @@ def check_identity(records: dict[str, Record], manifests: dict[str, Record]) -> 
     stated = hashlib.blake2b(json.dumps(record["config"], sort_keys=True).encode(), digest_size=8).hexdigest()
     if record["fingerprint"] != stated:
         yield "run: its fingerprint is not that of its configuration"
-    yield from (f"{key}: of another run" for key, manifest in manifests.items() if manifest.get("run", stated) != stated)
+    yield from (
+        f"{key}: of another run" for key, manifest in manifests.items() if manifest.get("run", stated) != stated
+    )
 
 
 def check_manifests(manifests: dict[str, Record]) -> Iterator[str]:
