@@ -7,7 +7,6 @@ them, one rank's after another, so no shared disk is needed; every rank reads it
 import json
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -87,8 +86,8 @@ def publish_policy(
 
     Where adapters are trained, the new version has its parent's weights and an adapter of its own.
     """
-    with tempfile.TemporaryDirectory(prefix="rheostat-policy-") as temporary:
-        trained, state = Path(temporary, "trained"), Path(temporary, "state")
+    with store.scratch() as scratch:
+        trained, state = scratch / "trained", scratch / "state"
         trained.mkdir()
         state.mkdir()
         trainer.save_weights(trained)

@@ -1,6 +1,5 @@
 """The worker that prepares a run: the initial policy, and both splits of the prompts."""
 
-import tempfile
 import time
 from pathlib import Path
 
@@ -43,10 +42,10 @@ class PreparationWorker:
     def make_policy(self, work: PolicyWork) -> Outcome:
         """Build or import the policy before its warm-up, and publish it as version 0."""
         started = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="rheostat-policy-") as folder:
-            parameters = _write_policy(work, Path(folder))
+        with self._store.scratch() as folder:
+            parameters = _write_policy(work, folder)
             self._progress += 1
-            ref = publish_bundle(self._store, Path(folder), prefix="policies")
+            ref = publish_bundle(self._store, folder, prefix="policies")
         self._progress += 1
         return Outcome(
             model=ModelVersion(version=0, weights=ref),
@@ -58,10 +57,10 @@ class PreparationWorker:
         """Build or import the first critic, which reads the policy's tokens, and publish it as version 0."""
         started = time.perf_counter()
         policy = fetch_bundle(self._store, work.policy.weights)
-        with tempfile.TemporaryDirectory(prefix="rheostat-critic-") as folder:
-            parameters = write_critic(work.critic.path, policy, Path(folder))
+        with self._store.scratch() as folder:
+            parameters = write_critic(work.critic.path, policy, folder)
             self._progress += 1
-            ref = publish_bundle(self._store, Path(folder), prefix="critics")
+            ref = publish_bundle(self._store, folder, prefix="critics")
         self._progress += 1
         return Outcome(
             critic=ModelVersion(version=0, weights=ref),
@@ -72,11 +71,11 @@ class PreparationWorker:
     def make_reward_model(self, work: RewardModelPreparation) -> Outcome:
         """Build or import the model behind a served reward, and publish it as version 0."""
         started = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="rheostat-judge-") as folder:
+        with self._store.scratch() as folder:
             problems = load_problems(work.data, "train", work.seed)
-            parameters = write_served_model(work.reward, Path(folder), problems=problems, seed=work.seed)
+            parameters = write_served_model(work.reward, folder, problems=problems, seed=work.seed)
             self._progress += 1
-            ref = publish_bundle(self._store, Path(folder), prefix="judges")
+            ref = publish_bundle(self._store, folder, prefix="judges")
         self._progress += 1
         return Outcome(
             model=ModelVersion(version=0, weights=ref),
@@ -89,10 +88,10 @@ class PreparationWorker:
         started = time.perf_counter()
         tokenizer = load_tokenizer(fetch_bundle(self._store, work.policy.weights))
         parameters = check_teacher(work.teacher, tokenizer, longest_tokens=work.longest_tokens)
-        with tempfile.TemporaryDirectory(prefix="rheostat-teacher-") as folder:
-            copy_directory(work.teacher.path, Path(folder))
+        with self._store.scratch() as folder:
+            copy_directory(work.teacher.path, folder)
             self._progress += 1
-            ref = publish_bundle(self._store, Path(folder), prefix="teachers")
+            ref = publish_bundle(self._store, folder, prefix="teachers")
         self._progress += 1
         return Outcome(
             model=ModelVersion(version=0, weights=ref),

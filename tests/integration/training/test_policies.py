@@ -1,6 +1,10 @@
 """The initial policy and its prompts: reproducible, loadable by anyone, and refused with what is missing."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from shutil import copytree
 
@@ -290,3 +294,27 @@ def test_progress_moves_with_the_work(tmp_path):
     before = worker.progress()
     worker.make_policy(PolicyWork(policy=TINY, data=DATA, seed=0))
     assert worker.progress() > before
+
+
+MAKER = """
+import sys
+from pathlib import Path
+from models.config.policy import ScratchPolicy
+from tests.support.policies import make_policy
+make_policy(Path(sys.argv[1]), ScratchPolicy(hidden_size=1024, intermediate_size=4096, layers=2, heads=8, kv_heads=8))
+"""
+
+
+def test_a_copy_of_weights_does_not_outlive_the_worker_that_was_killed_while_it_made_it(tmp_path):
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = [sys.executable, "-c", MAKER, str(store)]
+    maker = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(elsewhere)})
+    while not (copies := [*tmp_path.glob("**/*.safetensors")]):
+        assert maker.poll() is None
+        time.sleep(0.005)
+    maker.kill()
+    maker.wait()
+    assert all(copy.is_relative_to(store) for copy in copies)
+    with open_store(str(store / "run")).hold("lock"):
+        assert [*tmp_path.glob("**/*.safetensors")] == []
