@@ -10,10 +10,11 @@ import logging
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infra.errors import ClusterFailed
 from infra.pools import forks
@@ -24,6 +25,9 @@ from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
 from infra.pools.worker import PoolSpec
 from infra.processes.guard import CLUSTER, start_guard
+
+if TYPE_CHECKING:
+    from ray.job_config import JobConfig
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +143,7 @@ def _embedded(namespace: str, *, preload: Preload | None, log_to_driver: bool) -
                 log_to_driver=log_to_driver,
                 logging_level=QUIET,
                 runtime_env={} if nursery is None else {"py_executable": forks.worker_command(directory)},
+                job_config=_job_config(),
                 _temp_dir=str(directory / "ray"),  # Ray opens it to everybody; what is above it is ours alone
             )
         yield str(ray.get_runtime_context().gcs_address)
@@ -155,9 +160,24 @@ def _connected(address: str, namespace: str, *, log_to_driver: bool) -> Iterator
     with environment(EMBEDDED_ENVIRONMENT if address.startswith("127.") else {}):
         import ray
 
-        ray.init(address=address, namespace=namespace, log_to_driver=log_to_driver, logging_level=QUIET)
+        ours = {} if address.startswith("ray://") else {"job_config": _job_config()}  # else the server has its own
+        ray.init(address=address, namespace=namespace, log_to_driver=log_to_driver, logging_level=QUIET, **ours)
     yield address if address.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
     ray.shutdown()
+
+
+class _Unextended(list[str]):
+    def extend(self, more: Iterable[str]) -> None:
+        """Stay as it is."""
+
+
+def _job_config() -> "JobConfig":
+    """Keep Ray from putting the working directory before everything else on its workers' path: it is a user's."""
+    from ray.job_config import JobConfig
+
+    config = JobConfig()
+    config._py_driver_sys_path = _Unextended()
+    return config
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 import psutil
 
 from infra.errors import RheostatError, WorkerAsleep
-from infra.plugins import TARGETS
+from infra.plugins import TARGETS, add_target_folders
 
 WORK = "work"
 """Concurrency group of one thread: constructs the worker and runs its methods, one after another."""
@@ -69,6 +69,7 @@ class Host:
         """Make a process without a worker; `asleep` it takes no work until `wake`."""
         self._worker: Hosted | None = None
         self._asleep = asleep
+        add_target_folders()  # what is handed to it may be of users' classes
 
     def place(self) -> ProcessPlace:
         """Say where this process runs."""

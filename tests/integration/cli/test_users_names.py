@@ -29,9 +29,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def command(folder: Path, *arguments: str, api: str | None = None) -> "subprocess.CompletedProcess[str]":
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", TARGETS)}
-    environment = kept | {"PREFECT_HOME": str(folder / "prefect")}
+    environment = kept | {"PREFECT_HOME": str(folder / "prefect")} | ({"PREFECT_API_URL": api} if api else {})
     return subprocess.run([RHEOSTAT, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -53,3 +53,11 @@ def test_a_job_is_checked_beside_them(folder: Path):
     )
     assert misspelt.returncode == 2
     assert "did you mean 'shared'?" in misspelt.stderr
+
+
+@pytest.mark.slow
+def test_a_job_trains_beside_them(folder: Path):
+    done = command(folder, "train", "job.toml")
+    assert done.returncode == 0, done.stderr
+    assert command(folder, "verify", "tiny").returncode == 0
+    assert command(folder, "export-policy", "tiny", "--to", "exported").returncode == 0

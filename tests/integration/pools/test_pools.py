@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -97,7 +98,9 @@ async def test_workers_get_their_threads_and_the_drivers_directory(cluster):
     assert tuple(done.result.values()) == ("3", "3", "false", "cpu", "1")
     directory, path = (await pool.run("where", None, returns=tuple)).result
     assert directory == str(Path.cwd())
-    assert str(Path.cwd()) in path or "" in path
+    installed = sysconfig.get_paths()["purelib"]
+    assert "" not in path
+    assert path.index(str(Path.cwd())) > path.index(installed), "a user's models.py would hide ours"
     await pool.close()
 
 
