@@ -32,7 +32,7 @@ POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class BatchOrder:
     """What a controller is asked to do. Who stops waiting for it has it stopped."""
 
     batch: str
@@ -66,9 +66,9 @@ class Controllers:
         self._group = group
         self._around = contextvars.copy_context()
         """Of the flow that holds the run, whose sub-flows they are, whoever asks first."""
-        self._orders: dict[tuple[str, int], asyncio.Queue[Order | None]] = {}
+        self._orders: dict[tuple[str, int], asyncio.Queue[BatchOrder | None]] = {}
 
-    def ask(self, role: Role, run: RunRef, number: int | None, order: Order) -> None:
+    def ask(self, role: Role, run: RunRef, number: int | None, order: BatchOrder) -> None:
         """Hand an order to a controller: of several, to that of a number."""
         key = (role.name, number or 0)
         if key not in self._orders:
@@ -78,7 +78,7 @@ class Controllers:
             self._group.create_task(_nested(role, run, number), context=around)
         self._orders[key].put_nowait(order)
 
-    async def orders(self, role: str, controller: int) -> AsyncIterator[Order]:
+    async def orders(self, role: str, controller: int) -> AsyncIterator[BatchOrder]:
         """What a controller is asked to do, until the run is over."""
         while (order := await self._orders[role, controller].get()) is not None:
             yield order
@@ -132,7 +132,7 @@ async def launch(
     `controller` is its number among peers that share the batch, `shards` its part.
     """
     if session.settings.controllers.where == "nested":
-        order = Order(batch, shards)
+        order = BatchOrder(batch, shards)
         _CONTROLLERS.get().ask(role, session.ref, controller, order)
         await order.done
         return

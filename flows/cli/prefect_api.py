@@ -258,7 +258,7 @@ def _named(error: BaseException, serving: WatchedServer | None) -> BaseException
         return _api_failed(str(serving.problem))
     leaf = first_cause(error)
     if isinstance(leaf, httpx.HTTPStatusError) and leaf.response.status_code == httpx.codes.UNAUTHORIZED:
-        told = f"{leaf.request.url.copy_with(path='/api')} asks for a password"
+        told = f"{leaf.request.url.copy_with(path='/api', query=None)} asks for a password"
         return ApiFailed(f"the Prefect API {told}: set PREFECT_API_AUTH_STRING=NAME:PASSWORD")
     if isinstance(leaf, PrefectException | httpx.HTTPError):
         return _api_failed(f"{type(leaf).__name__}: {leaf}")
