@@ -1,0 +1,204 @@
+"""Faults by the hundred in a small run: `make chaos SEEDS=1..200`, or `make chaos ARGS=--every=1`.
+
+Every seed is a schedule: at which of the run's writes to the store, and on which side of it, a process is killed or a
+disk is full, once or several times in a row. The same job is started again until it ends by itself. It must then have
+the manifests and the shards of the run that was never disturbed, no file too many, and satisfy a checker that shares no
+code with the product. The run's workers are threads of its process, which a SIGKILL ends all together; kills of
+single processes are tests/runs/test_faults.py's. `--every` goes through the moments of all writes instead of drawing.
+"""
+
+import argparse
+import errno
+import os
+import random
+import shutil
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from threading import Lock
+
+import infra.store.storage
+from infra.store.disk import open_temporary, publish_file
+from infra.terminal import write
+from tests.support import checker
+from tests.support.in_process import InProcessJob
+from tests.support.jobs import leftovers_of, manifests_of, prefect_server, shards_of
+from tests.support.processes import preload, process
+
+ROLES = ("preparation", "rollout", "scoring", "update")
+preload(__name__, "flows.train", *(f"models.workers.{role}" for role in ROLES))
+
+JOB = (
+    "iterations=2",
+    "policy.layers=1",
+    "policy.heads=1",
+    "policy.kv_heads=1",
+    "warmup.steps=2",
+    "rollout.prompts=2",
+    "rollout.shard_prompts=1",
+    "rollout.sampling.max_new_tokens=6",
+    "evaluation.problems=1",
+    "controllers.count=1",
+)
+MOMENTS = ("before", "during", "after")
+ATTEMPTS = 6
+"""How often a job is started at most; a schedule has fewer faults."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """What happens at one write of an attempt."""
+
+    write: int
+    """The how-manieth write of the process to the store, from 1."""
+    moment: str
+    """`before` it, `during` it, with half of the file written, or `after` it."""
+    full: bool = False
+    """The disk is full there, in place of a SIGKILL."""
+
+    def happen(self, path: Path, data: bytes | Path) -> None:
+        """Leave half of a temporary file, if so; then the process is dead, or its disk is full."""
+        if self.moment == "during":
+            whole = data if isinstance(data, bytes) else data.read_bytes()
+            descriptor, _ = open_temporary(path.parent)
+            os.write(descriptor, whole[: len(whole) // 2])
+            os.close(descriptor)
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def __str__(self) -> str:
+        return f"{'disk full' if self.full else 'killed'} {self.moment} write {self.write}"
+
+
+def schedule_of(seed: int, writes: int) -> list[Strike]:
+    """The faults of a seed for a run of so many writes; later attempts have fewer left, and may end before theirs."""
+    choose = random.Random(seed)
+    strikes, left = [], writes
+    for _ in range(choose.choice((1, 1, 2, 2, 3))):
+        at = choose.randint(1, max(1, left))
+        strikes.append(Strike(at, choose.choice(MOMENTS), full=choose.random() < 0.2))
+        left -= at
+    return strikes
+
+
+def attempt(home: Path, api: str, strike: Strike | None, told: Path) -> None:
+    """Run the job in this process to its end or to its fault; tell the number of its writes."""
+    numbers, lock = count(1), Lock()
+
+    def publish(path: Path, data: bytes | Path) -> bool:
+        with lock:
+            number = next(numbers)
+            told.write_text(str(number))
+        here = strike if strike is not None and strike.write == number else None
+        if here is not None and here.moment != "after":
+            here.happen(path, data)
+        won = publish_file(path, data)
+        if here is not None and here.moment == "after":
+            here.happen(path, data)
+        return won
+
+    infra.store.storage.publish_file = publish
+    with (home / "output").open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    try:
+        InProcessJob(home, api).train(*JOB)
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def run_once(home: Path, api: str, strike: Strike | None) -> tuple[int, int]:
+    """Start the job; return its exit code and how many writes it made."""
+    told = home / "writes"
+    told.unlink(missing_ok=True)
+    with process(attempt, home, api, strike, told) as child:
+        child.join(600)
+        code = child.exitcode
+    return (-1000 if code is None else code), int(told.read_text() or 0) if told.exists() else 0
+
+
+def problems_after(strikes: list[Strike], home: Path, api: str, whole: Path) -> list[str]:
+    """Start a job with one fault after another, then without, and say what is not as if there had been none."""
+    home.mkdir(parents=True)
+    code = -1
+    for number in range(ATTEMPTS):
+        code, _ = run_once(home, api, strikes[number] if number < len(strikes) else None)
+        if code == 0:
+            break
+        expected = {-signal.SIGKILL, 1} if number < len(strikes) else set()
+        if code not in expected:
+            output = (home / "output").read_text(errors="replace").splitlines()
+            return [f"start {number + 1} ended with {code}: {' | '.join(output[-8:])}"]
+    run, problems = home / "store/tiny", []
+    if code != 0:
+        problems.append(f"not at its end after {ATTEMPTS} starts")
+    if manifests_of(run) != manifests_of(whole):
+        changed = manifests_of(run).items() ^ manifests_of(whole).items()
+        problems.append(f"other manifests: {sorted({key for key, _ in changed})[:5]}")
+    if not shards_of(run) >= shards_of(whole):
+        problems.append("shards are missing")
+    problems += [f"left {path.name}" for path in leftovers_of(run)]
+    return problems + checker.problems_of(run)[:5]
+
+
+def main() -> int:
+    """Run the schedules side by side; the exit code is 1 where one failed."""
+    parser = argparse.ArgumentParser(prog="make chaos", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--seeds", default="1..20", metavar="A..B", help="schedules to run, both ends included")
+    parser.add_argument("--every", type=int, metavar="N", help="one kill at every N-th write and each of its moments")
+    parser.add_argument("--side-by-side", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time")
+    asked = parser.parse_args()
+    first, _, last = asked.seeds.partition("..")
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        home = Path(folder)
+        (home / "prefect").mkdir()
+        with prefect_server(home / "prefect") as api:
+            (home / "whole").mkdir()
+            code, writes = run_once(home / "whole", api, None)
+            if code != 0:
+                write((home / "whole/output").read_text(errors="replace")[-2000:])
+                return 1
+            write(f"the undisturbed run of {writes} writes is there")
+            if asked.every:
+                places = range(1, writes + 1, asked.every)
+                schedules = {f"{at} {moment}": [Strike(at, moment)] for at in places for moment in MOMENTS}
+            else:
+                seeds = range(int(first), int(last or first) + 1)
+                schedules = {f"seed {seed}": schedule_of(seed, writes) for seed in seeds}
+            return judge(schedules, home, partial(problems_after, api=api, whole=home / "whole/store/tiny"), asked)
+
+
+def judge(
+    schedules: dict[str, list[Strike]],
+    home: Path,
+    problems_after: Callable[[list[Strike], Path], list[str]],
+    asked: argparse.Namespace,
+) -> int:
+    """Tell of each schedule that failed, and at the end how many held."""
+    failed = 0
+
+    def one(name: str) -> list[str]:
+        place = home / name.replace(" ", "-")
+        found = problems_after(schedules[name], place)
+        shutil.rmtree(place, ignore_errors=True)
+        return found
+
+    with ThreadPoolExecutor(asked.side_by_side) as pool:
+        for done, (name, found) in enumerate(zip(schedules, pool.map(one, schedules), strict=True), start=1):
+            if found:
+                failed += 1
+                write(f"FAILED {name}: {', then '.join(map(str, schedules[name]))}: {'; '.join(found)}")
+            elif done % 10 == 0:
+                write(f"{done} of {len(schedules)} schedules, {failed} failed")
+    kills = sum(len(strikes) for strikes in schedules.values())
+    write(f"{len(schedules) - failed} of {len(schedules)} schedules with {kills} faults ended as the undisturbed run")
+    return int(failed > 0)
