@@ -8,7 +8,7 @@ RheostatError
 ├── StoreFailed         the store's medium fails: disk full, read-only, I/O error; resume when it is mended
 ├── Fenced              a newer controller has taken the run over
 ├── Conflict            two different results were committed under one name
-├── ClusterFailed       the cluster that hosts the workers did not start or cannot be reached
+├── ClusterFailed       the cluster that hosts the workers did not start, cannot be reached, or failed
 ├── ApiFailed           the Prefect API did not start or cannot be reached
 ├── InstallFailed       an engine's environment could not be made; the same command makes it again
 ├── EndpointDown        a service that a worker asks does not answer; the same work can be done later

@@ -21,6 +21,8 @@ Platform = Literal["cpu", "cuda"]
 STAMP: Final = "rheostat.json"
 """File of an environment that was made here; without versions in it, the environment is half made."""
 IMPORT_SECONDS: Final = 300.0
+
+ANSWER_SECONDS: Final = 60.0
 """Longest time an import may take: on a cold disk many times the usual 5 to 15 s."""
 DRIVER: Final = Path("/proc/driver/nvidia/version")
 
@@ -87,7 +89,15 @@ def platform_here() -> Platform:
 def _lists_gpus() -> bool:
     """Where the driver shows no file, as under WSL, its own command tells."""
     command = shutil.which("nvidia-smi")
-    return command is not None and subprocess.run([command, "-L"], capture_output=True, check=False).returncode == 0
+    return command is not None and _succeeds([command, "-L"])
+
+
+def _succeeds(command: list[str]) -> bool:
+    """A driver that does not answer is none."""
+    try:
+        return subprocess.run(command, capture_output=True, check=False, timeout=ANSWER_SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def pins_path(engine: str, platform: Platform) -> Path:

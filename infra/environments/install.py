@@ -15,6 +15,7 @@ from pathlib import Path
 from uv import find_uv_bin
 
 from infra.environments.find import (
+    ANSWER_SECONDS,
     STAMP,
     Environment,
     Platform,
@@ -73,8 +74,9 @@ def install(
 
 def _check_interpreter(python: Path) -> None:
     try:
-        able = subprocess.run([python, "-c", "import sys"], capture_output=True, check=False).returncode == 0
-    except OSError:
+        command = [str(python), "-c", "import sys"]
+        able = subprocess.run(command, capture_output=True, check=False, timeout=ANSWER_SECONDS).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
         able = False
     if not able:
         raise BadInput(f"{python}: expected a Python that can make environments")

@@ -7,14 +7,19 @@ environment set before that. One cluster per process.
 import asyncio
 import contextlib
 import logging
+import os
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from infra.errors import ClusterFailed
 from infra.pools import forks
@@ -24,7 +29,8 @@ from infra.pools.placement_group import SLOT, RayLauncher, ReservedSlots
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
 from infra.pools.worker import PoolSpec
-from infra.processes.guard import CLUSTER, start_guard
+from infra.processes.guard import CLUSTER, GIVE_UP_SECONDS, reap, start_guard
+from infra.processes.watch import ASK_SECONDS, LOOK_SECONDS, Watch, WatchedServer, apart, exit_soon
 
 if TYPE_CHECKING:
     from ray.job_config import JobConfig
@@ -33,7 +39,10 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 100 * 2**20  # calls carry references, so Ray's minimum of 75 MB would do
 EMBEDDED_SLOTS = 2**20
+RAY_PATIENCE_SECONDS = 3600
 SHUTDOWN_SECONDS = 15.0
+FAILED_SECONDS = 2.0
+"""How long Ray may take to let go of a cluster whose servers are dead."""
 QUIET = logging.ERROR
 
 EMBEDDED_ENVIRONMENT = {
@@ -45,6 +54,20 @@ EMBEDDED_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     # Ray's handler of SIGTERM prints a stack and ends the driver on the spot.
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
+    # It would kill our workers for the memory that other programs take.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # Ray's patience with processes that start (5 to 60 s) gives way to ours, and to the watch over its servers.
+    **dict.fromkeys(
+        (
+            "RAY_gcs_server_port_wait_time_s",
+            "RAY_gcs_rpc_server_connect_timeout_s",
+            "RAY_py_gcs_connect_timeout_s",
+            "RAY_raylet_start_wait_time_s",
+            "RAY_worker_register_timeout_seconds",
+        ),
+        str(RAY_PATIENCE_SECONDS),
+    ),
+    "RAY_health_check_failure_threshold": "20",  # of 5: a minute and more in which the raylet has no turn to compute
 }
 
 
@@ -73,7 +96,7 @@ class RayCluster:
         *,
         address: str | None = None,
         preload: Preload | None = None,
-        start_seconds: float = 60,
+        start_seconds: float = 180,
         log_to_driver: bool = False,
     ) -> "AsyncIterator[RayCluster]":
         """Start an embedded cluster, or connect to the one at `address`.
@@ -83,16 +106,39 @@ class RayCluster:
         """
         if address is None:
             what = "an embedded Ray cluster"
-            connection = _embedded(namespace, preload=preload, log_to_driver=log_to_driver)
+            directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))  # sockets below: paths of 103 bytes
+            connection = _embedded(directory, namespace, preload=preload, log_to_driver=log_to_driver)
         else:
-            what = f"the Ray cluster at {address!r}"
+            what, directory = f"the Ray cluster at {address!r}", None
             connection = _connected(address, namespace, log_to_driver=log_to_driver)
-        async with _in_thread(connection, what=what, start_seconds=start_seconds) as reached:
+        async with (
+            _ended_with(directory) as watch,
+            _in_thread(connection, what=what, start_seconds=start_seconds, watch=watch) as reached,
+        ):
             cluster = RayCluster(reached, namespace, address is None)
             try:
                 yield cluster
+            except BaseException:
+                await apart(watch.look)  # before anything is closed: what was lost may be a server, no worker
+                raise
             finally:
-                await asyncio.gather(*(member.close() for member in cluster._members))
+                await cluster._close(watch, directory)
+
+    async def _close(self, watch: Watch, directory: Path | None) -> None:
+        """End what this process has started; nobody is asked where the cluster itself has failed."""
+        closing = asyncio.gather(*(member.close() for member in self._members))
+        try:
+            while not (await asyncio.wait({closing}, timeout=LOOK_SECONDS))[0]:
+                if watch.problem is not None and directory is not None:
+                    await apart(lambda: reap(directory, spared=os.getpid()))
+                    await asyncio.wait({closing}, timeout=LOOK_SECONDS)
+                    break
+        finally:
+            watch.stop()
+            if not closing.done():
+                closing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await closing
 
     async def pool(self, spec: PoolSpec) -> Pool:
         """Return a pool: workers that another process has started under this namespace and role, and new ones."""
@@ -121,9 +167,8 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def _embedded(namespace: str, *, preload: Preload | None, log_to_driver: bool) -> Iterator[str]:
+def _embedded(directory: Path, namespace: str, *, preload: Preload | None, log_to_driver: bool) -> Iterator[str]:
     """Start Ray on this machine; its processes and files are gone at the end, however that comes."""
-    directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))  # sockets below it: paths of 103 bytes at most
     guard = start_guard(directory)
     nursery = None
     try:
@@ -133,25 +178,50 @@ def _embedded(namespace: str, *, preload: Preload | None, log_to_driver: bool) -
                 nursery = forks.start_nursery(directory, preload.modules, variables=variables)
             import ray
 
-            ray.init(
-                address="local",
-                namespace=namespace,
-                num_cpus=0,
-                resources={SLOT: EMBEDDED_SLOTS},
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=log_to_driver,
-                logging_level=QUIET,
-                runtime_env={} if nursery is None else {"py_executable": forks.worker_command(directory)},
-                job_config=_job_config(),
-                _temp_dir=str(directory / "ray"),  # Ray opens it to everybody; what is above it is ours alone
-            )
+            with _patient():
+                ray.init(
+                    address="local",
+                    namespace=namespace,
+                    num_cpus=0,
+                    resources={SLOT: EMBEDDED_SLOTS},
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    log_to_driver=log_to_driver,
+                    logging_level=QUIET,
+                    runtime_env={} if nursery is None else {"py_executable": forks.worker_command(directory)},
+                    job_config=_job_config(),
+                    _temp_dir=str(directory / "ray"),  # Ray opens it to everybody; what is above it is ours alone
+                )
         yield str(ray.get_runtime_context().gcs_address)
         ray.shutdown()
     finally:
-        guard.communicate()
-        if nursery is not None:
-            nursery.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guard.communicate(timeout=2 * GIVE_UP_SECONDS)  # it ends the nursery, too
+            if nursery is not None:
+                nursery.wait(GIVE_UP_SECONDS)
+
+
+@contextlib.contextmanager
+def _patient() -> Iterator[None]:
+    """Have Ray wait for its node as long as we do: by itself `ray.init` gives a slow one up after 30 s."""
+    from ray._private import services
+
+    get_node, deadline = services.get_node, time.monotonic() + RAY_PATIENCE_SECONDS
+
+    def wait_for_node(gcs_address: str, node_id: str) -> object:
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError:  # it has not registered yet
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(LOOK_SECONDS / 2)
+
+    services.get_node = wait_for_node
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 @contextlib.contextmanager
@@ -181,8 +251,81 @@ def _job_config() -> "JobConfig":
 
 
 @contextlib.asynccontextmanager
+async def _ended_with(directory: Path | None) -> AsyncIterator[Watch]:
+    """Raise ClusterFailed as soon as a server of an embedded cluster has failed, whatever the task waits for then."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None, "a cluster is opened in a task"
+    cancelled = inside = False
+
+    def cancel() -> None:
+        nonlocal cancelled
+        if inside and not cancelled:
+            cancelled = task.cancel()
+
+    def failed(_: str) -> None:
+        loop.call_soon_threadsafe(cancel)
+
+    watch = Watch(_servers(directory), failed)
+    inside = True
+    try:
+        yield watch
+    except BaseException as error:
+        if watch.problem is None:
+            raise
+        if cancelled:
+            task.uncancel()
+        exit_soon(1)  # Ray waits for its servers a minute and more at exit
+        raise ClusterFailed(f"{watch.problem}; the same command continues") from error
+    finally:
+        inside = False
+        watch.stop()
+
+
+def _servers(directory: Path | None) -> Callable[[], Sequence[WatchedServer]]:
+    """Find the servers of an embedded cluster, which this process starts one after another."""
+    found: dict[str, WatchedServer] = {}
+
+    def servers() -> Sequence[WatchedServer]:
+        if len(found) < len(SERVERS) and directory is not None:
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):
+                    name = child.name()
+                    if name in SERVERS and name not in found and child.environ().get(CLUSTER) == str(directory):
+                        what, answers = SERVERS[name]
+                        found[name] = WatchedServer(f"{what} of the embedded Ray cluster", child, answers)
+        return list(found.values())
+
+    return servers
+
+
+def _gcs_answers() -> bool:
+    return _node_seen() is not None
+
+
+def _raylet_answers() -> bool:
+    return _node_seen() is not False
+
+
+def _node_seen() -> bool | None:
+    """Ask the GCS whether it hears of this node; none if it says nothing."""
+    import ray
+
+    worker = ray._private.worker.global_worker
+    if not worker.connected:
+        return True
+    try:
+        return bool(all(worker.gcs_client.check_alive([worker.core_worker.get_current_node_id()], timeout=ASK_SECONDS)))
+    except (ray.exceptions.RayError, RuntimeError, AttributeError):  # it may be shut down meanwhile
+        return None
+
+
+SERVERS = {"gcs_server": ("the control server (GCS)", _gcs_answers), "raylet": ("the raylet", _raylet_answers)}
+"""By the name of their processes: what they are called, and whether they answer."""
+
+
+@contextlib.asynccontextmanager
 async def _in_thread(
-    connection: contextlib.AbstractContextManager[str], *, what: str, start_seconds: float
+    connection: contextlib.AbstractContextManager[str], *, what: str, start_seconds: float, watch: Watch
 ) -> AsyncIterator[str]:
     """Hold a connection from a thread of its own, which lives as long as it does.
 
@@ -215,4 +358,5 @@ async def _in_thread(
     finally:
         leave.set()
         if started.done():
-            await asyncio.to_thread(thread.join, SHUTDOWN_SECONDS)
+            patience = SHUTDOWN_SECONDS if watch.problem is None else FAILED_SECONDS
+            await apart(lambda: thread.join(patience))

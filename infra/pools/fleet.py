@@ -204,7 +204,7 @@ class Fleet:
         await self._launcher.reserve()
         self._arranges = True
         for role, pool in self._pools.items():
-            for slot, generation in self._launcher.found(role).items():
+            for slot, generation in (await self._launcher.found(role)).items():
                 pool.add(slot, generation=generation)
 
     async def _change(self, change: Change) -> "_Changed":
@@ -259,14 +259,13 @@ class Fleet:
     async def _look(self) -> None:
         try:
             while not self._arranges and any(pool.waiting for pool in self._pools.values()):
-                await asyncio.gather(
-                    *(
-                        self._find(pool, slot, generation)
-                        for role, pool in self._pools.items()
-                        if pool.waiting
-                        for slot, generation in self._launcher.found(role).items()
-                    )
-                )
+                finding = [
+                    self._find(pool, slot, generation)
+                    for role, pool in self._pools.items()
+                    if pool.waiting
+                    for slot, generation in (await self._launcher.found(role)).items()
+                ]
+                await asyncio.gather(*finding)
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
             self._looking = None

@@ -72,7 +72,7 @@ class Launcher(Protocol):
         """Find a worker that another process has started. Raises WorkerLost if it is gone."""
         ...
 
-    def found(self, role: str) -> Mapping[int, int]:
+    async def found(self, role: str) -> Mapping[int, int]:
         """Look up a role's workers: index → newest generation."""
         ...
 

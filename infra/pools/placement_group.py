@@ -1,11 +1,13 @@
 """The places on the cluster that a fleet's slots stand for: bundles of one Ray placement group."""
 
 import asyncio
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from infra.errors import BadInput, ClusterFailed
 from infra.pools.worker import PoolSpec, ReservedSlot, WorkerProcess, find_worker, found_workers, start_worker
+from infra.processes.watch import apart
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -27,9 +29,9 @@ class RayLauncher:
         """Find a worker that another process has started."""
         return await find_worker(spec, name)
 
-    def found(self, role: str) -> dict[int, int]:
+    async def found(self, role: str) -> dict[int, int]:
         """Look up the newest generation of each of a role's workers."""
-        return found_workers(role)
+        return await found_workers(role)
 
 
 class ReservedSlots:
@@ -64,9 +66,9 @@ class ReservedSlots:
         """Find a worker that another process has started."""
         return await find_worker(spec, name)
 
-    def found(self, role: str) -> dict[int, int]:
+    async def found(self, role: str) -> dict[int, int]:
         """Look up the newest generation of each of a role's workers."""
-        return found_workers(role)
+        return await found_workers(role)
 
     async def reserve(self) -> None:
         """Wait until the cluster has set the places aside."""
@@ -74,14 +76,15 @@ class ReservedSlots:
 
         if self._group is not None:
             return
-        self._group = placement_group([dict(self._needs) for _ in range(self.slots)], strategy="PACK")
+        bundles = [dict(self._needs) for _ in range(self.slots)]
+        self._group = group = await apart(lambda: placement_group(bundles, strategy="PACK"))
         try:
-            if not await asyncio.to_thread(self._group.wait, self._start_seconds):
+            if not await apart(lambda: group.wait(self._start_seconds)):
                 raise ClusterFailed(
                     f"the cluster did not set {self.slots} worker slots of {self._needs} aside within"
                     f" {self._start_seconds:g} s"
                 )
-            nodes = placement_group_table(self._group)["bundles_to_node_id"]
+            nodes = (await apart(lambda: placement_group_table(group)))["bundles_to_node_id"]
             self._bundles = sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
             self._devices = await self._held() if self._gpus else [()] * self.slots
             self.nodes = tuple(nodes[bundle] for bundle in self._bundles)
@@ -93,9 +96,9 @@ class ReservedSlots:
         """Give the places back."""
         from ray.util.placement_group import remove_placement_group
 
-        if self._group is not None:
-            remove_placement_group(self._group)
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None:
+            threading.Thread(target=remove_placement_group, args=(group,), daemon=True).start()
 
     async def _held(self) -> list[tuple[str, ...]]:
         """Ask each bundle for the ids of its GPUs: they stay the same as long as it stands."""

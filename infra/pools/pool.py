@@ -64,7 +64,7 @@ class Pool:
 
     async def open(self) -> None:
         """Take over the workers that others have started and start those that are missing; all or nothing."""
-        found = self._launcher.found(self.spec.role)
+        found = await self._launcher.found(self.spec.role)
         for index, generation in found.items():
             self.add(index, generation=generation)
         starts = []

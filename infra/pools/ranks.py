@@ -70,7 +70,7 @@ class RankGroup:
 
     async def open(self) -> None:
         """Take over the ranks that another process has started if they are complete, else start all."""
-        found = self._launcher.found(self.spec.role)
+        found = await self._launcher.found(self.spec.role)
         self._generation = max(found.values(), default=-1)
         whole = [rank for rank, generation in sorted(found.items()) if generation == self._generation]
         if whole == list(range(self.spec.size)):

@@ -103,7 +103,7 @@ class WorkerThread:
         with contextlib.suppress(WorkerFailed):
             if not self._stalled:
                 await self._watch(asyncio.wrap_future(self._ended), f"worker {self.name}", self._spec.stall_seconds)
-                self._thread.join()  # it has nothing left to do but to return
+                self._thread.join(POLL_SECONDS)  # it has nothing left to do but to return
 
     def kill(self) -> None:
         """Take no more work; what is under way goes on, and nobody gets its result."""
@@ -187,7 +187,7 @@ class ThreadLauncher:
         """Find nothing: no other process has workers here."""
         raise WorkerLost(f"{spec.role} worker {name} is in no thread of this process")
 
-    def found(self, role: str) -> dict[int, int]:
+    async def found(self, role: str) -> dict[int, int]:
         """Look up what other processes have started: nothing."""
         return {}
 

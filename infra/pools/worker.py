@@ -13,6 +13,7 @@ import psutil
 
 from infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
 from infra.pools.host import LIFE, WATCH, WORK, Host, ProcessPlace, Raised, Returned, thread_variables
+from infra.processes.watch import apart, aside
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -205,31 +206,29 @@ async def start_worker(spec: PoolSpec, name: str, *, berth: ReservedSlot | None 
 
     what = f"{spec.role} worker {name}"
     devices = () if berth is None else berth.devices
-    actor = (
-        ray.remote(concurrency_groups={WORK: 1, WATCH: 1, LIFE: 1})(Host)
-        .options(
-            name=name,
-            get_if_exists=True,
-            num_cpus=0,
-            num_gpus=spec.gpus if berth is None else 0,
-            runtime_env={"env_vars": thread_variables(spec.threads, gpus=spec.gpus, devices=devices)},
-            scheduling_strategy="DEFAULT"
-            if berth is None
-            else PlacementGroupSchedulingStrategy(berth.group, placement_group_bundle_index=berth.index),
-        )
-        .remote(asleep=berth is not None)
+    host = ray.remote(concurrency_groups={WORK: 1, WATCH: 1, LIFE: 1})(Host).options(
+        name=name,
+        get_if_exists=True,
+        num_cpus=0,
+        num_gpus=spec.gpus if berth is None else 0,
+        runtime_env={"env_vars": thread_variables(spec.threads, gpus=spec.gpus, devices=devices)},
+        scheduling_strategy="DEFAULT"
+        if berth is None
+        else PlacementGroupSchedulingStrategy(berth.group, placement_group_bundle_index=berth.index),
     )
+    making = asyncio.ensure_future(apart(lambda: host.remote(asleep=berth is not None)))
     try:
         async with asyncio.timeout(spec.start_seconds):
+            actor = await asyncio.shield(making)
             place: ProcessPlace = await _ask(actor.place.options(concurrency_group=WATCH).remote(), what)
             constructing = actor.construct.options(concurrency_group=WORK).remote(spec.target, spec.options)
             outcome = await _ask(constructing, what)
             unwrapped(outcome, f"{spec.role}: {spec.target}(...)", place.pid)
     except TimeoutError:
-        _kill(actor)
+        making.add_done_callback(_discard)
         raise WorkerLost(f"{what} was not ready within {spec.start_seconds:g} s ({spec.target})") from None
     except BaseException:
-        _kill(actor)
+        making.add_done_callback(_discard)
         raise
     return WorkerProcess(spec.role, name, actor, place)
 
@@ -240,7 +239,7 @@ async def find_worker(spec: PoolSpec, name: str) -> WorkerProcess:
 
     what = f"{spec.role} worker {name}"
     try:
-        actor = ray.get_actor(name)
+        actor = await apart(lambda: ray.get_actor(name))
         asked = actor.place.options(concurrency_group=WATCH).remote()
         place: ProcessPlace = await asyncio.wait_for(_ask(asked, what), spec.start_seconds)
     except (ValueError, TimeoutError) as error:
@@ -248,12 +247,12 @@ async def find_worker(spec: PoolSpec, name: str) -> WorkerProcess:
     return WorkerProcess(spec.role, name, actor, place)
 
 
-def found_workers(role: str) -> dict[int, int]:
+async def found_workers(role: str) -> dict[int, int]:
     """Look up the newest generation of each of a role's workers."""
     import ray
 
     found: dict[int, int] = {}
-    for name in ray.util.list_named_actors():
+    for name in await apart(ray.util.list_named_actors):
         match = re.fullmatch(rf"{re.escape(role)}-(\d+)-(\d+)", name)
         if match is not None:
             index, generation = int(match[1]), int(match[2])
@@ -303,7 +302,13 @@ def _first_cause(error: Exception) -> str:
     return detail[:200]
 
 
+def _discard(made: "asyncio.Future[ActorHandle]") -> None:
+    if not made.cancelled() and made.exception() is None:
+        _kill(made.result())
+
+
 def _kill(actor: "ActorHandle") -> None:
+    """Have Ray kill an actor, without waiting for its word."""
     import ray
 
-    ray.kill(actor, no_restart=True)
+    aside(lambda: ray.kill(actor, no_restart=True))

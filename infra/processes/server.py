@@ -56,7 +56,7 @@ class OwnedProcess:
         self._lines = self._guard.stdout
         assert self._lines is not None, "a guard tells the pid"
         told = self._lines.readline().decode().strip()
-        self._guard.wait()
+        self._guard.wait(guard.GIVE_UP_SECONDS)  # it has handed over to a child of its own
         if not told.isdigit():
             self.stop()
             raise WorkerFailed(f"{command[0]} did not start: {told or 'its guard ended'}")

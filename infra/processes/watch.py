@@ -3,16 +3,24 @@
 Both happen in threads of their own: whoever waits for a dead server may wait inside a library that never returns.
 """
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import psutil
+
+from infra.errors import WorkerFailed
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 0.25
 STOPPED_SECONDS = 2.0
@@ -20,6 +28,8 @@ STOPPED_SECONDS = 2.0
 ASK_SECONDS = 2.0
 SILENT_SECONDS = 20.0
 """How long a server may owe an answer while it does not compute either."""
+STILL_SECONDS = 600.0
+"""The same for a command that may read from slow disks, or ask others over the network."""
 END_SECONDS = 8.0
 """How long a run that was told to end may take to end in order."""
 EXIT_SECONDS = 2.0
@@ -165,3 +175,46 @@ def on_signals(told: Callable[[int], None]) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         writes.close()
+
+
+async def apart(body: Callable[[], T]) -> T:
+    """Call what may wait for a server for ever in a thread that nobody waits for, not even at the end."""
+    return await asyncio.wrap_future(aside(body))
+
+
+def aside(body: Callable[[], T]) -> "Future[T]":
+    """Begin to call something in such a thread."""
+    answer: Future[T] = Future()
+
+    def call() -> None:
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(body())
+            except BaseException as error:
+                answer.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return answer
+
+
+def await_answer(what: str, command: Sequence[str], given: bytes) -> tuple[int, bytes, bytes]:
+    """Run a command on what it is given; return its exit code, and what it wrote to stdout and stderr.
+
+    Raises WorkerFailed for one that is stopped, or that computes nothing for `STILL_SECONDS`.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        server = WatchedServer(what, psutil.Process(process.pid), lambda: False, silent_seconds=STILL_SECONDS)
+        feed: bytes | None = given
+        while True:
+            try:
+                answer, errors = process.communicate(feed, timeout=LOOK_SECONDS)
+                return process.returncode, answer, errors
+            except subprocess.TimeoutExpired:
+                feed = None
+                if (problem := server.failure()) is not None and process.poll() is None:
+                    process.kill()
+                    raise WorkerFailed(problem) from None
+            except BaseException:
+                process.kill()
+                raise

@@ -199,7 +199,8 @@ def _cluster(run: Run, pools: PoolsConfig, *, join: str | None, whole: bool) -> 
     if pools.cluster == "threads":
         return ThreadCluster.open(threads=pools.threads)
     preload = Preload(PRELOADED, threads=pools.threads) if whole else None
-    return RayCluster.open(f"rheostat-{run.name}", address=join or pools.ray_address, preload=preload)
+    address = join or pools.ray_address
+    return RayCluster.open(f"rheostat-{run.name}", address=address, preload=preload, start_seconds=pools.start_seconds)
 
 
 async def _start(session: Session, role: str) -> Pool | RankGroup:

@@ -7,11 +7,17 @@ does it need Prefect, which makes directories when it is imported.
 import asyncio
 import json
 import sys
+from asyncio.subprocess import PIPE
 from typing import Literal
 
+import psutil
 from pydantic import BaseModel
 
 from infra.errors import BadInput, WorkerFailed
+from infra.processes.watch import LOOK_SECONDS, STILL_SECONDS, WatchedServer
+
+PREFLIGHT = (sys.executable, "-P", "-m", "models.commands.preflight")
+"""`-P`: a user's models.py in the working directory is not ours."""
 
 
 async def preflight(config: BaseModel, *, part: Literal["run", "plan", "scoring"] = "run") -> dict[str, float]:
@@ -19,17 +25,18 @@ async def preflight(config: BaseModel, *, part: Literal["run", "plan", "scoring"
 
     For a plan nothing is written, not even what the check would know the next time.
     """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",  # a user's models.py in the working directory is not ours
-        "-m",
-        "models.commands.preflight",
-        part,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    answer, errors = await process.communicate(config.model_dump_json().encode())
+    command, given = [*PREFLIGHT, part], config.model_dump_json().encode()
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    checking = asyncio.ensure_future(process.communicate(given))
+    check = WatchedServer("the input check", psutil.Process(process.pid), lambda: False, silent_seconds=STILL_SECONDS)
+    try:
+        while not (await asyncio.wait({checking}, timeout=LOOK_SECONDS))[0]:
+            if check.failure() is not None and not (await asyncio.wait({checking}, timeout=1))[0]:
+                raise WorkerFailed(str(check.problem))
+    finally:
+        if process.returncode is None:
+            process.kill()
+    answer, errors = checking.result()
     try:
         verdict = json.loads(answer)
     except ValueError:

@@ -4,7 +4,6 @@ Base and adapter are merged in a process of its own: no flow process loads torch
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Literal
@@ -14,6 +13,7 @@ from pydantic import TypeAdapter
 from infra.config import Settings
 from infra.errors import BadInput, WorkerFailed
 from infra.processes.guard import guarded_directory
+from infra.processes.watch import await_answer
 from infra.store.bundles import fetch_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -73,16 +73,11 @@ def _policy(run: Run, number: int) -> Manifest:
 
 
 def _ask(work: ExportWork) -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "models.commands.export"],
-        input=TypeAdapter(ExportWork).dump_json(work).decode(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-P", "-m", "models.commands.export"]
+    code, answer, errors = await_answer("the export", command, TypeAdapter(ExportWork).dump_json(work))
     try:
-        error = json.loads(done.stdout)["error"]
+        error = json.loads(answer)["error"]
     except ValueError:
-        raise WorkerFailed(f"the export ended with code {done.returncode}: {done.stderr[-2000:]}") from None
+        raise WorkerFailed(f"the export ended with code {code}: {errors.decode()[-2000:]}") from None
     if error:
         raise BadInput(error)

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,16 @@ async def test_no_other_user_gets_at_the_sockets_of_an_embedded_cluster(cluster)
     assert socket.exists()
     private = [folder for folder in socket.parents if folder.stat().st_mode & 0o777 == 0o700]
     assert [folder.name[:9] for folder in private] == ["rheostat-"]
+
+
+async def test_ray_kills_no_worker_for_the_memory_of_other_programs(cluster):
+    import ray
+
+    (node,) = ray.nodes()
+    session = Path(node["ObjectStoreSocketName"]).parents[1]
+    raylet = "".join(log.read_text() for log in session.glob("logs/raylet.*"))
+    assert "MemoryMonitor" in raylet
+    assert re.search(r"MemoryMonitor.* disabled", raylet)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -301,6 +312,92 @@ asyncio.run(main())
     _, errors = await asyncio.wait_for(other.communicate(), 60)
     what = "an embedded Ray cluster" if address is None else f"the Ray cluster at {address!r}"
     assert f"infra.errors.ClusterFailed: {what} did not start within 0.7 s" in errors.decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "told"),
+    [
+        ("raylet", signal.SIGKILL, r"the raylet of .* \(pid \d+\) has died"),
+        pytest.param("raylet", signal.SIGSTOP, r"the raylet of .* is stopped", marks=pytest.mark.slow),
+        pytest.param("gcs_server", signal.SIGKILL, r"\(GCS\) of .* has died", marks=pytest.mark.slow),
+        ("gcs_server", signal.SIGSTOP, r"\(GCS\) of .* is stopped"),
+    ],
+)
+async def test_a_server_of_the_cluster_that_fails_ends_who_works_there_by_its_name(name, number, told):
+    program = f"""
+import asyncio, os, psutil
+from infra.errors import ClusterFailed
+from infra.pools.cluster import RayCluster
+from infra.pools.worker import PoolSpec
+async def main():
+    async with RayCluster.open("doomed") as cluster:
+        pool = await cluster.pool(PoolSpec("role", "tests.support.workers:Counting"))
+        server = next(child for child in psutil.Process().children() if child.name() == {name!r})
+        print(pool.pids[0], flush=True)
+        server.send_signal({int(number)})
+        async with asyncio.TaskGroup() as group:  # work that runs, and work that has yet to start a worker
+            group.create_task(pool.run("pid", 600, returns=int))
+            group.create_task(cluster.pool(PoolSpec("other", "tests.support.workers:Counting", start_seconds=600)))
+try:
+    asyncio.run(main())
+except ClusterFailed as error:
+    print(error, flush=True)
+"""
+    driver = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    out, _ = await asyncio.wait_for(driver.communicate(), 50)  # Ray's own patience is 60 s and more
+    worker, *_, error = out.decode().splitlines()  # between them Ray tells what its raylet logged
+    assert re.search(told, error)
+    assert await gone(int(worker))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+async def test_a_server_of_the_cluster_that_is_stopped_while_it_starts_is_named(name):
+    program = f"""
+import asyncio, psutil, threading
+from infra.pools.cluster import RayCluster
+def stop():
+    while True:
+        for child in psutil.Process().children():
+            if child.name() == {name!r}:
+                return child.suspend()
+async def main():
+    threading.Thread(target=stop, daemon=True).start()
+    async with RayCluster.open("doomed"):
+        pass
+asyncio.run(main())
+"""
+    driver = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stderr=subprocess.PIPE)
+    _, errors = await asyncio.wait_for(driver.communicate(), 50)
+    assert re.search(r"infra\.errors\.ClusterFailed: the .* of the embedded Ray cluster .* is stopped", errors.decode())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+async def test_a_server_of_the_cluster_that_computes_slowly_is_waited_for(name):
+    program = f"""
+import asyncio, psutil, threading, time
+from infra.pools.cluster import RayCluster
+def slow():
+    while not (found := [child for child in psutil.Process().children() if child.name() == {name!r}]):
+        pass
+    until = time.monotonic() + 40  # Ray's own patience is 30 s
+    while time.monotonic() < until:
+        found[0].suspend()
+        time.sleep(0.8)
+        found[0].resume()
+        time.sleep(0.005)
+async def main():
+    threading.Thread(target=slow, daemon=True).start()
+    async with RayCluster.open("patient"):
+        print("started", flush=True)
+asyncio.run(main())
+"""
+    driver = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
+    out, _ = await asyncio.wait_for(driver.communicate(), 240)
+    assert out == b"started\n"
 
 
 @pytest.mark.parametrize("before", [(), (0,), (1,)], ids=["alone", "after its guard's parent", "after its guard"])

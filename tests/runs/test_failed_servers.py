@@ -1,0 +1,77 @@
+"""Servers under a whole run that die or are stopped: it ends at once by name, and the same command continues."""
+
+import re
+import signal
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from tests.support.jobs import Job, alive, family_of, leftovers_of, manifests_of, shards_of, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
+
+PATIENCE = 45.0
+"""Seconds; what waits for a dead server waits 60 s and more."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A server that gets a signal at a moment of the run; then the run gets another, if any."""
+
+    server: str
+    number: int
+    moment: str
+    """Manifest that has just been committed; none is the start."""
+    told: str
+    """Regular expression for what the command says."""
+    interrupt: int | None = None
+
+
+FAILURES = (
+    Failure("flows.cli.server", signal.SIGSTOP, "", r"the job's own Prefect server .* is stopped while it started"),
+    Failure("gcs_server", signal.SIGSTOP, "", r"GCS.* is stopped"),
+    Failure("flows.cli.server", signal.SIGSTOP, "it-0001/plan", r"API failed.* is stopped"),
+    Failure("raylet", signal.SIGKILL, "it-0001/rollout/0000", r"raylet .* has died"),
+    Failure("gcs_server", signal.SIGSTOP, "it-0001/credit", r"interrupted", interrupt=signal.SIGINT),
+    Failure("flows.cli.server", signal.SIGKILL, "it-0001/credit", r"API failed.* has died"),
+    Failure("raylet", signal.SIGSTOP, "it-0002/plan", r"interrupted", interrupt=signal.SIGTERM),
+)
+
+
+def server_of(process, name) -> psutil.Process | None:
+    for child in psutil.Process(process.pid).children():
+        try:
+            if child.name() == name or name in child.cmdline():
+                return child
+        except psutil.Error:
+            continue
+    return None
+
+
+def strike(job: Job, failure: Failure) -> None:
+    """Start the job, have the server fail at its moment, and check how the job ends."""
+    reached = job.run / f"manifests/{failure.moment}.json"
+    with job.started() as process:
+        assert wait_for(lambda: not failure.moment or reached.exists() or process.poll() is not None)
+        assert wait_for(lambda: server_of(process, failure.server))
+        server, family = server_of(process, failure.server), family_of(process.pid)
+        server.send_signal(failure.number)
+        if failure.interrupt is not None:
+            process.send_signal(failure.interrupt)
+        code = process.wait(PATIENCE)
+    output = (job.home / "output").read_text()
+    assert re.search(f"^rheostat: .*{failure.told}", output, re.MULTILINE), (failure, output)
+    assert code == (1 if failure.interrupt is None else 128 + failure.interrupt)
+    assert wait_for(lambda: not alive(family), seconds=15), alive(family)
+
+
+def test_a_server_that_fails_at_any_moment_ends_the_run_by_name_and_the_same_command_continues(reference, tmp_path):
+    for failure in FAILURES:
+        job = Job(tmp_path, ignores=(signal.SIGINT,) if failure.interrupt == signal.SIGTERM else ())
+        strike(job, failure)
+    resumed = Job(tmp_path, reference.api).train()
+    assert resumed.code == 0, resumed.output
+    assert manifests_of(job.run) == manifests_of(reference.run)
+    assert shards_of(job.run) == shards_of(reference.run)
+    assert leftovers_of(job.run) == []

@@ -1,0 +1,71 @@
+"""Every wait in the packages ends: by its own limit, or because what it waits for is watched."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+HOME = Path(__file__).parents[2]
+ROOMS = ("flows", "tasks", "models", "placement", "infra")
+
+BOUNDED = {
+    "tasks/run/subprocesses.py: process.communicate": "the loop below it looks at the process",
+    "tasks/run/subprocesses.py: checking.result": "is done",
+    "models/engines/vllm/engine.py: future.result": "the executor's end has waited, each request has a limit",
+    "models/engines/vllm/plugin/rheostat_completions.py: lines.get": "in vLLM, whose owner watches its progress",
+    "models/engines/vllm/plugin/rheostat_completions.py: collector.get": "in vLLM, whose owner watches its progress",
+    "models/engines/vllm/plugin/rheostat_http.py: asyncio.wait": "in vLLM, whose owner watches its progress",
+    "models/engines/vllm/plugin/rheostat_http.py: sending.result": "is done",
+    "models/text/chats.py: process.communicate": "is killed, or has ended its answers and is limited in CPU time",
+    "infra/processes/functions.py: self._process.communicate": "is killed",
+    "models/training/ranks.py: dist.recv": "a rank: its pool kills the group when it makes no progress",
+    "infra/environments/install.py: subprocess.run": "pip has limits of its own for each answer of an index",
+    "infra/pools/cluster.py: leave.wait": "the thread that keeps a connection as long as it is wanted",
+    "infra/pools/fleet.py: asyncio.wait": "an arrangement: every start and every sleep in it has a limit",
+    "infra/pools/fleet.py: task.result": "is done",
+    "infra/pools/forks.py: connection.recv": "a socket with a limit, and the fork that waits for its word",
+    "infra/pools/forks.py: listener.accept": "the nursery, which its guard ends",
+    "infra/pools/host.py: threading.Event().wait": "waits for the end of its process on purpose",
+    "infra/pools/pool.py: asyncio.wait": "the use of a worker: it ends when the worker makes no progress",
+    "infra/pools/pool.py: use.result": "is done",
+    "infra/pools/pool.py: self._changed.wait": "work waits for workers, which work, start or fail within limits",
+    "infra/pools/ranks.py: task.result": "is done",
+    "infra/pools/threads.py: self._works.get": "a worker's thread, which is told when to end",
+    "infra/pools/threads.py: answer.result": "is done",
+    "infra/pools/worker.py: made.result": "is done",
+    "infra/pools/worker.py: asyncio.wait": "one of the two is the watch over the worker's progress",
+    "infra/processes/watch.py: threading.main_thread().join": "a thread that waits for the process's own end",
+    "infra/processes/watch.py: reads.recv": "a thread that ends with the run",
+}
+"""Waits without a limit of their own, and why they end."""
+
+BLOCKING = ("wait", "join", "acquire", "get", "result")
+"""Methods that wait without an end when they are given no limit: of processes, threads, locks, queues, futures."""
+COMMANDS = ("subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "asyncio.wait")
+
+
+def unbounded(tree: ast.AST) -> Iterator[str]:
+    """Name the calls that may wait for ever."""
+    limited = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AsyncWith) and any("asyncio.timeout(" in ast.unparse(item) for item in node.items):
+            limited |= set(map(id, ast.walk(node)))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.wait_for":
+            limited |= set(map(id, ast.walk(node)))
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in limited):
+        what = ast.unparse(call.func)
+        owner, _, method = what.rpartition(".")
+        has_limit = "timeout" in {keyword.arg for keyword in call.keywords}
+        waits = owner and not owner.isupper() and method in BLOCKING and not call.args
+        if not has_limit and (waits or what in COMMANDS or method in ("communicate", "recv", "accept")):
+            yield what
+
+
+def test_no_wait_is_without_an_end():
+    found = {
+        f"{path.relative_to(HOME)}: {what}"
+        for room in ROOMS
+        for path in sorted((HOME / room).rglob("*.py"))
+        for what in unbounded(ast.parse(path.read_text()))
+    }
+    assert sorted(found - set(BOUNDED)) == [], "give it a limit, or say above why it ends"
+    assert sorted(set(BOUNDED) - found) == [], "no longer there"
