@@ -59,7 +59,6 @@ EMBEDDED_ENVIRONMENT = {
     # Ray's patience with processes that start (5 to 60 s) gives way to ours, and to the watch over its servers.
     **dict.fromkeys(
         (
-            "RAY_gcs_server_port_wait_time_s",
             "RAY_gcs_rpc_server_connect_timeout_s",
             "RAY_py_gcs_connect_timeout_s",
             "RAY_raylet_start_wait_time_s",
@@ -67,6 +66,7 @@ EMBEDDED_ENVIRONMENT = {
         ),
         str(RAY_PATIENCE_SECONDS),
     ),
+    "RAY_gcs_server_port_wait_time_s": "60",  # shorter: this wait lets no other thread run, and so nobody end it
     "RAY_health_check_failure_threshold": "20",  # of 5: a minute and more in which the raylet has no turn to compute
 }
 
