@@ -59,7 +59,7 @@ class BatchOrder:
 class Controllers:
     """The controllers of an open run; each starts with its first order and ends with the run.
 
-    A sub-flow costs Prefect a second, so there is one for each role and slice and not one for each batch as well.
+    Sub-flows are what costs Prefect most: there is one for each role and slice, not one for each batch as well.
     """
 
     def __init__(self, group: asyncio.TaskGroup) -> None:

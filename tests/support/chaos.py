@@ -134,7 +134,9 @@ def problems_after(strikes: list[Strike], home: Path, api: str, whole: Path) -> 
         code, _ = run_once(home, api, strikes[number] if number < len(strikes) else None)
         if code == 0:
             break
-        expected = {-signal.SIGKILL, 1} if number < len(strikes) else set()
+        expected = set()
+        if number < len(strikes):
+            expected = {1} if strikes[number].full else {-signal.SIGKILL}
         if code not in expected:
             output = (home / "output").read_text(errors="replace").splitlines()
             return [f"start {number + 1} ended with {code}: {' | '.join(output[-8:])}"]
