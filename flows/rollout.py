@@ -1,12 +1,12 @@
 """The rollout controller: a slice of every batch's shards."""
 
 import asyncio
-from functools import partial
+from collections.abc import Iterable
 
 from prefect import flow
 
-from flows.controllers import controller_name, serve
-from flows.session import joined
+from flows.controllers import controller_name
+from flows.session import control
 from tasks.rollout import generate_shard
 from tasks.run.batch import Batch
 from tasks.run.session import RunRef, Session
@@ -24,17 +24,10 @@ async def rollout(
         controller: Number of this controller among its peers.
         shards: Numbers of the shards; none means all.
     """
-    async with joined(run) as session:
-        if batch is None:
-            return await serve(rollout.name, controller, partial(generate, session))
-        return await generate(session, batch, shards)
+    return await control(run, batch, role=rollout.name, controller=controller, shards=shards, start=generate)
 
 
-async def generate(session: Session, batch: str, shards: tuple[int, ...] | None) -> int:
-    """Have shards of a planned batch, by default all, generated; return how many."""
-    planned = Batch.read(session.run, batch)
-    mine = planned.shards if shards is None else shards
-    async with asyncio.TaskGroup() as group:
-        for shard in mine:
-            group.create_task(generate_shard(session, planned, shard))
-    return len(mine)
+def generate(group: asyncio.TaskGroup, session: Session, batch: Batch, shards: Iterable[int]) -> None:
+    """Have shards generated."""
+    for shard in shards:
+        group.create_task(generate_shard(session, batch, shard))

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import Iterable
-from functools import partial
 
 from prefect import flow
 
-from flows.controllers import controller_name, serve
-from flows.session import joined
+from flows.controllers import controller_name
+from flows.session import control
 from tasks.run.batch import Batch
 from tasks.run.session import RunRef, Session
 from tasks.scoring import judge_shard, score_shard
@@ -25,19 +24,7 @@ async def scoring(
         controller: Number of this controller among its peers.
         shards: Numbers of the shards; none means all.
     """
-    async with joined(run) as session:
-        if batch is None:
-            return await serve(scoring.name, controller, partial(score, session))
-        return await score(session, batch, shards)
-
-
-async def score(session: Session, batch: str, shards: tuple[int, ...] | None) -> int:
-    """Have shards of a planned batch, by default all, scored; return how many."""
-    planned = Batch.read(session.run, batch)
-    mine = planned.shards if shards is None else shards
-    async with asyncio.TaskGroup() as group:
-        follow(group, session, planned, mine)
-    return len(mine)
+    return await control(run, batch, role=scoring.name, controller=controller, shards=shards, start=follow)
 
 
 def follow(group: asyncio.TaskGroup, session: Session, batch: Batch, shards: Iterable[int]) -> None:

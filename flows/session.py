@@ -1,20 +1,26 @@
 """Which process holds a run, and who joins it there."""
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from prefect import tags
 from prefect.runtime import deployment
 
-from flows.controllers import controllers
+from flows.controllers import Shards, controllers, serve
 from infra.errors import first_cause
 from infra.store.dependencies import check_dependencies, record_dependencies
 from infra.store.runs import create_run, open_run
 from tasks.config.run import RunConfig, parse_config
 from tasks.preparation import check_inputs
+from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_run, next_iteration
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
+
+Start = Callable[[asyncio.TaskGroup, Session, Batch, Iterable[int]], None]
+"""Starts what a role does with some of a batch's shards."""
 
 
 @asynccontextmanager
@@ -67,6 +73,24 @@ async def joined(ref: RunRef) -> AsyncIterator[Session]:
             yield here
     except BaseExceptionGroup as several:
         raise first_cause(several) from several
+
+
+async def control(run: RunRef, batch: str | None, *, role: str, controller: int, shards: Shards, start: Start) -> int:
+    """Do a role's part of a batch, or without one of every batch that the run asks for; return how many shards, or
+    batches."""
+    async with joined(run) as session:
+        if batch is None:
+            return await serve(role, controller, partial(_carry_out, session, start))
+        return await _carry_out(session, start, batch, shards)
+
+
+async def _carry_out(session: Session, start: Start, batch: str, shards: Shards) -> int:
+    """Do it with some shards of a planned batch, by default all; return how many."""
+    planned = Batch.read(session.run, batch)
+    mine = planned.shards if shards is None else shards
+    async with asyncio.TaskGroup() as group:
+        start(group, session, planned, mine)
+    return len(mine)
 
 
 @asynccontextmanager
