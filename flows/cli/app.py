@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
 
-from flows.cli import engines, init, placement, prefect_api, rescore, runs, train
+from flows.cli import engines, init, prefect_api, rescore, runs, train
 from infra.errors import BadInput
 from infra.terminal import command_app, run_command, write
 
@@ -35,8 +35,8 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (rescore.rescore, """demo --rewards 'rewards=[{kind="regex",pattern="####"}]' --as strict --iterations 3-7"""),
     (rescore.recredit, "demo --algorithm rloo --scores strict --iterations 3-7"),
     (train.evaluate, "path/to/model --config configs/gsm8k.toml evaluation.problems=1319"),
-    (placement.placement, "judge"),
-    (placement.plan, "configs/judge.toml pools.workers=8"),
+    (runs.placement, "judge"),
+    (train.plan, "configs/judge.toml pools.workers=8"),
     (prefect_api.server, "--port 4300"),
     (completion, "bash >> ~/.bashrc"),
 )

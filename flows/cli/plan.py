@@ -7,7 +7,7 @@ from infra.store.storage import open_store
 from models.config.algorithms import Distillation
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import find_run
-from tasks.run.subprocesses import preflight
+from tasks.run.preflight import preflight
 from tasks.views.metrics import sealed_iterations
 from tasks.views.placement import first_placement
 

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from flows.cli.prefect_api import prefect_api, run_flow
+from flows.cli.prefect_api import prefect_api
+from flows.cli.run_flow import run_flow
 from infra.config import PoolsConfig
 from infra.errors import BadInput
 from infra.plugins import find_targets_in
@@ -22,14 +23,14 @@ from infra.store.runs import Run, open_run
 from infra.validation_errors import explain, nearest
 from models.algorithms.advantages import required_models
 from models.config.endpoints import MAX_PAUSE_SECONDS
-from models.config.job import Job
+from models.config.job import Job, reasons_against
 from models.config.objectives import UpdateConfig
 from models.config.rewards import ScoringConfig
-from tasks.config.compatibility import reasons_against
 from tasks.config.run import RunConfig, override_config
 from tasks.run.carry_over import carry_over_before
 from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
 from tasks.run.keys import StageKey
+from tasks.run.preflight import preflight
 from tasks.run.rescorings import (
     Derived,
     Recredit,
@@ -41,7 +42,6 @@ from tasks.run.rescorings import (
     rescoring_terms,
     sealed_numbers,
 )
-from tasks.run.subprocesses import preflight
 from tasks.views.metrics import sealed_iterations
 from tasks.views.runs import known_rescoring, open_known_run
 

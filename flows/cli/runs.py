@@ -23,6 +23,9 @@ Dtype = Annotated[
         show_default="float32 where an adapter is added to its base, and as stored otherwise", help="of the weights"
     ),
 ]
+Stages = Annotated[
+    bool, Parameter(help="print what every finished batch measured, as JSON for `python -m placement.simulator`")
+]
 
 
 def runs(*, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
@@ -90,7 +93,7 @@ def rollouts(
 
 def export(run: RunName, /, *, scores: Scores = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """Copy a run's sealed iterations to Parquet, and print the paths."""
-    from tasks.views.runs import export_run
+    from tasks.views.export import export_run
 
     paths = [str(path) for path in export_run(store, run, scores=scores)]
     write(json.dumps(paths, indent=2) if as_json else "\n".join(paths))
@@ -118,7 +121,7 @@ def export_policy(
 
 def verify(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
     """Check every digest and every invariant of a run."""
-    from tasks.verification.iterations import verify_run
+    from tasks.verification.invariants import verify_run
 
     problems = verify_run(store, run)
     if as_json:
@@ -126,6 +129,23 @@ def verify(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = Fal
     else:
         write("\n".join(problems) or f"run {run}: every digest and every invariant holds")
     return 1 if problems else 0
+
+
+def placement(run: RunName, /, *, stages: Stages = False, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
+    """Show a run's placement decisions, each made again from its inputs."""
+    from flows.cli.output import decision_text
+    from tasks.views.placement import measured_run, replay_run
+
+    if stages:
+        write(measured_run(store, run).model_dump_json(indent=2))
+        return 0
+    lines = replay_run(store, run)
+    if as_json:
+        write(json.dumps([line.model_dump() for line in lines], indent=2))
+    else:
+        nothing = f"run {run}: no decision yet; roles compete for workers only where reward models have slots"
+        write(decision_text(lines) or nothing)
+    return 0 if all(line.replayed for line in lines) else 1
 
 
 def added_to(base: str | None) -> str:

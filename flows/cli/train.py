@@ -1,4 +1,4 @@
-"""Commands that run a job, or a part of it, in this process."""
+"""Commands that run a job, or a part of it, in this process; or say which workers it would begin with."""
 
 import asyncio
 import json
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, Config, Named, Overrides, StoredIn, log_progress
-from flows.cli.prefect_api import prefect_api, run_flow
+from flows.cli.prefect_api import prefect_api
+from flows.cli.run_flow import run_flow
 from flows.cli.runs import added_to, export_command
 from infra.errors import BadInput
 from infra.plugins import find_targets_in
 from infra.processes.guard import guarded_directory
-from infra.terminal import Json, write
+from infra.terminal import Json, table, write
 
 if TYPE_CHECKING:
     from tasks.config.run import RunConfig
@@ -149,6 +150,22 @@ def evaluate(policy: PolicyDirectory, /, *overrides: Overrides, config: Problems
     write(accuracy.model_dump_json(indent=2) if as_json else f"held-out accuracy {accuracy.line()}")
 
 
+def plan(config: Config, /, *overrides: Overrides, as_json: Json = False) -> None:
+    """Show which workers a run would begin with."""
+    from flows.cli.output import assumption_rows
+    from tasks.config.run import load_config
+    from tasks.views.placement import first_placement
+
+    find_targets_in(config.parent)
+    first = first_placement(load_config(config, overrides))
+    if as_json:
+        write(first.model_dump_json(indent=2))
+        return
+    write(f"{first.decision.reason}\n")
+    write(table(assumption_rows(first.inputs)))
+    write("\nNothing is measured yet: lengths and step times are assumed, and replaced after the first iteration.")
+
+
 def train_here(config: "RunConfig", *, accept_change: bool = False) -> "RunSummary":
     """Run or continue the job in this process. Raises BadInput before anything is written or started."""
     with watched(config, "flows.train", accept_change=accept_change):
@@ -181,7 +198,7 @@ def run_part(command: str, config: "RunConfig", *, accept_change: bool = False) 
 
 def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
     """Measure a policy directory on held-out problems; nothing stays behind."""
-    from tasks.run.subprocesses import preflight
+    from tasks.run.preflight import preflight
 
     with guarded_directory("rheostat-evaluate-") as scratch:
         config = _evaluation_config(policy, config_path, overrides).model_copy(update={"store": str(scratch)})
@@ -199,7 +216,7 @@ def watched(config: "RunConfig", flow: str, *, accept_change: bool = False) -> I
     Raises BadInput before anything is written or started.
     """
     from tasks.run.dependencies import find_run
-    from tasks.run.subprocesses import preflight
+    from tasks.run.preflight import preflight
 
     begun = find_run(config, accept_change=accept_change)
     if begun is not None:
