@@ -74,7 +74,7 @@ class AdaptivePlacement(PlacementPolicy):
 
 
 class TargetPlacement(PlacementPolicy):
-    """Any class that fits `placement.policies.protocol.Policy`."""
+    """Any class that fits `placement.records.Policy`."""
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]

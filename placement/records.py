@@ -1,10 +1,11 @@
-"""What placement decides from, and what it decides. Roles are `rollout` and `scoring`; times in seconds, lengths in
-tokens.
+"""What placement decides from, what it decides, and who decides.
+
+Roles are `rollout` and `scoring`; times in seconds, lengths in tokens.
 
 Everything here crosses the store's edge as JSON: a decision is kept with its inputs, and can be made again from them.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,6 +169,16 @@ class Decision(Settings):
     """One sentence for people: "moved 2 of 8 workers from scoring to rollout: predicted 61 s instead of 84 s"."""
     memory: Memory
     """To be handed in with the next inputs."""
+
+
+class Policy(Protocol):
+    """Decides from its inputs alone: the same inputs give the same decision."""
+
+    def plan(self, inputs: PlanInputs) -> Decision:
+        """Deal the slots for the coming stage."""
+
+    def drain(self, inputs: DrainInputs) -> Decision:
+        """Correct the deal inside a stage; policies that do not return the plan as it is."""
 
 
 class MeasuredStage(Settings):

@@ -7,13 +7,13 @@ unless it is behind an endpoint.
 from infra.store.manifests import Manifest
 from models.algorithms.advantages import required_models
 from models.config.algorithms import TeacherDirectory
+from models.records.versions import critic_of, policy_of
 from models.records.work import CriticWork, EstimateWork, TeacherWork
 from tasks.config.run import RunConfig
 from tasks.run.iteration import Iteration
 from tasks.run.keys import BASE, PROMPTS, TEACHER, StageKey
 from tasks.run.session import Session
 from tasks.run.stages import once, stage
-from tasks.run.versions import critic_of, policy_of
 
 
 def held_teacher(settings: RunConfig) -> TeacherDirectory | None:

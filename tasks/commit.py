@@ -6,12 +6,12 @@ from infra.store.bundles import BundleRef, retirement_key
 from infra.store.manifests import Manifest
 from infra.store.retention import retire_bundle
 from infra.store.runs import Run
+from models.records.versions import policy_of
 from tasks.auxiliary import auxiliary_of
 from tasks.run.iteration import Iteration, carry_over_after
 from tasks.run.keys import StageKey
 from tasks.run.session import Session
 from tasks.run.stages import finish, record, stage
-from tasks.run.versions import policy_of
 
 
 @stage("{iteration.key} seal")

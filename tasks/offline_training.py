@@ -5,11 +5,11 @@ import logging
 from infra.store.manifests import Manifest
 from models.config.judges import JudgeReward, ModelReward, TrainedJudge, TrainedRewardModel
 from models.config.training import WarmupConfig
+from models.records.versions import policy_of
 from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelPreparation, RewardModelWork, WarmupWork
 from tasks.run.keys import BASE, DPO, SFT, StageKey
 from tasks.run.session import Session
 from tasks.run.stages import once, record, stage
-from tasks.run.versions import policy_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ The check is a task, so that a run started from anywhere else than the command l
 from pydantic import BaseModel
 
 from infra.store.manifests import Manifest
+from models.records.versions import policy_of
 from models.records.work import PolicyWork, PromptWork
 from tasks.run.keys import BASE, PROMPTS, StageKey
+from tasks.run.preflight import preflight
 from tasks.run.session import Session
 from tasks.run.stages import once, stage
-from tasks.run.subprocesses import preflight
-from tasks.run.versions import policy_of
 
 
 @stage("initial policy", retries=2)

@@ -15,6 +15,7 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifa
 from infra.config import Settings
 from infra.errors import Damaged
 from infra.store.manifests import Manifest
+from models.records.versions import directory_of, policy_of
 from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import Excerpts, RolloutPreview
 from tasks.offline_training import losses_of
@@ -22,7 +23,6 @@ from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, artifact_key
 from tasks.run.session import Session
 from tasks.run.stages import stage
-from tasks.run.versions import directory_of, policy_of
 from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, reports_of, shown, small
 from tasks.views.plots import learning_curve, loss_curves
 

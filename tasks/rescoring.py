@@ -9,6 +9,7 @@ import time
 from infra.store.dependencies import Dependencies, record_dependencies
 from infra.store.manifests import Manifest
 from models.config.rewards import ScoringConfig
+from models.records.versions import policy_of
 from models.records.work import ComparisonWork
 from placement.records import Plan
 from tasks.credit import check_verdicts, credit
@@ -28,7 +29,6 @@ from tasks.run.rescorings import (
 )
 from tasks.run.session import Session
 from tasks.run.stages import record, stage
-from tasks.run.versions import policy_of
 from tasks.update import reward_coefficient
 from tasks.views.metrics import shown
 

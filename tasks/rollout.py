@@ -1,11 +1,11 @@
 """Generation: one task per shard."""
 
 from infra.store.manifests import Manifest
+from models.records.versions import policy_of
 from models.records.work import RolloutWork
 from tasks.run.batch import Batch
 from tasks.run.session import Session
 from tasks.run.stages import once, stage
-from tasks.run.versions import policy_of
 
 
 @stage("{batch.key} generate {shard:04d}", retries=2)

@@ -2,12 +2,12 @@
 
 from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest
+from models.records.versions import policy_of
 from models.records.work import JudgeWork, ScoringWork, VerdictShard
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey, reward_model_role
 from tasks.run.session import Session
 from tasks.run.stages import committed, once, stage
-from tasks.run.versions import policy_of
 
 PAUSES_SECONDS = [5.0, 15.0, 30.0, 60.0]
 """Before a judge that is down is asked again, beside the pauses of its own requests."""

@@ -9,11 +9,11 @@ from typing import Literal
 from infra.store.manifests import Manifest
 from models.algorithms.shaping import next_coefficient
 from models.config.objectives import AdaptiveKl
+from models.records.versions import critic_of, policy_of
 from models.records.work import UpdateWork
 from tasks.run.iteration import Iteration
 from tasks.run.session import Session
 from tasks.run.stages import once, stage
-from tasks.run.versions import critic_of, policy_of
 
 
 def reward_coefficient(session: Session, iteration: Iteration) -> float:

@@ -32,7 +32,7 @@ from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.load import load_preferences, load_problems, warmup_examples
 from models.data.problems import Problem, identity
-from models.engines.build import check_implemented
+from models.engines.protocol import check_implemented
 from models.judges.checks import check_judge
 from models.rewards.evaluate import check_rewards
 from models.rewards.rules import build_reward

@@ -12,8 +12,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from models.config.engines import EngineConfig, SamplingConfig
 from models.config.judges import ChoiceVerdict, LogprobVerdict, VerdictConfig
 from models.data.problems import Message, Prompt
-from models.engines.build import build_engine
-from models.engines.protocol import Completion, Request, StepSums
+from models.engines.protocol import Completion, Request, StepSums, build_engine
 from models.engines.sampling import uniforms
 from models.judges.protocol import Answer, Question
 from models.records.model_input import ModelInput

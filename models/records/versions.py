@@ -1,4 +1,4 @@
-"""Records of model versions."""
+"""Versions of models: their records, and as manifests name them. Reading commands need this, and no Prefect."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from blake3 import blake3
 from pydantic import JsonValue
 
-from infra.store.bundles import BundleRef
+from infra.store.bundles import CONTENTS, BundleRef
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
 from infra.store.shards import ShardRef
 
 
@@ -58,3 +60,41 @@ def order_statistics(lengths: Sequence[int], most: int = 64) -> list[JsonValue]:
     if len(ascending) <= most:
         return [*ascending]
     return [ascending[round(index * (len(ascending) - 1) / (most - 1))] for index in range(most)]
+
+
+def policy_of(manifest: Manifest) -> ModelVersion:
+    """The policy version that a manifest committed."""
+    version, bundles = manifest.detail["version"], manifest.bundles
+    assert isinstance(version, int)
+    return ModelVersion(
+        version=version, weights=bundles["weights"], state=bundles.get("state"), adapter=bundles.get("adapter")
+    )
+
+
+def critic_of(manifest: Manifest) -> ModelVersion:
+    """The version of the critic that a manifest committed, beside a policy or alone."""
+    version, bundles = manifest.detail["version"], manifest.bundles
+    assert isinstance(version, int)
+    return ModelVersion(
+        version=version,
+        weights=bundles["critic"],
+        state=bundles.get("critic_state"),
+        adapter=bundles.get("critic_adapter"),
+    )
+
+
+def bundles_of(policy: ModelVersion) -> dict[str, BundleRef]:
+    """The bundles of a policy version by the names that manifests give them."""
+    named = {"weights": policy.weights, "state": policy.state, "adapter": policy.adapter}
+    return {name: bundle for name, bundle in named.items() if bundle is not None}
+
+
+def critic_bundles_of(critic: ModelVersion) -> dict[str, BundleRef]:
+    """The same of a critic."""
+    named = {"critic": critic.weights, "critic_state": critic.state, "critic_adapter": critic.adapter}
+    return {name: bundle for name, bundle in named.items() if bundle is not None}
+
+
+def directory_of(run: Run, bundle: BundleRef) -> str:
+    """Where a bundle's files lie."""
+    return str(run.store.local(f"{bundle.key}/{CONTENTS}").parent)

@@ -11,7 +11,7 @@ Functions of users run where nothing of ours is imported, ours in another proces
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import cast
+from typing import Final, cast
 
 from infra.errors import WorkerFailed, WorkerLost
 from infra.processes.functions import (
@@ -27,13 +27,31 @@ from infra.processes.functions import (
 from models.config.reward_terms import BlankLines, RuleReward, Segmentation, TargetReward
 from models.config.rewards import ScoringConfig
 from models.rewards.rules import build_reward
-from models.rewards.values import UNSPELT, Case, Value
 from models.text.steps import StepValues, segment
+
+Value = float | StepValues
+"""What a reward finds about a completion: a number, or one for each step or token."""
+UNSPELT: Final = "the completion's tokens do not spell its text"
+"""The reason that a completion has no values of steps or tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a reward sees."""
+
+    prompt: str
+    completion: str
+    answer: str
+    tokens: tuple[str, ...] | None = None
+    """Texts of the completion's tokens; none where nobody asks, or where they do not spell the completion."""
+
 
 ENDS = 4
 """How many processes a completion may cost that end in different ways."""
+
 PARTS = {"completion": "", "step": "steps", "token": "tokens"}
 """What a function is given beside the completion, by what it values."""
+
 OURS = "models.rewards."
 """How the modules of targets begin that are not a user's."""
 

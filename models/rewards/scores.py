@@ -10,8 +10,7 @@ import pyarrow.compute as pc
 from models.config.rewards import RewardConfig, ScoringConfig
 from models.judges.verdicts import Judgement
 from models.records.schemas import score_schema
-from models.rewards.evaluate import Verdict
-from models.rewards.values import UNSPELT, Value
+from models.rewards.evaluate import UNSPELT, Value, Verdict
 from models.text.steps import Spans, StepValues, aggregate, spans_of
 
 

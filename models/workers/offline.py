@@ -22,13 +22,8 @@ from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, WarmupWork
 from models.text.sequences import SequencePair, policy_pairs, reward_pairs
 from models.text.tokenizer import load_tokenizer
-from models.training.preferences import (
-    PairLearning,
-    PairNumbers,
-    learn_preferences,
-)
+from models.training.offline import Learnt, PairLearning, PairNumbers, imitate, learn_preferences
 from models.training.ranks import Ranks
-from models.training.supervised import Learnt, imitate
 from models.training.trainer import Trainer
 from models.training.versions import Build, Learner
 

@@ -12,7 +12,7 @@ from infra.store.bundles import fetch_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.engines import EngineConfig
-from models.engines.build import build_engine
+from models.engines.protocol import build_engine
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import RolloutWork

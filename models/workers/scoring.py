@@ -25,9 +25,8 @@ from models.records.columns import counted
 from models.records.model_input import COMPLETION_TOKENS, completion_lengths
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
-from models.rewards.evaluate import Evaluator
+from models.rewards.evaluate import Case, Evaluator
 from models.rewards.scores import joined, score_metrics, score_table
-from models.rewards.values import Case
 from models.rollouts.preview import Excerpts, read_excerpts
 from models.text.steps import StepValues
 from models.text.token_offsets import open_tokenizer, token_starts, token_texts

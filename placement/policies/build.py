@@ -14,8 +14,8 @@ from placement.config import (
     TargetPlacement,
 )
 from placement.policies.adaptive import Adaptive
-from placement.policies.protocol import Policy
 from placement.policies.simple import Colocated, Fixed, Proportional
+from placement.records import Policy
 
 
 def target_policy(config: TargetPlacement) -> Policy:

@@ -11,8 +11,7 @@ import numpy as np
 
 from placement.config import AdaptivePlacement, ProportionalPlacement
 from placement.policies.build import build_policy
-from placement.policies.protocol import Policy
-from placement.records import Demand
+from placement.records import Demand, Policy
 from placement.simulator.baselines import (
     Periodic,
     co_resident_run,

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from placement.measurements import SAMPLE, Measurements, UnitObservation
-from placement.policies.protocol import Policy
-from placement.records import Decision, Demand, DrainInputs, InFlight, Memory, Plan, PlanInputs, RoleProgress
+from placement.records import Decision, Demand, DrainInputs, InFlight, Memory, Plan, PlanInputs, Policy, RoleProgress
 from placement.simulator.stage import RoleView, SimulatedRole, Stage, StageResult, UnitDone, View
 from placement.simulator.workload import StageWork, Workload
 

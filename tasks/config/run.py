@@ -17,14 +17,13 @@ from infra.validation_errors import explain, nearest
 from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.data import ArithmeticData, DataConfig, PreferencesConfig
 from models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
-from models.config.job import Job
+from models.config.job import Job, reasons_against, reasons_against_preferences
 from models.config.objectives import UpdateConfig
 from models.config.policy import PolicyConfig, ScratchPolicy
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import AdaptivePlacement, PlacementConfig
-from tasks.config.compatibility import reasons_against, reasons_against_preferences
 
 
 class ControllersConfig(Settings):

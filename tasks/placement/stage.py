@@ -8,6 +8,7 @@ from prefect.artifacts import acreate_markdown_artifact
 from pydantic import JsonValue
 
 from infra.pools.fleet import Move
+from models.records.versions import policy_of
 from placement.measurements import Role
 from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, Plan, PlanInputs
@@ -17,7 +18,6 @@ from tasks.run.iteration import Iteration
 from tasks.run.keys import artifact_key, reward_model_role
 from tasks.run.session import Placing, Session
 from tasks.run.stages import stage
-from tasks.run.versions import policy_of
 
 logger = logging.getLogger(__name__)
 

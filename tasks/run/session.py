@@ -4,17 +4,16 @@ A flow is handed a `RunRef`, small and serialisable; `session_of` finds the open
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from infra.config import PoolsConfig, Settings
 from infra.errors import RheostatError
 from infra.pools.cluster import Preload, RayCluster
 from infra.pools.fleet import Fleet
 from infra.pools.pool import Pool
-from infra.pools.protocol import Cluster
 from infra.pools.ranks import RankGroup
 from infra.pools.threads import ThreadCluster
 from infra.pools.worker import Done, PoolSpec
@@ -23,10 +22,30 @@ from infra.store.runs import Run
 from models.config.judges import ServedReward
 from models.records.versions import Outcome
 from placement.measurements import Measurements
-from placement.policies.protocol import Policy
-from placement.records import Memory, Plan
+from placement.records import Memory, Plan, Policy
 from tasks.config.run import RunConfig
 from tasks.run.keys import StageKey, reward_model_role
+
+
+class Cluster(Protocol):
+    """Hosts the pools of one run, which end with its context: Ray's processes, or threads of this one."""
+
+    @property
+    def address(self) -> str | None:
+        """Where other processes find the same pools; none where they cannot."""
+        ...
+
+    async def pool(self, spec: PoolSpec) -> Pool:
+        """Return a pool whose workers have started."""
+        ...
+
+    async def fleet(self, specs: Sequence[PoolSpec], *, slots: int, gpus_per_slot: float) -> Fleet:
+        """Return worker slots that these roles share; nothing starts before they are arranged."""
+        ...
+
+    async def ranks(self, spec: PoolSpec) -> RankGroup:
+        """Return a group of ranks that have met."""
+        ...
 
 
 @dataclass(slots=True)

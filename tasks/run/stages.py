@@ -18,9 +18,8 @@ from infra.store.bundles import BundleRef
 from infra.store.chain import link_part
 from infra.store.dependencies import DEPENDENCIES
 from infra.store.manifests import Manifest, provenance_here
-from models.records.versions import Outcome
+from models.records.versions import Outcome, bundles_of, critic_bundles_of
 from tasks.run.session import Session
-from tasks.run.versions import bundles_of, critic_bundles_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
 from models.records.model_input import COMPLETION_TOKENS
 from models.records.schemas import FinishReason
+from models.records.versions import policy_of
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
-from tasks.run.versions import policy_of
 
 Name = tuple[int, int]
 """Prompt row and sample."""

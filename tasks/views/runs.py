@@ -1,26 +1,22 @@
 """What the commands that read show of runs; needs neither Prefect's API nor a worker."""
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
-
-import pyarrow as pa
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
 from infra.store.dependencies import AcceptedChange, accepted_changes
 from infra.store.manifests import Manifest
-from infra.store.parquet import export_parquet
 from infra.store.runs import Run, list_runs, open_run
-from infra.store.shards import read_metadata, read_shard
+from infra.store.shards import read_metadata
 from infra.store.storage import open_store
 from infra.validation_errors import nearest
 from models.config.rewards import ScoringConfig
+from models.records.versions import directory_of, policy_of
 from models.rollouts.preview import RolloutPreview, read_samples
 from tasks.run.batch import rollouts_of
 from tasks.run.keys import StageKey, iteration_key, iterations_among
-from tasks.run.rescorings import Derived, DerivedLine, derived_of, sealed_numbers
-from tasks.run.versions import directory_of, policy_of
+from tasks.run.rescorings import Derived, DerivedLine, derived_of
 from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations
 
 
@@ -162,27 +158,6 @@ def read_rollouts(
     return sample_rollouts(run, iteration, limit=limit, order=order)
 
 
-def export_run(store: str, name: str, *, scores: str | None = None) -> list[Path]:
-    """Write one Parquet file per sealed iteration: rollouts with their scores; return the files.
-
-    `scores` names a re-scoring: then its iterations, with its scores.
-    """
-    run = open_known_run(store, name)
-    if scores is None:
-        numbers: Sequence[int] = [report.iteration for report in reports_of(run, term=_terms(run)[0])]
-        if not numbers:
-            raise BadInput(f"run {name!r} has no sealed iteration yet: nothing to export")
-        return [export_parquet(run, _scored(run, number), iteration_key(number)) for number in numbers]
-    derived = known_rescoring(run, scores)
-    numbers = sealed_numbers(run, derived)
-    if not numbers:
-        raise BadInput(f"{derived.label} of run {name!r} has no iteration that is complete: nothing to export")
-    return [
-        export_parquet(run, _scored(run, number, prefix=derived.prefix), derived.iteration_key(number))
-        for number in numbers
-    ]
-
-
 def known_rescoring(run: Run, name: str) -> Derived:
     """A re-scoring by name, or say which one was probably meant."""
     derived, known = Derived("rescore", name), run.folders("rescore")
@@ -207,20 +182,6 @@ def open_known_run(store: str, name: str) -> Run:
     if not known:
         raise BadInput(f"no run {name!r} in {open_store(store).uri}: no runs lie there; name another with --store")
     return open_run(store, name)
-
-
-def _scored(run: Run, number: int, *, prefix: str = "") -> Iterator[pa.Table]:
-    """An iteration's rollouts and scores side by side, shard by shard, with run and iteration as columns."""
-    for rollouts in rollouts_of(run, number):
-        table = read_shard(run.store, rollouts.shards[0])
-        scored = run.find(StageKey.parse(rollouts.key).at("scoring").below(prefix))
-        assert scored is not None, "a sealed iteration has scores for every rollout shard"
-        scores = read_shard(run.store, scored.shards[0])
-        for name in scores.column_names:
-            if name not in ("prompt_row", "sample"):
-                table = table.append_column(name, scores[name])
-        table = table.add_column(0, "iteration", pa.array([number] * table.num_rows, pa.int32()))
-        yield table.add_column(0, "run", pa.array([run.name] * table.num_rows, pa.string()))
 
 
 def _last_policy(run: Run) -> tuple[str | None, str | None]:

@@ -9,7 +9,7 @@ from flows.cli.app import main
 from infra.store.runs import Run
 from tasks.config.run import load_config
 from tasks.run.dependencies import find_run
-from tasks.verification.iterations import verify_run
+from tasks.verification.invariants import verify_run
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import ROOT, files_of, manifests_of
 

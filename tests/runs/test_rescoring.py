@@ -13,7 +13,7 @@ from infra.store.checksums import seal
 from infra.store.manifests import decode_manifest
 from infra.store.retention import collect_garbage
 from infra.store.runs import open_run
-from tasks.verification.iterations import verify_run
+from tasks.verification.invariants import verify_run
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import ROOT, Fault, Job, files_of
 

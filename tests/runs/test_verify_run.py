@@ -6,7 +6,7 @@ import pytest
 
 from infra.errors import RheostatError
 from infra.store.manifests import decode_manifest
-from tasks.verification.iterations import verify_run
+from tasks.verification.invariants import verify_run
 from tests.support.jobs import Job
 
 pytestmark = pytest.mark.timeout(1000)  # the fixture is a whole job

@@ -10,8 +10,8 @@ ROOMS = ("flows", "tasks", "models", "placement", "infra")
 BOUNDED = {
     "flows/controllers.py: self._orders[role, controller].get": "a controller, which ends with its run",
     "infra/processes/guard.py: guard.communicate": "a guard that is told to end, and kills what is left within limits",
-    "tasks/run/subprocesses.py: process.communicate": "the loop below it looks at the process",
-    "tasks/run/subprocesses.py: checking.result": "is done",
+    "tasks/run/preflight.py: process.communicate": "the loop below it looks at the process",
+    "tasks/run/preflight.py: checking.result": "is done",
     "models/engines/vllm/engine.py: future.result": "the executor's end has waited, each request has a limit",
     "models/engines/vllm/plugin/rheostat_completions.py: lines.get": "in vLLM, whose owner watches its progress",
     "models/engines/vllm/plugin/rheostat_completions.py: collector.get": "in vLLM, whose owner watches its progress",

@@ -9,8 +9,7 @@ import pytest
 from infra.plugins import TARGETS
 from models.config.reward_terms import TargetReward
 from models.config.rewards import ScoringConfig
-from models.rewards.evaluate import Evaluator, Verdict
-from models.rewards.values import Case
+from models.rewards.evaluate import Case, Evaluator, Verdict
 from tests.support.jobs import RHEOSTAT, TINY
 
 NAMES = ("models", "tasks", "flows", "infra", "placement", "json", "torch", "numpy", "prefect", "ray")

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from infra.store.bundles import BundleRef
 from models.config.engines import SamplingConfig, TransformersEngine
-from models.engines.build import build_engine
+from models.engines.protocol import build_engine
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from tests.support.engines import CONTINUATIONS, PROMPTS

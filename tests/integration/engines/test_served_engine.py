@@ -10,7 +10,7 @@ from bench.drawn import DrawnLengths, DrawnVllm
 from bench.drawn_engine import drawn_length
 from infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import SamplingConfig, VllmEngine
-from models.engines.build import build_engine
+from models.engines.protocol import build_engine
 from models.engines.vllm.engine import MAX_LOADS, ServedEngine
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason

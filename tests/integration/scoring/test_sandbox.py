@@ -14,8 +14,7 @@ from infra.errors import BadInput
 from infra.processes.sandbox import check_sandbox
 from models.config.reward_terms import NumericReward, TargetReward
 from models.config.rewards import ScoringConfig
-from models.rewards.evaluate import Evaluator, check_rewards
-from models.rewards.values import Case
+from models.rewards.evaluate import Case, Evaluator, check_rewards
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")
 ESCAPES = {

@@ -9,11 +9,11 @@ import pytest
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.manifests import Manifest
-from infra.store.parquet import export_parquet
 from infra.store.retention import collect_garbage, retire_bundle
 from infra.store.runs import create_run, open_run
 from infra.store.shards import read_shard, write_shard
 from infra.store.verify import verify_store
+from tasks.views.export import export_parquet
 
 
 @pytest.fixture

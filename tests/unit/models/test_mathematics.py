@@ -4,9 +4,8 @@ import pytest
 
 from models.config.reward_terms import MathReward
 from models.config.rewards import ScoringConfig
-from models.rewards.evaluate import Evaluator, Verdict
+from models.rewards.evaluate import Case, Evaluator, Verdict
 from models.rewards.rules import build_reward
-from models.rewards.values import Case
 
 
 def judge(completion: str, answer: str) -> float:

@@ -10,8 +10,7 @@ from bench.paced import PacedEngine as PacedConfig
 from infra.store.bundles import BundleRef
 from models.config.engines import SamplingConfig
 from models.config.judges import ScoreVerdict
-from models.engines.build import build_engine
-from models.engines.protocol import Completion, Engine, Request
+from models.engines.protocol import Completion, Engine, Request, build_engine
 from models.judges.local import LocalJudge
 from models.judges.protocol import Question
 from models.judges.verdicts import read_verdict

@@ -20,8 +20,7 @@ from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA, score_schema
 from models.records.versions import Outcome
 from models.records.work import CreditWork, ScoredShard, ScoringWork, VerdictShard
 from models.rewards.arithmetic_steps import wrong_steps
-from models.rewards.evaluate import Evaluator, check_rewards
-from models.rewards.values import Case
+from models.rewards.evaluate import Case, Evaluator, check_rewards
 from models.text.steps import StepValues, segment
 from models.workers.scoring import ScoringWorker
 from tests.support.policies import small_tokenizer

@@ -14,9 +14,8 @@ from infra import runner
 from infra.errors import BadInput, WorkerFailed, WorkerLost
 from models.config.reward_terms import BuiltInReward, MathReward, NumericReward, RegexReward, TargetReward
 from models.config.rewards import RewardConfig, ScoringConfig
-from models.rewards.evaluate import Evaluator, Verdict, check_rewards
+from models.rewards.evaluate import Case, Evaluator, Verdict, check_rewards
 from models.rewards.rules import build_reward
-from models.rewards.values import Case
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")
 

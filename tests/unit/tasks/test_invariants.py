@@ -19,7 +19,7 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import DynamicSampling, PartialRollout, RolloutConfig
 from models.data.curriculum import take
 from models.records.schemas import PROMPT_SCHEMA
-from models.records.versions import ModelVersion, Outcome
+from models.records.versions import ModelVersion, Outcome, bundles_of
 from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
 from models.rollouts.dynamic_sampling import DynamicSamplingState, another_wave, wave_size
 from models.workers.rollout import RolloutWorker
@@ -28,8 +28,7 @@ from tasks.run.batch import BatchPlan
 from tasks.run.carry_over import CarryOver
 from tasks.run.iteration import Iteration, carry_over_after
 from tasks.run.keys import StageKey, iteration_key
-from tasks.run.versions import bundles_of
-from tasks.verification.iterations import check_invariants
+from tasks.verification.invariants import check_invariants
 from tests.support.policies import small_tokenizer, write_policy
 
 DYNAMIC = DynamicSampling(surplus="keep", max_extra_waves=1, margin=1.5)

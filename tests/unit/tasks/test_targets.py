@@ -18,8 +18,7 @@ from models.algorithms.advantages import check_algorithm, token_advantages
 from models.config.algorithms import Algorithm, Grpo
 from models.config.engines import EngineSettings, SamplingConfig
 from models.data.load import load_problems
-from models.engines.build import build_engine, check_implemented
-from models.engines.protocol import Request
+from models.engines.protocol import Request, build_engine, check_implemented
 from models.objectives.losses import policy_loss
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion

@@ -1,0 +1,207 @@
+"""The promises that a run makes beyond its digests, checked from the store alone: those of its iterations, and of what
+was scored or credited again.
+"""
+
+from collections.abc import Iterator, Mapping
+from math import isclose
+
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from infra.store.shards import ShardRef, read_shard
+from infra.store.verify import verify_store
+from models.config.rewards import ScoringConfig
+from models.credit.comparison import compare_rewards, rewards_of
+from models.data.curriculum import give_back, take
+from models.rollouts.dynamic_sampling import DynamicSamplingState
+from tasks.run.batch import Batch
+from tasks.run.iteration import Iteration
+from tasks.run.keys import StageKey, iteration_key, reward_model_role
+from tasks.run.rescorings import Derived, derived_of, recredit_terms, rescored_batches, rescored_shards, rescoring_terms
+from tasks.verification.samples import check_credit, check_rollouts, check_samples
+from tasks.views.metrics import sealed_iterations
+from tasks.views.runs import open_known_run
+
+
+def verify_run(store: str, name: str) -> list[str]:
+    """Check every digest and every invariant of a run; one line per problem, naming the offender."""
+    run = open_known_run(store, name)
+    return verify_store(run) or check_invariants(run)
+
+
+def check_invariants(run: Run) -> list[str]:
+    """Check every sealed iteration; return one line per broken promise, naming the offender."""
+    digests = {manifest.digest for manifest in run.manifests()}
+    problems: list[str] = []
+    for number, seal in enumerate(sealed_iterations(run), start=1):
+        expected = StageKey.of(iteration_key(number), "seal")
+        if seal.key != expected:
+            return [*problems, f"{seal.key}: expected {expected}, a sealed iteration is missing"]
+        iteration = Iteration(run, number)
+        if not iteration.batches:
+            problems.append(f"{seal.key}: its plan is missing")
+            continue
+        problems += [f"{seal.key}: no manifest has the parent digest {p}" for p in seal.parents if p not in digests]
+        for check in (_check_prompts, _check_carry_over, _check_sampling, check_rollouts, check_samples, check_credit):
+            problems += check(iteration)
+    return [*problems, *check_derived(run)]
+
+
+def _check_prompts(iteration: Iteration) -> Iterator[str]:
+    """Each batch has the prompts that follow, none skipped, and none that the iteration has already."""
+    cursor, taken, num_prompts = iteration.before.cursor, iteration.before.rows(), iteration.prompts.shards[0].rows
+    if len(set(taken)) < len(taken):
+        yield f"{iteration.key}/seal: a prompt was both kept and carried into it, or twice"
+    for plan in (batch.plan for batch in iteration.batches):
+        if len(plan.rows) > num_prompts - len(set(taken)):
+            yield f"{plan.plan_key}: {len(plan.rows)} prompts beside {len(taken)} are more than there are"
+            return
+        rows, cursor = take(cursor, len(plan.rows), taken=set(taken), num_prompts=num_prompts, seed=iteration.seed)
+        if plan.rows != rows or plan.cursor != cursor:
+            yield f"{plan.plan_key}: its prompts are not the {len(rows)} that follow those issued before"
+            return
+        taken += rows
+
+
+def _check_carry_over(iteration: Iteration) -> Iterator[str]:
+    """What the iteration did not use is left to the next: nothing lost, nothing twice; what was cut goes on first."""
+    key, after = iteration.stage_key("seal"), iteration.after
+    expected = tuple(groups.rollouts for groups in iteration.before.partial_groups)
+    for plan in (batch.plan for batch in iteration.batches):
+        if plan.carried != (expected if plan.wave == 1 else ()):
+            yield f"{plan.plan_key}: the groups that were cut before are not its first shards"
+    rollouts, scores = iteration.stage("rollout"), iteration.stage("scoring")
+    offered = {
+        (rollouts[index].key, scores[index].key): surplus.rows
+        for surplus in iteration.surplus
+        if (index := surplus.shard - len(iteration.before.leftover_groups)) >= 0  # what was kept once is not kept again
+    }
+    kept = {(groups.rollouts, groups.scores): groups.rows for groups in after.leftover_groups}
+    for pair, rows in kept.items():
+        if offered.get(pair) != rows:
+            yield f"{key}: keeps groups of {pair[0]} that are not this iteration's surplus"
+    waiting = {row for rows in kept.values() for row in rows}
+    returned = [row for surplus in iteration.surplus for row in surplus.rows if row not in waiting]
+    last = iteration.batches[-1].plan.cursor
+    if last is None or after.cursor != give_back(last, returned):
+        yield f"{key}: its cursor is not where the last batch left it with {len(returned)} prompts given back"
+    cut = [m for m in rollouts if len(m.shards) > 1]
+    if [groups.rollouts for groups in after.partial_groups] != [m.key for m in cut]:
+        yield f"{key}: the groups that it leaves to be continued are not those that its rollouts cut"
+
+
+def _check_sampling(iteration: Iteration) -> Iterator[str]:
+    """Waves are as many as dynamic sampling allows, and what it learnt follows from what was issued."""
+    dynamic, after = iteration.rollout.dynamic, iteration.after
+    most = 1 if dynamic is None else 1 + dynamic.max_extra_waves
+    if len(iteration.batches) > most:
+        yield f"{iteration.key}/seal: {len(iteration.batches)} batches, expected at most {most}"
+    expected = None
+    if dynamic is not None:
+        issued = sum(int(manifest.metrics["groups"]) for manifest in iteration.stage("rollout"))
+        informative = sum(int(manifest.metrics["informative_groups"]) for manifest in iteration.stage("scoring"))
+        expected = (iteration.before.sampling or DynamicSamplingState()).after(issued, informative)
+    if after.sampling != expected:
+        yield f"{iteration.key}/seal: its sampling is {after.sampling}, expected {expected}"
+    if iteration.surplus and dynamic is None:
+        yield f"{iteration.key}/credit: has surplus groups without dynamic sampling"
+    keeps = dynamic is not None and dynamic.surplus == "keep"
+    if after.leftover_groups and not keeps:
+        yield f"{iteration.key}/seal: keeps groups although the configuration returns them"
+    if after.partial_groups and iteration.rollout.partial is None:
+        yield f"{iteration.key}/seal: carries groups without partial rollout"
+
+
+def check_derived(run: Run) -> Iterator[str]:
+    """Check every iteration that was scored or credited again; one line per broken promise, naming the offender."""
+    digests = {manifest.digest for manifest in run.manifests()}
+    for line in derived_of(run):
+        derived = Derived(line.kind, line.name)
+        for manifest in run.manifests(derived.prefix):
+            for parent in manifest.parents:
+                if parent not in digests:
+                    yield f"{manifest.key}: no manifest has the parent digest {parent}"
+        check = _check_rescored if line.kind == "rescore" else _check_recredited
+        for number in line.iterations:
+            yield from check(Iteration(run, number), derived)
+
+
+def _check_rescored(iteration: Iteration, derived: Derived) -> Iterator[str]:
+    """Every shard was scored, by the rewards that it says, over the rollouts that it says."""
+    run = iteration.run
+    terms, shards = rescoring_terms(run, derived.name), rescored_shards(iteration, derived)
+    if terms is None:
+        yield f"{derived.terms_key}: the manifest is missing"
+        return
+    for rollouts, _, scores in shards:
+        yield from _check_scores(run, rollouts, scores, terms.scoring)
+    for batch in rescored_batches(iteration, derived):
+        yield from _check_verdicts(batch, terms.scoring)
+    expected = compare_rewards(
+        rewards_of(run.store, [stored.shards[0] for _, stored, _ in shards]),
+        rewards_of(run.store, [scores.shards[0] for _, _, scores in shards]),
+    )
+    yield from _check_seal(iteration, derived, [part for parts in shards for part in parts], expected)
+
+
+def _check_scores(run: Run, rollouts: Manifest, scores: Manifest, scoring: ScoringConfig) -> Iterator[str]:
+    """One shard: its parent, its rollouts, its rows and its terms."""
+    if scores.parents[:1] != (rollouts.digest,):
+        yield f"{scores.key}: its first parent is not {rollouts.key}"
+    table = read_shard(run.store, scores.shards[0])
+    if table.schema.metadata[b"rollouts"].decode() != rollouts.shards[0].digest:
+        yield f"{scores.key}: scores other rollouts than those of {rollouts.key}"
+    if _names(run, scores.shards[0]) != _names(run, rollouts.shards[0]):
+        yield f"{scores.key}: its rows are not those of {rollouts.key}"
+    if any(f"reward_{term}" not in table.column_names for term in scoring.terms):
+        yield f"{scores.key}: expected the terms {', '.join(scoring.terms)}, found {', '.join(table.column_names)}"
+
+
+def _check_verdicts(batch: Batch, scoring: ScoringConfig) -> Iterator[str]:
+    """Every verdict shard is of the rollouts that it says."""
+    for term in scoring.model_rewards:
+        for rollouts, verdicts in zip(batch.rollouts, batch.stage(reward_model_role(term)), strict=True):
+            if rollouts.digest not in verdicts.parents:
+                yield f"{verdicts.key}: {rollouts.key} is none of its parents"
+
+
+def _check_recredited(iteration: Iteration, derived: Derived) -> Iterator[str]:
+    """The advantages are of the completions and from the scores that the re-credit says."""
+    run = iteration.run
+    terms = recredit_terms(run, derived.name)
+    if terms is None:
+        yield f"{derived.terms_key}: the manifest is missing"
+        return
+    credit = derived.made(run, iteration.number, "credit")
+    scored = iteration.scored(prefix="" if terms.scores is None else Derived("rescore", terms.scores).prefix)
+    parents = [manifest.digest for manifest in scored.manifests]
+    if list(credit.parents[: len(parents)]) != parents:
+        yield f"{credit.key}: its parents are not the iteration's rollouts and their scores"
+    if len(credit.parents) > len(parents) and credit.parents[-1] != iteration.made("estimates").digest:
+        yield f"{credit.key}: its last parent is not {iteration.stage_key('estimates')}"
+    finished = {name for rollouts in scored.rollouts for name in _names(run, rollouts.shards[0])}
+    names = _names(run, credit.shards[0])
+    if len({*names}) < len(names) or not finished.issuperset(names):
+        yield f"{credit.key}: a completion is repeated or is none of the iteration's"
+    yield from _check_seal(iteration, derived, [iteration.credit, credit], None)
+
+
+def _check_seal(
+    iteration: Iteration, derived: Derived, parts: list[Manifest], expected: dict[str, float] | None
+) -> Iterator[str]:
+    sealed = derived.made(iteration.run, iteration.number, "seal")
+    if sealed.parents != tuple(part.digest for part in parts):
+        yield f"{sealed.key}: its parents are not all that it was made from"
+    if expected is not None and not _agree(sealed.metrics, expected):
+        yield f"{sealed.key}: its comparison is not that of the shards"
+
+
+def _agree(metrics: Mapping[str, float], expected: Mapping[str, float]) -> bool:
+    """Sums of floats may differ in their last digits on another machine."""
+    return metrics.keys() == expected.keys() and all(
+        isclose(metrics[name], expected[name], abs_tol=1e-12) for name in expected
+    )
+
+
+def _names(run: Run, ref: ShardRef) -> list[tuple[int, int]]:
+    table = read_shard(run.store, ref, columns=["prompt_row", "sample"])
+    return list(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True))
