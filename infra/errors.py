@@ -14,7 +14,8 @@ RheostatError
 ├── EndpointDown        a service that a worker asks does not answer; the same work can be done later
 ├── WorkerFailed        a worker raised; the work itself is at fault
 ├── WorkerLost          a worker died; the work can be done again elsewhere
-│   └── WorkerStalled   a worker is alive but made no progress within its deadline
+│   ├── WorkerStalled   a worker is alive but made no progress within its deadline
+│   └── NodeLost        the machine of a worker's slot has left the cluster; its work goes to other slots
 ├── WorkerAsleep        a worker of a fleet fell asleep before the work reached it; another does it
 └── Quarantined         a stage refused its result (too many failures, nothing to learn from)
 """
@@ -81,6 +82,10 @@ class WorkerLost(RheostatError):
 
 class WorkerStalled(WorkerLost):
     """A worker is alive but reported no progress within its deadline."""
+
+
+class NodeLost(WorkerLost):
+    """The machine that a worker was to start on has left the cluster."""
 
 
 class WorkerAsleep(RheostatError):

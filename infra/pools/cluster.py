@@ -25,7 +25,7 @@ from infra.errors import ClusterFailed
 from infra.pools import forks
 from infra.pools.fleet import Fleet
 from infra.pools.host import environment, thread_variables
-from infra.pools.placement_group import SLOT, RayLauncher, ReservedSlots
+from infra.pools.placement_group import SLOT, Machines, RayLauncher, ReservedSlots
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
 from infra.pools.worker import PoolSpec
@@ -86,7 +86,7 @@ class RayCluster:
     address: str
     """Where other processes find the same pools: `RayCluster.open(namespace, address=address)`."""
     namespace: str
-    _embedded: bool
+    _machines: Machines
     _members: list[Pool | Fleet | RankGroup] = field(default_factory=list)
 
     @staticmethod
@@ -115,7 +115,8 @@ class RayCluster:
             _ended_with(directory) as watch,
             _in_thread(connection, what=what, start_seconds=start_seconds, watch=watch) as reached,
         ):
-            cluster = RayCluster(reached, namespace, address is None)
+            machines = Machines(alone=address is None, within_reach=not reached.startswith("ray://"))
+            cluster = RayCluster(reached, namespace, machines)
             try:
                 yield cluster
             except BaseException:
@@ -142,7 +143,7 @@ class RayCluster:
 
     async def pool(self, spec: PoolSpec) -> Pool:
         """Return a pool: workers that another process has started under this namespace and role, and new ones."""
-        pool = Pool(spec, RayLauncher())
+        pool = Pool(spec, RayLauncher(self._machines))
         await pool.open()
         self._members.append(pool)
         return pool
@@ -153,14 +154,14 @@ class RayCluster:
         In a process that does not arrange them, it finds the workers that are awake in the one that does.
         """
         patience = max(spec.start_seconds for spec in specs)
-        berths = ReservedSlots(slots, gpus=gpus_per_slot, embedded=self._embedded, start_seconds=patience)
+        berths = ReservedSlots(slots, gpus=gpus_per_slot, machines=self._machines, start_seconds=patience)
         fleet = Fleet(specs, berths)
         self._members.append(fleet)
         return fleet
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
         """Return a group of ranks: the one that another process has started, else a new one."""
-        group = RankGroup(spec, RayLauncher())
+        group = RankGroup(spec, RayLauncher(self._machines))
         await group.open()
         self._members.append(group)
         return group

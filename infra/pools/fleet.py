@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from infra.errors import BadInput, ClusterFailed, RheostatError, WorkerLost
-from infra.pools.assignment import Assignment, Change, assign_slots, changes
+from infra.errors import BadInput, ClusterFailed, NodeLost, RheostatError, WorkerLost
+from infra.pools.assignment import Assignment, Change, assign_fewer, changes
 from infra.pools.launcher import SlotLauncher
 from infra.pools.pool import Pool
 from infra.pools.slot import SlotState, WorkerSlot
@@ -77,13 +77,18 @@ class Fleet:
     def __init__(self, specs: Sequence[PoolSpec], launcher: SlotLauncher) -> None:
         """Describe a fleet. Nothing starts yet."""
         self._launcher = launcher
-        self._pools = {spec.role: Pool(spec, launcher, look=self._look_for_workers) for spec in specs}
+        self._pools = {
+            spec.role: Pool(spec, launcher, look=self._look_for_workers, lost=self._arrange_again) for spec in specs
+        }
         self._widths = {spec.role: spec.slots for spec in specs}
         self._turn = asyncio.Lock()
         self._arranges = False
         self._tasks: set[asyncio.Task[object]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._closed = False
+        self._asked: tuple[dict[str, int], dict[str, object]] = ({}, {})
+        self._lost: frozenset[int] = frozenset()
+        """Slots whose machine has left the cluster."""
 
     def role(self, role: str) -> Pool:
         """Return the pool of a role; its works wait while none of its workers is awake."""
@@ -106,21 +111,31 @@ class Fleet:
         Least loaded workers leave first, and end their work before. A worker `take`s its role's record before it
         counts as awake; one that is lost meanwhile is started again. What fails is undone, and told in its moves while
         other workers of the role serve; where none does, its error is raised, since work of the role would wait for
-        ever. Cancelled, it is finished in the background.
+        ever. Cancelled, it is finished in the background. Slots whose machine has left the cluster are left out; where
+        the rest does not hold a worker of each role, others are waited for as long as a start may take.
         """
         unknown = sorted((set(workers) | set(take)) - set(self._pools))
         if unknown:
             raise BadInput(f"the fleet has the roles {sorted(self._pools)}, not {unknown}")
         if self._closed:
             raise ClusterFailed("the fleet is closed")
-        task = asyncio.create_task(self._arrange(dict(workers), dict(take)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        task = self._arranging((dict(workers), dict(take)))
         await asyncio.wait({task})
         if task.cancelled():
             raise ClusterFailed("the fleet was closed while it was arranged")
         return task.result()
+
+    def _arrange_again(self) -> None:
+        """Deal what was last asked for to the slots that are left."""
+        if not self._closed:
+            self._arranging(None)
+
+    def _arranging(self, asked: tuple[dict[str, int], dict[str, object]] | None) -> "asyncio.Task[tuple[Move, ...]]":
+        task = asyncio.create_task(self._arrange(asked))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return task
 
     async def close(self) -> None:
         """End all workers, awake and asleep."""
@@ -167,31 +182,69 @@ class Fleet:
             for slot, seat in pool.seats.items()
         ]
 
-    async def _arrange(self, workers: dict[str, int], take: dict[str, object]) -> tuple[Move, ...]:
+    async def _arrange(self, asked: tuple[dict[str, int], dict[str, object]] | None) -> tuple[Move, ...]:
         async with self._turn:
+            workers, take = asked or self._asked
             if not self._arranges and not any(workers.values()):
                 return ()
             if not self._arranges:
                 await self._begin()
+            self._asked = (workers, take)
             for role, pool in self._pools.items():
                 pool.record = take.get(role)
-            for _, seat in self._seats():
-                if seat.state is SlotState.EMPTY:
-                    seat.wanted = False  # tried again below, if this place is chosen again
-            serving = Counter(post.role for post in self._awake())
-            growing = {role for role, count in workers.items() if count > serving[role]}
-            current = self._awake(growing)
-            asleep = {post for post, seat in self._seats() if seat.worker is not None and not seat.awake}
-            target = assign_slots(current, workers, widths=self._widths, nodes=self._launcher.nodes, asleep=asleep)
-            parts = changes(set(current), target)
-            ended = await asyncio.gather(*(self._change(part) for part in parts), return_exceptions=True)
-        moves: list[Move] = []
+            moves: list[Move] = []
+            while not await self._settled(workers, moves):
+                pass  # a machine was lost meanwhile
+        return tuple(sorted(moves, key=lambda move: move.slot))
+
+    async def _settled(self, workers: Mapping[str, int], moves: list[Move]) -> bool:
+        """Move workers to where they are wanted, and note it; say whether no machine was lost meanwhile."""
+        for _, seat in self._seats():
+            if seat.state is SlotState.EMPTY:
+                seat.wanted = False  # tried again below, if this place is chosen again
+        current, target = await self._target(workers)
+        whole, parts = True, changes(set(current), target)
+        ended = await asyncio.gather(*(self._change(part) for part in parts), return_exceptions=True)
         for end in ended:
             if isinstance(end, BaseException):
                 raise end
-            self._require_serving(workers, end)
             moves += end.moves
-        return tuple(sorted(moves, key=lambda move: move.slot))
+            if any(isinstance(error, NodeLost) for error in end.failed.values()):
+                whole = False
+            else:
+                self._require_serving(workers, end)
+        return whole
+
+    async def _target(self, workers: Mapping[str, int]) -> tuple[list[Assignment], set[Assignment]]:
+        """Find which posts are awake, and which shall be, on machines that serve; wait for these if there are too few.
+
+        Raises ClusterFailed, also in whoever waits for a worker, if none come as long as a start may take.
+        """
+        deadline = time.monotonic() + max(pool.spec.start_seconds for pool in self._pools.values())
+        while True:
+            self._lost = await self._launcher.lost()
+            for post, seat in self._seats():
+                if self._lost.intersection(post.slots):
+                    seat.wanted = False
+                    if seat.state in (SlotState.IDLE, SlotState.ASLEEP):
+                        seat.lose()
+            serving = Counter(post.role for post in self._awake())
+            growing = {role for role, count in workers.items() if count > serving[role]}
+            current, nodes = self._awake(growing), self._launcher.nodes
+            asleep = {post for post, seat in self._seats() if seat.worker is not None and not seat.awake}
+            target = assign_fewer(current, workers, widths=self._widths, nodes=nodes, asleep=asleep, lost=self._lost)
+            late = target is None and time.monotonic() > deadline
+            left = f"{len(nodes) - len(self._lost)} of {len(nodes)} worker slots are left"
+            few = ClusterFailed(f"{left}, too few for {dict(workers)}; the same command continues") if late else None
+            for pool in self._pools.values():
+                pool.broken = few
+                pool.settle()
+            if few is not None:
+                raise few
+            if target is not None:
+                return current, target
+            logger.warning("%s, others are waited for", left)
+            await asyncio.sleep(LOOK_SECONDS)
 
     def _require_serving(self, workers: Mapping[str, int], changed: "_Changed") -> None:
         """Raise what kept a role's workers from coming if the role was to have some and has none."""
@@ -232,9 +285,10 @@ class Fleet:
             if self._pools[post.role].add(post.first).awake:
                 await self._pools[post.role].drain(post.first)
                 await self._sleep(post)
-        for failure in await together([self._enter(post) for post in change.out]):
+        out = [post for post in change.out if not self._lost.intersection(post.slots)]
+        for failure in await together([self._enter(post) for post in out]):
             logger.warning("%s; its slot stays empty", failure)
-        for post in change.out:
+        for post in out:
             pool = self._pools[post.role]
             pool.add(post.first).wanted = True
             if pool.waiting:
@@ -248,6 +302,8 @@ class Fleet:
             try:
                 await pool.enter(post.first, pool.record)
                 break
+            except NodeLost:
+                raise
             except WorkerLost as lost:
                 if attempt > pool.spec.max_restarts or time.monotonic() > deadline:
                     raise

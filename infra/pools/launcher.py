@@ -85,6 +85,10 @@ class SlotLauncher(Launcher, Protocol):
         """The node of each slot, once they are reserved; slots of one node follow each other."""
         ...
 
+    async def lost(self) -> frozenset[int]:
+        """Tell which slots are on machines that serve no more; where others have taken their place, they are not."""
+        ...
+
     async def reserve(self) -> None:
         """Wait until the slots are set aside."""
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TypeVar
 
-from infra.errors import ClusterFailed, RheostatError, WorkerAsleep, WorkerLost
+from infra.errors import ClusterFailed, NodeLost, RheostatError, WorkerAsleep, WorkerLost
 from infra.pools.host import Returned
 from infra.pools.launcher import Launcher, Worker
 from infra.pools.slot import SlotState, WorkerSlot
@@ -26,8 +26,15 @@ class Pool:
     `spec.size`.
     """
 
-    def __init__(self, spec: PoolSpec, launcher: Launcher, *, look: Callable[[], None] | None = None) -> None:
-        """Make a pool without workers; its fleet is told by `look` that work waits for one."""
+    def __init__(
+        self,
+        spec: PoolSpec,
+        launcher: Launcher,
+        *,
+        look: Callable[[], None] | None = None,
+        lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Make a pool without workers; its fleet is told by `look` that work waits for one, by `lost` of a slot."""
         self.spec = spec
         self.restarts = 0
         self.done = 0
@@ -38,10 +45,13 @@ class Pool:
         self._ended_seconds = 0.0
         self._launcher = launcher
         self._look = look
+        self._slot_lost = lost
         self._seats: dict[int, WorkerSlot] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._changed = asyncio.Event()
         self._fault: RheostatError | None = None
+        self.broken: RheostatError | None = None
+        """Why no worker will come for what waits, if so."""
         self._closed = False
 
     @property
@@ -175,6 +185,8 @@ class Pool:
                 wanted = [seat for seat in self._seats.values() if seat.wanted]
                 if self._fault is not None and wanted and all(seat.state is SlotState.EMPTY for seat in wanted):
                     raise self._fault
+                if self.broken is not None:
+                    raise self.broken
                 if self._look is not None:
                     self._look()
                 await self._changed.wait()
@@ -220,6 +232,9 @@ class Pool:
             except RheostatError as error:
                 logger.warning("%s", error)
                 self._fault = error
+                if isinstance(error, NodeLost):
+                    seat.wanted = False
+                    self._slot_lost()
             self.settle()
 
         seat.state = SlotState.COMING

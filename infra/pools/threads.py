@@ -191,6 +191,10 @@ class ThreadLauncher:
         """Look up what other processes have started: nothing."""
         return {}
 
+    async def lost(self) -> frozenset[int]:
+        """Tell which slots have gone with their machine: none without this process."""
+        return frozenset()
+
     async def reserve(self) -> None:
         """Set nothing aside: there are always as many threads as it takes."""
 

@@ -196,10 +196,12 @@ class WorkerProcess:
             _kill(self.actor)
 
 
-async def start_worker(spec: PoolSpec, name: str, *, berth: ReservedSlot | None = None) -> WorkerProcess:
+async def start_worker(
+    spec: PoolSpec, name: str, *, berth: ReservedSlot | None = None, avoided: Sequence[str] = ()
+) -> WorkerProcess:
     """Start a worker, or find the one of that name; the process is killed if it is not ready in time.
 
-    In a berth, the worker is asleep until it is woken.
+    In a berth, the worker is asleep until it is woken; elsewhere it starts on none of the nodes to be `avoided`.
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -212,6 +214,9 @@ async def start_worker(spec: PoolSpec, name: str, *, berth: ReservedSlot | None 
         num_cpus=0,
         num_gpus=spec.gpus if berth is None else 0,
         runtime_env={"env_vars": thread_variables(spec.threads, gpus=spec.gpus, devices=devices)},
+        # What needs nothing is sent to any raylet to be placed, and that may be a dead one; all else to the driver's.
+        memory=1 if avoided else None,
+        label_selector={"ray.io/node-id": f"!in({','.join(avoided)})"} if avoided else None,
         scheduling_strategy="DEFAULT"
         if berth is None
         else PlacementGroupSchedulingStrategy(berth.group, placement_group_bundle_index=berth.index),

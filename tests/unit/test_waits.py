@@ -30,6 +30,7 @@ BOUNDED = {
     "infra/pools/pool.py: asyncio.wait": "the use of a worker: it ends when the worker makes no progress",
     "infra/pools/pool.py: use.result": "is done",
     "infra/pools/pool.py: self._changed.wait": "work waits for workers, which work, start or fail within limits",
+    "infra/pools/placement_group.py: starting.result": "is done",
     "infra/pools/ranks.py: task.result": "is done",
     "infra/pools/threads.py: self._works.get": "a worker's thread, which is told when to end",
     "infra/pools/threads.py: answer.result": "is done",

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from infra.errors import BadInput, ClusterFailed, WorkerFailed, WorkerLost
 from infra.pools.cluster import Preload, RayCluster
-from infra.pools.placement_group import ReservedSlots
+from infra.pools.placement_group import Machines, ReservedSlots
 from infra.pools.worker import PoolSpec
 from tests.support.fleet_workers import Served
 
@@ -459,7 +459,7 @@ asyncio.run(main())
 
 
 async def test_a_cluster_without_room_for_the_slots_says_so(cluster):
-    berths = ReservedSlots(2, gpus=1, embedded=False, start_seconds=0.3)
+    berths = ReservedSlots(2, gpus=1, machines=Machines(), start_seconds=0.3)
     with pytest.raises(ClusterFailed, match=r"did not set 2 worker slots of .*'GPU': 1.* aside within 0\.3 s"):
         await berths.reserve()
 
@@ -469,7 +469,7 @@ async def test_workers_of_all_roles_see_the_gpus_of_their_slots():
     """On GPUs that are only said to be there: Ray counts them, nobody opens one."""
     program = """
 import asyncio, ray
-from infra.pools.placement_group import SLOT, ReservedSlots
+from infra.pools.placement_group import SLOT, Machines, ReservedSlots
 from infra.pools.fleet import Fleet
 from infra.pools.worker import PoolSpec
 async def main():
@@ -478,7 +478,7 @@ async def main():
     for gpus, slots in ((1, 4), (2, 2), (0.5, 4)):
         roles = {f"narrow{slots}{gpus}": 1, f"wide{slots}{gpus}": 2}
         specs = [PoolSpec(role, "tests.support.workers:Counting", slots=width) for role, width in roles.items()]
-        fleet = Fleet(specs, ReservedSlots(slots, gpus=gpus, embedded=True, start_seconds=60))
+        fleet = Fleet(specs, ReservedSlots(slots, gpus=gpus, machines=Machines(alone=True), start_seconds=60))
         seen = []
         for (role, width) in roles.items():
             count = min(2, slots // width)

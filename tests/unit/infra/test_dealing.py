@@ -1,9 +1,11 @@
 from itertools import groupby
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.pools.assignment import Assignment, assign_slots, changes
+from infra.errors import BadInput
+from infra.pools.assignment import Assignment, assign_fewer, assign_slots, changes
 
 WIDTHS = {"rollout": 1, "judge": 2, "model": 3}
 
@@ -66,3 +68,22 @@ def test_no_worker_lies_on_two_nodes():
     judges = [post for post in dealt if post.role == "judge"]
     assert len(judges) == 2
     assert all(len(list(groupby(nodes[slot] for slot in post.slots))) == 1 for post in judges)
+
+
+@given(st.data())
+def test_where_slots_are_lost_every_wanted_role_keeps_a_worker_or_nothing_is_dealt(data):
+    slots = data.draw(st.integers(1, 9))
+    wanted = data.draw(counts(slots))
+    current = assign_slots([], wanted, widths=WIDTHS, nodes=["one"] * slots, asleep=set())
+    lost = data.draw(st.frozensets(st.integers(0, slots - 1)))
+    order = sorted(current, key=repr)
+    target = assign_fewer(order, wanted, widths=WIDTHS, nodes=["one"] * slots, asleep=set(), lost=lost)
+    left = {role: sum(post.role == role for post in target or ()) for role in WIDTHS}
+    if target is None:
+        least = {role: min(count, 1) for role, count in wanted.items()}
+        with pytest.raises(BadInput):
+            assign_slots([], least, widths=WIDTHS, nodes=["one"] * slots, asleep=set(), lost=lost)
+    else:
+        assert not lost.intersection(slots_of(target))
+        assert all(min(1, wanted[role]) <= left[role] <= wanted[role] for role in WIDTHS)
+        assert lost or left == wanted
