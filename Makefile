@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo test test-slow chaos test-vllm vllm check bench bench-vllm bench-gpu reality curves docs site format
+.PHONY: demo test test-system test-slow chaos test-vllm vllm check bench bench-vllm bench-gpu reality curves docs site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -33,8 +33,12 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.dev  ## the default suite, on all cores, with the CPU seconds of its longest tests
 	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 $(ARGS)
 
+test-system: export PYTHONDONTWRITEBYTECODE :=
+test-system: $(VENV)/.dev  ## real clusters, ranks and servers, most of them killed, on all cores
+	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 -m "system and not slow" $(ARGS)
+
 test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seeds, GSM8K
-	@$(BIN)/python -m pytest -m "slow and not vllm" $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not vllm and not gpu" $(ARGS)
 
 SEEDS := 1..20
 chaos: $(VENV)/.dev  ## kills and full disks at random writes of a small run, by seeds; a failing one is named

@@ -14,6 +14,7 @@ def test_the_notebook_is_kept_without_outputs():
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
 
 
+@pytest.mark.system
 @pytest.mark.timeout(900)
 def test_the_notebook_trains_reads_and_measures_a_policy_in_its_own_process(tmp_path, prefect_api, monkeypatch):
     for variable, value in {

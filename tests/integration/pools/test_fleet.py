@@ -21,7 +21,7 @@ from infra.pools.placement_group import Machines, ReservedSlots
 from infra.pools.worker import PoolSpec
 from tests.support.fleet_workers import Served
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.system]
 
 FLEETS = iter(range(1000))
 

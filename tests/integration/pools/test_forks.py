@@ -56,6 +56,7 @@ async def cluster():
 # ---- under Ray; the last test takes the nursery away
 
 
+@pytest.mark.system
 async def test_workers_are_forked_and_do_not_share_their_randomness(cluster):
     pool = await cluster.pool(spec(size=2))
     first, second = pool.pids
@@ -68,6 +69,7 @@ async def test_workers_are_forked_and_do_not_share_their_randomness(cluster):
     assert await gone(first, second)
 
 
+@pytest.mark.system
 async def test_a_killed_fork_is_replaced_at_once_and_its_children_die(cluster):
     pool = await cluster.pool(spec())
     done = await pool.run("spawn", None, returns=int)
@@ -81,6 +83,7 @@ async def test_a_killed_fork_is_replaced_at_once_and_its_children_die(cluster):
     await pool.close()
 
 
+@pytest.mark.system
 async def test_libraries_read_the_pools_own_number_of_threads(cluster):
     pool = await cluster.pool(spec(threads=2))
     assert nursery_of(pool.pids[0]) is None
@@ -88,6 +91,7 @@ async def test_libraries_read_the_pools_own_number_of_threads(cluster):
     await pool.close()
 
 
+@pytest.mark.system
 async def test_a_fork_is_what_a_started_worker_is_and_follows_where_the_nursery_has_died(cluster):
     forked = await cluster.pool(spec())
     nursery = nursery_of(forked.pids[0])
@@ -100,6 +104,7 @@ async def test_a_fork_is_what_a_started_worker_is_and_follows_where_the_nursery_
     await asyncio.gather(forked.close(), started.close())
 
 
+@pytest.mark.system
 async def test_no_fork_and_no_nursery_survives_a_killed_driver():
     program = """
 import asyncio

@@ -18,7 +18,7 @@ from infra.pools.worker import PoolSpec
 from infra.processes.guard import processes_of
 from tests.support.servers import guards_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.system]
 
 ROLES = iter(range(1000))
 

@@ -140,6 +140,7 @@ with prefect_api() as url:
 """What every command of ours does that needs Prefect."""
 
 
+@pytest.mark.system
 def test_until_ctrl_c_a_server_keeps_one_password_that_all_commands_of_its_user_find_and_no_output_shows(
     home, tmp_path
 ):
@@ -190,6 +191,7 @@ def asked(command: list[str], variables: dict[str, str]) -> str:
     return done.stdout
 
 
+@pytest.mark.system
 def test_the_server_of_a_job_has_a_password_that_only_the_two_processes_know(home):
     holding = f"{ASK}\n    input()"
     command = [sys.executable, "-c", holding]

@@ -139,6 +139,7 @@ def controllers_below(worker: "subprocess.Popen[bytes]") -> list[str]:
     return [line for line in alive(psutil.Process(worker.pid).children()) if "prefect.engine" in line]
 
 
+@pytest.mark.system
 def test_every_deployment_of_the_file_is_on_the_server(server):
     listed = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     found = server.find("deployments", limit=50)
@@ -149,6 +150,7 @@ def test_every_deployment_of_the_file_is_on_the_server(server):
     assert all(d["enforce_parameter_schema"] and "rheostat" in d["tags"] for d in found)
 
 
+@pytest.mark.system
 def test_the_form_tells_what_each_field_is_and_which_values_it_takes(server):
     schema = server.deployment("train/train")["parameter_openapi_schema"]
     rollout = schema["definitions"]["RolloutConfig"]["properties"]
@@ -163,11 +165,13 @@ def test_the_form_tells_what_each_field_is_and_which_values_it_takes(server):
     assert undescribed == []
 
 
+@pytest.mark.system
 def test_the_demo_deployment_runs_what_the_demo_file_says(server):
     parameters = server.deployment("train/demo")["parameters"]
     assert RunConfig.model_validate(parameters["config"]) == load_config(ROOT / "configs" / "demo.toml")
 
 
+@pytest.mark.system
 def test_training_is_scheduled_but_not_until_somebody_turns_it_on(server):
     weekly = server.deployment("retrain/weekly")
     (schedule,) = weekly["schedules"]
@@ -183,6 +187,7 @@ def test_each_scheduled_retrain_is_a_run_of_its_own():
     assert {c.fingerprint() for c in named} == {config.fingerprint()}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("config", "told"),
     [
@@ -197,6 +202,7 @@ def test_wrong_parameters_are_refused_before_anything_starts(server, config, tol
     assert told in answer.text
 
 
+@pytest.mark.system
 def test_a_whole_configuration_is_accepted_as_the_form_sends_it(server):
     sent = json.loads(load_config(ROOT / "configs" / "demo.toml").model_dump_json())
     run = server.trigger("train/demo", {"config": sent})

@@ -280,6 +280,7 @@ def test_what_is_served_is_what_the_trainer_computes(uri, policy):
         torch.testing.assert_close(trained(tokens_BT).logits, served(tokens_BT).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.system
 def test_two_ranks_train_adapters_as_one_does(uri, policy):
     unclipped = UNCLIPPED.model_copy(update={"lora": LORA})
     configs = [unclipped, unclipped.model_copy(update={"zero_stage": 3})]

@@ -377,6 +377,7 @@ def same_on_two_ranks(uri: str, parents: tuple[ModelVersion, ModelVersion], conf
     assert [outcome.critic for _, outcome in hot[0]] == [outcome.critic for _, outcome in turns(uri, "hot", 1)[0]]
 
 
+@pytest.mark.system
 def test_two_ranks_estimate_and_value_as_one_does_and_continue_bit_identically(uri, policy, critic):
     config = CONFIG.model_copy(update={"minibatches": 1, "max_grad_norm": 1e9})
     same_on_two_ranks(uri, (policy, critic), [config])

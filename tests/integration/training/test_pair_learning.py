@@ -112,6 +112,7 @@ def test_no_size_of_a_pass_changes_what_is_learnt(uri, policy, kind):
     assert_alike(uri, small, large)
 
 
+@pytest.mark.system
 def test_two_ranks_learn_what_one_does(uri, policy):
     together(learn_together, uri, policy, [{"microbatch_tokens": 150}, {"zero_stage": 2}])
     found = torch.load(Path(uri, "learnt-0.pt"), weights_only=False)

@@ -305,6 +305,7 @@ make_policy(Path(sys.argv[1]), ScratchPolicy(hidden_size=1024, intermediate_size
 """
 
 
+@pytest.mark.system
 def test_a_copy_of_weights_does_not_outlive_the_worker_that_was_killed_while_it_made_it(tmp_path):
     store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -192,6 +192,7 @@ def test_an_update_after_warmup_starts_as_in_a_new_process(uri, policy):
     assert worker.update(work(uri, warm.model)).model == start(uri).update(work(uri, warm.model)).model
 
 
+@pytest.mark.system
 def test_two_ranks_continue_bit_identically_in_new_processes_and_agree_with_one(uri, policy):
     same_after_restart(uri, policy, [UNCLIPPED, staged(2)], ranks=2)
     first = read(uri, "hot")[0][0]
