@@ -16,9 +16,9 @@ from tasks.views.metrics import Accuracy
 async def evaluation(session: Session, number: int) -> Accuracy:
     """Generate and score one completion for each held-out problem."""
     with tags(evaluation_key(number)):
-        batch = await plan_evaluation(session, number)
+        batch = plan_evaluation(session, number)
         await generate_and_score(session, batch)
-        return await summarise_evaluation(session, batch)
+        return summarise_evaluation(session, batch)
 
 
 @flow(name="evaluate", flow_run_name="{config.name}", persist_result=True, result_serializer="json")

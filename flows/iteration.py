@@ -20,14 +20,14 @@ async def iteration(session: Session, number: int) -> Manifest:
     """Take the next prompts once round the loop; what is already in the store is not done again."""
     this = Iteration(session.run, number)
     with tags(this.key):
-        wave: Batch | None = await plan_iteration(session, this)
+        wave: Batch | None = plan_iteration(session, this)
         while wave is not None:
             await generate_and_score(session, wave)
-            wave = await plan_next_wave(session, this, wave)
+            wave = plan_next_wave(session, this, wave)
         await place_update(session, this)
         await estimate(session, this)
         await assign_credit(session, this)
         await launch(update, session, batch=this.key)
-        sealed = await seal_iteration(session, this)
-        await retire_policies(session, this)
+        sealed = seal_iteration(session, this)
+        retire_policies(session, this)
     return sealed

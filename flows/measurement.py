@@ -18,6 +18,6 @@ async def measured(session: Session, policy: str) -> Accuracy | None:
 async def measurement(run: RunRef, policy: str) -> Accuracy:
     """Generate and score one completion for each held-out problem."""
     session = session_of(run)
-    batch = await plan_measurement(session, policy)
+    batch = plan_measurement(session, policy)
     await generate_and_score(session, batch)
-    return await summarise_measurement(session, batch)
+    return summarise_measurement(session, batch)

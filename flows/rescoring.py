@@ -38,7 +38,7 @@ async def rescore(request: Rescoring) -> None:
             began = time.monotonic()
             async with asyncio.TaskGroup() as group:
                 for batch in rescored_batches(iteration, derived):
-                    follow(group, session, batch, batch.shards)
+                    group.create_task(follow(session, batch, batch.shards))
             await seal_rescoring(session, derived, iteration, began)
 
 

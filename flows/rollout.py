@@ -1,15 +1,11 @@
 """The rollout controller: a slice of every batch's shards."""
 
-import asyncio
-from collections.abc import Iterable
-
 from prefect import flow
 
 from flows.controllers import controller_name
 from flows.session import control
-from tasks.rollout import generate_shard
-from tasks.run.batch import Batch
-from tasks.run.session import RunRef, Session
+from tasks.rollout import generate_shards
+from tasks.run.session import RunRef
 
 
 @flow(name="rollout", flow_run_name=controller_name, persist_result=True, result_serializer="json")
@@ -24,10 +20,4 @@ async def rollout(
         controller: Number of this controller among its peers.
         shards: Numbers of the shards; none means all.
     """
-    return await control(run, batch, role=rollout.name, controller=controller, shards=shards, start=generate)
-
-
-def generate(group: asyncio.TaskGroup, session: Session, batch: Batch, shards: Iterable[int]) -> None:
-    """Have shards generated."""
-    for shard in shards:
-        group.create_task(generate_shard(session, batch, shard))
+    return await control(run, batch, role=rollout.name, controller=controller, shards=shards, work=generate_shards)

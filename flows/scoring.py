@@ -1,7 +1,7 @@
 """The scoring controller: follows the commits of its rollout peer, shard by shard."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from prefect import flow
 
@@ -9,7 +9,7 @@ from flows.controllers import controller_name
 from flows.session import control
 from tasks.run.batch import Batch
 from tasks.run.session import RunRef, Session
-from tasks.scoring import judge_shard, score_shard
+from tasks.scoring import judge_shards, score_shards
 
 
 @flow(name="scoring", flow_run_name=controller_name, persist_result=True, result_serializer="json")
@@ -24,13 +24,12 @@ async def scoring(
         controller: Number of this controller among its peers.
         shards: Numbers of the shards; none means all.
     """
-    return await control(run, batch, role=scoring.name, controller=controller, shards=shards, start=follow)
+    return await control(run, batch, role=scoring.name, controller=controller, shards=shards, work=follow)
 
 
-def follow(group: asyncio.TaskGroup, session: Session, batch: Batch, shards: Iterable[int]) -> None:
+async def follow(session: Session, batch: Batch, shards: Sequence[int]) -> None:
     """Have shards judged by every served reward and then scored, each as soon as it is generated."""
-    silence = session.settings.controllers.silence_seconds
-    for shard in shards:
+    async with asyncio.TaskGroup() as group:
         for term in session.settings.scoring.model_rewards:
-            group.create_task(judge_shard(session, batch, shard, term, silence))
-        group.create_task(score_shard(session, batch, shard, silence))
+            group.create_task(judge_shards(session, batch, shards, term))
+        group.create_task(score_shards(session, batch, shards))

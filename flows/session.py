@@ -1,8 +1,7 @@
 """Which process holds a run, and who joins it there."""
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -19,8 +18,8 @@ from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_run, next_iteration
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
 
-Start = Callable[[asyncio.TaskGroup, Session, Batch, Iterable[int]], None]
-"""Starts what a role does with some of a batch's shards."""
+Work = Callable[[Session, Batch, Sequence[int]], Awaitable[object]]
+"""What a role does with some of a batch's shards."""
 
 
 @asynccontextmanager
@@ -75,21 +74,19 @@ async def joined(ref: RunRef) -> AsyncIterator[Session]:
         raise first_cause(several) from several
 
 
-async def control(run: RunRef, batch: str | None, *, role: str, controller: int, shards: Shards, start: Start) -> int:
-    """Do a role's part of a batch, or without one of every batch that the run asks for; return how many shards, or
-    batches."""
+async def control(run: RunRef, batch: str | None, *, role: str, controller: int, shards: Shards, work: Work) -> int:
+    """Do a role's part of a batch, or of every batch that the run asks for; return how many shards, or batches."""
     async with joined(run) as session:
         if batch is None:
-            return await serve(role, controller, partial(_carry_out, session, start))
-        return await _carry_out(session, start, batch, shards)
+            return await serve(role, controller, partial(_carry_out, session, work))
+        return await _carry_out(session, work, batch, shards)
 
 
-async def _carry_out(session: Session, start: Start, batch: str, shards: Shards) -> int:
+async def _carry_out(session: Session, work: Work, batch: str, shards: Shards) -> int:
     """Do it with some shards of a planned batch, by default all; return how many."""
     planned = Batch.read(session.run, batch)
     mine = planned.shards if shards is None else shards
-    async with asyncio.TaskGroup() as group:
-        start(group, session, planned, mine)
+    await work(session, planned, mine)
     return len(mine)
 
 

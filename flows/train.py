@@ -1,5 +1,7 @@
 """The main job: a policy, improved iteration by iteration."""
 
+import asyncio
+
 from prefect import flow
 
 from flows.evaluation import evaluation
@@ -25,10 +27,14 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
         start_pools(session)
         await warmup(session.ref)
         await evaluation(session, 0)
-        for number in await resume_point(session):
-            await iteration(session, number)
-            await report_iteration(session, number)
-            if config.evaluation.every and number % config.evaluation.every == 0:
-                await evaluation(session, number)
+        async with asyncio.TaskGroup() as beside:
+            reported = None
+            for number in resume_point(session):
+                await iteration(session, number)
+                if reported is not None:
+                    await reported
+                reported = beside.create_task(report_iteration(session, number))
+                if config.evaluation.every and number % config.evaluation.every == 0:
+                    await evaluation(session, number)
         await evaluation(session, config.iterations)
         return await report_run(session)

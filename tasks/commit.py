@@ -11,11 +11,10 @@ from tasks.auxiliary import auxiliary_of
 from tasks.run.iteration import Iteration, carry_over_after
 from tasks.run.keys import StageKey
 from tasks.run.session import Session
-from tasks.run.stages import finish, record, stage
+from tasks.run.stages import finish, record
 
 
-@stage("{iteration.key} seal")
-async def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
+def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
     """Commit the list of everything that the iteration made, with its metrics, and what it leaves to the next."""
     plans = [batch.planned for batch in iteration.batches]
     rollouts, scores = iteration.stage("rollout"), iteration.stage("scoring")
@@ -52,8 +51,7 @@ async def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
     return sealed
 
 
-@stage("{iteration.key} retire")
-async def retire_policies(session: Session, iteration: Iteration) -> int:
+def retire_policies(session: Session, iteration: Iteration) -> int:
     """Delete the files of policies that retention no longer keeps after an iteration; return how many bundles.
 
     All earlier versions are looked at, since a run may be continued with a smaller retention.

@@ -5,14 +5,13 @@ import logging
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey
 from tasks.run.session import Session
-from tasks.run.stages import finish, record, stage
+from tasks.run.stages import finish, record
 from tasks.views.metrics import Accuracy, accuracy_of
 
 logger = logging.getLogger(__name__)
 
 
-@stage("{batch.key} summary")
-async def summarise_evaluation(session: Session, batch: Batch) -> Accuracy:
+def summarise_evaluation(session: Session, batch: Batch) -> Accuracy:
     """Commit the accuracy of one evaluated policy."""
     accuracy = _commit(session, batch)
     finish(session, batch.key)
@@ -20,8 +19,7 @@ async def summarise_evaluation(session: Session, batch: Batch) -> Accuracy:
     return accuracy
 
 
-@stage("{batch.key} summary")
-async def summarise_measurement(session: Session, batch: Batch) -> Accuracy:
+def summarise_measurement(session: Session, batch: Batch) -> Accuracy:
     """Commit the accuracy of a policy that comes before the first iteration."""
     accuracy = _commit(session, batch)
     logger.info("held-out accuracy of %s: %s", batch.plan.policy, accuracy.line())

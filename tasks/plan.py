@@ -9,10 +9,10 @@ from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
 from tasks.run.keys import PROMPTS, StageKey, evaluation_key, iteration_key
 from tasks.run.session import Session
-from tasks.run.stages import record, stage
+from tasks.run.stages import record
 
 
-async def plan_iteration(session: Session, iteration: Iteration) -> Batch:
+def plan_iteration(session: Session, iteration: Iteration) -> Batch:
     """Plan an iteration's first batch: what was carried over, and the prompts that come next."""
     rollout, before = session.settings.rollout, iteration.before
     gap = max(0, rollout.prompts - before.num_leftover)
@@ -20,10 +20,10 @@ async def plan_iteration(session: Session, iteration: Iteration) -> Batch:
     margin = 1.0 if rollout.dynamic is None else rollout.dynamic.margin
     over_dispatch = 0.0 if rollout.partial is None else rollout.partial.over_dispatch
     wanted = wave_size(gap, ema, margin, over_dispatch=over_dispatch) - before.num_partial
-    return await plan_wave(session, iteration, 1, wanted)
+    return plan_wave(session, iteration, 1, wanted)
 
 
-async def plan_next_wave(session: Session, iteration: Iteration, batch: Batch) -> Batch | None:
+def plan_next_wave(session: Session, iteration: Iteration, batch: Batch) -> Batch | None:
     """Plan another batch if informative groups are wanting and waves are left (DAPO, arXiv 2503.14476)."""
     rollout, before, wave = session.settings.rollout, iteration.before, batch.plan.wave
     dynamic = rollout.dynamic
@@ -37,12 +37,11 @@ async def plan_next_wave(session: Session, iteration: Iteration, batch: Batch) -
     gap = rollout.prompts - informative - floor(cut / ema)  # of those that go on later, as many as usual will count
     if not another_wave(wave, gap, max_extra_waves=dynamic.max_extra_waves):
         return None
-    following = await plan_wave(session, iteration, wave + 1, wave_size(gap, ema, dynamic.margin))
+    following = plan_wave(session, iteration, wave + 1, wave_size(gap, ema, dynamic.margin))
     return following if following.shards else None
 
 
-@stage("plan {iteration.key} wave {wave}")
-async def plan_wave(session: Session, iteration: Iteration, wave: int, wanted: int) -> Batch:
+def plan_wave(session: Session, iteration: Iteration, wave: int, wanted: int) -> Batch:
     """Take so many of the next prompts, as far as there are: none that the iteration has already, none left out."""
     settings, before = session.settings, iteration.before
     earlier = [batch.plan for batch in iteration.batches[: wave - 1]]
@@ -70,14 +69,12 @@ async def plan_wave(session: Session, iteration: Iteration, wave: int, wanted: i
     return _commit(session, plan)
 
 
-@stage("plan eval-{number:04d}")
-async def plan_evaluation(session: Session, number: int) -> Batch:
+def plan_evaluation(session: Session, number: int) -> Batch:
     """Take the first held-out problems for the policy after `number` iterations."""
     return _plan_heldout(session, evaluation_key(number), number, policy=StageKey.policy(number))
 
 
-@stage("plan measurement of {policy}")
-async def plan_measurement(session: Session, policy: str) -> Batch:
+def plan_measurement(session: Session, policy: str) -> Batch:
     """Take the first held-out problems for a policy that comes before the first iteration."""
     return _plan_heldout(session, evaluation_key(0, policy=policy), 0, policy=policy)
 

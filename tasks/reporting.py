@@ -58,8 +58,7 @@ class RunSummary(Settings):
     """PNG of the learning curve."""
 
 
-@stage("resume point")
-async def resume_point(session: Session) -> list[int]:
+def resume_point(session: Session) -> list[int]:
     """Numbers of the iterations to go through: from the last sealed one, whose aftermath may have been cut short."""
     name, total, reports = session.run.name, session.settings.iterations, _reports(session)
     if [report.iteration for report in reports] != list(range(1, len(reports) + 1)):

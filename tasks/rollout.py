@@ -1,16 +1,22 @@
-"""Generation: one task per shard."""
+"""Generation: one task for a controller's shards."""
+
+from collections.abc import Sequence
 
 from infra.store.manifests import Manifest
 from models.records.versions import policy_of
 from models.records.work import RolloutWork
 from tasks.run.batch import Batch
 from tasks.run.session import Session
-from tasks.run.stages import once, stage
+from tasks.run.stages import once, side_by_side, stage
 
 
-@stage("{batch.key} generate {shard:04d}", retries=2)
-async def generate_shard(session: Session, batch: Batch, shard: int) -> Manifest:
-    """Have a rollout worker complete one shard's prompts and commit what it wrote."""
+@stage("{batch.key} generate", retries=2)
+async def generate_shards(session: Session, batch: Batch, shards: Sequence[int]) -> None:
+    """Have rollout workers complete the prompts of shards; each is committed as soon as it is written."""
+    await side_by_side(_generate(session, batch, shard) for shard in shards)
+
+
+async def _generate(session: Session, batch: Batch, shard: int) -> Manifest:
     plan, policy, prompts, continued = batch.plan, batch.policy, batch.prompts, batch.continued(shard)
     work = RolloutWork(
         iteration=plan.number,

@@ -1,4 +1,6 @@
-"""Verdicts of reward models and scores, one task per shard."""
+"""Verdicts of reward models and scores: for a controller's shards one task each."""
+
+from collections.abc import Sequence
 
 from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest
@@ -7,17 +9,27 @@ from models.records.work import JudgeWork, ScoringWork, VerdictShard
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey, reward_model_role
 from tasks.run.session import Session
-from tasks.run.stages import committed, once, stage
+from tasks.run.stages import committed, once, side_by_side, stage
 
 PAUSES_SECONDS = [5.0, 15.0, 30.0, 60.0]
 """Before a judge that is down is asked again, beside the pauses of its own requests."""
 
 
-@stage("{batch.key} {term} {shard:04d}", retries=len(PAUSES_SECONDS), pauses_seconds=PAUSES_SECONDS)
-async def judge_shard(session: Session, batch: Batch, shard: int, term: str, silence_seconds: float) -> Manifest:
-    """Wait for one rollout shard's commit, have a served reward judge it, commit the verdicts."""
+@stage("{batch.key} {term}", retries=len(PAUSES_SECONDS), pauses_seconds=PAUSES_SECONDS)
+async def judge_shards(session: Session, batch: Batch, shards: Sequence[int], term: str) -> None:
+    """Have a served reward judge shards, each as soon as it is generated, and commit the verdicts."""
+    await side_by_side(_judge(session, batch, shard, term) for shard in shards)
+
+
+@stage("{batch.key} score", retries=2)
+async def score_shards(session: Session, batch: Batch, shards: Sequence[int]) -> None:
+    """Have scoring workers score shards, each as soon as it is generated and judged, and commit the scores."""
+    await side_by_side(_score(session, batch, shard) for shard in shards)
+
+
+async def _judge(session: Session, batch: Batch, shard: int, term: str) -> Manifest:
     plan, settings = batch.plan, session.settings
-    rollouts = await committed(session, plan.rollout_key(shard), silence_seconds=silence_seconds)
+    rollouts = await committed(session, plan.rollout_key(shard))
     held = term in settings.scoring.hosted_rewards
     served = [session.reward_model(term, prefix=plan.rescoring)] if held else []
     work = JudgeWork(
@@ -32,13 +44,11 @@ async def judge_shard(session: Session, batch: Batch, shard: int, term: str, sil
     )
 
 
-@stage("{batch.key} score {shard:04d}", retries=2)
-async def score_shard(session: Session, batch: Batch, shard: int, silence_seconds: float) -> Manifest:
-    """Wait for one rollout shard's commit and its verdicts, have a scoring worker score it, commit the scores."""
+async def _score(session: Session, batch: Batch, shard: int) -> Manifest:
     plan, settings = batch.plan, session.settings
-    rollouts = await committed(session, plan.rollout_key(shard), silence_seconds=silence_seconds)
+    rollouts = await committed(session, plan.rollout_key(shard))
     verdicts = {
-        term: await committed(session, plan.shard_key(reward_model_role(term), shard), silence_seconds=silence_seconds)
+        term: await committed(session, plan.shard_key(reward_model_role(term), shard))
         for term in settings.scoring.model_rewards
     }
     dynamic = settings.rollout.dynamic

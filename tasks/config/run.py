@@ -34,7 +34,7 @@ class ControllersConfig(Settings):
     where: Literal["nested", "deployment"] = "nested"
     """Sub-flows of this process, or runs of the deployments `rollout/controller` and `scoring/controller`."""
     silence_seconds: Annotated[float, Field(gt=0)] = 900
-    """Longest time a scoring controller waits for the next commit of its rollout peer, in seconds."""
+    """Longest time a scoring controller waits while nothing at all is committed, in seconds."""
 
 
 class RunConfig(Settings):

@@ -4,8 +4,9 @@ A flow is handed a `RunRef`, small and serialisable; `session_of` finds the open
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -63,6 +64,27 @@ class Placing:
     """When the current stage was planned, on the monotonic clock."""
 
 
+class Commits:
+    """Commits that this process has made or found: they wake who waits for them."""
+
+    def __init__(self) -> None:
+        self.newest = time.monotonic()
+        """When the last one came, on the monotonic clock."""
+        self._waiting: dict[str, asyncio.Event] = {}
+
+    def announce(self, key: str) -> None:
+        """Wake who waits for a key."""
+        self.newest = time.monotonic()
+        if (waiting := self._waiting.pop(key, None)) is not None:
+            waiting.set()
+
+    async def wait(self, key: str, *, seconds: float) -> None:
+        """Return when a key is announced, or after so long: other processes announce nothing here."""
+        waiting = self._waiting.setdefault(key, asyncio.Event())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(waiting.wait(), seconds)
+
+
 R = TypeVar("R")
 
 
@@ -91,6 +113,8 @@ class Session:
         self.run, self.settings, self.cluster = run, settings, cluster
         self.ref = RunRef(store=store, name=run.name, epoch=run.epoch, cluster=cluster.address, pools=settings.pools)
         """What flows are handed."""
+        self.commits = Commits()
+        """What wakes stages that wait for other controllers."""
         self.placing: Placing | None = None
         """What the placement knows, once it has been asked."""
         self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 from prefect import task
@@ -27,7 +27,11 @@ P = ParamSpec("P")
 
 R = TypeVar("R")
 
-POLL_SECONDS = 0.02  # a look for one name on local disk costs 20 µs
+TRANSIENT = (WorkerLost, OSError)
+"""Errors after which trying again can help: a lost worker, or the outside world."""
+
+LOOK_SECONDS = (0.02, 0.25)
+"""Pauses between looks for what another process is to commit: they grow from the first to the last."""
 
 
 def stage(
@@ -64,7 +68,8 @@ async def once(
     done = await session.perform(role, method, work)
     outcome = done.result
     waited = {"worker": done.seconds, "stage": time.monotonic() - start}
-    return session.run.commit(
+    return _commit(
+        session,
         Manifest(
             key=key,
             shards=outcome.shards,
@@ -76,8 +81,14 @@ async def once(
                 worker=f"{done.worker} pid {done.pid}",
                 seconds={**(outcome.timings or {}), **waited},
             ),
-        )
+        ),
     )
+
+
+def _commit(session: Session, manifest: Manifest) -> Manifest:
+    committed = session.run.commit(manifest)
+    session.commits.announce(manifest.key)
+    return committed
 
 
 def record(
@@ -91,7 +102,8 @@ def record(
     seconds: Mapping[str, float] | None = None,
 ) -> Manifest:
     """Return the manifest under `key`, or commit a decision that needed no worker."""
-    return session.run.find(key) or session.run.commit(
+    return session.run.find(key) or _commit(
+        session,
         Manifest(
             key=key,
             bundles=dict(bundles or {}),
@@ -99,7 +111,7 @@ def record(
             metrics=dict(metrics or {}),
             detail=dict(detail or {}),
             provenance=provenance_here(worker=f"controller pid {os.getpid()}", seconds=seconds),
-        )
+        ),
     )
 
 
@@ -108,13 +120,41 @@ def finish(session: Session, part: str) -> None:
     link_part(session.run, part, journal=[f"placement/{part}/", DEPENDENCIES])
 
 
-async def committed(session: Session, key: str, *, silence_seconds: float) -> Manifest:
-    """Wait until another controller has committed `key`. Raises WorkerStalled after `silence_seconds`."""
-    deadline = time.monotonic() + silence_seconds
+async def side_by_side(works: Iterable[Coroutine[object, object, object]]) -> None:
+    """Do a stage's works, shard by shard, side by side; what trying again cannot help ends all of them at once.
+
+    Where it can help, the others are finished first: what they commit is not done again.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    pending = set(tasks)
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
+            for ended in done:
+                error = ended.exception()
+                if error is not None and not isinstance(error, TRANSIENT):
+                    raise error
+    finally:
+        for left in pending:
+            left.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for ended in tasks:
+        ended.result()
+
+
+async def committed(session: Session, key: str) -> Manifest:
+    """Wait until another controller has committed `key`.
+
+    Raises WorkerStalled when so long as is configured nothing at all was committed that this process could see.
+    """
+    silence, began, pause = session.settings.controllers.silence_seconds, time.monotonic(), LOOK_SECONDS[0]
     while (manifest := session.run.find(key)) is None:
-        if time.monotonic() > deadline:
-            raise WorkerStalled(f"{key}: expected a commit within {silence_seconds:g} s, none came")
-        await asyncio.sleep(POLL_SECONDS)
+        left = max(began, session.commits.newest) + silence - time.monotonic()
+        if left <= 0:
+            raise WorkerStalled(f"{key}: expected a commit within {silence:g} s, none came")
+        await session.commits.wait(key, seconds=min(pause, left))
+        pause = min(2 * pause, LOOK_SECONDS[1])
+    session.commits.announce(key)  # of another process it is news, which shows that the others are alive
     return manifest
 
 
@@ -133,7 +173,7 @@ async def is_transient(task: Task[..., object], task_run: TaskRun, state: State[
     """Whether trying a task again can help: a lost worker or the outside world, never a bad result."""
     try:
         await state.aresult()
-    except (WorkerLost, OSError):
+    except TRANSIENT:
         return True
     except Exception:  # Prefect raises here whatever the task raised: all else would be raised again
         return False

@@ -56,7 +56,12 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     least = config.getoption("--cpu-seconds")
     if least is None or os.environ.get("PYTEST_XDIST_WORKER"):
         return
-    ended = [report for reports in terminalreporter.stats.values() for report in reports if isinstance(report, pytest.TestReport)]
+    ended = [
+        report
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport)
+    ]
     taken = {r.nodeid: dict(r.user_properties)[NAME] for r in ended if NAME in dict(r.user_properties)}
     terminalreporter.section(f"{sum(taken.values()):.0f} CPU seconds; tests with at least {least:g}")
     for name, seconds in sorted(taken.items(), key=lambda item: -item[1]):
