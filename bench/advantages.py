@@ -12,7 +12,6 @@ from models.algorithms.experience import Estimates, Experience, ScoredGroups, Sp
 from models.config.algorithms import (
     AlgorithmConfig,
     Capo,
-    Distillation,
     DistillationOnly,
     DrGrpo,
     Grpo,
@@ -21,8 +20,8 @@ from models.config.algorithms import (
     ReinforcePlusPlusBaseline,
     RewardKl,
     Rloo,
-    TeacherDirectory,
 )
+from models.config.teachers import Distillation, TeacherDirectory
 from models.credit.assign import CreditRule, credit_completions
 from models.credit.inputs import TermColumns
 from models.records.columns import Integers, lists

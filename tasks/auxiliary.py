@@ -6,7 +6,7 @@ unless it is behind an endpoint.
 
 from infra.store.manifests import Manifest
 from models.algorithms.advantages import required_models
-from models.config.algorithms import TeacherDirectory
+from models.config.teachers import TeacherDirectory
 from models.records.versions import critic_of, policy_of
 from models.records.work import CriticWork, EstimateWork, TeacherWork
 from tasks.config.run import RunConfig
@@ -19,8 +19,7 @@ from tasks.run.stages import once, stage
 def held_teacher(settings: RunConfig) -> TeacherDirectory | None:
     """The teacher whose model the run holds; none without a teacher, or with one behind an endpoint."""
     distillation = settings.algorithm.distillation
-    teacher = None if distillation is None else distillation.teacher
-    return teacher if teacher is not None and teacher.kind == "directory" else None
+    return None if distillation is None else distillation.teacher.held
 
 
 def holds_teacher(session: Session) -> bool:

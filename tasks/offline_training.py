@@ -3,10 +3,8 @@
 import logging
 
 from infra.store.manifests import Manifest
-from models.config.judges import JudgeReward, ModelReward, TrainedJudge, TrainedRewardModel
-from models.config.training import WarmupConfig
 from models.records.versions import policy_of
-from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelPreparation, RewardModelWork, WarmupWork
+from models.records.work import PreferenceWork, RewardModelPreparation, WarmupWork, order_training
 from tasks.run.keys import BASE, DPO, SFT, StageKey
 from tasks.run.session import Session
 from tasks.run.stages import once, record, stage
@@ -99,34 +97,14 @@ async def make_reward_model(session: Session, term: str, prefix: str = "") -> Ma
 @stage("{term} training", retries=2)
 async def train_reward_model(session: Session, term: str, base: Manifest, prefix: str = "") -> Manifest:
     """Commit the model of a served reward: `base`, or what its training makes of it where the run trains it."""
-    reward, key = session.settings.scoring.model_rewards[term], StageKey.reward_model(term).below(prefix)
-    match reward:
-        case JudgeReward(model=TrainedJudge(warmup=warmup)):
-            logger.info("judge %s: %d steps of %d examples", term, warmup.steps, warmup.batch_size)
-            method, work = "warm_judge", _judge_work(session, reward, warmup, base)
-        case ModelReward(model=TrainedRewardModel() as training):
-            logger.info("reward model %s: %d steps of %d pairs", term, training.steps, training.batch_size)
-            method, work = "train_reward_model", _reward_model_work(session, reward, training, base)
-        case _:
-            return record(session, key, parents=[base], bundles=base.bundles, detail={"version": 0})
-    trained = await once(session, key, role="update", method=method, work=work, parents=[base])
+    settings = session.settings
+    reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term).below(prefix)
+    work = order_training(
+        policy_of(base), reward, data=settings.data, preferences=settings.preferences, seed=settings.seed
+    )
+    if work is None:
+        return record(session, key, parents=[base], bundles=base.bundles, detail={"version": 0})
+    logger.info("%s: %s", term, work.course)
+    trained = await once(session, key, role="update", method=work.method, work=work, parents=[base])
     logger.info("%s: %s", term, losses_line(trained))
     return trained
-
-
-def _judge_work(session: Session, reward: JudgeReward, warmup: WarmupConfig, base: Manifest) -> object:
-    settings = session.settings
-    return JudgeWarmupWork(judge=policy_of(base), reward=reward, data=settings.data, warmup=warmup, seed=settings.seed)
-
-
-def _reward_model_work(session: Session, reward: ModelReward, training: TrainedRewardModel, base: Manifest) -> object:
-    settings = session.settings
-    assert settings.preferences is not None, "a configuration with a trained reward model has preferences"
-    return RewardModelWork(
-        policy=policy_of(base),
-        data=settings.data,
-        preferences=settings.preferences,
-        training=training,
-        template=reward.template,
-        seed=settings.seed,
-    )

@@ -4,7 +4,7 @@ import asyncio
 
 from infra.config import Settings
 from infra.store.storage import open_store
-from models.config.algorithms import Distillation
+from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import find_run
 from tasks.run.preflight import preflight
@@ -109,10 +109,11 @@ def _judge(config: RunConfig, term: str, facts: dict[str, float]) -> str:
 
 
 def _teacher(distillation: Distillation, facts: dict[str, float]) -> str:
-    teacher = distillation.teacher
-    if teacher.kind == "endpoint":
-        return f"endpoint, {teacher.base_url}"
-    return f"{facts['teacher_parameters']:,.0f} parameters, {teacher.path}, on every update rank"
+    held, endpoint = distillation.teacher.held, distillation.teacher.endpoint
+    if endpoint is not None:
+        return f"endpoint, {endpoint.base_url}"
+    assert held is not None, "a teacher is here or elsewhere"
+    return f"{facts['teacher_parameters']:,.0f} parameters, {held.path}, on every update rank"
 
 
 def _count(number: int, noun: str) -> str:

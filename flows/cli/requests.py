@@ -70,8 +70,8 @@ def request_rescoring(
     slots, workers = sum(reward.slots for reward in terms.scoring.hosted_rewards.values()), config.pools.workers
     if slots > workers:
         raise BadInput(f"pools.workers {workers}: the reward models take at least {slots} slots")
-    for term, reward in terms.scoring.hosted_rewards.items():
-        if reward.kind == "model" and reward.model.kind == "trained" and config.preferences is None:
+    for term in terms.scoring.trained_reward_models:
+        if config.preferences is None:
             raise BadInput(
                 f"reward {term!r}: model.kind 'trained' learns from [preferences], which the run has none of"
             )

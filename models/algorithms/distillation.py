@@ -6,7 +6,8 @@ Shapes: T completion tokens.
 import numpy as np
 
 from models.algorithms.experience import Advantages, Experience
-from models.config.algorithms import Distillation, DistillationOnly
+from models.config.algorithms import DistillationOnly
+from models.config.teachers import Distillation
 from models.records.columns import Floats
 
 

@@ -25,12 +25,12 @@ from models.config.data import DataConfig, PreferencesConfig
 from models.config.engines import BYTES
 from models.config.job import slot_engines
 from models.config.objectives import UpdateConfig
-from models.config.policy import DirectoryPolicy, ModelOutline, ModelShape, PolicyConfig
-from models.config.reward_terms import TargetReward
+from models.config.policy import ModelOutline, ModelShape, PolicyConfig
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
-from models.data.load import load_preferences, load_problems, warmup_examples
+from models.data.load import load_problems, warmup_examples
+from models.data.preferences import load_preferences
 from models.data.problems import Problem, identity
 from models.engines.protocol import check_implemented
 from models.judges.checks import check_judge
@@ -94,7 +94,7 @@ def _is_repeatable(inputs: Inputs) -> bool:
     """Whether what is found depends on settings and files alone: not where a user's class or a secret has a say."""
     engines = (engine for _, engine, _ in slot_engines(inputs.rollout, inputs.scoring))
     distillation = inputs.algorithm.distillation
-    asks = distillation is not None and distillation.teacher.kind == "endpoint"
+    asks = distillation is not None and distillation.teacher.endpoint is not None
     return not asks and all(part.ships_with("models") for part in (inputs.algorithm, inputs.update.loss, *engines))
 
 
@@ -141,11 +141,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
             raise BadInput(f"{problem.source}: this held-out problem is a training problem too; remove one of them")
     if inputs.warmup is not None:
         warmup_examples(inputs.data, inputs.warmup.model_copy(update={"steps": 1}), inputs.seed)
-    checking = [
-        (rule.kind, build_reward(rule))
-        for rule in inputs.scoring.rules
-        if not isinstance(rule, TargetReward) and rule.checks_references
-    ]
+    checking = [(rule.known_as, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
     for problem in (*train, *heldout):
         for kind, reward in checking:
             try:
@@ -156,19 +152,14 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
 
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
     # Imported here: what is wrong with rewards and data is said before the second that transformers takes.
-    from models.inspection.decoder import DecoderSizes
-    from models.inspection.directory import inspect_decoder, inspect_directory
-    from models.text.tokenizer import require_room, scratch_tokenizer, tokenize_problems
+    from models.inspection.directory import inspect_policy
+    from models.text.tokenizer import require_room, tokenize_problems
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
         check_implemented(engine, name=name)
     if not inputs.update.loss.ships_with("models"):  # importing ours takes seconds
         check_implementation(inputs.update.loss, *LOSS, where="update.loss", named=LOSS_NAMED)
-    if isinstance(inputs.policy, DirectoryPolicy):
-        policy = inspect_directory(inputs.policy.path)
-    else:
-        tokenizer = scratch_tokenizer(inputs.policy, train)
-        policy = inspect_decoder(DecoderSizes.from_scratch(inputs.policy, vocab_size=len(tokenizer)), tokenizer)
+    policy = inspect_policy(inputs.policy, train)
     shape, tokenizer = policy.shape, policy.tokenizer
     problems = [*train, *heldout]
     prompts = tokenize_problems(problems, tokenizer)

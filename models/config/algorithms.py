@@ -8,15 +8,14 @@ from pydantic import Field
 
 from infra.config import Fraction, Positive, Settings
 from infra.variants import OneOf, Target, Variant
-from models.config.endpoints import Endpoint
 from models.config.objectives import AdaptiveKl
+from models.config.teachers import Distillation
 
 if TYPE_CHECKING:
     from models.config.job import Job
 
+
 # ---- what rewards are shaped by
-
-
 class Overlong(Settings):
     """Penalty that grows linearly over the last tokens before `max_new_tokens` (DAPO, arXiv 2503.14476, eq. 13)."""
 
@@ -37,51 +36,7 @@ class RewardKl(Settings):
     """What changes the coefficient from iteration to iteration; none keeps it."""
 
 
-# ---- teachers
-
-
-class TeacherDirectory(Settings):
-    """A causal language model directory with the policy's tokenizer; the run keeps a copy."""
-
-    kind: Literal["directory"] = "directory"
-    path: Path
-    """Directory with config.json, safetensors and tokenizer."""
-
-    def reasons_against(self, job: "Job") -> Iterator[str]:
-        """A model that the run holds scores at any temperature."""
-        yield from ()
-
-
-class TeacherEndpoint(Endpoint):
-    """A vLLM server that scores given token ids (`prompt_logprobs`); its tokenizer must be the policy's."""
-
-    kind: Literal["endpoint"] = "endpoint"
-
-    def reasons_against(self, job: "Job") -> Iterator[str]:
-        """Its answers know no temperature."""
-        temperature = job.rollout.sampling.temperature
-        if temperature != 1:
-            yield (
-                f"rollout.sampling.temperature {temperature:g}: a teacher behind an endpoint answers at temperature 1, "
-                "use 1, or a teacher directory"
-            )
-
-
-TeacherConfig = Annotated[TeacherDirectory | TeacherEndpoint, Field(discriminator="kind")]
-
-
-class Distillation(Settings):
-    """On-policy distillation: coefficient x (log π_teacher - log π_student) is added to each token's advantage."""
-
-    teacher: TeacherConfig
-    """Who scores what the policy wrote."""
-    coefficient: Annotated[float, Field(gt=0)] = 1.0
-    """Factor."""
-
-
 # ---- algorithms
-
-
 class CriticConfig(Settings):
     """The value model: a sequence classifier with one output that is read at every token, trained beside the policy."""
 

@@ -1,11 +1,12 @@
 """Configuration of problems and of preferences between completions. Torch-free."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from infra.config import Positive, Settings
+from infra.config import Positive
 from infra.variants import OneOf, Target, Variant
 
 
@@ -82,8 +83,18 @@ DataConfig = Annotated[DataSource, OneOf((ArithmeticData, FileData, TargetData))
 
 
 # ---- preferences
-class ArithmeticPreferences(Settings):
+class Preferences(Variant):
+    """What all preferences share. `implementation` is a `models.data.preferences.PreferenceSource`."""
+
+    def reasons_against(self, data: DataSource) -> Iterator[str]:
+        """Yield what does not go together with the source of the problems."""
+        yield from ()
+
+
+class ArithmeticPreferences(Preferences):
     """Pairs made from arithmetic problems: a right completion is preferred to a wrong one."""
+
+    implementation = "models.data.preferences:arithmetic_preferences"
 
     kind: Literal["arithmetic"] = "arithmetic"
     train_pairs: Positive = 8192
@@ -91,9 +102,19 @@ class ArithmeticPreferences(Settings):
     heldout_pairs: Positive = 256
     """Pairs of held-out problems, for pair accuracy."""
 
+    def reasons_against(self, data: DataSource) -> Iterator[str]:
+        """They are made of problems whose wrong answers are known."""
+        if not data.makes_pairs:
+            yield (
+                f"preferences.kind 'arithmetic' with data.kind {data.known_as!r}: its pairs are made from arithmetic "
+                "problems, use preferences.kind 'file'"
+            )
 
-class FilePreferences(Settings):
+
+class FilePreferences(Preferences):
     """Pairs from a JSON Lines, Parquet or Arrow file."""
+
+    implementation = "models.data.preferences:file_preferences"
 
     kind: Literal["file"] = "file"
     path: Path

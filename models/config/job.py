@@ -70,8 +70,4 @@ def reasons_against_preferences(
         return
     if dpo is None and not trained:
         yield "preferences: nothing learns from them, set [dpo] or a reward of kind 'model' with model.kind 'trained'"
-    if preferences.kind == "arithmetic" and not data.makes_pairs:
-        yield (
-            f"preferences.kind 'arithmetic' with data.kind {data.known_as!r}: its pairs are made from arithmetic "
-            "problems, use preferences.kind 'file'"
-        )
+    yield from preferences.reasons_against(data)

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from infra.config import Fraction, Positive, Settings
+from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy
@@ -78,8 +79,30 @@ class StepsVerdict(Settings):
 VerdictConfig = Annotated[ScoreVerdict | ChoiceVerdict | LogprobVerdict | StepsVerdict, Field(discriminator="kind")]
 
 
-class DirectoryJudge(Settings):
+# ---- models behind rewards
+class ServedModel(Variant):
+    """What all models behind rewards share. `implementation` is a `models.modeling.initial.ServedModelWriter`."""
+
+    implementation = "models.modeling.initial:refuse_to_write"
+    inspection: ClassVar[str]
+    """`pkg.mod:function` that checks it before it is made, a `models.inspection.companions.ServedModelCheck`; only of
+    what is made for the reward."""
+    training: ClassVar[str | None] = None
+    """`pkg.mod:function` that says how the run trains it, a `models.records.work.TrainingOrder`; none does not."""
+
+
+class JudgeModel(ServedModel):
+    """What all judges' models share."""
+
+    chats: ClassVar[bool] = True
+    """Whether it is asked in a turn of a chat, where it has a template for that."""
+
+
+class DirectoryJudge(JudgeModel):
     """Any causal language model directory in Hugging Face format; the run keeps a copy."""
+
+    implementation = "models.modeling.initial:write_judge"
+    inspection = "models.inspection.companions:check_directory_judge"
 
     kind: Literal["directory"] = "directory"
     path: Path
@@ -88,8 +111,13 @@ class DirectoryJudge(Settings):
     """What runs it."""
 
 
-class TrainedJudge(Settings):
+class TrainedJudge(JudgeModel):
     """A small judge that the warm-up flow trains on the data's problems: right and wrong completions, with verdicts."""
+
+    implementation = "models.modeling.initial:write_trained_judge"
+    inspection = "models.inspection.companions:check_trained_judge"
+    training = "models.records.work:order_judge_warmup"
+    chats = False  # it learns from the bare question
 
     kind: Literal["trained"] = "trained"
     shape: ScratchPolicy = ScratchPolicy()
@@ -100,7 +128,7 @@ class TrainedJudge(Settings):
     """What runs it."""
 
 
-class EndpointJudge(Endpoint):
+class EndpointJudge(Endpoint, JudgeModel):
     """A model behind an OpenAI-compatible endpoint."""
 
     kind: Literal["endpoint"] = "endpoint"
@@ -108,7 +136,7 @@ class EndpointJudge(Endpoint):
     """How a constrained choice is asked for: not at all, or by vLLM's structured outputs."""
 
 
-JudgeModel = Annotated[DirectoryJudge | TrainedJudge | EndpointJudge, Field(discriminator="kind")]
+JudgeModelConfig = Annotated[DirectoryJudge | TrainedJudge | EndpointJudge, Field(discriminator="kind")]
 
 
 class Canaries(Settings):
@@ -127,8 +155,10 @@ class Canaries(Settings):
 class JudgeReward(RewardTerm):
     """The verdict of a generative reward model."""
 
+    implementation = "models.workers.judge:JudgeWorker"
+
     kind: Literal["judge"] = "judge"
-    model: JudgeModel
+    model: JudgeModelConfig
     """Which model judges."""
     template: str | None = None
     """What it is asked; none asks what the verdict needs, with the completion between fences; one that the run
@@ -153,18 +183,15 @@ class JudgeReward(RewardTerm):
     slots: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker slots that one replica takes, each with `pools.threads` threads or its GPUs."""
 
-    worker: ClassVar[str] = "models.workers.judge:JudgeWorker"
-    """Import string of the class that serves it."""
-
     @property
-    def endpoint(self) -> Endpoint | None:
+    def endpoint(self) -> EndpointJudge | None:
         """Where the model runs, if elsewhere."""
         return self.model if isinstance(self.model, EndpointJudge) else None
 
     @property
     def is_trained(self) -> bool:
         """Whether the run trains the model."""
-        return isinstance(self.model, TrainedJudge)
+        return self.model.training is not None
 
     @property
     def engine(self) -> EngineSettings | None:
@@ -190,19 +217,25 @@ class JudgeReward(RewardTerm):
     def writes(self) -> bool:
         """Whether an answer is written token by token, rather than weighed among given ones."""
         verdict = self.verdict
-        return isinstance(verdict, ScoreVerdict) or (isinstance(verdict, ChoiceVerdict) and not verdict.constrained)
+        chooses = isinstance(verdict, LogprobVerdict) or (isinstance(verdict, ChoiceVerdict) and verdict.constrained)
+        return not chooses
 
 
-class DirectoryRewardModel(Settings):
+class DirectoryRewardModel(ServedModel):
     """Any sequence classifier directory in Hugging Face format with one output; the run keeps a copy."""
+
+    implementation = "models.modeling.initial:write_reward_model"
+    inspection = "models.inspection.companions:check_directory_reward_model"
 
     kind: Literal["directory"] = "directory"
     path: Path
     """Directory with config.json, safetensors and tokenizer."""
 
 
-class TrainedRewardModel(Settings):
+class TrainedRewardModel(ServedModel):
     """The initial policy with a head of one output, trained on the run's preferences (Bradley and Terry, 1952)."""
+
+    training = "models.records.work:order_reward_model_training"
 
     kind: Literal["trained"] = "trained"
     steps: Positive = 600
@@ -221,6 +254,8 @@ RewardModelConfig = Annotated[DirectoryRewardModel | TrainedRewardModel, Field(d
 class ModelReward(RewardTerm):
     """The score of a discriminative reward model: a sequence classifier with one output."""
 
+    implementation = "models.workers.reward_model:RewardModelWorker"
+
     kind: Literal["model"] = "model"
     model: RewardModelConfig
     """Which model scores."""
@@ -233,8 +268,6 @@ class ModelReward(RewardTerm):
     slots: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker slots that one replica takes."""
 
-    worker: ClassVar[str] = "models.workers.reward_model:RewardModelWorker"
-    """Import string of the class that serves it."""
     votes: ClassVar[int] = 1
     """Answers per completion."""
     vote: ClassVar[Literal["mean"]] = "mean"
@@ -251,7 +284,8 @@ class ModelReward(RewardTerm):
     @property
     def is_trained(self) -> bool:
         """Whether the run trains the model."""
-        return isinstance(self.model, TrainedRewardModel)
+        return self.model.training is not None
 
 
 ServedReward = JudgeReward | ModelReward
+"""`implementation` is the class of the workers that serve it."""

@@ -168,29 +168,39 @@ class KlPenalty(Settings):
 Kl = Annotated[NoKl | KlPenalty, Field(discriminator="kind")]
 
 
-class NoCorrection(Settings):
+# ---- the mismatch between engine and trainer
+
+
+class Correction(Variant):
+    """What all corrections share. `implementation` is a `models.objectives.importance.CorrectionFunction`."""
+
+    compares_with_trainer: ClassVar[bool] = True
+    """Whether the loss compares with the trainer's own log-probs before the update."""
+
+
+class NoCorrection(Correction):
     """Behaviour log-probs are taken as the old policy's; the mismatch is measured all the same, in the first step."""
 
-    compares_with_trainer: ClassVar[bool] = False
-    """Whether the loss compares with the trainer's own log-probs before the update."""
+    implementation = "models.objectives.importance:uncorrected"
+    compares_with_trainer = False
 
     kind: Literal["none"] = "none"
 
 
-class TruncatedImportance(Settings):
+class TruncatedImportance(Correction):
     """The loss is weighted by min(π_old / π_behaviour, cap); π_old is computed by the trainer."""
 
-    compares_with_trainer: ClassVar[bool] = True
+    implementation = "models.objectives.importance:truncated"
 
     kind: Literal["truncated"] = "truncated"
     cap: Annotated[float, Field(ge=1)] = 2.0
     """Largest weight."""
 
 
-class MaskedImportance(Settings):
+class MaskedImportance(Correction):
     """The loss is weighted by π_old / π_behaviour, and by 0 where that is outside a band."""
 
-    compares_with_trainer: ClassVar[bool] = True
+    implementation = "models.objectives.importance:masked"
 
     kind: Literal["masked"] = "masked"
     low: Annotated[float, Field(ge=0, lt=1)] = 0.5
@@ -199,7 +209,7 @@ class MaskedImportance(Settings):
     """Largest weight that counts."""
 
 
-Correction = Annotated[NoCorrection | TruncatedImportance | MaskedImportance, Field(discriminator="kind")]
+CorrectionConfig = Annotated[NoCorrection | TruncatedImportance | MaskedImportance, Field(discriminator="kind")]
 
 
 # ---- low-rank adapters
@@ -272,9 +282,9 @@ class UpdateConfig(Settings):
     """The policy loss."""
     kl: Kl = NoKl()
     """Divergence from the initial policy."""
-    correction: Correction = TruncatedImportance()
+    correction: CorrectionConfig = TruncatedImportance()
     """What corrects the mismatch between the engine's log-probs and the trainer's."""
-    stale_correction: Correction | None = None
+    stale_correction: CorrectionConfig | None = None
     """The same for tokens that an earlier policy version wrote; none treats them alike."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Tokens written more versions ago have no weight in the loss; none keeps them all."""

@@ -3,16 +3,27 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from infra.config import Positive, Settings
+from infra.config import Positive
+from infra.variants import Variant
 
 
 # ---- policy
-class ScratchPolicy(Settings):
+class PolicySource(Variant):
+    """What all sources of an initial policy share. `implementation` is a `models.modeling.initial.PolicyWriter`."""
+
+    inspection: ClassVar[str]
+    """`pkg.mod:function` that describes it before anything is built, a `models.inspection.directory.Inspection`."""
+
+
+class ScratchPolicy(PolicySource):
     """A small decoder built from nothing, with a byte-level BPE trained on the data's text."""
+
+    implementation = "models.modeling.initial:write_scratch"
+    inspection = "models.inspection.directory:inspect_scratch"
 
     kind: Literal["scratch"] = "scratch"
     architecture: Literal["llama", "qwen3"] = "llama"
@@ -41,8 +52,11 @@ class ScratchPolicy(Settings):
         return self
 
 
-class DirectoryPolicy(Settings):
+class DirectoryPolicy(PolicySource):
     """Any causal language model directory in Hugging Face format."""
+
+    implementation = "models.modeling.initial:write_import"
+    inspection = "models.inspection.directory:inspect_import"
 
     kind: Literal["directory"] = "directory"
     path: Path

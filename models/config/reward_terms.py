@@ -1,27 +1,27 @@
 """Configuration of rewards that are rules, and what every reward term has. Torch-free."""
 
 import re
+from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
 from infra.config import Settings
+from infra.processes.functions import RunFunction
+from infra.variants import Variant
 
 Valued = Literal["completion", "step", "token"]
 
 Aggregated = Literal["mean", "sum", "min"]
 
 
-class RewardTerm(Settings):
+class RewardTerm(Variant):
     """What all reward terms share."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")] | None = None
     """Column name of this term; by default its kind."""
     weight: float = 1.0
     """Factor of this term in the total."""
-
-    checks_references: ClassVar[bool] = False
-    """Whether it raises ValueError at a reference that it cannot compare with: known before anything is generated."""
 
     @property
     def valued(self) -> Valued:
@@ -43,11 +43,16 @@ class RewardTerm(Settings):
 class BlankLines(Settings):
     """A step ends at a blank line, unless it is inside a code or math fence (CAPO, arXiv 2508.02298)."""
 
+    may_hang: ClassVar[bool] = False
+    """Whether some texts take it so long that it must be killed."""
+
     kind: Literal["blank_lines"] = "blank_lines"
 
 
 class PatternSteps(Settings):
     """A step ends where a pattern ends; what it matches belongs to the step before it."""
+
+    may_hang: ClassVar[bool] = True
 
     kind: Literal["pattern"] = "pattern"
     pattern: str
@@ -69,9 +74,42 @@ Segmentation = Annotated[BlankLines | PatternSteps, Field(discriminator="kind")]
 
 
 # ---- rules
-class NumericReward(RewardTerm):
+class RuleReward(RewardTerm, ABC):
+    """What all rewards share that are functions, which the scoring workers call in processes of their own."""
+
+    brings_code: ClassVar[bool] = False
+    """Whether the function is the user's, and runs where nothing of ours is imported."""
+
+    @property
+    @abstractmethod
+    def function(self) -> RunFunction:
+        """What is called."""
+
+    @property
+    def segmentation(self) -> Segmentation | None:
+        """What a step is, where it values steps."""
+        return None
+
+
+class BuiltInReward(RuleReward):
+    """What all rules share that ship with Rheostat. `implementation` is a `models.rewards.rules.RewardMaker`."""
+
+    checks_references: ClassVar[bool] = False
+    """Whether it raises ValueError at a reference that it cannot compare with: known before anything is generated."""
+
+    @property
+    def function(self) -> RunFunction:
+        """It is made where it is called, of these settings."""
+        settings: dict[str, JsonValue] = {"settings": self.model_dump(mode="json")}
+        return RunFunction(
+            "models.rewards.rules:made_reward", where=f"the {self.known_as} reward", options=settings, made=True
+        )
+
+
+class NumericReward(BuiltInReward):
     """1 if the number in the completion equals the number in the reference, else 0."""
 
+    implementation = "models.rewards.rules:numeric_reward"
     checks_references = True
 
     kind: Literal["numeric"] = "numeric"
@@ -79,31 +117,36 @@ class NumericReward(RewardTerm):
     """Regular expression whose last match's first group is the answer, in completion and reference alike."""
 
 
-class MathReward(RewardTerm):
+class MathReward(BuiltInReward):
     """1 if math-verify finds completion and reference equal, else 0.
 
     What is too large to be evaluated, such as 9^(9^9), equals only what is spelt alike.
     """
 
+    implementation = "models.rewards.mathematics:math_reward"
     checks_references = True
 
     kind: Literal["math"] = "math"
 
 
-class RegexReward(RewardTerm):
+class RegexReward(BuiltInReward):
     """1 if the pattern is found in the completion, else 0."""
+
+    implementation = "models.rewards.rules:pattern_reward"
 
     kind: Literal["regex"] = "regex"
     pattern: str
     """Regular expression searched for."""
 
 
-class TargetReward(RewardTerm):
+class TargetReward(RuleReward):
     """Any function `reward(prompt: str, completion: str, answer: str, **options)`.
 
     It returns a number; with `per = "step"` or `"token"` it is also given `steps: list[str]` or `tokens: list[str]`,
     which concatenated are the completion, and returns as many numbers.
     """
+
+    brings_code = True
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
@@ -118,6 +161,17 @@ class TargetReward(RewardTerm):
     """How the numbers of steps or tokens become one where a number per completion is wanted."""
 
     @property
+    def function(self) -> RunFunction:
+        """The one that is named."""
+        part = {"completion": "", "step": "steps", "token": "tokens"}[self.per]
+        return RunFunction(self.target, where=f"reward target {self.target!r}", options=self.options, part=part)
+
+    @property
+    def segmentation(self) -> Segmentation | None:
+        """What a step is, where it values steps."""
+        return self.steps if self.per == "step" else None
+
+    @property
     def valued(self) -> Valued:
         """What it gives a number of its own."""
         return self.per
@@ -128,6 +182,6 @@ class TargetReward(RewardTerm):
         return self.aggregate
 
 
-BuiltInReward = NumericReward | MathReward | RegexReward
+BuiltInConfig = NumericReward | MathReward | RegexReward
 
-RuleReward = BuiltInReward | TargetReward
+RuleConfig = BuiltInConfig | TargetReward

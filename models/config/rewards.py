@@ -6,9 +6,9 @@ from pydantic import Field, model_validator
 
 from infra.config import Fraction, Settings
 from models.config.judges import ModelReward, ServedReward, TrainedRewardModel
-from models.config.reward_terms import NumericReward, RuleReward
+from models.config.reward_terms import BuiltInReward, NumericReward, RuleConfig, RuleReward
 
-RewardConfig = Annotated[RuleReward | ServedReward, Field(discriminator="kind")]
+RewardConfig = Annotated[RuleConfig | ServedReward, Field(discriminator="kind")]
 
 
 class ScoringConfig(Settings):
@@ -33,7 +33,12 @@ class ScoringConfig(Settings):
     @property
     def rules(self) -> tuple[RuleReward, ...]:
         """Rewards that are functions, computed by the scoring workers themselves."""
-        return tuple(reward for reward in self.rewards if not isinstance(reward, ServedReward))
+        return tuple(reward for reward in self.rewards if isinstance(reward, RuleReward))
+
+    @property
+    def built_in_rules(self) -> tuple[BuiltInReward, ...]:
+        """Those of the rules that ship with Rheostat."""
+        return tuple(reward for reward in self.rewards if isinstance(reward, BuiltInReward))
 
     @property
     def process_terms(self) -> tuple[str, ...]:

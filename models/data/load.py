@@ -1,30 +1,14 @@
-"""Problems to learn from and to be tested on, and preferences between completions, made or read."""
+"""Problems to learn from and to be tested on, made or read."""
 
 from random import Random
 from typing import cast
 
 from infra.errors import BadInput
 from infra.variants import implementation_of
-from models.config.data import ArithmeticPreferences, DataConfig, PreferencesConfig
+from models.config.data import DataConfig
 from models.config.training import WarmupConfig
-from models.data.arithmetic import bare_guess, right_completion, wrong_completion
-from models.data.preferences import Preference, arithmetic_preferences, file_preferences
-from models.data.problems import Message, Problem, ProblemSource, Prompt, identity, is_heldout
-
-__all__ = [
-    "Example",
-    "Message",
-    "Preference",
-    "Problem",
-    "Prompt",
-    "identity",
-    "is_heldout",
-    "load_preferences",
-    "load_problems",
-    "right_completion",
-    "warmup_examples",
-    "wrong_completion",
-]
+from models.data.arithmetic import bare_guess
+from models.data.problems import Problem, ProblemSource, Prompt
 
 Example = tuple[Prompt, str]
 """A prompt and the completion that warm-up imitates."""
@@ -44,18 +28,6 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
         if not isinstance(problem, Problem):
             raise BadInput(f"{where}: expected models.data.problems.Problem each, found {problem!r:.80}")
     return problems
-
-
-def load_preferences(preferences: PreferencesConfig, data: DataConfig, *, split: str, seed: int) -> list[Preference]:
-    """Load the `train` or `heldout` pairs in a fixed order; no prompt is in both."""
-    if not isinstance(preferences, ArithmeticPreferences):
-        return file_preferences(preferences, split)
-    if not data.makes_pairs:
-        raise BadInput(
-            f"preferences.kind 'arithmetic' is made from arithmetic problems, but data.kind is {data.known_as!r}"
-        )
-    wanted = preferences.train_pairs if split == "train" else preferences.heldout_pairs
-    return arithmetic_preferences(load_problems(data, split, seed), wanted, Random(f"{seed}/preferences/{split}"))
 
 
 def warmup_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[Example]:

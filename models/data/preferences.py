@@ -4,11 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any, Protocol, cast
 
 from infra.errors import BadInput
-from models.config.data import FilePreferences
+from infra.variants import implementation_of
+from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
 from models.data.arithmetic import wrong_completion
 from models.data.files import messages_of, prompt_of, read_rows, text_of
+from models.data.load import load_problems
 from models.data.problems import Problem, Prompt, fill_prompt, identity, is_heldout
 
 
@@ -23,8 +26,27 @@ class Preference:
     rejected: str
 
 
-def arithmetic_preferences(problems: Sequence[Problem], count: int, rng: Random) -> list[Preference]:
+class PreferenceSource(Protocol):
+    """Makes or reads pairs; the same arguments give the same pairs in the same order."""
+
+    def __call__(self, preferences: Any, data: DataConfig, split: str, seed: int, /) -> list[Preference]:  # noqa: ANN401 -- its own
+        """Return the `train` or `heldout` pairs."""
+        ...
+
+
+def load_preferences(preferences: Preferences, data: DataConfig, *, split: str, seed: int) -> list[Preference]:
+    """Load the `train` or `heldout` pairs in a fixed order; no prompt is in both."""
+    return cast(PreferenceSource, implementation_of(preferences))(preferences, data, split, seed)
+
+
+def arithmetic_preferences(
+    preferences: ArithmeticPreferences, data: DataConfig, split: str, seed: int
+) -> list[Preference]:
     """Prefer the worked answer of a problem to a wrong completion; problems come round in a new order each time."""
+    for reason in preferences.reasons_against(data):
+        raise BadInput(reason)
+    problems, rng = load_problems(data, split, seed), Random(f"{seed}/preferences/{split}")
+    count = preferences.train_pairs if split == "train" else preferences.heldout_pairs
     order: list[Problem] = []
     while len(order) < count:
         order += rng.sample(problems, k=min(len(problems), count - len(order)))
@@ -39,7 +61,7 @@ def arithmetic_preferences(problems: Sequence[Problem], count: int, rng: Random)
     ]
 
 
-def file_preferences(config: FilePreferences, split: str) -> list[Preference]:
+def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed: int) -> list[Preference]:
     """Read the split's pairs, in file order."""
     if "{prompt}" not in config.template:
         raise BadInput(f"preferences.template {config.template!r} has no {{prompt}}: every prompt would be the same")

@@ -2,22 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol, cast
 
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
-from models.config.algorithms import TeacherDirectory, TeacherEndpoint
+from infra.plugins import find_target
+from models.config.engines import EngineSettings
 from models.config.judges import (
-    ChoiceVerdict,
     DirectoryJudge,
     DirectoryRewardModel,
     JudgeReward,
-    LogprobVerdict,
     ModelReward,
     ServedReward,
     TrainedJudge,
 )
 from models.config.policy import ModelOutline
+from models.config.teachers import Teacher, TeacherDirectory, TeacherEndpoint
 from models.data.problems import Problem
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.inspection.decoder import DecoderSizes
@@ -37,16 +38,33 @@ def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: in
     return outline(check_critic(source, policy.tokenizer, longest_tokens=longest_tokens))
 
 
-def check_teacher(
-    teacher: TeacherDirectory | TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int
-) -> int:
+class TeacherCheck(Protocol):
+    """Checks a teacher before a run begins."""
+
+    def __call__(self, teacher: Any, tokenizer: PreTrainedTokenizerFast, /, *, longest_tokens: int) -> int:  # noqa: ANN401 -- its own
+        """Refuse one that cannot score the policy's tokens; return its parameters here."""
+        ...
+
+
+def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int) -> int:
     """Refuse a teacher that cannot score the policy's tokens; return its parameters here, none behind an endpoint.
 
     `longest_tokens` are those of prompt and completion together. Neither weights nor the network are touched.
     """
-    if isinstance(teacher, TeacherEndpoint):
-        TokenScorer(teacher, spell=speller(tokenizer), on_progress=lambda: None)
-        return 0
+    check = cast(TeacherCheck, find_target(teacher.inspection, where=f"teacher {teacher.known_as!r}"))
+    return check(teacher, tokenizer, longest_tokens=longest_tokens)
+
+
+def check_teacher_endpoint(teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int) -> int:
+    """See that its address may be asked."""
+    TokenScorer(teacher, spell=speller(tokenizer), on_progress=lambda: None)
+    return 0
+
+
+def check_teacher_directory(
+    teacher: TeacherDirectory, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int
+) -> int:
+    """Compare its tokenizer and its context with the policy's."""
     try:
         found = inspect_directory(teacher.path)
     except BadInput as error:
@@ -77,30 +95,65 @@ def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTo
         )
 
 
+class ServedModelCheck(Protocol):
+    """Checks the model behind a reward before it is made."""
+
+    def __call__(
+        self,
+        reward: Any,  # noqa: ANN401 -- its own settings, as the model's
+        model: Any,  # noqa: ANN401
+        /,
+        *,
+        problems: Sequence[Problem],
+        seed: int,
+        gpus: float,
+    ) -> int:
+        """Refuse one that cannot serve, on workers with so many GPUs; return its number of parameters."""
+        ...
+
+
 def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Problem], seed: int, gpus: float) -> int:
     """Refuse a model that cannot serve the reward, on workers with so many GPUs; return its number of parameters.
 
     Weights are not read.
     """
     try:
-        match reward:
-            case ModelReward(model=DirectoryRewardModel(path=path)):
-                from models.modeling.reward_model import check_reward_model
-
-                return check_reward_model(path, reward.template)
-            case JudgeReward(model=DirectoryJudge(path=path, engine=engine)):
-                found = inspect_directory(path)
-            case JudgeReward(model=TrainedJudge(shape=judge, engine=engine)):
-                tokenizer = judge_tokenizer(judge, reward, problems, seed=seed)
-                found = inspect_decoder(DecoderSizes.from_scratch(judge, vocab_size=len(tokenizer)), tokenizer)
-            case _:
-                raise BadInput(
-                    "a model behind an endpoint, or one that begins as the policy, is not made for the reward"
-                )
-        longest = _check_room(reward, problems, tokenizer=found.tokenizer, context=found.shape.context)
-        engine.memory(found.shape, longest=longest, gpus=gpus, name="model.engine")
+        check = cast(ServedModelCheck, find_target(reward.model.inspection, where=f"model {reward.model.known_as!r}"))
+        return check(reward, reward.model, problems=problems, seed=seed, gpus=gpus)
     except BadInput as error:
         raise BadInput(f"reward {term}: {error}") from error
+
+
+def check_directory_reward_model(
+    reward: ModelReward, model: DirectoryRewardModel, *, problems: Sequence[Problem], seed: int, gpus: float
+) -> int:
+    """Look at a classifier's directory."""
+    from models.modeling.reward_model import check_reward_model
+
+    return check_reward_model(model.path, reward.template)
+
+
+def check_directory_judge(
+    reward: JudgeReward, model: DirectoryJudge, *, problems: Sequence[Problem], seed: int, gpus: float
+) -> int:
+    """Look at a judge's directory."""
+    return _check_judge(inspect_directory(model.path), reward, model.engine, problems=problems, gpus=gpus)
+
+
+def check_trained_judge(
+    reward: JudgeReward, model: TrainedJudge, *, problems: Sequence[Problem], seed: int, gpus: float
+) -> int:
+    """Describe the judge that would be built."""
+    tokenizer = judge_tokenizer(model.shape, reward, problems, seed=seed)
+    found = inspect_decoder(DecoderSizes.from_scratch(model.shape, vocab_size=len(tokenizer)), tokenizer)
+    return _check_judge(found, reward, model.engine, problems=problems, gpus=gpus)
+
+
+def _check_judge(
+    found: Inspected, reward: JudgeReward, engine: EngineSettings, *, problems: Sequence[Problem], gpus: float
+) -> int:
+    longest = _check_room(reward, problems, tokenizer=found.tokenizer, context=found.shape.context)
+    engine.memory(found.shape, longest=longest, gpus=gpus, name="model.engine")
     return found.shape.parameters
 
 
@@ -108,9 +161,7 @@ def _check_room(
     reward: JudgeReward, problems: Sequence[Problem], *, tokenizer: PreTrainedTokenizerFast, context: int
 ) -> int:
     """Refuse a judge that could not even read a question about a right answer; return the tokens of the longest."""
-    verdict = reward.verdict
-    chooses = isinstance(verdict, LogprobVerdict) or (isinstance(verdict, ChoiceVerdict) and verdict.constrained)
-    room = 1 if chooses else reward.sampling.max_new_tokens
+    room = reward.sampling.max_new_tokens if reward.writes else 1
     texts = [question_about(p, p.worked or p.answer, reward=reward, seed=0) for p in problems]
     longest = max(len(tokens) for tokens in tokenizer(texts)["input_ids"])
     if longest + room > context:

@@ -6,20 +6,22 @@ models/modeling/directory.py to judge, which builds the model without weights: i
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
+from infra.plugins import find_target
 from models.admission.directory import admit
-from models.config.policy import ModelOutline, ModelShape
+from models.config.policy import DirectoryPolicy, ModelOutline, ModelShape, PolicySource, ScratchPolicy
+from models.data.problems import Problem
 from models.inspection.decoder import CLASSES, DecoderSizes, Shape
-from models.text.tokenizer import load_tokenizer
+from models.text.tokenizer import load_tokenizer, scratch_tokenizer
 
 R = TypeVar("R", bound="_Plain")
 
@@ -37,6 +39,31 @@ class Inspected:
     tokenizer: PreTrainedTokenizerFast
     critic: Callable[[], ModelOutline]
     """Describe a classifier with one output on its trunk. Raises BadInput where transformers knows none."""
+
+
+class Inspection(Protocol):
+    """Describes the policy that a source would make."""
+
+    def __call__(self, policy: Any, problems: Sequence[Problem], /) -> Inspected:  # noqa: ANN401 -- its own settings
+        """`problems` are those to learn from. Raises BadInput where it could not be trained and sampled from."""
+        ...
+
+
+def inspect_policy(policy: PolicySource, problems: Sequence[Problem]) -> Inspected:
+    """Describe a run's initial policy."""
+    found = find_target(policy.inspection, where=f"policy {policy.known_as!r}")
+    return cast(Inspection, found)(policy, problems)
+
+
+def inspect_scratch(policy: ScratchPolicy, problems: Sequence[Problem]) -> Inspected:
+    """Train its tokenizer, and describe what would be built for that."""
+    tokenizer = scratch_tokenizer(policy, problems)
+    return inspect_decoder(DecoderSizes.from_scratch(policy, vocab_size=len(tokenizer)), tokenizer)
+
+
+def inspect_import(policy: DirectoryPolicy, problems: Sequence[Problem]) -> Inspected:
+    """Describe the directory."""
+    return inspect_directory(policy.path)
 
 
 def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -> Inspected:

@@ -10,12 +10,10 @@ from infra.errors import BadInput, Quarantined
 from models.config.data import DataConfig
 from models.config.judges import (
     ChoiceVerdict,
-    EndpointJudge,
     JudgeReward,
     LogprobVerdict,
     ScoreVerdict,
     StepsVerdict,
-    TrainedJudge,
     VerdictConfig,
 )
 from models.config.rewards import ScoringConfig
@@ -28,13 +26,10 @@ def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
     try:
         _check_template(reward)
         _check_verdict(reward.verdict)
-        match reward.model:
-            case EndpointJudge() as model:
-                AskedJudge(model, sampling=reward.sampling, verdict=reward.verdict)
-            case TrainedJudge():
-                _check_training(reward, data)
-            case _:
-                pass
+        if reward.endpoint is not None:
+            AskedJudge(reward.endpoint, sampling=reward.sampling, verdict=reward.verdict)
+        if reward.is_trained:
+            _check_training(reward, data)
     except BadInput as error:
         raise BadInput(f"reward {term}: {error}") from error
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from models.config.algorithms import TeacherEndpoint
+from models.config.teachers import TeacherEndpoint
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import AuxiliaryPass, MicroBatch
 from models.modeling.logprobs import TokenLogprobs

@@ -3,11 +3,12 @@
 Shapes: N completion tokens.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from infra.variants import implementation_of
 from models.config.objectives import (
     MAX_LOG_RATIO,
     Correction,
@@ -67,6 +68,14 @@ class Corrected(NamedTuple):
     """True where a band made it zero."""
 
 
+class CorrectionFunction(Protocol):
+    """Corrects tokens, each by itself."""
+
+    def __call__(self, old_N: Tensor, behaviour_N: Tensor, correction: Any, /) -> Corrected:  # noqa: ANN401 -- its own
+        """Compare the trainer's log-probs before the update with those of the engine."""
+        ...
+
+
 def needs_old(config: UpdateConfig) -> bool:
     """Whether a correction in use compares with the trainer's log-probs before the update."""
     stale = config.stale_correction
@@ -87,13 +96,24 @@ def correct(old_N: Tensor, behaviour_N: Tensor, *, staleness_N: Tensor, config: 
 
 
 def _correct(old_N: Tensor, behaviour_N: Tensor, *, correction: Correction) -> Corrected:
+    return cast(CorrectionFunction, implementation_of(correction))(old_N, behaviour_N, correction)
+
+
+def uncorrected(old_N: Tensor, behaviour_N: Tensor, correction: NoCorrection) -> Corrected:
+    """Take the behaviour's log-probs as they are."""
     never_N = torch.zeros_like(behaviour_N, dtype=torch.bool)
-    if isinstance(correction, NoCorrection):
-        return Corrected(behaviour_N, torch.ones_like(behaviour_N), never_N, never_N)
+    return Corrected(behaviour_N, torch.ones_like(behaviour_N), never_N, never_N)
+
+
+def truncated(old_N: Tensor, behaviour_N: Tensor, correction: TruncatedImportance) -> Corrected:
+    """Weigh by the ratio, up to a cap."""
     ratio_N = exp_ratio(old_N - behaviour_N).detach()
-    match correction:
-        case TruncatedImportance(cap=cap):
-            return Corrected(old_N, ratio_N.clamp(max=cap), ratio_N > cap, never_N)
-        case MaskedImportance(low=low, high=high):
-            masked_N = (ratio_N < low) | (ratio_N > high)
-            return Corrected(old_N, ratio_N.masked_fill(masked_N, 0.0), never_N, masked_N)
+    never_N = torch.zeros_like(ratio_N, dtype=torch.bool)
+    return Corrected(old_N, ratio_N.clamp(max=correction.cap), ratio_N > correction.cap, never_N)
+
+
+def masked(old_N: Tensor, behaviour_N: Tensor, correction: MaskedImportance) -> Corrected:
+    """Weigh by the ratio, and by 0 where it is outside the band."""
+    ratio_N = exp_ratio(old_N - behaviour_N).detach()
+    masked_N = (ratio_N < correction.low) | (ratio_N > correction.high)
+    return Corrected(old_N, ratio_N.masked_fill(masked_N, 0.0), torch.zeros_like(masked_N), masked_N)

@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal, Protocol, cast
 
+from infra.plugins import find_target
 from infra.store.bundles import BundleRef
 from infra.store.shards import ShardRef
-from models.config.algorithms import CriticConfig, TeacherDirectory
+from models.config.algorithms import CriticConfig
 from models.config.data import DataConfig, PreferencesConfig
 from models.config.engines import SamplingConfig
-from models.config.judges import JudgeReward, ServedReward, TrainedRewardModel
+from models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
 from models.config.policy import PolicyConfig
 from models.config.rollout import DynamicSampling, PartialRollout
+from models.config.teachers import TeacherDirectory
 from models.config.training import DpoConfig, WarmupConfig
 from models.records.versions import ModelVersion
 
@@ -213,12 +215,19 @@ class TeacherWork:
 class JudgeWarmupWork:
     """Train a judge on the data's problems with right and wrong completions; every rank gets the same record."""
 
+    method: ClassVar[str] = "warm_judge"
+    """Of the update worker."""
     judge: ModelVersion
     """As it was built."""
     reward: JudgeReward
     data: DataConfig
     warmup: WarmupConfig
     seed: int
+
+    @property
+    def course(self) -> str:
+        """What its training consists of."""
+        return f"{self.warmup.steps} steps of {self.warmup.batch_size} examples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +246,8 @@ class PreferenceWork:
 class RewardModelWork:
     """Give a policy a head of one output and train it on preferences; every rank gets the same record."""
 
+    method: ClassVar[str] = "train_reward_model"
+    """Of the update worker."""
     policy: ModelVersion
     """Whose trunk it starts from."""
     data: DataConfig
@@ -245,6 +256,69 @@ class RewardModelWork:
     template: str | None
     """What it reads, as when it scores."""
     seed: int
+
+    @property
+    def course(self) -> str:
+        """What its training consists of."""
+        return f"{self.training.steps} steps of {self.training.batch_size} pairs"
+
+
+class TrainingOrder(Protocol):
+    """Says how an update worker trains the model behind a reward."""
+
+    def __call__(
+        self,
+        base: ModelVersion,
+        reward: Any,  # noqa: ANN401 -- its own settings, as the model's
+        model: Any,  # noqa: ANN401
+        /,
+        *,
+        data: DataConfig,
+        preferences: PreferencesConfig | None,
+        seed: int,
+    ) -> JudgeWarmupWork | RewardModelWork:
+        """`base` is where it starts."""
+        ...
+
+
+def order_training(
+    base: ModelVersion, reward: ServedReward, *, data: DataConfig, preferences: PreferencesConfig | None, seed: int
+) -> JudgeWarmupWork | RewardModelWork | None:
+    """Say how the model behind a reward is trained; none where the run does not train it."""
+    model = reward.model
+    if model.training is None:
+        return None
+    order = cast(TrainingOrder, find_target(model.training, where=f"model {model.known_as!r}"))
+    return order(base, reward, model, data=data, preferences=preferences, seed=seed)
+
+
+def order_judge_warmup(
+    base: ModelVersion,
+    reward: JudgeReward,
+    model: TrainedJudge,
+    *,
+    data: DataConfig,
+    preferences: PreferencesConfig | None,
+    seed: int,
+) -> JudgeWarmupWork:
+    """Train a judge as its own settings say."""
+    return JudgeWarmupWork(judge=base, reward=reward, data=data, warmup=model.warmup, seed=seed)
+
+
+def order_reward_model_training(
+    base: ModelVersion,
+    reward: ModelReward,
+    model: TrainedRewardModel,
+    *,
+    data: DataConfig,
+    preferences: PreferencesConfig | None,
+    seed: int,
+) -> RewardModelWork:
+    """Train a reward model on the run's preferences."""
+    assert preferences is not None, "a configuration with a trained reward model has preferences"
+    return RewardModelWork(
+        policy=base, data=data, preferences=preferences, training=model, template=reward.template, seed=seed
+    )
 
 
 @dataclass(frozen=True, slots=True)

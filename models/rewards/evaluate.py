@@ -24,7 +24,7 @@ from infra.processes.functions import (
     our_interpreter,
     users_interpreter,
 )
-from models.config.reward_terms import BlankLines, RuleReward, Segmentation, TargetReward
+from models.config.reward_terms import RuleReward, Segmentation
 from models.config.rewards import ScoringConfig
 from models.rewards.rules import build_reward
 from models.text.steps import StepValues, segment
@@ -49,8 +49,6 @@ class Case:
 ENDS = 4
 """How many processes a completion may cost that end in different ways."""
 
-PARTS = {"completion": "", "step": "steps", "token": "tokens"}
-"""What a function is given beside the completion, by what it values."""
 
 OURS = "models.rewards."
 """How the modules of targets begin that are not a user's."""
@@ -115,9 +113,8 @@ class Evaluator:
         self._scoring = scoring
         self.done = 0
         """Completions judged so far; another thread may read it."""
-        self._functions = [_function(rule) for rule in scoring.rules]
-        stepwise = [rule for rule in scoring.rules if isinstance(rule, TargetReward) and rule.per == "step"]
-        cuts = [rule.steps for rule in stepwise if not isinstance(rule.steps, BlankLines)]
+        self._functions = [rule.function for rule in scoring.rules]
+        cuts = [steps for rule in scoring.rules if (steps := rule.segmentation) is not None and steps.may_hang]
         what = f"rewards {scoring.rule_terms}"
         self._places: dict[bool, _Place] = {}
         for ours in (True, False):
@@ -173,13 +170,13 @@ class Evaluator:
         self, function: RunFunction, rule: RuleReward, case: Case, *, left: float
     ) -> tuple[Value | None, str | None, float]:
         """Return a value or the reason that there is none, and the seconds that it took."""
-        if not isinstance(rule, TargetReward) or rule.per == "completion":
+        if not rule.values_steps:
             found = self._call(function, case, left=left)
             return cast(float | None, found.value), found.reason, found.seconds
-        parts = self._steps(rule.steps, case) if rule.per == "step" else case.tokens
+        parts = case.tokens if rule.segmentation is None else self._steps(rule.segmentation, case)
         if parts is None:
             return None, UNSPELT, 0.0
-        named = {PARTS[rule.per]: list(parts)}
+        named = {function.part: list(parts)}
         found = self._call(function, case, left=left, named=named, expected=len(parts))
         value = (
             None if found.value is None else StepValues(tuple(map(len, parts)), cast(tuple[float, ...], found.value))
@@ -188,7 +185,7 @@ class Evaluator:
 
     def _steps(self, steps: Segmentation, case: Case) -> list[str]:
         """Cut a completion; a user's pattern may take its time over a policy's text."""
-        if isinstance(steps, BlankLines):
+        if not steps.may_hang:
             return segment(case.completion, steps)
         cut = self._call(_cutting(steps), case, left=self._scoring.timeout_seconds, expected=-1)
         lengths = cast(tuple[float, ...], cut.value)
@@ -227,10 +224,9 @@ class Evaluator:
 
 def check_rewards(scoring: ScoringConfig) -> None:
     """Raise BadInput, naming what was meant where it can, if a reward cannot be built or imported."""
-    for rule in scoring.rules:
-        if not isinstance(rule, TargetReward):
-            build_reward(rule)
-    targets = [rule for rule in scoring.rules if isinstance(rule, TargetReward)]
+    for rule in scoring.built_in_rules:
+        build_reward(rule)
+    targets = [rule for rule in scoring.rules if rule.brings_code]
     if targets:
         evaluator = Evaluator(scoring.model_copy(update={"rewards": tuple(targets)}))
         try:
@@ -246,12 +242,3 @@ def _is_ours(function: RunFunction) -> bool:
 def _cutting(steps: Segmentation) -> RunFunction:
     settings = {"settings": steps.model_dump(mode="json")}
     return RunFunction(f"{OURS}rules:made_cut", where="steps", options=settings, made=True)
-
-
-def _function(rule: RuleReward) -> RunFunction:
-    if isinstance(rule, TargetReward):
-        return RunFunction(
-            rule.target, where=f"reward target {rule.target!r}", options=rule.options, part=PARTS[rule.per]
-        )
-    settings = {"settings": rule.model_dump(mode="json")}
-    return RunFunction(f"{OURS}rules:made_reward", where=f"the {rule.kind} reward", options=settings, made=True)

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Callable, Iterable
 from decimal import Decimal, InvalidOperation
-from typing import Annotated, Protocol, assert_never
+from typing import Annotated, Any, Protocol, cast
 
 from pydantic import Field, JsonValue, TypeAdapter
 
 from infra.errors import BadInput
-from models.config.reward_terms import BuiltInReward, MathReward, NumericReward, PatternSteps, RegexReward
+from infra.variants import implementation_of
+from models.config.reward_terms import BuiltInConfig, BuiltInReward, NumericReward, PatternSteps, RegexReward
 
 
 class Reward(Protocol):
@@ -40,6 +41,7 @@ class TokenReward(Protocol):
 
 def numeric_reward(config: NumericReward) -> Reward:
     """Compare exactly, as decimals: `1,000` is `1000.0`. A completion without a number is a wrong answer."""
+    _check_pattern(config.pattern, groups=1)
     pattern = re.compile(config.pattern)
 
     def reward(prompt: str, completion: str, answer: str) -> float:
@@ -67,6 +69,7 @@ def _number(text: str) -> Decimal | None:
 
 def pattern_reward(config: RegexReward) -> Reward:
     """Find the pattern anywhere in the completion: 1 or 0."""
+    _check_pattern(config.pattern, groups=0)
     pattern = re.compile(config.pattern)
 
     def reward(prompt: str, completion: str, answer: str) -> float:
@@ -75,27 +78,22 @@ def pattern_reward(config: RegexReward) -> Reward:
     return reward
 
 
+class RewardMaker(Protocol):
+    """Makes a reward of its settings."""
+
+    def __call__(self, config: Any, /) -> Reward:  # noqa: ANN401 -- its own settings
+        """Raises BadInput where it cannot work."""
+        ...
+
+
 def build_reward(config: BuiltInReward) -> Reward:
     """Make a reward; what cannot work is bad input here, before any completion exists."""
-    match config:
-        case NumericReward():
-            _check_pattern(config.pattern, groups=1)
-            return numeric_reward(config)
-        case RegexReward():
-            _check_pattern(config.pattern, groups=0)
-            return pattern_reward(config)
-        case MathReward():
-            # sympy: only runs that use it pay for it
-            from models.rewards.mathematics import mathematics
-
-            return mathematics
-        case _:
-            assert_never(config)
+    return cast(RewardMaker, implementation_of(config))(config)
 
 
 def made_reward(settings: JsonValue) -> Reward:
     """Make a reward of settings as JSON: for the process that runs it."""
-    adapter: TypeAdapter[BuiltInReward] = TypeAdapter(Annotated[BuiltInReward, Field(discriminator="kind")])
+    adapter: TypeAdapter[BuiltInConfig] = TypeAdapter(Annotated[BuiltInConfig, Field(discriminator="kind")])
     return build_reward(adapter.validate_python(settings))
 
 

@@ -12,7 +12,7 @@ from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
-from models.config.judges import DirectoryJudge, EndpointJudge, JudgeReward, StepsVerdict, TrainedJudge
+from models.config.judges import EndpointJudge, JudgeReward
 from models.engines.protocol import StepSums
 from models.judges.protocol import Answer, Judge
 from models.judges.verdicts import Judgement, read_verdict, worst
@@ -63,10 +63,10 @@ class JudgeWorker:
         self._term = term
         self._reward = reward
         self._local: LocalJudge | None = None
-        if reward.model.kind == "endpoint":
-            self._judge = _endpoint_judge(reward.model, reward)
+        if reward.endpoint is not None:
+            self._judge = _endpoint_judge(reward.endpoint, reward)
         else:
-            self._judge = self._local = _local_judge(reward.model, reward, threads)
+            self._judge = self._local = _local_judge(reward, threads)
 
     def progress(self) -> int:
         """Return a count that moves with every forward pass or request, and every load."""
@@ -144,20 +144,15 @@ class JudgeWorker:
 
 
 def _num_steps(judged: Judged, reward: JudgeReward) -> int:
-    verdict = reward.verdict
-    return len(segment(judged.completion, verdict.steps)) if isinstance(verdict, StepsVerdict) else 0
+    verdict = reward.steps_verdict
+    return 0 if verdict is None else len(segment(judged.completion, verdict.steps))
 
 
-def _local_judge(model: DirectoryJudge | TrainedJudge, reward: JudgeReward, threads: int) -> "LocalJudge":
+def _local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":
     from models.judges.local import LocalJudge  # torch: a worker before an endpoint does not pay for it
 
-    return LocalJudge(
-        model.engine,
-        reward.sampling,
-        verdict=reward.verdict,
-        chat=isinstance(model, DirectoryJudge),  # a trained judge learnt from the bare question
-        threads=threads,
-    )
+    assert reward.engine is not None, "a model that is not elsewhere has an engine"
+    return LocalJudge(reward.engine, reward.sampling, verdict=reward.verdict, chat=reward.model.chats, threads=threads)
 
 
 def _endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
@@ -182,7 +177,7 @@ def _rows(
 ) -> Iterator[dict[str, int | float | str | list[int] | None]]:
     place = {"prompt_row": judged.prompt_row, "sample": judged.sample}
     if judged.says_nothing:
-        blank = [0] if isinstance(reward.verdict, StepsVerdict) else None  # its one step, and no good one
+        blank = None if reward.steps_verdict is None else [0]  # its one step, and no good one
         verdict = {"text": None, "value": worst(reward.verdict), "steps": blank, "error": None, "tokens": 0}
         yield {**place, "vote": 0, "attempt": 0, **verdict}
         return

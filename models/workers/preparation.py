@@ -1,7 +1,6 @@
 """The worker that prepares a run: the initial policy, and both splits of the prompts."""
 
 import time
-from pathlib import Path
 
 import pyarrow as pa
 import torch
@@ -11,19 +10,18 @@ from transformers import AutoConfig
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
-from models.config.policy import DirectoryPolicy
 from models.data.load import load_problems
 from models.data.problems import Problem
 from models.inspection.companions import check_teacher
 from models.modeling.critic import write_critic
-from models.modeling.directory import check_directory, copy_directory
-from models.modeling.judge import write_served_model
-from models.modeling.policy import build_scratch, policy_shape, save_policy
+from models.modeling.directory import copy_directory
+from models.modeling.initial import write_policy, write_served_model
+from models.modeling.policy import policy_shape
 from models.records.model_input import prompt_columns
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import CriticWork, PolicyWork, PromptWork, RewardModelPreparation, TeacherWork
-from models.text.tokenizer import TokenizedPrompt, load_tokenizer, require_room, scratch_tokenizer, tokenize_problems
+from models.text.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_problems
 
 
 class PreparationWorker:
@@ -43,7 +41,7 @@ class PreparationWorker:
         """Build or import the policy before its warm-up, and publish it as version 0."""
         started = time.perf_counter()
         with self._store.scratch() as folder:
-            parameters = _write_policy(work, folder)
+            parameters = write_policy(work.policy, folder, data=work.data, seed=work.seed)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="policies")
         self._progress += 1
@@ -118,17 +116,6 @@ class PreparationWorker:
             metrics={"prompts": len(prompts), "tokens": sum(lengths), "longest": max(lengths)},
             timings={"make": time.perf_counter() - started},
         )
-
-
-def _write_policy(work: PolicyWork, directory: Path) -> int:
-    if isinstance(work.policy, DirectoryPolicy):
-        _, _, parameters = check_directory(work.policy.path)
-        copy_directory(work.policy.path, directory)
-        return parameters
-    tokenizer = scratch_tokenizer(work.policy, load_problems(work.data, "train", work.seed))
-    model = build_scratch(work.policy, tokenizer, seed=work.seed)
-    save_policy(model, tokenizer, directory)
-    return int(model.num_parameters())
 
 
 def _table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.Table:

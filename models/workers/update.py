@@ -10,8 +10,9 @@ import torch
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
 from infra.store.storage import open_store
-from models.config.algorithms import AlgorithmConfig, TeacherConfig
+from models.config.algorithms import AlgorithmConfig
 from models.config.objectives import UpdateConfig
+from models.config.teachers import Teacher
 from models.modeling.batching import AuxiliaryPass
 from models.modeling.teacher import ask_endpoint
 from models.records.versions import ModelVersion, Outcome
@@ -171,10 +172,10 @@ class UpdateWorker:
             asks["teacher"] = self._teacher(work, self._algorithm.distillation.teacher, models)
         return asks
 
-    def _teacher(self, work: EstimateWork, teacher: TeacherConfig, models: LoadedModels) -> AuxiliaryPass:
-        if teacher.kind == "endpoint":
+    def _teacher(self, work: EstimateWork, teacher: Teacher, models: LoadedModels) -> AuxiliaryPass:
+        if teacher.endpoint is not None:
             directory = fetch_bundle(self._store, work.policy.weights)
-            return ask_endpoint(teacher, directory=directory, on_progress=self._on_progress)
+            return ask_endpoint(teacher.endpoint, directory=directory, on_progress=self._on_progress)
         if work.teacher is None:
             raise BadInput(f"iteration {work.iteration}: expected the teacher's model to ask, found none")
         return ask_model(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)

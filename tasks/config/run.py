@@ -176,8 +176,8 @@ class RunConfig(Settings):
             if reward.endpoint is not None:
                 yield f"reward {term!r}: model", reward.endpoint
         distillation = self.algorithm.distillation
-        if distillation is not None and distillation.teacher.kind == "endpoint":
-            yield "algorithm.distillation.teacher", distillation.teacher
+        if distillation is not None and distillation.teacher.endpoint is not None:
+            yield "algorithm.distillation.teacher", distillation.teacher.endpoint
 
     def identity(self) -> dict[str, JsonValue]:
         """What results depend on: a run continues only under the same identity."""

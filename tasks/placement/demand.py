@@ -52,7 +52,7 @@ def workers_of(settings: RunConfig, plan: Plan, turn: str | None) -> dict[str, i
 
 
 def _served_prior(reward: ServedReward) -> Prior:
-    if reward.kind != "judge" or reward.engine is None or not reward.writes:
+    if reward.engine is None or not reward.writes:
         return Prior(median_tokens=1, sigma=0, max_tokens=1)
     return _prior(reward.engine, most=reward.sampling.max_new_tokens)
 

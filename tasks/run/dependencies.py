@@ -16,7 +16,6 @@ from infra.variants import Variant
 from models.config.algorithms import Algorithm
 from models.config.engines import EngineSettings
 from models.config.job import slot_engines
-from models.config.reward_terms import TargetReward
 from models.config.rewards import ScoringConfig
 from tasks.config.run import RunConfig
 from tasks.run.keys import StageKey, iteration_key, iterations_among
@@ -70,7 +69,8 @@ def _dependencies(
     data: Mapping[str, FileContent] = {},
 ) -> Dependencies:
     rules = () if scoring is None else scoring.rules
-    targets = {f"reward {rule.target}": {rule.target} for rule in rules if isinstance(rule, TargetReward)}
+    functions = [rule.function for rule in rules if rule.brings_code]
+    targets = {f"reward {function.target}": {function.target} for function in functions}
     for name, variant in {**variants, **engines}.items():
         if not variant.ships_with("models"):
             targets[f"{name} {variant.known_as}"] = {type(variant).__module__, variant.implementation}

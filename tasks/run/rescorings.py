@@ -8,8 +8,9 @@ from infra.config import Settings
 from infra.errors import RunChanged
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, difference
-from models.config.algorithms import AlgorithmConfig, TeacherConfig
+from models.config.algorithms import AlgorithmConfig
 from models.config.rewards import ScoringConfig
+from models.config.teachers import TeacherConfig
 from tasks.config.run import RunConfig
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration

@@ -287,7 +287,7 @@ async def _open_fleet(session: Session) -> Fleet:
 def _reward_model_spec(session: Session, term: str, reward: ServedReward, *, size: int) -> PoolSpec:
     threads = session.settings.pools.threads * reward.slots
     options: dict[str, object] = {"term": term, "reward": reward, "threads": threads}
-    spec = _spec(session, reward_model_role(term), reward.worker, size, options=options)
+    spec = _spec(session, reward_model_role(term), reward.implementation, size, options=options)
     return replace(spec, threads=threads, slots=reward.slots)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from models.config.algorithms import TeacherEndpoint
+from models.config.teachers import TeacherEndpoint
 from models.modeling.policy import load_policy
 from models.records.model_input import ModelInput
 from models.text.tokenizer import load_tokenizer

@@ -13,9 +13,13 @@ import pytest
 
 from infra.variants import Variant
 from models.config.algorithms import Algorithm
-from models.config.data import DataSource
+from models.config.data import DataSource, Preferences
 from models.config.engines import EngineSettings
-from models.config.objectives import PolicyLoss
+from models.config.judges import ServedModel
+from models.config.objectives import Correction, PolicyLoss
+from models.config.policy import PolicySource
+from models.config.reward_terms import RewardTerm
+from models.config.teachers import Teacher
 from tasks.config.reference import reference
 
 HOME = Path(__file__).parents[2]
@@ -23,6 +27,18 @@ ROOMS = ("flows", "tasks", "models", "placement", "infra")
 SOURCES = sorted(path for room in ROOMS for path in (HOME / room).rglob("*.py"))
 ELSEWHERE = HOME / "models/engines/vllm/plugin"
 """Runs in vLLM's own environment, and shares no name with the rest."""
+VARIANTS = (
+    Algorithm,
+    Correction,
+    DataSource,
+    EngineSettings,
+    PolicyLoss,
+    PolicySource,
+    Preferences,
+    RewardTerm,
+    ServedModel,
+    Teacher,
+)
 TRACKED = subprocess.run(["git", "ls-files"], cwd=HOME, capture_output=True, text=True, check=True).stdout.split()
 
 
@@ -76,7 +92,7 @@ def test_a_public_class_name_has_one_meaning():
 
 def test_nobody_asks_a_variant_what_it_is():
     """Only what it says of itself: a class of a user's own would be none of those that are asked for."""
-    for base in (Algorithm, PolicyLoss, EngineSettings, DataSource):
+    for base in VARIANTS:
         assert len(_below(base)) > 1
     variants = {variant.__name__ for variant in _below(Variant)}
     asked = []

@@ -10,15 +10,7 @@ import pytest
 from infra.config import PoolsConfig
 from infra.errors import BadInput
 from models.commands.preflight import Inputs, check
-from models.config.algorithms import (
-    AlgorithmConfig,
-    CriticConfig,
-    Distillation,
-    Grpo,
-    Ppo,
-    TeacherDirectory,
-    TeacherEndpoint,
-)
+from models.config.algorithms import AlgorithmConfig, CriticConfig, Grpo, Ppo
 from models.config.data import (
     ArithmeticData,
     ArithmeticPreferences,
@@ -45,6 +37,7 @@ from models.config.policy import DirectoryPolicy, PolicyConfig, ScratchPolicy
 from models.config.reward_terms import MathReward, NumericReward, TargetReward
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
+from models.config.teachers import Distillation, TeacherDirectory, TeacherEndpoint
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.load import load_problems
 from models.modeling.policy import build_scratch, save_policy

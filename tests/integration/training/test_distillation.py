@@ -11,10 +11,11 @@ import torch
 from infra.errors import BadInput, EndpointDown
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
-from models.config.algorithms import Distillation, DistillationOnly, Grpo, TeacherDirectory
+from models.config.algorithms import DistillationOnly, Grpo
 from models.config.objectives import UpdateConfig
 from models.config.reward_terms import NumericReward
 from models.config.rewards import ScoringConfig
+from models.config.teachers import Distillation, TeacherDirectory
 from models.records.model_input import ModelInput
 from models.records.schemas import ROLLOUT_SCHEMA, FinishReason, score_schema
 from models.records.versions import ModelVersion, Outcome

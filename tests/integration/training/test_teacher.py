@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
-from models.config.algorithms import TeacherDirectory
+from models.config.teachers import TeacherDirectory
 from models.data.load import load_problems
 from models.inspection.companions import check_teacher
 from models.modeling.batching import lay_out

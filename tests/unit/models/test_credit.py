@@ -10,7 +10,6 @@ from infra.errors import BadInput, Damaged
 from models.config.algorithms import (
     AlgorithmConfig,
     Capo,
-    Distillation,
     DistillationOnly,
     DrGrpo,
     Grpo,
@@ -18,8 +17,8 @@ from models.config.algorithms import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     RewardKl,
-    TeacherDirectory,
 )
+from models.config.teachers import Distillation, TeacherDirectory
 from models.credit.assign import BAD_ESTIMATES, Credit, CreditRule, credit_completions
 from models.credit.inputs import TermColumns
 from models.credit.selection import GroupQuota, informative_prompts

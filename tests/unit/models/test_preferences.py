@@ -9,7 +9,8 @@ import pytest
 
 from infra.errors import BadInput
 from models.config.data import ArithmeticData, ArithmeticPreferences, FileData, FilePreferences
-from models.data.load import load_preferences, load_problems
+from models.data.load import load_problems
+from models.data.preferences import load_preferences
 from models.data.problems import Message, identity
 
 DATA = ArithmeticData(train_problems=64, heldout_problems=16)
@@ -168,5 +169,5 @@ def test_a_prompt_in_both_files_is_refused_by_its_place(tmp_path):
 
 
 def test_arithmetic_pairs_need_arithmetic_problems():
-    with pytest.raises(BadInput, match=r"made from arithmetic problems, but data\.kind is 'file'"):
+    with pytest.raises(BadInput, match=r"with data\.kind 'file': its pairs are made from arithmetic problems"):
         load(ArithmeticPreferences())

@@ -13,7 +13,6 @@ from models.algorithms.group_relative import EPSILON
 from models.algorithms.shaping import divergence
 from models.config.algorithms import (
     Capo,
-    Distillation,
     DistillationOnly,
     DrGrpo,
     Grpo,
@@ -23,8 +22,8 @@ from models.config.algorithms import (
     ReinforcePlusPlusBaseline,
     RewardKl,
     Rloo,
-    TeacherDirectory,
 )
+from models.config.teachers import Distillation, TeacherDirectory
 from tests.support.experiences import NAN, Drawn, completions, experience
 
 busy = settings(deadline=None)  # a busy machine is not wrong
