@@ -1,6 +1,7 @@
 """Whole runs that several tests look at, and how tests spread over parallel processes that share them."""
 
 import fcntl
+import functools
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -64,11 +65,18 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+@functools.cache
+def scope_of(module: str) -> str:
+    """Modules that fork processes go together: what they fork from takes 9 CPU seconds to start, once."""
+    text = Path(__file__).parents[1].joinpath(module).read_text()
+    return "forks" if any(f"tests.support.{name}" in text for name in ("processes", "update_workers")) else module
+
+
 class Spread(LoadScopeScheduling):
     """Modules go whole to parallel processes, so that no fixture of a module is made twice."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.split("::")[0]
+        return scope_of(nodeid.split("::")[0])
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -78,14 +86,15 @@ def pytest_xdist_make_scheduler(config, log):
 
 LONGEST = (
     "tests/runs/test_resume.py",
-    "tests/integration/pools/test_fleet.py",  # needs no server while the first one starts it
+    "forks",
+    "tests/integration/pools/test_pools.py",
+    "tests/integration/pools/test_fleet.py",
     "tests/runs/test_judged_run.py",
     "tests/runs/test_extending.py",
     "tests/integration/cli/test_cli.py",
     "tests/runs/test_rescoring.py",
-    "tests/integration/pools/test_pools.py",
 )
-"""Modules that begin first, those that take longest: what begins last should be short."""
+"""Modules, and scopes of several, that begin first, those that take longest: what begins last should be short."""
 
 
 DEFAULT_THRESHOLDS = gc.get_threshold()
@@ -102,8 +111,8 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
     """Where tests spread over processes, begin with the longest modules and end with the shortest."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: _turn(item.nodeid.split("::")[0]))
+        items.sort(key=lambda item: _turn(scope_of(item.nodeid.split("::")[0])))
 
 
-def _turn(module: str) -> tuple[int, bool]:
-    return (LONGEST.index(module) if module in LONGEST else len(LONGEST), not module.startswith("tests/runs/"))
+def _turn(scope: str) -> tuple[int, bool]:
+    return (LONGEST.index(scope) if scope in LONGEST else len(LONGEST), not scope.startswith("tests/runs/"))

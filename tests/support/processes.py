@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = ["infra.store.verify", "pytest"]
@@ -29,6 +29,7 @@ def process(target: Callable[..., None], *arguments: object):
 
 def kill(child) -> None:
     """SIGKILL, also where the process is stopped, and wait until it is dead."""
-    if child.is_alive():
-        os.kill(child.pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it may end by itself meanwhile
+        if child.is_alive():
+            os.kill(child.pid, signal.SIGKILL)
     child.join()
