@@ -13,6 +13,8 @@ from infra.errors import WorkerFailed, WorkerLost
 from infra.processes.server import OwnedProcess, free_ports, start
 from tests.support.servers import FAMILY, SERVE, answers, guards_of, launch
 
+pytestmark = pytest.mark.system
+
 SLOW = """
 import time
 for step in range(1, 6):
@@ -86,7 +88,6 @@ def test_stop_ends_the_whole_tree_within_seconds():
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.system
 def test_a_server_that_ignores_sigterm_is_killed_and_its_shared_memory_removed():
     program = """
 import signal
@@ -161,7 +162,6 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("killed", [(), (0,), (1,)], ids=["no guard", "its parent", "itself"])
 def test_nothing_of_a_cluster_survives_a_guard_and_then_a_driver_that_are_killed(killed):
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
@@ -233,7 +233,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.system
 def test_a_workers_server_ends_with_the_worker_however_that_ends():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     driver = subprocess.Popen([sys.executable, "-c", WITH_WORKER], text=True, **pipes)
