@@ -1,5 +1,8 @@
 """Use from Python: the notebook of docs/library.md runs as it stands, in a kernel of its own."""
 
+import ast
+import importlib
+
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -12,6 +15,14 @@ NOTEBOOK = ROOT / "docs" / "library.ipynb"
 def test_the_notebook_is_kept_without_outputs():
     cells = nbformat.read(NOTEBOOK, as_version=4).cells
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+def test_the_notebook_imports_what_is_there():
+    code = "\n".join(cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code")
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    named = {(str(node.module), alias.name) for node in imports for alias in node.names}
+    assert ("flows.train", "train") in named
+    assert [name for name in named if not hasattr(importlib.import_module(name[0]), name[1])] == []
 
 
 @pytest.mark.system
