@@ -29,9 +29,8 @@ from models.config.policy import ModelOutline, ModelShape, PolicyConfig
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
-from models.data.load import load_problems, warmup_examples
-from models.data.preferences import load_preferences
-from models.data.problems import Problem, identity
+from models.data.examples import load_preferences, warmup_examples
+from models.data.problems import Problem, identity, load_problems
 from models.engines.protocol import check_implemented
 from models.judges.checks import check_judge
 from models.rewards.evaluate import check_rewards

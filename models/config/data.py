@@ -84,7 +84,7 @@ DataConfig = Annotated[DataSource, OneOf((ArithmeticData, FileData, TargetData))
 
 # ---- preferences
 class Preferences(Variant):
-    """What all preferences share. `implementation` is a `models.data.preferences.PreferenceSource`."""
+    """What all preferences share. `implementation` is a `models.data.examples.PreferenceSource`."""
 
     def reasons_against(self, data: DataSource) -> Iterator[str]:
         """Yield what does not go together with the source of the problems."""
@@ -94,7 +94,7 @@ class Preferences(Variant):
 class ArithmeticPreferences(Preferences):
     """Pairs made from arithmetic problems: a right completion is preferred to a wrong one."""
 
-    implementation = "models.data.preferences:arithmetic_preferences"
+    implementation = "models.data.examples:arithmetic_preferences"
 
     kind: Literal["arithmetic"] = "arithmetic"
     train_pairs: Positive = 8192
@@ -114,7 +114,7 @@ class ArithmeticPreferences(Preferences):
 class FilePreferences(Preferences):
     """Pairs from a JSON Lines, Parquet or Arrow file."""
 
-    implementation = "models.data.preferences:file_preferences"
+    implementation = "models.data.examples:file_preferences"
 
     kind: Literal["file"] = "file"
     path: Path

@@ -1,11 +1,15 @@
-"""A problem, and which split it belongs to."""
+"""A problem, which split it belongs to, and how those of a split are made or read."""
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from blake3 import blake3
+
+from infra.errors import BadInput
+from infra.variants import implementation_of
+from models.config.data import DataConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +60,19 @@ def identity(prompt: Prompt) -> str:
 def fill_prompt(prompt: Prompt, template: str) -> Prompt:
     """Put plain text into the template; chats have the tokenizer's own."""
     return template.replace("{prompt}", prompt) if isinstance(prompt, str) else prompt
+
+
+def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
+    """Load the `train` or `heldout` problems in a fixed order; no prompt is in both."""
+    assert split in ("train", "heldout"), split
+    where = f"data {data.known_as!r}: its {split} problems"
+    try:
+        problems = [*cast(ProblemSource, implementation_of(data))(data, split, seed)]
+    except BadInput:
+        raise
+    except Exception as error:  # whatever a user's source raises means that there is nothing to learn from
+        raise BadInput(f"{where}: making them failed: {type(error).__name__}: {error}") from error
+    for problem in problems:
+        if not isinstance(problem, Problem):
+            raise BadInput(f"{where}: expected models.data.problems.Problem each, found {problem!r:.80}")
+    return problems

@@ -23,9 +23,8 @@ from models.data.problems import Problem
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.inspection.decoder import DecoderSizes
 from models.inspection.directory import Inspected, inspect_decoder, inspect_directory
-from models.judges.prompts import question_about
-from models.judges.tokenizer import judge_tokenizer
-from models.text.tokenizer import speller
+from models.judges.prompts import question_about, vocabulary_texts
+from models.text.tokenizer import speller, train_tokenizer
 
 
 def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: int) -> ModelOutline:
@@ -144,7 +143,9 @@ def check_trained_judge(
     reward: JudgeReward, model: TrainedJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
     """Describe the judge that would be built."""
-    tokenizer = judge_tokenizer(model.shape, reward, problems, seed=seed)
+    tokenizer = train_tokenizer(
+        vocabulary_texts(reward, problems, seed=seed), vocab_size=model.shape.vocab_size, context=model.shape.context
+    )
     found = inspect_decoder(DecoderSizes.from_scratch(model.shape, vocab_size=len(tokenizer)), tokenizer)
     return _check_judge(found, reward, model.engine, problems=problems, gpus=gpus)
 

@@ -5,8 +5,8 @@ it cannot contain the fence, and nothing in it can be taken for a tag or a speci
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, count
 from random import Random
 from typing import Final
 
@@ -15,8 +15,8 @@ from models.config.data import DataConfig
 from models.config.judges import ChoiceVerdict, JudgeReward, LogprobVerdict, StepsVerdict, VerdictConfig
 from models.config.training import WarmupConfig
 from models.data.arithmetic import right_completion, wrong_completion
-from models.data.load import Example, load_problems
-from models.data.problems import Problem, identity
+from models.data.examples import Example
+from models.data.problems import Problem, identity, load_problems
 from models.records.seeds import derive_seed
 from models.text.steps import segment
 
@@ -202,6 +202,13 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
         question = question_about(problem, completion, reward=reward, seed=derive_seed("judge", seed, index))
         examples.append((question, right if is_right else wrong))
     return examples
+
+
+def vocabulary_texts(reward: JudgeReward, problems: Iterable[Problem], *, seed: int) -> Iterator[str]:
+    """List what a judge's tokenizer learns from: questions and verdicts, each as often; a verdict is one token then."""
+    verdicts = verdict_texts(reward.verdict)
+    questions = (question_about(p, p.worked or p.answer, reward=reward, seed=seed) for p in problems)
+    return chain.from_iterable((question, *verdicts) for question in questions)
 
 
 def question_about(problem: Problem, completion: str, *, reward: JudgeReward, seed: int) -> str:

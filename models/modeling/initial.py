@@ -17,14 +17,13 @@ from models.config.judges import (
     TrainedJudge,
 )
 from models.config.policy import DirectoryPolicy, PolicySource, ScratchPolicy
-from models.data.load import load_problems
-from models.data.problems import Problem
-from models.judges.tokenizer import judge_tokenizer
+from models.data.problems import Problem, load_problems
+from models.judges.prompts import vocabulary_texts
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, save_policy
 from models.modeling.reward_model import check_reward_model
 from models.records.seeds import derive_seed
-from models.text.tokenizer import scratch_tokenizer
+from models.text.tokenizer import scratch_tokenizer, train_tokenizer
 
 
 class PolicyWriter(Protocol):
@@ -103,7 +102,9 @@ def write_trained_judge(
     reward: JudgeReward, model: TrainedJudge, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
     """Build the decoder that the run will train, with a tokenizer of its questions and verdicts."""
-    tokenizer = judge_tokenizer(model.shape, reward, problems, seed=seed)
+    tokenizer = train_tokenizer(
+        vocabulary_texts(reward, problems, seed=seed), vocab_size=model.shape.vocab_size, context=model.shape.context
+    )
     built = build_scratch(model.shape, tokenizer, seed=derive_seed("judge", seed))
     save_policy(built, tokenizer, directory)
     return int(built.num_parameters())

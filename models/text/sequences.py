@@ -8,8 +8,7 @@ from typing import Final
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
-from models.data.load import Example
-from models.data.preferences import Preference
+from models.data.examples import Example, Preference
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
 from models.text.tokenizer import render, tokenize_prompts

@@ -5,6 +5,7 @@ Shapes: N completion tokens of one pass, T those of a rank, C columns.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,14 +16,18 @@ from torch import Tensor
 
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store
+from models.config.teachers import TeacherEndpoint
+from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import AuxiliaryPass, MicroBatch, StepPlan, lay_out, plan_step
 from models.records.columns import counted
 from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollout_inputs
 from models.records.schemas import ESTIMATE_SCHEMA
 from models.records.work import EstimateWork
+from models.text.tokenizer import load_tokenizer, speller
 from models.training.ranks import Ranks, broadcast_bytes, gather_bytes
 
 _COLUMNS = ("prompt_row", "sample", *ROLLOUT_INPUT)
+
 _REFS = TypeAdapter(tuple[ShardRef, ...])
 
 
@@ -45,6 +50,22 @@ def ask_model(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[],
             found.append(forward(batch).float().cpu().numpy())
             on_progress()
         return found
+
+    return ask
+
+
+def ask_endpoint(teacher: TeacherEndpoint, *, directory: Path, on_progress: Callable[[], None]) -> AuxiliaryPass:
+    """Ask a model behind an endpoint about every sequence by itself, at temperature 1.
+
+    `directory` holds the policy's tokenizer; `on_progress` is called after every attempt. Asking raises EndpointDown
+    where there is no answer, and WorkerFailed where there is a wrong one.
+    """
+    scorer = TokenScorer(teacher, spell=speller(load_tokenizer(directory)), on_progress=on_progress)
+
+    def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
+        asked = [[each for each in batch.inputs if len(each.written)] for batch in batches]
+        scored = iter(scorer.score([each for part in asked for each in part]))
+        return [np.concatenate([np.zeros(0, np.float32), *(next(scored) for _ in part)]) for part in asked]
 
     return ask
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from infra.errors import Quarantined
 from models.config.judges import TrainedRewardModel
 from models.config.training import DpoConfig, WarmupConfig
-from models.data.load import Example
+from models.data.examples import Example
 from models.modeling.batching import MicroBatch, Rows, lay_out, plan_step
 from models.objectives.losses import DpoTerms, PairTerms
 from models.records.model_input import ModelInput

@@ -10,7 +10,9 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
+import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -25,11 +27,11 @@ from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
 from models.modeling.logprobs import TokenLogprobs, TokenModule
 from models.modeling.policy import load_policy
-from models.modeling.teacher import load_teacher
 from models.records.versions import ModelVersion
 from models.training.ranks import Ranks, any_rank, broadcast_bytes, gather_bytes
 from models.training.trainer import Trainer, zero_stage
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LAYOUT = "state.json"
 
 
@@ -234,3 +236,11 @@ class LoadedModels:
 
     def _valuer(self, version: ModelVersion) -> TokenValues:
         return TokenValues(load_trainable(self._store, version, load=load_critic, lora=self._update.lora))
+
+
+def load_teacher(
+    directory: Path, *, dtype: Literal["float32", "bfloat16"], temperature: float, device: torch.device
+) -> TokenLogprobs:
+    """Load a model of the run. In the update's precision, and over its passes, equal weights say exactly the same."""
+    model = load_policy(directory, dtype=DTYPES[dtype])
+    return TokenLogprobs(model, temperature=temperature).requires_grad_(False).eval().to(device)

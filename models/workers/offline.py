@@ -11,8 +11,7 @@ from infra.store.storage import Store
 from models.config.data import DataConfig, PreferencesConfig
 from models.config.objectives import UpdateConfig
 from models.config.training import WarmupConfig
-from models.data.load import Example, warmup_examples
-from models.data.preferences import Preference, load_preferences
+from models.data.examples import Example, Preference, load_preferences, warmup_examples
 from models.judges.prompts import judge_examples
 from models.modeling.critic import TokenValues, critic_from_policy
 from models.modeling.logprobs import TokenLogprobs

@@ -10,8 +10,7 @@ from transformers import AutoConfig
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
-from models.data.load import load_problems
-from models.data.problems import Problem
+from models.data.problems import Problem, load_problems
 from models.inspection.companions import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import copy_directory

@@ -14,10 +14,9 @@ from models.config.algorithms import AlgorithmConfig
 from models.config.objectives import UpdateConfig
 from models.config.teachers import Teacher
 from models.modeling.batching import AuxiliaryPass
-from models.modeling.teacher import ask_endpoint
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import EstimateWork, JudgeWarmupWork, PreferenceWork, RewardModelWork, UpdateWork, WarmupWork
-from models.training.auxiliary import ask_model, write_estimates
+from models.training.auxiliary import ask_endpoint, ask_model, write_estimates
 from models.training.ranks import join_ranks
 from models.training.samples import TrainingSamples, open_samples
 from models.training.trainer import frozen_forward

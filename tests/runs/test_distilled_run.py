@@ -9,7 +9,7 @@ from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.data import ArithmeticData
 from models.config.policy import ScratchPolicy
-from models.data.load import load_problems
+from models.data.problems import load_problems
 from models.modeling.policy import build_scratch, save_policy
 from models.text.tokenizer import scratch_tokenizer
 from tests.support.chat_server import Reply

@@ -13,8 +13,7 @@ from flows.cli.app import main
 from infra.store.runs import open_run
 from infra.store.shards import read_shard
 from models.config.data import FileData
-from models.data.load import load_problems
-from models.data.problems import Message
+from models.data.problems import Message, load_problems
 from tasks.config.run import load_config
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import AUTH, RHEOSTAT, ROOT

@@ -10,7 +10,7 @@ from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
 from models.config.data import ArithmeticData
 from models.config.policy import ScratchPolicy
-from models.data.load import load_problems
+from models.data.problems import load_problems
 from models.modeling.policy import build_scratch, save_policy
 from models.records.schemas import SAMPLE_SCHEMA
 from models.records.versions import ModelVersion

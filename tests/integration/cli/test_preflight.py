@@ -39,7 +39,7 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.teachers import Distillation, TeacherDirectory, TeacherEndpoint
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
-from models.data.load import load_problems
+from models.data.problems import load_problems
 from models.modeling.policy import build_scratch, save_policy
 from models.text.tokenizer import scratch_tokenizer
 from tests.support.environments import leave_vllm

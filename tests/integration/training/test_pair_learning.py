@@ -17,7 +17,7 @@ from models.config.data import ArithmeticPreferences, FilePreferences
 from models.config.judges import TrainedRewardModel
 from models.config.objectives import UpdateConfig
 from models.config.training import DpoConfig, WarmupConfig
-from models.data.preferences import load_preferences
+from models.data.examples import load_preferences
 from models.modeling.reward_model import load_reward_model, score
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import PreferenceWork, RewardModelWork, WarmupWork

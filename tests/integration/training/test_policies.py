@@ -20,8 +20,7 @@ from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.data import DataConfig, FileData
 from models.config.policy import DirectoryPolicy
-from models.data.load import load_problems
-from models.data.problems import Message, Problem
+from models.data.problems import Message, Problem, load_problems
 from models.inspection.decoder import DecoderSizes
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, load_policy, save_policy

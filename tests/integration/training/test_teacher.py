@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from models.config.teachers import TeacherDirectory
-from models.data.load import load_problems
+from models.data.problems import load_problems
 from models.inspection.companions import check_teacher
 from models.modeling.batching import lay_out
 from models.modeling.policy import build_scratch, save_policy
-from models.modeling.teacher import ask_endpoint, load_teacher
 from models.records.model_input import ModelInput
 from models.text.tokenizer import scratch_tokenizer
-from models.training.auxiliary import ask_model
+from models.training.auxiliary import ask_endpoint, ask_model
 from models.training.trainer import frozen_forward
+from models.training.versions import load_teacher
 from tests.support.chat_server import Reply
 from tests.support.teachers import by_hand, teacher_at, teacher_server
 from tests.support.training import DATA, TINY

@@ -15,7 +15,7 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.objectives import SequenceMean
 from models.config.training import WarmupConfig
-from models.data.load import load_problems
+from models.data.problems import load_problems
 from models.modeling.policy import build_scratch, save_policy
 from models.records.schemas import SAMPLE_SCHEMA
 from models.records.versions import ModelVersion

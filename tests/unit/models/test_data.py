@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from infra.errors import BadInput
 from models.config.data import ArithmeticData, FileData
 from models.config.training import WarmupConfig
-from models.data.load import load_problems, warmup_examples
-from models.data.problems import Message, is_heldout
+from models.data.examples import warmup_examples
+from models.data.problems import Message, is_heldout, load_problems
 
 GSM8K = Path(__file__).parents[3] / "configs" / "data" / "gsm8k"
 

@@ -17,7 +17,7 @@ from models.config.data import ArithmeticData
 from models.config.engines import TransformersEngine, VllmEngine
 from models.config.objectives import Cispo, Gspo, LoraConfig, PolicyGradient, PpoClip
 from models.config.policy import ScratchPolicy
-from models.data.load import load_problems
+from models.data.problems import load_problems
 from models.engines.protocol import check_class
 from models.inspection.decoder import DecoderSizes
 from models.inspection.directory import inspect_directory

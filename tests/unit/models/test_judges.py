@@ -13,7 +13,7 @@ from models.config.judges import Canaries, ChoiceVerdict, JudgeReward, LogprobVe
 from models.config.reward_terms import NumericReward
 from models.config.rewards import ScoringConfig
 from models.config.training import WarmupConfig
-from models.data.load import load_problems
+from models.data.problems import load_problems
 from models.judges.checks import check_judges
 from models.judges.prompts import escape, fill_template, judge_examples
 from models.rewards.rules import numeric_reward

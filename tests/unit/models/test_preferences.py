@@ -9,9 +9,8 @@ import pytest
 
 from infra.errors import BadInput
 from models.config.data import ArithmeticData, ArithmeticPreferences, FileData, FilePreferences
-from models.data.load import load_problems
-from models.data.preferences import load_preferences
-from models.data.problems import Message, identity
+from models.data.examples import load_preferences
+from models.data.problems import Message, identity, load_problems
 
 DATA = ArithmeticData(train_problems=64, heldout_problems=16)
 SPLITS = ("train", "heldout")

@@ -15,7 +15,7 @@ from models.config.data import ArithmeticData
 from models.config.judges import DirectoryJudge, JudgeReward, StepsVerdict
 from models.config.reward_terms import PatternSteps, RegexReward, TargetReward
 from models.config.rewards import RewardConfig, ScoringConfig
-from models.data.load import load_problems
+from models.data.problems import load_problems
 from models.records.schemas import ROLLOUT_SCHEMA, VERDICT_SCHEMA, score_schema
 from models.records.versions import Outcome
 from models.records.work import CreditWork, ScoredShard, ScoringWork, VerdictShard

@@ -20,7 +20,7 @@ from models.config.policy import DirectoryPolicy, ScratchPolicy
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import EvaluationConfig
-from models.data.load import load_problems
+from models.data.problems import load_problems
 from models.modeling.policy import build_scratch, save_policy
 from models.text.tokenizer import scratch_tokenizer
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from infra.errors import BadInput
-from models.data.load import load_problems
+from models.data.problems import load_problems
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.policy import build_scratch
 from models.text.tokenizer import scratch_tokenizer

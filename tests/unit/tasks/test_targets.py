@@ -17,7 +17,7 @@ from infra.variants import Variant, check_implementation
 from models.algorithms.advantages import check_algorithm, token_advantages
 from models.config.algorithms import Algorithm, Grpo
 from models.config.engines import EngineSettings, SamplingConfig
-from models.data.load import load_problems
+from models.data.problems import load_problems
 from models.engines.protocol import Request, build_engine, check_implemented
 from models.objectives.losses import policy_loss
 from models.records.model_input import ModelInput

@@ -1,4 +1,7 @@
-"""Preferences: a prompt, the better of two completions and the worse one. Made from problems, or read from a file."""
+"""What is learnt before the first iteration: worked examples, and preferences between two completions of a prompt.
+
+They are made from problems, or read from a file.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,10 +12,33 @@ from typing import Any, Protocol, cast
 from infra.errors import BadInput
 from infra.variants import implementation_of
 from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
-from models.data.arithmetic import wrong_completion
+from models.config.training import WarmupConfig
+from models.data.arithmetic import bare_guess, wrong_completion
 from models.data.files import messages_of, prompt_of, read_rows, text_of
-from models.data.load import load_problems
-from models.data.problems import Problem, Prompt, fill_prompt, identity, is_heldout
+from models.data.problems import Problem, Prompt, fill_prompt, identity, is_heldout, load_problems
+
+Example = tuple[Prompt, str]
+"""A prompt and the completion that warm-up imitates."""
+
+
+def warmup_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[Example]:
+    """Draw the examples of all warm-up steps, in training order: the training problems, shuffled anew each pass."""
+    problems = load_problems(data, "train", seed)
+    if not data.has_answers:
+        raise BadInput("warmup needs answers to imitate: set data.answer_column, or remove [warmup]")
+    rng = Random(f"{seed}/warmup")
+    wanted = warmup.steps * warmup.batch_size
+    examples: list[Example] = []
+    while len(examples) < wanted:
+        passing = rng.sample(problems, k=min(len(problems), wanted - len(examples)))
+        examples.extend((problem.prompt, _imitated(problem, warmup.worked_fraction, rng)) for problem in passing)
+    return examples
+
+
+def _imitated(problem: Problem, worked_fraction: float, rng: Random) -> str:
+    if problem.worked is None:
+        return problem.answer
+    return problem.worked if rng.random() < worked_fraction else bare_guess(rng)
 
 
 @dataclass(frozen=True, slots=True)
