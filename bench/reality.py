@@ -107,7 +107,7 @@ def compared(run: Run, config: RunConfig, *, placement: str) -> Compared:
     for plan in plans:
         measured = observed(measured, run, plan, STAGES)
     work = tuple(_work(run, plan, measured) for plan in plans)
-    workload = Workload(stages=work, slowness_N=np.ones(config.pools.workers), absences=((),) * len(work))
+    workload = Workload(stages=work, slowness_N=np.ones(config.pools.workers.max), absences=((),) * len(work))
     resize = measured.resize().mean_seconds
     played = play(build_policy(config.placement), workload, resize_seconds=resize, clock=perf_counter)
     around = tuple(_stage_seconds(journal, plan) - _span_seconds(run, plan) for plan in plans)

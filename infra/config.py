@@ -2,13 +2,49 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_serializer, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 
 class Settings(BaseModel):
     """Immutable settings: unknown keys are errors, field docstrings are the form's descriptions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class WorkerRange(Settings):
+    """How many worker slots: a number, or a table where machines come and go. Results do not depend on it."""
+
+    min: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Fewest slots to begin and to go on with; none begins with `max`, and goes on with as many as the roles need."""
+    max: Annotated[int, Field(ge=1, le=4096)]
+    """Slots that are used where the cluster has room for them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _number_is_max(cls, value: object) -> object:
+        return value if isinstance(value, dict | WorkerRange) else {"max": value}
+
+    @model_validator(mode="after")
+    def _grows_from_min_to_max(self) -> "WorkerRange":
+        if self.min is not None and self.min > self.max:
+            raise ValueError(f"min {self.min} exceeds max {self.max}")
+        return self
+
+    @property
+    def fewest(self) -> int:
+        """Slots to begin with."""
+        return self.max if self.min is None else self.min
+
+    @model_serializer
+    def _written(self) -> int | dict[str, int]:
+        return self.max if self.min is None else {"min": self.min, "max": self.max}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Let forms take a number, too."""
+        return {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 4096}, handler(core)]}
 
 
 class PoolsConfig(Settings):
@@ -18,8 +54,10 @@ class PoolsConfig(Settings):
     """Workers are processes of a Ray cluster, or `threads` of this process: for notebooks and tests, on one CPU."""
     ray_address: str | None = None
     """Address of a Ray cluster (`ray://…`, `host:port` or `auto`); none starts an embedded one."""
-    workers: Annotated[int, Field(ge=1, le=4096)] = 2
-    """Worker slots: places for a model each, dealt to rollout and to the served rewards by the placement."""
+    workers: WorkerRange = WorkerRange(max=2)
+    """Worker slots, a number or a range: places for a model each, dealt to rollout and to the served rewards."""
+    wait_seconds: Annotated[float, Field(gt=0)] = 180
+    """Longest time with too few worker slots for the run to begin, or to go on, in seconds; then it ends."""
     scoring_workers: Annotated[int, Field(ge=1, le=4096)] = 1
     """Processes beside the slots that compute rule rewards and credit, and that ask endpoints."""
     update_ranks: Annotated[int, Field(ge=1, le=4096)] = 1

@@ -83,12 +83,13 @@ async def wake_reward_models(session: Session, derived: Derived) -> None:
         await session.release(role)
     terms = session.settings.scoring.hosted_rewards
     if terms:
-        slots = session.settings.pools.workers
+        fleet = await session.fleet()
+        slots = await fleet.look()
         workers = workers_of(session.settings, Plan(mode="colocated", rollout=slots, scoring=slots), "scoring")
         models = {
             reward_model_role(term): policy_of(session.reward_model(term, prefix=derived.prefix)) for term in terms
         }
-        await (await session.fleet()).arrange(workers, take=models)
+        await fleet.arrange(workers, take=models)
 
 
 @stage("{iteration.key} seal")

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from infra.config import Settings
+from infra.config import PoolsConfig, Settings
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
@@ -50,8 +50,8 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "optimizer steps": f"{update.minibatches} per iteration, {left * update.minibatches:,} to do",
         "evaluations": f"{_evaluations(config)}, {config.evaluation.problems:,} problems each",
         "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
-        "worker slots": f"{pools.workers}{_sharing(config)}",
-        "rollout": f"{_count(pools.workers, 'worker')} at most, of {_megabytes(facts, 'rollout')}",
+        "worker slots": f"{_slots(pools)}{_sharing(config)}",
+        "rollout": f"{_count(pools.workers.max, 'worker')} at most, of {_megabytes(facts, 'rollout')}",
         "engine": rollout.engine.described(pools),
         **{f"judge {term}": _judge(config, term, facts) for term in config.scoring.model_rewards},
         "scoring": _count(pools.scoring_workers, "worker"),
@@ -89,6 +89,11 @@ def _waves(config: RunConfig) -> str:
     dynamic, partial = config.rollout.dynamic, config.rollout.partial
     more = "" if dynamic is None else f", up to {1 + dynamic.max_extra_waves} waves for as many informative groups"
     return more + ("" if partial is None else f", {partial.tokens} new tokens of each at a time")
+
+
+def _slots(pools: PoolsConfig) -> str:
+    """A number, or the range where machines come and go."""
+    return f"{pools.workers.max}" if pools.workers.min is None else f"{pools.workers.min} to {pools.workers.max}"
 
 
 def _sharing(config: RunConfig) -> str:

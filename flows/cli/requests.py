@@ -67,7 +67,7 @@ def request_rescoring(
     chosen = checked_name(name) if name is not None else f"{terms.scoring.terms[0]}-{digest_of(terms)}"
     numbers = parse_iterations(iterations, run)
     config = stored_configuration(run, store, overrides, scoring=terms.scoring)
-    slots, workers = sum(reward.slots for reward in terms.scoring.hosted_rewards.values()), config.pools.workers
+    slots, workers = sum(reward.slots for reward in terms.scoring.hosted_rewards.values()), config.pools.workers.fewest
     if slots > workers:
         raise BadInput(f"pools.workers {workers}: the reward models take at least {slots} slots")
     for term in terms.scoring.trained_reward_models:
@@ -187,7 +187,7 @@ def room_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
     for reward in (reward for scoring in scorings for reward in scoring.model_rewards.values()):
         if reward.endpoint is not None:
             longest = max(longest, reward.endpoint.timeout_seconds + MAX_PAUSE_SECONDS + 1)
-    return {"workers": max(least.workers, *slots), "stall_seconds": max(least.stall_seconds, longest)}
+    return {"workers": max(least.workers.max, *slots), "stall_seconds": max(least.stall_seconds, longest)}
 
 
 def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:

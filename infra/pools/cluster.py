@@ -25,6 +25,7 @@ from infra.errors import ClusterFailed
 from infra.pools import forks
 from infra.pools.fleet import Fleet
 from infra.pools.host import environment, thread_variables
+from infra.pools.launcher import SlotCount
 from infra.pools.placement_group import SLOT, Machines, RayLauncher, ReservedSlots
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
@@ -148,14 +149,13 @@ class RayCluster:
         self._members.append(pool)
         return pool
 
-    async def fleet(self, specs: Sequence[PoolSpec], *, slots: int, gpus_per_slot: float) -> Fleet:
+    async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
         """Return worker slots that these roles share; nothing starts before they are arranged.
 
         In a process that does not arrange them, it finds the workers that are awake in the one that does.
         """
-        patience = max(spec.start_seconds for spec in specs)
-        berths = ReservedSlots(slots, gpus=gpus_per_slot, machines=self._machines, start_seconds=patience)
-        fleet = Fleet(specs, berths)
+        widest = max(spec.slots for spec in specs)
+        fleet = Fleet(specs, ReservedSlots(slots, widest=widest, gpus=gpus_per_slot, machines=self._machines), slots)
         self._members.append(fleet)
         return fleet
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from infra.errors import BadInput, ClusterFailed, NodeLost, RheostatError, WorkerLost
 from infra.pools.assignment import Assignment, Change, assign_fewer, changes
-from infra.pools.launcher import SlotLauncher
+from infra.pools.launcher import SlotCount, SlotLauncher
 from infra.pools.pool import Pool
 from infra.pools.slot import SlotState, WorkerSlot
 from infra.pools.worker import PoolSpec, together
@@ -74,9 +74,9 @@ class Fleet:
     A worker that falls asleep keeps its process, and is woken when its role returns to its slots.
     """
 
-    def __init__(self, specs: Sequence[PoolSpec], launcher: SlotLauncher) -> None:
+    def __init__(self, specs: Sequence[PoolSpec], launcher: SlotLauncher, slots: SlotCount) -> None:
         """Describe a fleet. Nothing starts yet."""
-        self._launcher = launcher
+        self._launcher, self._wanted = launcher, slots
         self._pools = {
             spec.role: Pool(spec, launcher, look=self._look_for_workers, lost=self._arrange_again) for spec in specs
         }
@@ -88,7 +88,23 @@ class Fleet:
         self._closed = False
         self._asked: tuple[dict[str, int], dict[str, object]] = ({}, {})
         self._lost: frozenset[int] = frozenset()
-        """Slots whose machine has left the cluster."""
+        """Slots whose machine has left the cluster, or is yet to join."""
+        self._few_since: float | None = None
+        """Since when there have been too few."""
+
+    @property
+    def slots(self) -> int:
+        """Slots that there were when it was last looked."""
+        return len(self._launcher.nodes) - len(self._lost)
+
+    async def look(self) -> int:
+        """Count the slots that there are now; where they are too few, others are waited for. Raises ClusterFailed."""
+        async with self._turn:
+            if self._closed:
+                raise ClusterFailed("the fleet is closed")
+            await self._begin()
+            await self._target({})
+            return self.slots
 
     def role(self, role: str) -> Pool:
         """Return the pool of a role; its works wait while none of its workers is awake."""
@@ -112,7 +128,7 @@ class Fleet:
         counts as awake; one that is lost meanwhile is started again. What fails is undone, and told in its moves while
         other workers of the role serve; where none does, its error is raised, since work of the role would wait for
         ever. Cancelled, it is finished in the background. Slots whose machine has left the cluster are left out; where
-        the rest does not hold a worker of each role, others are waited for as long as a start may take.
+        the rest is too few, or does not hold a worker of each role, others are waited for. Raises ClusterFailed then.
         """
         unknown = sorted((set(workers) | set(take)) - set(self._pools))
         if unknown:
@@ -187,8 +203,7 @@ class Fleet:
             workers, take = asked or self._asked
             if not self._arranges and not any(workers.values()):
                 return ()
-            if not self._arranges:
-                await self._begin()
+            await self._begin()
             self._asked = (workers, take)
             for role, pool in self._pools.items():
                 pool.record = take.get(role)
@@ -218,9 +233,8 @@ class Fleet:
     async def _target(self, workers: Mapping[str, int]) -> tuple[list[Assignment], set[Assignment]]:
         """Find which posts are awake, and which shall be, on machines that serve; wait for these if there are too few.
 
-        Raises ClusterFailed, also in whoever waits for a worker, if none come as long as a start may take.
+        Raises ClusterFailed, also in whoever waits for a worker, if none come in time.
         """
-        deadline = time.monotonic() + max(pool.spec.start_seconds for pool in self._pools.values())
         while True:
             self._lost = await self._launcher.lost()
             for post, seat in self._seats():
@@ -233,18 +247,39 @@ class Fleet:
             current, nodes = self._awake(growing), self._launcher.nodes
             asleep = {post for post, seat in self._seats() if seat.worker is not None and not seat.awake}
             target = assign_fewer(current, workers, widths=self._widths, nodes=nodes, asleep=asleep, lost=self._lost)
-            late = target is None and time.monotonic() > deadline
-            left = f"{len(nodes) - len(self._lost)} of {len(nodes)} worker slots are left"
-            few = ClusterFailed(f"{left}, too few for {dict(workers)}; the same command continues") if late else None
+            enough = target is not None and self.slots >= self._wanted.least
+            few = None if enough else self._too_few(workers)
             for pool in self._pools.values():
                 pool.broken = few
                 pool.settle()
             if few is not None:
                 raise few
-            if target is not None:
+            if target is not None and enough:
+                self._few_since = None
                 return current, target
-            logger.warning("%s, others are waited for", left)
             await asyncio.sleep(LOOK_SECONDS)
+
+    def _too_few(self, workers: Mapping[str, int]) -> ClusterFailed | None:
+        """Say that there have been too few slots for too long, if they have."""
+        first, left = self._few_since is None, self._patience()
+        have = f"{self.slots} of {len(self._launcher.nodes)} worker slots are left"
+        wanted = (
+            f"expected at least {self._wanted.least}"
+            if self.slots < self._wanted.least
+            else f"too few for {dict(workers)}"
+        )
+        if first:
+            logger.warning("%s, %s: others are waited for, %.0f s at most", have, wanted, left)
+        if left > 0:
+            return None
+        waited = f"for {self._wanted.wait_seconds:g} s (pools.wait_seconds)"
+        return ClusterFailed(f"{have}, {wanted}, {waited}; the same command continues")
+
+    def _patience(self) -> float:
+        """Seconds for which too few slots may still be waited for."""
+        now = time.monotonic()
+        self._few_since = now if self._few_since is None else self._few_since
+        return self._few_since + self._wanted.wait_seconds - now
 
     def _require_serving(self, workers: Mapping[str, int], changed: "_Changed") -> None:
         """Raise what kept a role's workers from coming if the role was to have some and has none."""
@@ -254,7 +289,9 @@ class Fleet:
 
     async def _begin(self) -> None:
         """Set the slots aside; names of workers that an earlier process may have left are not used again."""
-        await self._launcher.reserve()
+        if self._arranges:
+            return
+        await self._launcher.reserve(max(LOOK_SECONDS, self._patience()))
         self._arranges = True
         for role, pool in self._pools.items():
             for slot, generation in (await self._launcher.found(role)).items():

@@ -5,10 +5,24 @@ Queueing, retries and moves are the same everywhere: `Pool`, `Fleet` and `RankGr
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from infra.pools.host import ProcessPlace, Returned
 from infra.pools.worker import PoolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCount:
+    """How many slots a fleet has, where machines come and go."""
+
+    most: int
+    first: int = 1
+    """With how many it begins."""
+    least: int = 1
+    """With how many it goes on."""
+    wait_seconds: float = 180
+    """How long there may be fewer."""
 
 
 class Worker(Protocol):
@@ -86,11 +100,11 @@ class SlotLauncher(Launcher, Protocol):
         ...
 
     async def lost(self) -> frozenset[int]:
-        """Tell which slots are on machines that serve no more; where others have taken their place, they are not."""
+        """Tell which slots are on no machine that serves; where others have taken their place, they are."""
         ...
 
-    async def reserve(self) -> None:
-        """Wait until the slots are set aside."""
+    async def reserve(self, wait_seconds: float) -> None:
+        """Wait until slots are set aside, as many as the fleet begins with. Raises ClusterFailed if that takes long."""
 
     def remove(self) -> None:
         """Give the slots back."""

@@ -1,11 +1,13 @@
-"""The places on the cluster that a fleet's slots stand for: bundles of one Ray placement group."""
+"""The places on the cluster that a fleet's slots stand for: bundles of Ray placement groups."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from infra.errors import BadInput, ClusterFailed, NodeLost
+from infra.pools.launcher import SlotCount
 from infra.pools.worker import PoolSpec, ReservedSlot, WorkerProcess, find_worker, found_workers, start_worker
 from infra.processes.watch import apart, aside
 
@@ -18,6 +20,9 @@ SLOT = "rheostat_slot"
 
 LOOK_SECONDS = 1.0
 PROBES, PROBE_SECONDS = 3, 2.0
+MORE_SECONDS = 2.0
+"""How long slots beyond those that a fleet begins with are waited for; what comes later is found at the next look."""
+ASK_SECONDS = 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,32 +71,32 @@ class RayLauncher:
 
 
 class ReservedSlots:
-    """Start workers in slots. One bundle per slot, numbered so that those of one node follow each other.
+    """Start workers in slots. One bundle per slot; those that the fleet begins with follow each other node by node.
 
+    They are one placement group. What machines that join may add are groups of their own, each with room for the widest
+    worker: they come one by one, and those that Ray finds no room for wait.
     Processes of all roles share a bundle's GPUs, of which Ray can hand each only a part; so they ask Ray for none and
     are told which they are.
     """
 
-    def __init__(self, slots: int, *, gpus: float, machines: Machines, start_seconds: float) -> None:
-        """Describe the places; none is reserved yet."""
+    def __init__(self, slots: SlotCount, *, widest: int, gpus: float, machines: Machines) -> None:
+        """Describe the places; none is reserved yet. `widest`: slots of the role whose workers take most."""
         if gpus > 1 and gpus != int(gpus):
             raise BadInput(f"a worker slot has a part of one GPU or whole ones, not {gpus:g}")
-        self.slots = slots
         self.nodes: tuple[str, ...] = ()
-        """The node of each slot, once they are reserved."""
-        self._gpus = gpus
+        """The node of each slot, once they are reserved; where there is none, that of before, or an empty name."""
+        self._first = slots.most if machines.alone else slots.first
+        self._most, self._widest, self._gpus = slots.most, widest, gpus
         self._needs = {SLOT if machines.alone else "CPU": 1.0, **({"GPU": gpus} if gpus else {})}
-        self._start_seconds = start_seconds
-        self._group: PlacementGroup | None = None
-        self._bundles: list[int] = []
+        self._places: list[tuple[PlacementGroup, int]] = []
         self._devices: list[tuple[str, ...]] = []
         self._machines = machines
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerProcess:
         """Start a worker in the slots from this one on; it is asleep until it is woken."""
-        assert slot is not None and self._group is not None, "reserve() comes first"
+        assert slot is not None and self._places, "reserve() comes first"
         devices = [device for held in self._devices[slot : slot + spec.slots] for device in held]
-        berth = ReservedSlot(self._group, self._bundles[slot], tuple(dict.fromkeys(devices)))
+        berth = ReservedSlot(*self._places[slot], tuple(dict.fromkeys(devices)))
         starting = asyncio.ensure_future(start_worker(spec, name, berth=berth))
         try:
             while not (await asyncio.wait({starting}, timeout=LOOK_SECONDS))[0]:
@@ -110,24 +115,33 @@ class ReservedSlots:
         """Look up the newest generation of each of a role's workers."""
         return await found_workers(role)
 
-    async def reserve(self) -> None:
-        """Wait until the cluster has set the places aside."""
-        from ray.util.placement_group import placement_group, placement_group_table
+    async def reserve(self, wait_seconds: float) -> None:
+        """Wait until the cluster has set the places aside that the fleet begins with, and ask for the others."""
+        from ray.util.placement_group import PlacementGroup, placement_group
 
-        if self._group is not None:
+        if self._places:
             return
-        bundles = [dict(self._needs) for _ in range(self.slots)]
-        self._group = group = await apart(lambda: placement_group(bundles, strategy="PACK"))
+
+        def group(slots: int, strategy: str) -> PlacementGroup:
+            made = placement_group([dict(self._needs) for _ in range(slots)], strategy=strategy)
+            self._places += [(made, bundle) for bundle in range(slots)]
+            return made
+
         try:
-            if not await apart(lambda: group.wait(self._start_seconds)):
+            first = await apart(lambda: group(self._first, "PACK"))
+            if not await apart(lambda: first.wait(wait_seconds)):
                 raise ClusterFailed(
-                    f"the cluster did not set {self.slots} worker slots of {self._needs} aside within"
-                    f" {self._start_seconds:g} s"
+                    f"the cluster did not set {self._first} worker slots of {self._needs} aside in time "
+                    "(pools.wait_seconds)"
                 )
-            nodes = (await apart(lambda: placement_group_table(group)))["bundles_to_node_id"]
-            self._bundles = sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
-            self._devices = await self._held(self._bundles) if self._gpus else [()] * self.slots
-            self.nodes = tuple(nodes[bundle] for bundle in self._bundles)
+            nodes = await self._nodes()
+            self._places = [self._places[slot] for slot in sorted(range(self._first), key=lambda slot: nodes[slot])]
+            sizes = [min(self._widest, self._most - begin) for begin in range(self._first, self._most, self._widest)]
+            more = await apart(lambda: [group(size, "STRICT_PACK") for size in sizes])
+            deadline = time.monotonic() + MORE_SECONDS
+            await apart(lambda: all(one.wait(max(0.0, deadline - time.monotonic())) for one in more))
+            self.nodes, self._devices = ("",) * self._most, [()] * self._most
+            await self.lost()
         except BaseException:
             self.remove()
             raise
@@ -136,45 +150,45 @@ class ReservedSlots:
         """Give the places back."""
         from ray.util.placement_group import remove_placement_group
 
-        group, self._group = self._group, None
-        if group is not None:
-            aside(lambda: remove_placement_group(group))
+        groups = {group for group, _ in self._places}
+        self._places = []
+        if groups:
+            aside(lambda: [remove_placement_group(group) for group in groups])
 
     async def lost(self) -> frozenset[int]:
-        """Tell which slots are on machines that serve no more; Ray moves their bundles to machines that join."""
-        from ray.util.placement_group import placement_group_table
-
-        group = self._group
-        if self._machines.alone or group is None:
+        """Tell which slots are on no machine that serves; Ray moves their bundles to machines that join."""
+        if not self._places or (self._machines.alone and all(self.nodes)):
             return frozenset()
-        placed = (await apart(lambda: placement_group_table(group)))["bundles_to_node_id"]
-        serving = await self._machines.serving()
-        lost = frozenset(slot for slot, bundle in enumerate(self._bundles) if not serving.get(placed[bundle]))
-        moved = [
-            slot for slot, bundle in enumerate(self._bundles) if slot not in lost and placed[bundle] != self.nodes[slot]
-        ]
+        placed, serving = await self._nodes(), await self._machines.serving()
+        lost = frozenset(slot for slot, node in enumerate(placed) if not serving.get(node, self._machines.alone))
+        moved = [slot for slot, node in enumerate(placed) if slot not in lost and node != self.nodes[slot]]
         if moved:
-            held = await self._held([self._bundles[slot] for slot in moved]) if self._gpus else [()] * len(moved)
+            held = await self._held(moved) if self._gpus else [()] * len(moved)
             for slot, devices in zip(moved, held, strict=True):
                 self._devices[slot] = devices
-            self.nodes = tuple(
-                placed[bundle] if slot in moved else self.nodes[slot] for slot, bundle in enumerate(self._bundles)
-            )
+            self.nodes = tuple(node if slot in moved else self.nodes[slot] for slot, node in enumerate(placed))
         return lost
 
-    async def _held(self, bundles: Sequence[int]) -> list[tuple[str, ...]]:
-        """Ask each bundle for the ids of its GPUs: they stay the same as long as it stands."""
+    async def _nodes(self) -> list[str]:
+        """Ask where Ray has placed each slot, or had before the machine was lost; empty where there never was room."""
+        from ray.util.placement_group import placement_group_table
+
+        groups = {group for group, _ in self._places}
+        tables = await apart(lambda: {group: placement_group_table(group) for group in groups})
+        return [str(tables[group]["bundles_to_node_id"].get(bundle) or "") for group, bundle in self._places]
+
+    async def _held(self, slots: Sequence[int]) -> list[tuple[str, ...]]:
+        """Ask each slot for the ids of its GPUs: they stay the same as long as its bundle stands."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        assert self._group is not None
         asking = ray.remote(num_cpus=0, num_gpus=self._gpus, max_calls=1)(_devices)
-        places = [PlacementGroupSchedulingStrategy(self._group, bundle) for bundle in bundles]
+        places = [PlacementGroupSchedulingStrategy(*self._places[slot]) for slot in slots]
         try:
-            async with asyncio.timeout(self._start_seconds):
+            async with asyncio.timeout(ASK_SECONDS):
                 return list(await asyncio.gather(*(asking.options(scheduling_strategy=at).remote() for at in places)))
         except TimeoutError:
-            raise ClusterFailed(f"the GPUs of the worker slots are not known after {self._start_seconds:g} s") from None
+            raise ClusterFailed(f"the GPUs of the worker slots are not known after {ASK_SECONDS:g} s") from None
 
 
 async def _listens(address: str, port: int) -> bool:

@@ -24,6 +24,7 @@ import psutil
 from infra.errors import BadInput, WorkerFailed, WorkerLost
 from infra.pools.fleet import Fleet
 from infra.pools.host import Host, ProcessPlace, Raised, Returned, environment, thread_variables
+from infra.pools.launcher import SlotCount
 from infra.pools.pool import Pool
 from infra.pools.ranks import JOIN, RankGroup
 from infra.pools.worker import PoolSpec, checked, unwrapped
@@ -195,7 +196,7 @@ class ThreadLauncher:
         """Tell which slots have gone with their machine: none without this process."""
         return frozenset()
 
-    async def reserve(self) -> None:
+    async def reserve(self, wait_seconds: float) -> None:
         """Set nothing aside: there are always as many threads as it takes."""
 
     def remove(self) -> None:
@@ -230,11 +231,11 @@ class ThreadCluster:
         self._members.append(pool)
         return pool
 
-    async def fleet(self, specs: Sequence[PoolSpec], *, slots: int, gpus_per_slot: float) -> Fleet:
+    async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
         """Return worker slots that these roles share; nothing starts before they are arranged."""
         if gpus_per_slot:
             raise BadInput(f"threads have no GPUs of their own, expected 0 per worker slot, got {gpus_per_slot:g}")
-        fleet = Fleet(specs, self._launcher(slots))
+        fleet = Fleet(specs, self._launcher(slots.most), slots)
         self._members.append(fleet)
         return fleet
 

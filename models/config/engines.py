@@ -211,7 +211,7 @@ class VllmEngine(EngineSettings):
                 f"{name}.tensor_parallel {self.tensor_parallel}: its worker has {gpus:g} GPUs, expected as many; set "
                 f"pools.gpus_per_worker={self.tensor_parallel}, or {name}.base_urls"
             )
-        sharing = min(pools.workers, int(1 / gpus)) if 0 < gpus < 1 else 1
+        sharing = min(pools.workers.max, int(1 / gpus)) if 0 < gpus < 1 else 1
         if sharing * self.gpu_memory_share > 1:
             yield (
                 f"{name}.gpu_memory_share {self.gpu_memory_share:g}: {sharing} workers share a GPU at "

@@ -101,8 +101,10 @@ def _default(field: FieldInfo) -> str:
 def _toml(value: object) -> str:
     """Spell a default as TOML; of a table its kind, and what differs from the defaults of that kind."""
     if isinstance(value, BaseModel):
-        named = {"kind": value.kind} if hasattr(value, "kind") else {}
-        value = {**named, **{name: getattr(value, name) for name in value.model_dump(exclude_defaults=True)}}
+        written, named = value.model_dump(exclude_defaults=True), {"kind": value.kind} if hasattr(value, "kind") else {}
+        if not isinstance(written, dict):
+            return _toml(written)
+        value = {**named, **{name: getattr(value, name) for name in written}}
     if isinstance(value, Mapping):
         inside = ", ".join(f"{key} = {_toml(part)}" for key, part in value.items())
         return f"{{ {inside} }}" if inside else "{}"

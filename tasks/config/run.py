@@ -147,15 +147,14 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _roles_have_room(self) -> "RunConfig":
-        slots = sum(
-            self.placement.replicas.get(term, 1) * reward.slots for term, reward in self.scoring.hosted_rewards.items()
-        )
-        if slots > self.pools.workers:
-            raise ValueError(f"pools.workers {self.pools.workers}: the reward models take at least {slots} slots")
-        if slots and slots == self.pools.workers and not self.placement.takes_turns:
+        slots, fewest = self._reward_slots(), self.pools.workers.fewest
+        key = "pools.workers" if self.pools.workers.min is None else "pools.workers.min"
+        if slots > fewest:
+            raise ValueError(f"{key} {fewest}: the reward models take at least {slots} slots")
+        if slots and slots == fewest and not self.placement.takes_turns:
             raise ValueError(
-                f"pools.workers {self.pools.workers}: placement.kind {self.placement.kind!r} runs rollout beside the "
-                f"reward models, which take {slots} slots: raise pools.workers, or use 'colocated' or 'adaptive'"
+                f"{key} {fewest}: placement.kind {self.placement.kind!r} runs rollout beside the "
+                f"reward models, which take {slots} slots: raise {key}, or use 'colocated' or 'adaptive'"
             )
         return self
 
@@ -178,6 +177,19 @@ class RunConfig(Settings):
         distillation = self.algorithm.distillation
         if distillation is not None and distillation.teacher.endpoint is not None:
             yield "algorithm.distillation.teacher", distillation.teacher.endpoint
+
+    def _reward_slots(self) -> int:
+        """Fewest slots that the models behind rewards take."""
+        served = self.scoring.hosted_rewards
+        return sum(self.placement.replicas.get(term, 1) * reward.slots for term, reward in served.items())
+
+    @property
+    def least_slots(self) -> int:
+        """Fewest worker slots with which the run goes on."""
+        if self.pools.workers.min is not None:
+            return self.pools.workers.min
+        slots = self._reward_slots()
+        return max(1, slots if self.placement.takes_turns else slots + 1)
 
     def identity(self) -> dict[str, JsonValue]:
         """What results depend on: a run continues only under the same identity."""

@@ -31,6 +31,9 @@ async def correct_placement(session: Session, batch: Batch, dealt: Plan) -> None
             await asyncio.sleep(max(LEAST_SECONDS, placing.measurements.resize().mean_seconds / 4))
             inputs = stage.inputs()
             stage.queues.append(_depths(inputs))
+            if stage.slots_lost():
+                stage.moved(dealt, failed=True)
+                inputs = stage.inputs()
             if _starved(inputs):
                 logger.warning(
                     "placement inside %s: work came back to a role without workers, as planned again", batch.key
@@ -71,7 +74,7 @@ class _Stage:
     def __init__(self, session: Session, placing: Placing, plan: BatchPlan, fleet: Fleet, dealt: Plan) -> None:
         self.dealt = dealt
         self._session, self._placing, self._plan, self._fleet = session, placing, plan, fleet
-        self._began = time.monotonic()
+        self._began, self._slots = time.monotonic(), fleet.slots
         self._movable = {"rollout": dealt.rollout, "scoring": dealt.scoring}
         self._noted = 0
         self.queues: list[JsonValue] = []
@@ -85,7 +88,7 @@ class _Stage:
         """What the policy is asked with now."""
         return DrainInputs(
             elapsed_seconds=time.monotonic() - self._began,
-            workers=self._session.settings.pools.workers,
+            workers=self._fleet.slots,
             plan=self.dealt,
             rollout=self._progress("rollout"),
             scoring=self._progress("scoring"),
@@ -95,6 +98,10 @@ class _Stage:
             memory=self._placing.memory,
             seed=self._plan.number,
         )
+
+    def slots_lost(self) -> bool:
+        """Whether a machine has been lost since the stage began: the fleet has dealt what is left by itself."""
+        return self._fleet.slots < self._slots
 
     def moved(self, dealt: Plan, *, failed: bool) -> None:
         """Take note of a correction: a worker moves at most once per stage; of one that failed, what is left of it."""

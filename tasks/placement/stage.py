@@ -28,12 +28,12 @@ PAST_ITERATIONS = 5
 @stage("place {batch.key}")
 async def place_stage(session: Session, batch: Batch) -> Plan:
     """Deal the worker slots for a batch, and have its workers awake with the weights that it names."""
-    plan, workers = batch.plan, session.settings.pools.workers
+    plan, workers = batch.plan, await (await session.fleet()).look()
     if not session.settings.scoring.hosted_rewards:  # nobody to share with
         await _arrange(session, batch, {"rollout": workers})
         return Plan(mode="split", rollout=workers, scoring=0)
     placing = placing_of(session, before=plan.number)
-    inputs = _inputs(session, placing, plan)
+    inputs = _inputs(session, placing, plan, workers=workers)
     decision = _begun(session, plan, workers=workers)
     if decision is None:
         decision = placing.policy.plan(inputs)
@@ -125,10 +125,10 @@ async def _arrange(session: Session, batch: Batch, workers: dict[str, int]) -> t
     return moves
 
 
-def _inputs(session: Session, placing: Placing, plan: BatchPlan) -> PlanInputs:
+def _inputs(session: Session, placing: Placing, plan: BatchPlan, *, workers: int) -> PlanInputs:
     demand = {"shards": plan.num_shards, "completions": completions_of(plan)}
     return PlanInputs(
-        workers=session.settings.pools.workers,
+        workers=workers,
         rollout=rollout_demand(session.settings, placing.measurements, **demand),
         scoring=scoring_demand(session.settings, placing.measurements, **demand),
         resize=placing.measurements.resize(),

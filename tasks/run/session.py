@@ -14,6 +14,7 @@ from infra.config import PoolsConfig, Settings
 from infra.errors import RheostatError
 from infra.pools.cluster import Preload, RayCluster
 from infra.pools.fleet import Fleet
+from infra.pools.launcher import SlotCount
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
 from infra.pools.threads import ThreadCluster
@@ -40,7 +41,7 @@ class Cluster(Protocol):
         """Return a pool whose workers have started."""
         ...
 
-    async def fleet(self, specs: Sequence[PoolSpec], *, slots: int, gpus_per_slot: float) -> Fleet:
+    async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
         """Return worker slots that these roles share; nothing starts before they are arranged."""
         ...
 
@@ -135,7 +136,7 @@ class Session:
         """Begin to start the rollout workers, which are asked for first."""
 
         async def start() -> None:
-            await (await self.fleet()).arrange({"rollout": self.settings.pools.workers})
+            await (await self.fleet()).arrange({"rollout": self.settings.pools.workers.max})
 
         if self._starting is None:
             self._starting = asyncio.create_task(start(), name="start the slots")
@@ -278,10 +279,16 @@ async def _open_fleet(session: Session) -> Fleet:
         "engine": session.settings.rollout.engine,
         "adapter_rank": 0 if lora is None else lora.rank,
     }
-    specs = [_spec(session, "rollout", "models.workers.rollout:RolloutWorker", pools.workers, options=options)]
+    slots = SlotCount(
+        most=pools.workers.max,
+        first=pools.workers.fewest,
+        least=session.settings.least_slots,
+        wait_seconds=pools.wait_seconds,
+    )
+    specs = [_spec(session, "rollout", "models.workers.rollout:RolloutWorker", slots.most, options=options)]
     for term, reward in session.settings.scoring.hosted_rewards.items():
-        specs.append(_reward_model_spec(session, term, reward, size=pools.workers // reward.slots))
-    return await session.cluster.fleet(specs, slots=pools.workers, gpus_per_slot=pools.gpus_per_worker)
+        specs.append(_reward_model_spec(session, term, reward, size=slots.most // reward.slots))
+    return await session.cluster.fleet(specs, slots=slots, gpus_per_slot=pools.gpus_per_worker)
 
 
 def _reward_model_spec(session: Session, term: str, reward: ServedReward, *, size: int) -> PoolSpec:

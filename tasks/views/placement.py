@@ -84,13 +84,13 @@ def first_placement(config: RunConfig) -> PlacementPlan:
     if not config.scoring.hosted_rewards:
         raise BadInput(
             f"run {config.name!r} has no reward model among scoring.rewards: "
-            f"all {config.pools.workers} workers generate, there is nothing to place"
+            f"all {config.pools.workers.max} workers generate, there is nothing to place"
         )
     shards = -(-config.rollout.prompts // config.rollout.shard_prompts)
     completions = config.rollout.shard_prompts * config.rollout.group_size
     nothing = Measurements()
     inputs = PlanInputs(
-        workers=config.pools.workers,
+        workers=config.pools.workers.max,
         rollout=rollout_demand(config, nothing, shards=shards, completions=completions),
         scoring=scoring_demand(config, nothing, shards=shards, completions=completions),
         resize=nothing.resize(),

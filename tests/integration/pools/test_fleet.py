@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from infra.errors import BadInput, ClusterFailed, WorkerFailed, WorkerLost
 from infra.pools.cluster import Preload, RayCluster
+from infra.pools.launcher import SlotCount
 from infra.pools.placement_group import Machines, ReservedSlots
 from infra.pools.worker import PoolSpec
 from tests.support.fleet_workers import Served
@@ -48,7 +49,7 @@ class Shared:
             )
             for role, width, target in zip(shared.names, widths, targets, strict=True)
         ]
-        shared.fleet = await cluster.fleet(shared.specs, slots=slots, gpus_per_slot=0)
+        shared.fleet = await cluster.fleet(shared.specs, slots=SlotCount(slots), gpus_per_slot=0)
         shared.rollout, shared.judge = (shared.fleet.role(role) for role in shared.names)
         return shared
 
@@ -431,10 +432,11 @@ async def test_another_process_uses_the_workers_that_are_awake_and_moves_none(cl
 import asyncio
 from pathlib import PosixPath
 from infra.pools.cluster import RayCluster
+from infra.pools.launcher import SlotCount
 from infra.pools.worker import PoolSpec
 async def main():
     async with RayCluster.open({cluster.namespace!r}, address={cluster.address!r}) as cluster:
-        fleet = await cluster.fleet({shared.specs!r}, slots=2, gpus_per_slot=0)
+        fleet = await cluster.fleet({shared.specs!r}, slots=SlotCount(2), gpus_per_slot=0)
         work = lambda role: fleet.role(role).run("work", ("other", 0.01), returns=tuple)
         rollout, judge = {shared.names!r}
         judged = asyncio.create_task(work(judge))
@@ -459,9 +461,9 @@ asyncio.run(main())
 
 
 async def test_a_cluster_without_room_for_the_slots_says_so(cluster):
-    berths = ReservedSlots(2, gpus=1, machines=Machines(), start_seconds=0.3)
-    with pytest.raises(ClusterFailed, match=r"did not set 2 worker slots of .*'GPU': 1.* aside within 0\.3 s"):
-        await berths.reserve()
+    berths = ReservedSlots(SlotCount(2, first=2), widest=1, gpus=1, machines=Machines())
+    with pytest.raises(ClusterFailed, match=r"did not set 2 worker slots of .*'GPU': 1.* aside in time"):
+        await berths.reserve(0.3)
 
 
 @pytest.mark.slow
@@ -471,6 +473,7 @@ async def test_workers_of_all_roles_see_the_gpus_of_their_slots():
 import asyncio, ray
 from infra.pools.placement_group import SLOT, Machines, ReservedSlots
 from infra.pools.fleet import Fleet
+from infra.pools.launcher import SlotCount
 from infra.pools.worker import PoolSpec
 async def main():
     options = {"num_cpus": 0, "num_gpus": 4, "resources": {SLOT: 100}, "logging_level": "ERROR"}
@@ -478,7 +481,8 @@ async def main():
     for gpus, slots in ((1, 4), (2, 2), (0.5, 4)):
         roles = {f"narrow{slots}{gpus}": 1, f"wide{slots}{gpus}": 2}
         specs = [PoolSpec(role, "tests.support.workers:Counting", slots=width) for role, width in roles.items()]
-        fleet = Fleet(specs, ReservedSlots(slots, gpus=gpus, machines=Machines(alone=True), start_seconds=60))
+        count = SlotCount(slots)
+        fleet = Fleet(specs, ReservedSlots(count, widest=2, gpus=gpus, machines=Machines(alone=True)), count)
         seen = []
         for (role, width) in roles.items():
             count = min(2, slots // width)
@@ -512,11 +516,12 @@ with tempfile.TemporaryDirectory(dir="/tmp") as directory:
     arrange = """
 import asyncio, sys
 from infra.pools.cluster import RayCluster
+from infra.pools.launcher import SlotCount
 from infra.pools.worker import PoolSpec
 async def main():
     async with RayCluster.open("others", address=sys.argv[1]) as cluster:
         specs = [PoolSpec(role, "tests.support.workers:Counting") for role in ("rollout", "judge")]
-        fleet = await cluster.fleet(specs, slots=2, gpus_per_slot=0)
+        fleet = await cluster.fleet(specs, slots=SlotCount(2), gpus_per_slot=0)
         await fleet.arrange({"rollout": 1, "judge": 1})
         await fleet.arrange({"judge": 2})
         import ray

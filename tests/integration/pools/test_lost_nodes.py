@@ -11,6 +11,7 @@ import pytest
 from infra.errors import ClusterFailed
 from infra.pools.cluster import RayCluster
 from infra.pools.fleet import Fleet
+from infra.pools.launcher import SlotCount
 from infra.pools.worker import PoolSpec
 from tests.support.machines import Machines, lose_machine, machines, tell, told
 
@@ -19,8 +20,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
 WORKERS = "tests.support.workers"
 
 
-async def lost_at_work(fleet: Fleet, cluster: RayCluster, computers: Machines, raylets: list[int]) -> object:
+async def lost_at_work(cluster: RayCluster, computers: Machines) -> object:
     """Lose one machine of two under work, start others beside the slots, and have another join."""
+    raylets = [computers.join(2), computers.join(2)]
+    fleet = await fleet_on(cluster, SlotCount(4, first=4))
+    await fleet.arrange({"rollout": 4})
     works = [asyncio.create_task(fleet.role("rollout").run("pid", 2, returns=int)) for _ in range(8)]
     await asyncio.sleep(1)
     lose_machine(raylets[1])
@@ -38,8 +42,11 @@ async def lost_at_work(fleet: Fleet, cluster: RayCluster, computers: Machines, r
     return [sorted(attempts), left, both, len(ranks.pids), len(beside.pids), len(set(fleet.role("rollout").pids))]
 
 
-async def all_lost(fleet: Fleet, cluster: RayCluster, computers: Machines, raylets: list[int]) -> object:
+async def all_lost(cluster: RayCluster, computers: Machines) -> object:
     """Lose every machine that has slots."""
+    raylets = [computers.join(2), computers.join(2)]
+    fleet = await fleet_on(cluster, SlotCount(4, wait_seconds=10))
+    await fleet.arrange({"rollout": 4})
     works = [asyncio.create_task(fleet.role("rollout").run("pid", 2, returns=int)) for _ in range(8)]
     await asyncio.sleep(1)
     for raylet in raylets:
@@ -51,29 +58,44 @@ async def all_lost(fleet: Fleet, cluster: RayCluster, computers: Machines, rayle
     return None
 
 
-async def drive(scene: str, start_seconds: float) -> None:
-    """Arrange four workers on two machines, and print what becomes of them."""
+async def yet_to_join(cluster: RayCluster, computers: Machines) -> object:
+    """Begin with the first machine alone; the second one has room for a worker of two slots."""
+    computers.join(2)
+    fleet = await fleet_on(cluster, SlotCount(4, first=2), wide=2)
+    await fleet.arrange({"rollout": 4})
+    before = fleet.allocation()
+    computers.join(2)
+    while await fleet.look() < 4:
+        await asyncio.sleep(0.1)
+    await fleet.arrange({"rollout": 2, "wide": 1})
+    return [before["rollout"], fleet.allocation(), len(fleet.role("wide").pids)]
+
+
+async def fleet_on(cluster: RayCluster, slots: SlotCount, **widths: int) -> Fleet:
+    """Open a fleet."""
+    roles = {"rollout": 1, "judge": 1, **widths}
+    specs = [PoolSpec(role, f"{WORKERS}:Counting", start_seconds=600, slots=slots) for role, slots in roles.items()]
+    return await cluster.fleet(specs, slots=slots, gpus_per_slot=0)
+
+
+async def drive(scene: str) -> None:
+    """Play a scene, and tell what came of it."""
     with machines(os.environ) as computers:
-        raylets = [computers.join(2), computers.join(2)]
         async with RayCluster.open("machines", address=computers.address) as cluster:
-            roles = ("rollout", "judge")
-            specs = [PoolSpec(role, f"{WORKERS}:Counting", start_seconds=start_seconds) for role in roles]
-            fleet = await cluster.fleet(specs, slots=4, gpus_per_slot=0)
-            await fleet.arrange({"rollout": 4})
-            tell(json.dumps(await globals()[scene](fleet, cluster, computers, raylets)))
+            tell(json.dumps(await globals()[scene](cluster, computers)))
 
 
-@pytest.mark.parametrize(
-    ("scene", "start_seconds", "expected"),
-    [
-        (lost_at_work, 600, [[1, 1, 1, 1, 1, 1, 2, 2], 2, {"rollout": 1, "judge": 1}, 3, 3, 4]),
-        (all_lost, 10, "0 of 4 worker slots are left, too few for {'rollout': 4}; the same command continues"),
-    ],
-)
-async def test_slots_of_a_lost_machine_are_out_at_once_and_their_work_goes_to_those_left(
-    scene, start_seconds, expected
-):
-    program = f"import asyncio; from {__name__} import drive; asyncio.run(drive({scene.__name__!r}, {start_seconds}))"
+EXPECTED = {
+    lost_at_work: [[1, 1, 1, 1, 1, 1, 2, 2], 2, {"rollout": 1, "judge": 1}, 3, 3, 4],
+    all_lost: "0 of 4 worker slots are left, expected at least 1, for 10 s (pools.wait_seconds); the same command "
+    "continues",
+    yet_to_join: [[0, 1], {"rollout": [0, 1], "judge": [], "wide": [2, 3]}, 1],
+}
+
+
+@pytest.mark.parametrize("scene", EXPECTED)
+async def test_slots_of_machines_that_are_lost_are_out_at_once_and_those_of_machines_that_join_are_used(scene):
+    program = f"import asyncio; from {__name__} import drive; asyncio.run(drive({scene.__name__!r}))"
     driver = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
     out, _ = await asyncio.wait_for(driver.communicate(), 250)
-    assert json.loads(told(out.decode().splitlines())) == expected
+    assert json.loads(told(out.decode().splitlines())) == EXPECTED[scene]

@@ -1,12 +1,12 @@
 """A fleet on machines that come and go; its workers are threads, so no machine is needed."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
 from infra.errors import ClusterFailed, NodeLost
 from infra.pools.fleet import Fleet
+from infra.pools.launcher import SlotCount
 from infra.pools.threads import ThreadLauncher
 from infra.pools.worker import PoolSpec
 
@@ -33,7 +33,7 @@ class Machines:
     async def lost(self):
         return frozenset(slot for slot, node in enumerate(self.nodes) if node in self.gone)
 
-    async def reserve(self):
+    async def reserve(self, wait_seconds):
         pass
 
     def remove(self):
@@ -41,13 +41,26 @@ class Machines:
 
 
 @pytest.fixture
-async def fleet():
-    machines = Machines()
-    specs = [PoolSpec(role, "tests.support.workers:Counting", start_seconds=60) for role in ("rollout", "judge")]
-    opened = Fleet(specs, machines)
-    opened.machines = machines
-    yield opened
-    await opened.close()
+async def opened():
+    """Open fleets on such machines."""
+    fleets = []
+
+    def open_fleet(*, gone=(), least=1, wait_seconds=60.0):
+        machines = Machines()
+        machines.gone = {*gone}
+        specs = [PoolSpec(role, "tests.support.workers:Counting", start_seconds=60) for role in ("rollout", "judge")]
+        fleets.append(Fleet(specs, machines, SlotCount(4, least=least, wait_seconds=wait_seconds)))
+        fleets[-1].machines = machines
+        return fleets[-1]
+
+    yield open_fleet
+    for fleet in fleets:
+        await fleet.close()
+
+
+@pytest.fixture
+def fleet(opened):
+    return opened()
 
 
 async def test_slots_of_a_machine_that_has_left_are_not_dealt_and_come_back_with_it(fleet):
@@ -76,12 +89,11 @@ async def test_a_replacement_that_finds_its_machine_gone_has_the_work_dealt_to_t
     assert not {first, second} & set(fleet.allocation()["judge"])
 
 
-async def test_too_few_slots_end_the_fleet_by_name_and_also_who_waits_for_a_worker(fleet):
+async def test_too_few_slots_end_the_fleet_by_name_and_also_who_waits_for_a_worker(opened):
+    fleet = opened(wait_seconds=0.2)
     await fleet.arrange({"rollout": 4})
     fleet.machines.gone = {"one", "two"}
-    for role in ("rollout", "judge"):  # have started: now nobody waits that long
-        fleet.role(role).spec = replace(fleet.role(role).spec, start_seconds=0.2)
-    told = r"0 of 4 worker slots are left, too few for \{'rollout': 4\}"
+    told = r"0 of 4 worker slots are left, expected at least 1, for 0\.2 s"
     with pytest.raises(ClusterFailed, match=told):
         await fleet.arrange({"rollout": 4})
     with pytest.raises(ClusterFailed, match=told):
@@ -89,3 +101,27 @@ async def test_too_few_slots_end_the_fleet_by_name_and_also_who_waits_for_a_work
     fleet.machines.gone = {"one"}
     await fleet.arrange({"rollout": 4})
     assert (await fleet.role("rollout").run("echo", 1, returns=int)).result == 1
+
+
+async def test_fewer_slots_than_asked_for_end_the_fleet_even_where_its_roles_need_no_more(opened):
+    fleet = opened(least=3, wait_seconds=0.2)
+    assert await fleet.look() == 4
+    fleet.machines.gone = {"two"}
+    with pytest.raises(ClusterFailed, match=r"2 of 4 worker slots are left, expected at least 3, for 0\.2 s"):
+        await fleet.look()
+    with pytest.raises(ClusterFailed, match="2 of 4 worker slots are left"):
+        await fleet.arrange({"rollout": 1})
+
+
+async def test_a_fleet_without_enough_slots_waits_for_machines_and_goes_on_when_they_join(opened):
+    fleet = opened(gone=["one", "two"], least=2)
+    arranging = asyncio.create_task(fleet.arrange({"rollout": 4}))
+    assert not (await asyncio.wait({arranging}, timeout=0.1))[0]
+    fleet.machines.gone = {"two"}
+    await asyncio.wait_for(arranging, 20)
+    assert fleet.slots == 2
+    assert len(fleet.allocation()["rollout"]) == 2
+    fleet.machines.gone = set()
+    assert await fleet.look() == 4
+    await fleet.arrange({"rollout": 4})
+    assert len(fleet.allocation()["rollout"]) == 4

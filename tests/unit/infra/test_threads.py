@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 
 from infra.errors import BadInput, Damaged, WorkerFailed
+from infra.pools.launcher import SlotCount
 from infra.pools.threads import ThreadCluster
 from infra.pools.worker import PoolSpec
 from tests.support.fleet_workers import Served
@@ -61,7 +62,7 @@ async def test_a_worker_that_stands_still_is_told_of_and_neither_replaced_nor_wa
 
 async def test_a_worker_that_is_busy_when_the_cluster_closes_ends_its_work_first(tmp_path):
     async with ThreadCluster.open(threads=1) as cluster:
-        fleet = await cluster.fleet([spec("rollout", tmp_path)], slots=1, gpus_per_slot=0)
+        fleet = await cluster.fleet([spec("rollout", tmp_path)], slots=SlotCount(1), gpus_per_slot=0)
         await fleet.arrange({"rollout": 1}, take={"rollout": Served("v1")})
         working = asyncio.create_task(fleet.role("rollout").run("work", ("late", 0.2), returns=tuple))
         await asyncio.sleep(0.05)
@@ -78,7 +79,9 @@ def spec(role, home):
 
 
 async def test_a_slot_changes_hands_by_sleep_and_wake_and_every_move_is_told(cluster, tmp_path):
-    fleet = await cluster.fleet([spec("rollout", tmp_path), spec("judge", tmp_path)], slots=1, gpus_per_slot=0)
+    fleet = await cluster.fleet(
+        [spec("rollout", tmp_path), spec("judge", tmp_path)], slots=SlotCount(1), gpus_per_slot=0
+    )
     take = {"rollout": Served("policy"), "judge": Served("judge")}
     moves = [
         (move.before, move.after, move.how)
@@ -95,7 +98,9 @@ async def test_a_slot_changes_hands_by_sleep_and_wake_and_every_move_is_told(clu
 
 
 async def test_a_worker_that_cannot_take_what_it_shall_serve_leaves_the_slot_as_it_was(cluster, tmp_path):
-    fleet = await cluster.fleet([spec("rollout", tmp_path), spec("judge", tmp_path)], slots=1, gpus_per_slot=0)
+    fleet = await cluster.fleet(
+        [spec("rollout", tmp_path), spec("judge", tmp_path)], slots=SlotCount(1), gpus_per_slot=0
+    )
     take = {"rollout": Served("policy"), "judge": Served("judge")}
     await fleet.arrange({"rollout": 1}, take=take)
     (tmp_path / "fail-judge-take").touch()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.config import PoolsConfig
 from infra.errors import BadInput
 from tasks.config.run import RunConfig, load_config, override_config, parse_config
 
@@ -237,12 +238,33 @@ def test_a_missing_file_is_answered_with_the_one_that_was_meant(tmp_path, monkey
     "override",
     [
         "name=other", "store=elsewhere", "iterations=99", "controllers.count=5", "controllers.where=deployment",
-        "pools.workers=7", "pools.scoring_workers=3", "pools.stall_seconds=9", "pools.gpus_per_update_rank=1",
+        "pools.workers=7", "pools.workers={min=1,max=9}", "pools.wait_seconds=9",
+        "pools.scoring_workers=3", "pools.stall_seconds=9", "pools.gpus_per_update_rank=1",
         "pools.ray_address=auto", "pools.cluster=threads", "retention.keep_last=9", "retention.keep_every=2",
     ],
 )  # fmt: skip
 def test_what_results_do_not_depend_on_is_no_part_of_a_runs_identity(override):
     assert override_config({}, [override], source="run.toml").fingerprint() == RunConfig().fingerprint()
+
+
+def test_worker_slots_are_a_number_or_a_range_and_are_written_as_they_were_read():
+    for written, fewest in ((4, 4), ({"min": 2, "max": 8}, 2)):
+        pools = PoolsConfig.model_validate({"workers": written})
+        assert pools.workers.fewest == fewest
+        assert pools.model_dump(mode="json")["workers"] == written
+    with pytest.raises(BadInput, match=r"pools.workers: min 3 exceeds max 2$"):
+        override_config({}, ["pools.workers={min=3,max=2}"], source="run.toml")
+    with pytest.raises(BadInput, match=r"unknown key 'pools.workers.mim'; did you mean 'min'\?"):
+        override_config({}, ["pools.workers={mim=3,max=4}"], source="run.toml")
+
+
+def test_a_run_goes_on_with_its_min_or_with_as_many_slots_as_its_roles_need():
+    judge = 'scoring.rewards=[{kind="judge",slots=2,model={kind="directory",path="judge"}}]'
+    expected = {"pools.workers={min=4,max=8}": 4, "pools.workers=4": 2, "placement.kind=fixed pools.workers=4": 3}
+    for overrides, least in expected.items():
+        assert override_config({}, [judge, *overrides.split()], source="run.toml").least_slots == least
+    with pytest.raises(BadInput, match=r"pools.workers.min 1: the reward models take at least 2 slots"):
+        override_config({}, [judge, "pools.workers={min=1,max=8}"], source="run.toml")
 
 
 @pytest.mark.parametrize(
