@@ -10,15 +10,10 @@ from flows.cli.app import main as command
 from placement.simulator.__main__ import main as simulator
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Fault, Job, manifests_of, shards_of
+from tests.support.judged import JUDGE
 
 pytestmark = pytest.mark.timeout(1200)
 
-JUDGE = (
-    "scoring.rewards=["
-    "{kind = 'target', target = 'tests.support.rewards:even', weight = 0.5},"
-    "{kind = 'judge', model = {kind = 'trained', warmup = {steps = 30},"
-    " shape = {kind = 'scratch', hidden_size = 16, intermediate_size = 32, context = 192}}}]"
-)
 TWO_JUDGES = (
     "scoring.rewards=["
     "{kind = 'judge', name = 'small', model = {kind = 'trained', warmup = {steps = 20},"

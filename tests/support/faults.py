@@ -23,7 +23,8 @@ import pytest
 import infra.store.storage
 from infra.pools.worker import PoolSpec
 from infra.store.disk import open_temporary, publish_file
-from tests.support.jobs import KILL_SERVER, RAISE, Fault, servers_of
+from tests.support.jobs import KILL_SERVER, LOSE_MACHINE, RAISE, Fault, servers_of
+from tests.support.machines import lose_machine
 
 POLL_SECONDS = 0.0005
 WORKS = (
@@ -73,6 +74,8 @@ class Planted:
                         for process in servers_of(self._home):
                             process.kill()
                         return
+                    if fault.signal == LOSE_MACHINE:
+                        lose_machine(os.getppid())
                     os.kill(os.getpid(), fault.signal)
                     time.sleep(0.05)  # a stop takes hold of a thread that is running a little later
 

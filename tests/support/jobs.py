@@ -64,6 +64,8 @@ RAISE = 0
 
 KILL_SERVER = -1
 
+LOSE_MACHINE = -2
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -78,7 +80,10 @@ class Fault:
     count: int = 1
     """The how-manieth such moment in the process."""
     signal: int = signal.SIGKILL
-    """What the process sends itself; `RAISE` has the worker's method raise, and `KILL_SERVER` kills its vLLM."""
+    """What the process sends itself.
+
+    `RAISE` has the worker's method raise, `KILL_SERVER` kills its vLLM, and `LOSE_MACHINE` its raylet and all below it.
+    """
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class Job:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=self._environment(),
+                env=self.environment(),
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -172,7 +177,7 @@ class Job:
     def _call(self, *arguments: str, program: Sequence[str] | None = None) -> Ended:
         command = [*(program or [RHEOSTAT]), *arguments, "--store", str(self.store)]
         done = subprocess.run(
-            command, cwd=ROOT, env=self._environment(), capture_output=True, text=True, timeout=PATIENCE
+            command, cwd=ROOT, env=self.environment(), capture_output=True, text=True, timeout=PATIENCE
         )
         return Ended(done.returncode, done.stdout + done.stderr)
 
@@ -188,7 +193,8 @@ class Job:
         """Names of the files that drivers wrote, in order, over all starts."""
         return [line.removeprefix("put ") for line in log_of(self.home) if line.startswith("put ")]
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
+        """Environment of its commands, and of machines that its workers run on."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         api = {} if self.api is None else {"PREFECT_API_URL": self.api, **AUTH}
         planted = {"RHEOSTAT_FAULTS": str(self.home), "PYTHONPATH": str(self.path)}

@@ -1,4 +1,4 @@
-"""Rollouts for judges."""
+"""A judge for whole runs, and rollouts for judges."""
 
 from pathlib import Path
 
@@ -7,6 +7,14 @@ import pyarrow as pa
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
 from models.records.schemas import ROLLOUT_SCHEMA
+
+JUDGE = (
+    "scoring.rewards=["
+    "{kind = 'target', target = 'tests.support.rewards:even', weight = 0.5},"
+    "{kind = 'judge', model = {kind = 'trained', warmup = {steps = 30},"
+    " shape = {kind = 'scratch', hidden_size = 16, intermediate_size = 32, context = 192}}}]"
+)
+"""Half of the reward is a rule's, the other half that of a judge which the run trains."""
 
 
 def rollouts(home: Path, *completions: str, group: int = 2) -> ShardRef:

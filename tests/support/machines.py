@@ -16,9 +16,9 @@ class Machines:
     keeper: "subprocess.Popen[str]"
     address: str
 
-    def join(self, cpus: int) -> int:
-        """Have a machine join; return the pid of its raylet, by which it can be lost."""
-        self.keeper.stdin.write(f"{cpus}\n")
+    def join(self, cpus: int, *, gpus: int = 0) -> int:
+        """Have a machine join, of whose GPUs none need be there; return the pid of its raylet, by which it is lost."""
+        self.keeper.stdin.write(f"{cpus} {gpus}\n")
         self.keeper.stdin.flush()
         return int(told(self.keeper.stdout))
 
@@ -65,7 +65,8 @@ def _keep() -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     tell(cluster.address)
     for line in sys.stdin:
-        node = cluster.add_node(num_cpus=int(line))
+        cpus, gpus = map(int, line.split())
+        node = cluster.add_node(num_cpus=cpus, num_gpus=gpus)
         tell(node.all_processes["raylet"][0].process.pid)
     cluster.shutdown()
 

@@ -15,7 +15,7 @@ from infra.pools.launcher import SlotCount
 from infra.pools.worker import PoolSpec
 from tests.support.machines import Machines, lose_machine, machines, tell, told
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
+pytestmark = pytest.mark.system
 
 WORKERS = "tests.support.workers"
 
