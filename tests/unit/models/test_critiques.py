@@ -171,6 +171,10 @@ def test_a_step_that_nobody_names_is_not_flagged_by_a_tie_of_none():
     assert flag_weights([[]], VERDICT.model_copy(update={"flags": "majority"}), num_steps=2) == [0, 0]
 
 
+def test_a_judge_of_steps_writes_its_answers():
+    assert JUDGE.writes and not JudgeReward(model=DirectoryJudge(path="judge")).writes, "and one that chooses does not"
+
+
 def test_greedy_is_one_vote():
     for flags in ("intersection", "majority", "union", "average"):
         assert flag_weights([[1]], VERDICT.model_copy(update={"flags": flags}), num_steps=2) == [0, 1]
