@@ -121,13 +121,14 @@ def export_policy(
 
 def verify(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
     """Check every digest and every invariant of a run."""
-    from tasks.verification.invariants import verify_run
+    from tasks.verification.invariants import ignored_files, verify_run
 
-    problems = verify_run(store, run)
+    problems, ignored = verify_run(store, run), ignored_files(store, run)
     if as_json:
-        write(json.dumps({"run": run, "ok": not problems, "problems": problems}, indent=2))
+        write(json.dumps({"run": run, "ok": not problems, "problems": problems, "ignored": ignored}, indent=2))
     else:
-        write("\n".join(problems) or f"run {run}: every digest and every invariant holds")
+        told = problems or [f"run {run}: every digest and every invariant holds"]
+        write("\n".join([*told, *(f"ignored {name}: it is no file of a run" for name in ignored)]))
     return 1 if problems else 0
 
 

@@ -99,8 +99,8 @@ class Run:
 
     def manifests(self, prefix: str = "") -> list[Manifest]:
         """Return the committed manifests whose key starts with the prefix, sorted by key."""
-        entries = self.store.entries(_MANIFESTS + prefix)
-        keys = sorted(entry.key.removeprefix(_MANIFESTS).removesuffix(".json") for entry in entries)
+        paths = records(self.store, _MANIFESTS + prefix)
+        keys = sorted(path.removeprefix(_MANIFESTS).removesuffix(".json") for path in paths)
         return [self._known.get(key) or self.load(key) for key in keys]
 
     def folders(self, under: str = "") -> list[str]:
@@ -158,7 +158,7 @@ class Run:
 
     def journal(self, prefix: str = "") -> dict[str, dict[str, JsonValue]]:
         """Return the journal's entries whose key starts with the prefix, sorted by key."""
-        paths = sorted(entry.key for entry in self.store.entries(_JOURNAL + prefix))
+        paths = records(self.store, _JOURNAL + prefix)
         return {path.removeprefix(_JOURNAL).removesuffix(".json"): self._noted(path) for path in paths}
 
     def _noted(self, path: str) -> dict[str, JsonValue]:
@@ -176,7 +176,7 @@ class Run:
         return manifest
 
     def _newest_epoch(self) -> int:
-        return max((_epoch_of(entry.key) for entry in self.store.entries(_LEASES)), default=0)
+        return max(map(_epoch_of, records(self.store, _LEASES)), default=0)
 
     def _next_epoch(self) -> int:
         while True:
@@ -199,6 +199,11 @@ class Run:
         for key in parts:
             if not self.store.exists(key):
                 raise Damaged(f"manifest {manifest.key!r} of run {self.name!r}: its part {key!r} is not in the store")
+
+
+def records(store: Store, prefix: str) -> list[str]:
+    """List manifests, leases or entries of the journal by their keys in the store; what else lies there is not ours."""
+    return [entry.key for entry in store.entries(prefix) if entry.key.endswith(".json")]
 
 
 def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Run:

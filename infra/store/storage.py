@@ -74,6 +74,10 @@ class Store(Protocol):
         """Return the sorted names directly under a folder; "" is the root."""
         ...
 
+    def strays(self) -> list[str]:
+        """Return the sorted names of files that are no objects: those of file managers, editors, file systems."""
+        ...
+
     def exists(self, key: str) -> bool:
         """Return whether the object is there."""
         ...
@@ -116,9 +120,14 @@ def _local_store(root: Path) -> "LocalStore":
     return LocalStore(root)
 
 
+def is_key(key: str) -> bool:
+    """Whether a name is one of an object: hidden files and editors' backups are not."""
+    return _KEY.fullmatch(key) is not None and ".." not in key
+
+
 def check_key(key: str) -> None:
     """Refuse a name that could leave the store or be taken for a temporary file."""
-    if not _KEY.fullmatch(key) or ".." in key:
+    if not is_key(key):
         raise BadInput(f"key {key!r}: expected segments like {_SEGMENT} joined by '/', without '..'")
 
 
@@ -168,9 +177,14 @@ class LocalStore:
         path = self._path(folder) if folder else self.root
         with self._failures(f"cannot list {folder!r}"):
             try:
-                return sorted(child.name for child in path.iterdir() if not child.name.startswith(TEMPORARY))
+                return sorted(child.name for child in path.iterdir() if is_key(child.name))
             except FileNotFoundError:
                 return []
+
+    def strays(self) -> list[str]:
+        with self._failures("cannot list what is there"):
+            names = (Path(directory, name).relative_to(self.root).as_posix() for directory, name in self._files(""))
+            return sorted(name for name in names if not is_key(name))
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
@@ -238,17 +252,21 @@ class LocalStore:
     def _walk(self, prefix: str) -> Iterator[Entry]:
         if prefix:
             check_key(prefix.removesuffix("/"))
-        folder = prefix.rpartition("/")[0]
-        for directory, name in walk_files(self.root / folder):
+        for directory, name in self._files(prefix.rpartition("/")[0]):
             path = Path(directory, name)
             key = path.relative_to(self.root).as_posix()
-            if name.startswith(TEMPORARY) or not key.startswith(prefix):
+            if not is_key(key) or not key.startswith(prefix):
                 continue
             try:
                 status = path.stat()
             except FileNotFoundError:  # deleted since the directory was read
                 continue
             yield Entry(key, status.st_size, status.st_mtime)
+
+    def _files(self, folder: str) -> Iterator[tuple[str, str]]:
+        """Walk (directory, file name) pairs below a folder, those of writers that are at work left out."""
+        found = walk_files(self.root / folder)
+        return ((directory, name) for directory, name in found if not name.startswith(TEMPORARY))
 
     @contextmanager
     def _failures(self, what: str) -> Iterator[None]:

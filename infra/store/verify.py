@@ -7,7 +7,7 @@ from infra.store.bundles import BundleRef, retirement_key, verify_bundle
 from infra.store.chain import check_chain
 from infra.store.checksums import unseal
 from infra.store.manifests import Manifest
-from infra.store.runs import Run
+from infra.store.runs import Run, records
 from infra.store.shards import ShardRef, verify_shard
 from infra.store.storage import Store
 
@@ -27,9 +27,18 @@ def verify_store(run: Run) -> list[str]:
     return [*problems, *_check_shards(run.store, shards), *_check_bundles(run.store, kept)]
 
 
+def stray_files(run: Run) -> list[str]:
+    """Name the files that lie in a run and are nobody's, such as `.DS_Store`, `.nfs…` or an editor's backup.
+
+    Nothing reads them. A file too many in a bundle that could be loaded is damage, and no stray.
+    """
+    folders = ("chain/", "journal/", "lease/", "manifests/")
+    others = (entry.key for folder in folders for entry in run.store.entries(folder))
+    return sorted([*run.store.strays(), *(key for key in others if not key.endswith(".json"))])
+
+
 def _check_records(store: Store) -> Iterator[str]:
-    sealed = (entry.key for prefix in ("lease/", "journal/") for entry in store.entries(prefix))
-    for key in ("run.json", *sealed):
+    for key in ("run.json", *records(store, "lease/"), *records(store, "journal/")):
         try:
             unseal(store.read(key), where=f"{key!r} in {store.uri}")
         except (Damaged, BadInput) as error:
@@ -38,15 +47,15 @@ def _check_records(store: Store) -> Iterator[str]:
 
 def _check_leases(store: Store, manifests: list[Manifest]) -> Iterator[str]:
     """A lost lease would let an epoch begin again, and whoever held it commit."""
-    leases = {entry.key for entry in store.entries("lease/")}
+    leases = set(records(store, "lease/"))
     for epoch in range(1, max((manifest.provenance.epoch for manifest in manifests), default=0) + 1):
         if (key := f"lease/{epoch:06d}.json") not in leases:
             yield f"{key!r} in {store.uri} is missing"
 
 
 def _check_manifests(run: Run, found: list[Manifest]) -> Iterator[str]:
-    for entry in run.store.entries("manifests/"):
-        key = entry.key.removeprefix("manifests/").removesuffix(".json")
+    for path in records(run.store, "manifests/"):
+        key = path.removeprefix("manifests/").removesuffix(".json")
         try:
             found.append(run.load(key))
         except (Damaged, BadInput) as error:

@@ -8,7 +8,7 @@ from math import isclose
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
-from infra.store.verify import verify_store
+from infra.store.verify import stray_files, verify_store
 from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, rewards_of
 from models.data.curriculum import give_back, take
@@ -26,6 +26,11 @@ def verify_run(store: str, name: str) -> list[str]:
     """Check every digest and every invariant of a run; one line per problem, naming the offender."""
     run = open_known_run(store, name)
     return verify_store(run) or check_invariants(run)
+
+
+def ignored_files(store: str, name: str) -> list[str]:
+    """Name the files in a run that are nobody's."""
+    return stray_files(open_known_run(store, name))
 
 
 def check_invariants(run: Run) -> list[str]:

@@ -98,3 +98,37 @@ def test_the_command_ends_with_1_and_one_line_for_a_damaged_shard(copy):
     assert len(found.output.splitlines()) == 1
     assert path.name in found.output
     assert copy.command("verify").code == 0
+
+
+def test_files_of_file_managers_and_editors_are_named_and_disturb_nobody(copy):
+    plan, bundle = (
+        "manifests/it-0002/plan.json",
+        next(copy.run.glob("policies/*/bundle.json")).parent.relative_to(copy.run),
+    )
+    strays = [
+        ".DS_Store",
+        f"{plan}~",
+        f"{plan}.bak",
+        "manifests/.nfs0001",
+        f"{bundle}/.DS_Store",
+        "lease/000001.json.orig",
+    ]
+    for name in strays:
+        (copy.run / name).write_text("nobody's")
+    shown = copy.command("show", "--json")
+    verified = copy.command("verify")
+    for name in strays:
+        (copy.run / name).unlink()
+    assert (shown.code, verified.code) == (0, 0), shown.output + verified.output
+    assert verified.output.splitlines() == [
+        "run tiny: every digest and every invariant holds",
+        *(f"ignored {name}: it is no file of a run" for name in sorted(strays)),
+    ]
+
+
+def test_a_file_too_many_in_a_bundle_that_could_be_loaded_is_damage(copy):
+    more = next(copy.run.glob("policies/*/bundle.json")).with_name("modeling.py")
+    more.write_text("import os")
+    problems = problems_of(copy)
+    more.unlink()
+    assert "modeling.py" in problems
