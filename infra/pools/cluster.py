@@ -26,7 +26,8 @@ from infra.pools import forks
 from infra.pools.fleet import Fleet
 from infra.pools.host import environment, thread_variables
 from infra.pools.launcher import SlotCount
-from infra.pools.placement_group import SLOT, Machines, RayLauncher, ReservedSlots
+from infra.pools.machines import Machines
+from infra.pools.placement_group import SLOT, RayLauncher, ReservedSlots
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
 from infra.pools.worker import PoolSpec

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from infra.errors import BadInput, ClusterFailed, NodeLost
 from infra.pools.launcher import SlotCount
+from infra.pools.machines import Machines
 from infra.pools.worker import PoolSpec, ReservedSlot, WorkerProcess, find_worker, found_workers, start_worker
 from infra.processes.watch import apart, aside
 
@@ -19,34 +20,9 @@ SLOT = "rheostat_slot"
 
 
 LOOK_SECONDS = 1.0
-PROBES, PROBE_SECONDS = 3, 2.0
 MORE_SECONDS = 2.0
 """How long slots beyond those that a fleet begins with are waited for; what comes later is found at the next look."""
 ASK_SECONDS = 180.0
-
-
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """Which machines of the cluster serve.
-
-    Ray itself takes 15 s and more to see that one is gone; the port of its raylet tells at once.
-    """
-
-    alone: bool = False
-    """Whether there is only this one, whose raylet is watched elsewhere."""
-    within_reach: bool = True
-    """Whether this process can connect to them: a `ray://` client cannot, and believes Ray."""
-
-    async def serving(self) -> dict[str, bool]:
-        """Tell of every node that Ray takes for alive whether it serves."""
-        import ray
-
-        if self.alone:
-            return {}
-        nodes = [node for node in await apart(ray.nodes) if node["Alive"]]
-        ports = [(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])) for node in nodes]
-        serve = await asyncio.gather(*(_listens(*port) for port in ports)) if self.within_reach else [True] * len(nodes)
-        return {str(node["NodeID"]): serves for node, serves in zip(nodes, serve, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +34,11 @@ class RayLauncher:
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerProcess:
         """Start a worker that no fleet puts to sleep."""
         assert slot is None, "slots are reserved first"
-        gone = [node for node, serves in (await self.machines.serving()).items() if not serves]
-        return await start_worker(spec, name, avoided=gone)
+        return await start_worker(spec, name, machines=self.machines)
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerProcess:
         """Find a worker that another process has started."""
-        return await find_worker(spec, name)
+        return await find_worker(spec, name, machines=self.machines)
 
     async def found(self, role: str) -> dict[int, int]:
         """Look up the newest generation of each of a role's workers."""
@@ -97,7 +72,7 @@ class ReservedSlots:
         assert slot is not None and self._places, "reserve() comes first"
         devices = [device for held in self._devices[slot : slot + spec.slots] for device in held]
         berth = ReservedSlot(*self._places[slot], tuple(dict.fromkeys(devices)))
-        starting = asyncio.ensure_future(start_worker(spec, name, berth=berth))
+        starting = asyncio.ensure_future(start_worker(spec, name, machines=self._machines, berth=berth))
         try:
             while not (await asyncio.wait({starting}, timeout=LOOK_SECONDS))[0]:
                 if slot in await self.lost():
@@ -109,7 +84,7 @@ class ReservedSlots:
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerProcess:
         """Find a worker that another process has started."""
-        return await find_worker(spec, name)
+        return await find_worker(spec, name, machines=self._machines)
 
     async def found(self, role: str) -> dict[int, int]:
         """Look up the newest generation of each of a role's workers."""
@@ -189,19 +164,6 @@ class ReservedSlots:
                 return list(await asyncio.gather(*(asking.options(scheduling_strategy=at).remote() for at in places)))
         except TimeoutError:
             raise ClusterFailed(f"the GPUs of the worker slots are not known after {ASK_SECONDS:g} s") from None
-
-
-async def _listens(address: str, port: int) -> bool:
-    """Whether a raylet takes connections."""
-    for _ in range(PROBES):
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                _, writer = await asyncio.open_connection(address, port)
-            writer.close()
-            return True
-        except (OSError, TimeoutError):
-            await asyncio.sleep(PROBE_SECONDS / 10)
-    return False
 
 
 def _devices() -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import psutil
 
 from infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
 from infra.pools.host import LIFE, WATCH, WORK, Host, ProcessPlace, Raised, Returned, thread_variables
+from infra.pools.machines import Machines
 from infra.processes.watch import apart, aside
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_POLL_SECONDS = 5.0
+ANSWER_SECONDS = 1.0
+"""How long a worker may owe its counter before its machine is looked at."""
 GONE_POLL_SECONDS = 0.01
 STOP_SECONDS = 5.0
 """How long an idle worker may take to close what it holds before it is killed."""
@@ -85,6 +88,7 @@ class WorkerProcess:
     name: str
     actor: "ActorHandle"
     place: ProcessPlace
+    machines: Machines
 
     async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
         """Run a method; raise what it raised, or `WorkerLost` when it died or stood still."""
@@ -134,16 +138,27 @@ class WorkerProcess:
         pause = min(MAX_POLL_SECONDS, stall_seconds / 4)
         while True:
             await asyncio.sleep(pause)
-            asked = self.actor.progress.options(concurrency_group=WATCH).remote()
             patience = max(pause, moved + stall_seconds - time.monotonic())
             try:
-                seen = await asyncio.wait_for(_ask(asked, what), patience)
+                seen = await asyncio.wait_for(self._progress(what), patience)
             except TimeoutError:
                 raise WorkerStalled(f"{what} gave no sign of progress for {stall_seconds:g} s") from None
             if seen != count:
                 count, moved = seen, time.monotonic()
             elif time.monotonic() - moved >= stall_seconds:
                 raise WorkerStalled(f"{what} made no progress for {stall_seconds:g} s: its counter stands at {count}")
+
+    async def _progress(self, what: str) -> object:
+        """Ask for the counter. Raises WorkerLost if no answer comes because the machine has gone without a word."""
+        asked = asyncio.ensure_future(_ask(self.actor.progress.options(concurrency_group=WATCH).remote(), what))
+        try:
+            while not (await asyncio.wait({asked}, timeout=ANSWER_SECONDS))[0]:
+                if not (await self.machines.serving(self.place.node)).get(self.place.node):
+                    raise WorkerLost(f"{what}: its machine has left the cluster")
+            return asked.result()
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
 
     @property
     def ours(self) -> bool:
@@ -197,17 +212,18 @@ class WorkerProcess:
 
 
 async def start_worker(
-    spec: PoolSpec, name: str, *, berth: ReservedSlot | None = None, avoided: Sequence[str] = ()
+    spec: PoolSpec, name: str, *, machines: Machines, berth: ReservedSlot | None = None
 ) -> WorkerProcess:
     """Start a worker, or find the one of that name; the process is killed if it is not ready in time.
 
-    In a berth, the worker is asleep until it is woken; elsewhere it starts on none of the nodes to be `avoided`.
+    In a berth, the worker is asleep until it is woken.
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     what = f"{spec.role} worker {name}"
     devices = () if berth is None else berth.devices
+    gone = [] if berth is not None else [node for node, serves in (await machines.serving()).items() if not serves]
     host = ray.remote(concurrency_groups={WORK: 1, WATCH: 1, LIFE: 1})(Host).options(
         name=name,
         get_if_exists=True,
@@ -215,8 +231,8 @@ async def start_worker(
         num_gpus=spec.gpus if berth is None else 0,
         runtime_env={"env_vars": thread_variables(spec.threads, gpus=spec.gpus, devices=devices)},
         # What needs nothing is sent to any raylet to be placed, and that may be a dead one; all else to the driver's.
-        memory=1 if avoided else None,
-        label_selector={"ray.io/node-id": f"!in({','.join(avoided)})"} if avoided else None,
+        memory=1 if gone else None,
+        label_selector={"ray.io/node-id": f"!in({','.join(gone)})"} if gone else None,
         scheduling_strategy="DEFAULT"
         if berth is None
         else PlacementGroupSchedulingStrategy(berth.group, placement_group_bundle_index=berth.index),
@@ -235,10 +251,10 @@ async def start_worker(
     except BaseException:
         making.add_done_callback(_discard)
         raise
-    return WorkerProcess(spec.role, name, actor, place)
+    return WorkerProcess(spec.role, name, actor, place, machines)
 
 
-async def find_worker(spec: PoolSpec, name: str) -> WorkerProcess:
+async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> WorkerProcess:
     """Find a worker that another process has started."""
     import ray
 
@@ -249,7 +265,7 @@ async def find_worker(spec: PoolSpec, name: str) -> WorkerProcess:
         place: ProcessPlace = await asyncio.wait_for(_ask(asked, what), spec.start_seconds)
     except (ValueError, TimeoutError) as error:
         raise WorkerLost(f"{what} is gone or did not answer within {spec.start_seconds:g} s") from error
-    return WorkerProcess(spec.role, name, actor, place)
+    return WorkerProcess(spec.role, name, actor, place, machines)
 
 
 async def found_workers(role: str) -> dict[int, int]:

@@ -34,6 +34,7 @@ BOUNDED = {
     "infra/pools/ranks.py: task.result": "is done",
     "infra/pools/threads.py: self._works.get": "a worker's thread, which is told when to end",
     "infra/pools/threads.py: answer.result": "is done",
+    "infra/pools/worker.py: asked.result": "is done",
     "infra/pools/worker.py: made.result": "is done",
     "infra/pools/worker.py: asyncio.wait": "one of the two is the watch over the worker's progress",
     "tasks/run/stages.py: asyncio.wait": "works of a stage: each waits for its pool, or for commits within limits",

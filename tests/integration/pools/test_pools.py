@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ import pytest_asyncio
 
 from infra.errors import ClusterFailed, Damaged, WorkerFailed, WorkerLost, WorkerStalled
 from infra.pools.cluster import RayCluster
+from infra.pools.machines import Machines
 from infra.pools.worker import PoolSpec
 from infra.processes.guard import processes_of
 from tests.support.servers import guards_of
@@ -53,6 +55,20 @@ async def test_an_idle_worker_that_dies_is_replaced_at_once(cluster):
     while pool.pids in ((), (before,)) and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     assert (await pool.run("pid", 0, returns=int)).attempts == 1
+    await pool.close()
+
+
+async def test_a_worker_that_owes_an_answer_is_lost_as_soon_as_its_machine_serves_no_more(cluster):
+    pool = await cluster.pool(spec())
+    worker = pool.seats[0].worker
+    elsewhere = replace(worker, machines=Machines(), place=replace(worker.place, node="of no machine"))
+    process = psutil.Process(worker.place.pid)
+    process.suspend()
+    try:
+        with pytest.raises(WorkerLost, match="its machine has left the cluster"):
+            await elsewhere.perform("echo", 1, stall_seconds=20)
+    finally:
+        process.resume()
     await pool.close()
 
 
