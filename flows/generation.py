@@ -13,21 +13,22 @@ from tasks.run.session import Session
 
 async def generate_and_score(session: Session, batch: Batch) -> None:
     """Return when every shard is generated and scored. One controller's failure stops its peers."""
-    placed = await place_stage(session, batch)
-    if placed.mode == "colocated":
-        async with asyncio.TaskGroup() as group:
-            start_rollout(group, session, batch)
-        async with asyncio.TaskGroup() as group:
-            start_scoring(group, session, batch)  # its works wait for the workers, which take longer
-            await place_turn(session, batch, "scoring")
-    else:
-        async with asyncio.TaskGroup() as watched:
-            correcting = watched.create_task(correct_placement(session, batch, placed))
+    async with session.slots_taken:
+        placed = await place_stage(session, batch)
+        if placed.mode == "colocated":
             async with asyncio.TaskGroup() as group:
                 start_rollout(group, session, batch)
-                start_scoring(group, session, batch)
-            correcting.cancel()
-    learn(session, batch)
+            async with asyncio.TaskGroup() as group:
+                start_scoring(group, session, batch)  # its works wait for the workers, which take longer
+                await place_turn(session, batch, "scoring")
+        else:
+            async with asyncio.TaskGroup() as watched:
+                correcting = watched.create_task(correct_placement(session, batch, placed))
+                async with asyncio.TaskGroup() as group:
+                    start_rollout(group, session, batch)
+                    start_scoring(group, session, batch)
+                correcting.cancel()
+        learn(session, batch)
 
 
 def start_rollout(group: asyncio.TaskGroup, session: Session, batch: Batch) -> None:

@@ -1,4 +1,8 @@
-"""One iteration: generate and score in parallel, estimate and assign credit, update, seal."""
+"""One iteration: generate and score in parallel; then estimate and assign credit, update, seal."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 
 from prefect import tags
 
@@ -9,25 +13,54 @@ from infra.store.manifests import Manifest
 from tasks.auxiliary import estimate
 from tasks.commit import retire_policies, seal_iteration
 from tasks.credit import assign_credit
-from tasks.placement.stage import place_update
+from tasks.placement.stage import machines_of_update
 from tasks.plan import plan_iteration, plan_next_wave
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
 from tasks.run.session import Session
 
 
-async def iteration(session: Session, number: int) -> Manifest:
-    """Take the next prompts once round the loop; what is already in the store is not done again."""
+async def generation(session: Session, number: int) -> None:
+    """Have an iteration's rollouts generated and scored; what is already in the store is not done again."""
     this = Iteration(session.run, number)
     with tags(this.key):
         wave: Batch | None = plan_iteration(session, this)
         while wave is not None:
             await generate_and_score(session, wave)
             wave = plan_next_wave(session, this, wave)
-        await place_update(session, this)
-        await estimate(session, this)
-        await assign_credit(session, this)
-        await launch(update, session, batch=this.key)
+
+
+async def learning(session: Session, number: int) -> Manifest:
+    """Have the policy learn from an iteration's rollouts, and seal it."""
+    this = Iteration(session.run, number)
+    with tags(this.key):
+        async with machines_of_update(session, this):
+            await estimate(session, this)
+            await assign_credit(session, this)
+            await launch(update, session, batch=this.key)
         sealed = seal_iteration(session, this)
         retire_policies(session, this)
     return sealed
+
+
+async def generated(beside: asyncio.TaskGroup, session: Session, numbers: Sequence[int]) -> AsyncIterator[int]:
+    """Name each iteration when its rollouts are there.
+
+    Who asks for the next has learnt from this one. Beside that, those that follow are generated one after another, as
+    far ahead as `rollout.staleness` allows: their policies are there.
+    """
+
+    async def follow(before: "asyncio.Task[None] | None", number: int) -> None:
+        if before is not None:
+            await before
+        await generation(session, number)
+
+    ahead: deque[asyncio.Task[None]] = deque()
+    begun: asyncio.Task[None] | None = None
+    left = iter(numbers)
+    for number in numbers:
+        while len(ahead) <= session.settings.rollout.staleness and (following := next(left, None)) is not None:
+            begun = beside.create_task(follow(begun, following))
+            ahead.append(begun)
+        await ahead.popleft()
+        yield number

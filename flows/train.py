@@ -5,7 +5,7 @@ import asyncio
 from prefect import flow
 
 from flows.evaluation import evaluation
-from flows.iteration import iteration
+from flows.iteration import generated, learning
 from flows.session import hold
 from flows.warmup import warmup
 from tasks.config.run import RunConfig
@@ -29,8 +29,8 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
         await evaluation(session, 0)
         async with asyncio.TaskGroup() as beside:
             reported = None
-            for number in resume_point(session):
-                await iteration(session, number)
+            async for number in generated(beside, session, resume_point(session)):
+                await learning(session, number)
                 if reported is not None:
                     await reported
                 reported = beside.create_task(report_iteration(session, number))

@@ -68,6 +68,8 @@ class PoolsConfig(Settings):
     """GPUs of each worker slot."""
     gpus_per_update_rank: Annotated[float, Field(ge=0, le=16)] = 0
     """GPUs reserved for each update rank."""
+    update_apart: bool = False
+    """Worker slots stay awake during the update, which has processors or GPUs, and memory, of its own."""
     start_seconds: Annotated[float, Field(gt=0)] = 180
     """Longest time a worker may take to start, in seconds."""
     stall_seconds: Annotated[float, Field(gt=0)] = 300

@@ -61,7 +61,7 @@ def plan_wave(session: Session, iteration: Iteration, wave: int, wanted: int) ->
         group_size=settings.rollout.group_size,
         shard_prompts=settings.rollout.shard_prompts,
         sampling=settings.rollout.sampling,
-        policy=iteration.policy.key,
+        policy=iteration.behaviour,
         wave=wave,
         carried=tuple(groups.rollouts for groups in before.partial_groups) if wave == 1 else (),
         cursor=after,

@@ -49,12 +49,31 @@ def reasons_against(job: Job) -> Iterator[str]:
 
 def _against_staleness(update: UpdateConfig, rollout: RolloutConfig) -> Iterator[str]:
     keeps = rollout.dynamic is not None and rollout.dynamic.surplus == "keep"
-    if rollout.partial is None and not keeps:
+    if rollout.partial is None and not keeps and not rollout.staleness:
         for name in ("stale_correction", "max_staleness"):
             if getattr(update, name) is not None:
                 yield (
-                    f"update.{name}: no token is ever stale without rollout.partial or rollout.dynamic.surplus='keep'"
+                    f"update.{name}: no token is ever stale without rollout.staleness, rollout.partial or "
+                    "rollout.dynamic.surplus='keep'"
                 )
+    if not rollout.staleness:
+        return
+    for name in ("dynamic", "partial"):
+        if getattr(rollout, name) is not None:
+            yield (
+                f"rollout.staleness {rollout.staleness} with rollout.{name}: the next prompts would depend on an "
+                "iteration that is not finished; leave one of them out"
+            )
+    if not (update.stale_correction or update.correction).compares_with_trainer:
+        yield (
+            f"rollout.staleness {rollout.staleness}: tokens of an older policy need a correction; set "
+            "update.stale_correction, such as {kind = 'truncated'}"
+        )
+    if update.max_staleness is not None and update.max_staleness < rollout.staleness:
+        yield (
+            f"update.max_staleness {update.max_staleness} would drop every token of rollout.staleness "
+            f"{rollout.staleness}"
+        )
 
 
 def reasons_against_preferences(

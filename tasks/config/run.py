@@ -94,6 +94,11 @@ class RunConfig(Settings):
         partial, longest = self.rollout.partial, self.rollout.sampling.max_new_tokens
         if partial is not None and partial.tokens >= longest:
             raise ValueError(f"rollout.partial.tokens {partial.tokens} never cuts: max_new_tokens is {longest}")
+        stale, kept = self.rollout.staleness, self.retention.keep_last
+        if kept < stale + 2:
+            raise ValueError(
+                f"retention.keep_last {kept}: rollout.staleness {stale} needs at least {stale + 2} versions"
+            )
         return self
 
     @model_validator(mode="after")

@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 
 from prefect.artifacts import acreate_markdown_artifact
@@ -57,14 +59,20 @@ async def place_turn(session: Session, batch: Batch, role: Role) -> None:
     await arrange(session, batch, placing.current, turn=role)
 
 
-async def place_update(session: Session, iteration: Iteration) -> None:
-    """Put all workers of the slots to sleep, and note what that took: the update takes the machines."""
-    fleet = await session.fleet()
-    started = time.monotonic()
-    moves = await fleet.arrange({})
-    if moves:
-        key = f"placement/{iteration.key}/sleep-{session.run.epoch:04d}"
-        session.run.note(key, {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started})
+@asynccontextmanager
+async def machines_of_update(session: Session, iteration: Iteration) -> AsyncIterator[None]:
+    """Have machines for the update: its own, or those of the slots, whose workers are put to sleep meanwhile."""
+    if session.settings.pools.update_apart:
+        yield
+        return
+    async with session.slots_taken:
+        fleet = await session.fleet()
+        started = time.monotonic()
+        moves = await fleet.arrange({})
+        if moves:
+            key = f"placement/{iteration.key}/sleep-{session.run.epoch:04d}"
+            session.run.note(key, {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started})
+        yield
 
 
 def learn(session: Session, batch: Batch) -> None:

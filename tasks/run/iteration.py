@@ -76,8 +76,12 @@ class Iteration:
 
     @cached_property
     def before(self) -> CarryOver:
-        """What it began with."""
-        return carry_over_before(self.run, self.number)
+        """What it began with; with stale rollouts the iteration before may not be sealed yet, and leaves no groups."""
+        if not self.rollout.staleness or self.number == 1:
+            return carry_over_before(self.run, self.number)
+        cursor = self.previous.batches[-1].plan.cursor
+        assert cursor is not None, "an iteration's batches have a cursor"
+        return CarryOver(cursor=cursor)
 
     @property
     def after(self) -> CarryOver:
@@ -95,8 +99,13 @@ class Iteration:
         return self.run.require(StageKey.policy(0))
 
     @property
+    def behaviour(self) -> StageKey:
+        """Key of the policy that generates here."""
+        return StageKey.policy(max(0, self.number - 1 - self.rollout.staleness))
+
+    @property
     def policy(self) -> Manifest:
-        """The policy that generates and learns here."""
+        """The policy that learns here; without staleness it generates too."""
         return self.run.require(StageKey.policy(self.number - 1))
 
     @property

@@ -116,6 +116,8 @@ class Session:
         """What flows are handed."""
         self.commits = Commits()
         """What wakes stages that wait for other controllers."""
+        self.slots_taken = asyncio.Lock()
+        """Held by a batch that is generated and scored, and by the update where it needs the machines of the slots."""
         self.placing: Placing | None = None
         """What the placement knows, once it has been asked."""
         self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}
