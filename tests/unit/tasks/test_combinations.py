@@ -61,9 +61,10 @@ def test_dual_clip_lies_beyond_the_upper_bound():
 
 @pytest.mark.parametrize("override", ["update.max_staleness=1", "update.stale_correction.kind=masked"])
 def test_staleness_is_not_corrected_where_there_is_none(override):
-    assert "no token is ever stale without rollout.partial" in refusal(override)
+    assert "no token is ever stale without rollout.staleness, rollout.partial or" in refusal(override)
     accepted(override, *KEEP)
     accepted(override, "rollout.partial.tokens=8")
+    accepted(override, "rollout.staleness=1", "retention.keep_last=3")
 
 
 def test_a_critic_that_warms_up_to_the_end_is_refused():

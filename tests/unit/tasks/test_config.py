@@ -80,7 +80,7 @@ def test_the_defaults_are_a_configuration():
         (
             "[rollout]\nxyzzy = 1",
             "unknown key 'rollout.xyzzy', expected one of prompts, group_size, shard_prompts, sampling, engine, "
-            "dynamic, partial",
+            "staleness, dynamic, partial",
         ),
     ],
 )
