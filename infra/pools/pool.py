@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TypeVar
 
@@ -38,8 +39,6 @@ class Pool:
         self.spec = spec
         self.restarts = 0
         self.done = 0
-        self.waiting = 0
-        """Pieces of work that wait for a worker."""
         self.record: object = None
         """What the replacement of a lost worker takes before it is used."""
         self._ended_seconds = 0.0
@@ -48,6 +47,8 @@ class Pool:
         self._slot_lost = lost
         self._seats: dict[int, WorkerSlot] = {}
         self._tasks: set[asyncio.Task[object]] = set()
+        self._queue: OrderedDict[asyncio.Future[tuple[WorkerSlot, Worker]], object] = OrderedDict()
+        """Pieces of work that wait for a worker, in the order in which they came."""
         self._changed = asyncio.Event()
         self._fault: RheostatError | None = None
         self.broken: RheostatError | None = None
@@ -64,6 +65,11 @@ class Pool:
     def seats(self) -> Mapping[int, WorkerSlot]:
         """Places of workers, by index; in a fleet, the index is a worker's first slot."""
         return self._seats
+
+    @property
+    def waiting(self) -> int:
+        """Pieces of work that wait for a worker."""
+        return len(self._queue)
 
     @property
     def busy_seconds(self) -> float:
@@ -161,9 +167,22 @@ class Pool:
         await asyncio.gather(*(worker.stop() for worker in resting if worker.ours))
 
     def settle(self) -> None:
-        """Wake who waits for a worker, or for one to end its work."""
+        """Give idle workers to who waits for one, first come first served, and wake who waits for one to end its work.
+
+        Of those who wait for one only they are woken who get it, or the error that says why none will come.
+        """
         self._changed.set()
         self._changed.clear()
+        idle = (seat for seat in self._seats.values() if seat.usable and not self._closed)
+        while self._queue and (seat := next(idle, None)) is not None:
+            self._hand_over(seat)
+        if self._queue and (hopeless := self._hopeless()) is not None:
+            for turn in self._queue:
+                if not turn.done():
+                    turn.set_exception(hopeless)
+            self._queue.clear()
+        if self._queue and self._look is not None:
+            self._look()
 
     def fill(self) -> None:
         """Try again to start the workers that are wanted and could not be started."""
@@ -173,25 +192,47 @@ class Pool:
 
     async def _take(self, work: object) -> tuple[WorkerSlot, Worker]:
         self.fill()
-        self.waiting += 1
+        turn: asyncio.Future[tuple[WorkerSlot, Worker]] = asyncio.get_running_loop().create_future()
+        self._queue[turn] = work
+        self.settle()
         try:
-            while True:
-                if self._closed:
-                    raise ClusterFailed(f"pool {self.spec.role} is closed")
-                for seat in self._seats.values():
-                    if seat.usable and seat.worker is not None:
-                        seat.state, seat.work, seat.began = SlotState.BUSY, work, time.monotonic()
-                        return seat, seat.worker
-                wanted = [seat for seat in self._seats.values() if seat.wanted]
-                if self._fault is not None and wanted and all(seat.state is SlotState.EMPTY for seat in wanted):
-                    raise self._fault
-                if self.broken is not None:
-                    raise self.broken
-                if self._look is not None:
-                    self._look()
-                await self._changed.wait()
-        finally:
-            self.waiting -= 1
+            seat, worker = await turn
+        except asyncio.CancelledError:
+            self._queue.pop(turn, None)
+            if not turn.cancelled() and turn.exception() is None:  # its turn came at the very moment
+                self._rest(turn.result()[0])
+            raise
+        if self._closed:
+            raise self._closing()
+        return seat, worker
+
+    def _hand_over(self, seat: WorkerSlot) -> None:
+        """Make an idle seat busy with the work that has waited longest, unless nobody waits for that any more."""
+        turn, work = self._queue.popitem(last=False)
+        while turn.done() and self._queue:
+            turn, work = self._queue.popitem(last=False)
+        if seat.worker is not None and not turn.done():
+            seat.state, seat.work, seat.began = SlotState.BUSY, work, time.monotonic()
+            turn.set_result((seat, seat.worker))
+
+    def _rest(self, seat: WorkerSlot) -> None:
+        """Make a busy seat idle."""
+        if seat.state is SlotState.BUSY:
+            seat.state = SlotState.IDLE
+        seat.work = None
+        self.settle()
+
+    def _closing(self) -> ClusterFailed:
+        return ClusterFailed(f"pool {self.spec.role} is closed")
+
+    def _hopeless(self) -> RheostatError | None:
+        """What keeps every worker from coming, if so."""
+        if self._closed:
+            return self._closing()
+        wanted = [seat for seat in self._seats.values() if seat.wanted]
+        if self._fault is not None and wanted and all(seat.state is SlotState.EMPTY for seat in wanted):
+            return self._fault
+        return self.broken
 
     async def _use(self, seat: WorkerSlot, worker: Worker, *, method: str, work: object) -> Returned:
         try:
@@ -208,10 +249,7 @@ class Pool:
             raise
         finally:
             self._ended_seconds += time.monotonic() - seat.began
-            if seat.state is SlotState.BUSY:
-                seat.state = SlotState.IDLE
-            seat.work = None
-            self.settle()
+            self._rest(seat)
 
     def _lose(self, seat: WorkerSlot) -> None:
         """Give a lost worker up, and replace it if it is still wanted."""

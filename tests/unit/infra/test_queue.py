@@ -1,0 +1,110 @@
+"""The queue of a pool: who waits is served in turn, and nobody is woken in vain."""
+
+import asyncio
+
+import pytest
+
+from infra.errors import ClusterFailed
+from infra.pools.host import ProcessPlace, Returned
+from infra.pools.pool import Pool
+from infra.pools.threads import ThreadCluster
+from infra.pools.worker import PoolSpec
+
+COUNTING = "tests.support.workers:Counting"
+
+
+class Gated:
+    """A worker that ends each work when it is told to; it starts itself."""
+
+    name, ours, nodes = "gated-0-0", False, ()
+    place = ProcessPlace(1, 0.0, node="here", host="here", address="127.0.0.1", job="here")
+
+    def __init__(self) -> None:
+        self.begun: list[object] = []
+        self.gate = asyncio.Event()
+
+    async def perform(self, method, *arguments, stall_seconds):
+        self.begun += arguments
+        await self.gate.wait()
+        self.gate.clear()
+        return Returned(arguments[0], 0.0)
+
+    async def found(self, role):
+        return {}
+
+    async def start(self, spec, name, *, slot):
+        return self
+
+
+@pytest.fixture
+async def gated():
+    worker = Gated()
+    pool = Pool(PoolSpec("gated", COUNTING), worker)
+    await pool.open()
+    yield pool, worker
+    await pool.close()
+
+
+def asking(pool, *works):
+    return [asyncio.create_task(pool.run("echo", work, returns=int)) for work in works]
+
+
+async def passes(count=5):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_work_is_done_in_the_order_in_which_it_came_also_by_who_comes_just_when_a_worker_is_free(gated):
+    pool, worker = gated
+    works = asking(pool, 0, 1, 2)
+    await passes()
+    assert (worker.begun, pool.waiting) == ([0], 2)
+    late = []
+    works[0].add_done_callback(lambda _: late.extend(asking(pool, 3)))
+    for _ in range(3):
+        worker.gate.set()
+        await passes()
+    assert worker.begun == [0, 1, 2, 3]
+    worker.gate.set()
+    assert [(await work).result for work in [*works, *late]] == [0, 1, 2, 3]
+
+
+async def test_work_that_is_cancelled_while_it_waits_or_just_as_its_turn_comes_leaves_the_worker_to_the_next(gated):
+    pool, worker = gated
+    works = asking(pool, 0, 1, 2, 3)
+    await passes()
+    works[1].cancel()
+    worker.gate.set()
+    asyncio.get_running_loop().call_soon(works[2].cancel)  # just after the worker has been handed to it
+    await passes(10)
+    assert (worker.begun, pool.waiting) == ([0, 3], 0)
+    assert works[1].cancelled() and works[2].cancelled()
+
+
+async def test_all_who_wait_are_told_when_their_pool_is_closed():
+    worker = Gated()
+    pool = Pool(PoolSpec("gated", COUNTING), worker)
+    await pool.open()
+    works = asking(pool, 0, 1, 2)
+    await passes()
+    await pool.close()
+    for work in works:
+        with pytest.raises(ClusterFailed, match=r"pool gated (is|was) closed"):
+            await work
+
+
+async def test_a_worker_that_ends_its_work_wakes_one_of_those_who_wait(monkeypatch):
+    async with ThreadCluster.open(threads=1) as cluster:
+        pool = await cluster.pool(PoolSpec("echo", COUNTING, size=2))
+        loop, callbacks = asyncio.get_running_loop(), 0
+        original = loop.call_soon
+
+        def counted(*arguments, **options):
+            nonlocal callbacks
+            callbacks += 1
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(loop, "call_soon", counted)
+        done = await asyncio.gather(*(pool.run("echo", number, returns=int) for number in range(300)))
+        assert [one.result for one in done] == list(range(300))
+        assert callbacks < 25 * 300
