@@ -54,29 +54,33 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
 def retire_policies(session: Session, iteration: Iteration) -> int:
     """Delete the files of policies that retention no longer keeps after an iteration; return how many bundles.
 
-    All earlier versions are looked at, since a run may be continued with a smaller retention.
+    A process looks at all versions once, since a run may be continued with another retention, and then at the one that
+    each iteration makes too old.
     """
-    run, number, keep = session.run, iteration.number, session.settings.retention
-    kept = kept_versions(number, keep_last=keep.keep_last, keep_every=keep.keep_every)
-    used = {bundle.key for version in kept for bundle in _bundles(run, version)}
-    old = {
-        bundle.key: bundle for version in range(number + 1) if version not in kept for bundle in _bundles(run, version)
-    }
-    newest_gone = {bundle.key for bundle in _bundles(run, max(0, number - keep.keep_last))}
+    run, looked, keep = session.run, session.retention, session.settings.retention
+    newest = range(max(0, iteration.number + 1 - keep.keep_last), iteration.number + 1)
+    old: dict[str, BundleRef] = {}
+    for version in range(looked.versions, newest.start):
+        bundles = {bundle.key: bundle for bundle in _bundles(run, version)}
+        if is_kept(version, keep_every=keep.keep_every):
+            looked.kept |= bundles.keys()
+        else:
+            old |= bundles
+    used = looked.kept | {bundle.key for version in newest for bundle in _bundles(run, version)}
+    newest_gone = {bundle.key for bundle in _bundles(run, newest.start - 1)} if newest.start else set()
     retired = 0
     for key, bundle in old.items():
         known = run.find(retirement_key(bundle)) is not None
         if key not in used and (not known or key in newest_gone):  # the newest may have been cut short
             retire_bundle(run, bundle)
             retired += 1
+    looked.versions = newest.start
     return retired
 
 
-def kept_versions(number: int, *, keep_last: int, keep_every: int) -> set[int]:
-    """Versions that keep their files after `number` iterations: the first, the newest, and every `keep_every`-th."""
-    newest = range(max(0, number + 1 - keep_last), number + 1)
-    regular = range(0, number + 1, keep_every) if keep_every else range(0)
-    return {0, *newest, *regular}
+def is_kept(version: int, *, keep_every: int) -> bool:
+    """Whether a version keeps its files however old it is: the first does, and every `keep_every`-th."""
+    return version == 0 or (keep_every > 0 and version % keep_every == 0)
 
 
 def _bundles(run: Run, version: int) -> list[BundleRef]:

@@ -23,12 +23,14 @@ from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, artifact_key
 from tasks.run.session import Session
 from tasks.run.stages import stage
-from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, reports_of, shown, small
+from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, report_of, reports_of, shown, small
 from tasks.views.plots import learning_curve, loss_curves
 
 logger = logging.getLogger(__name__)
 
 TABLE_ROWS = 50  # of the iterations table while a run goes on; the last one has all
+
+LINE_ROWS = 5  # whose mean time says how long the rest will take
 
 SAMPLE_ROWS = 12  # of the table of rollouts, one completion per prompt
 
@@ -70,15 +72,16 @@ def resume_point(session: Session) -> list[int]:
 
 @stage("report it-{number:04d}")
 async def report_iteration(session: Session, number: int) -> IterationReport:
-    """Log the iteration's line and renew the run's progress and table artifacts."""
-    name, total, reports = session.run.name, session.settings.iterations, _reports(session)
-    report = reports[number - 1]
-    recent = [r.seconds["total"] for r in reports[max(0, number - 5) : number]]
+    """Log the iteration's line and renew the run's progress and table artifacts, from the newest seals alone."""
+    name, total, term = session.run.name, session.settings.iterations, session.settings.scoring.terms[0]
+    newest = range(max(1, number + 1 - TABLE_ROWS), number + 1)
+    reports = [report_of(Iteration(session.run, each).made("seal"), term=term) for each in newest]
+    report, recent = reports[-1], [each.seconds["total"] for each in reports[-LINE_ROWS:]]
     line = report.line(total, sum(recent) / len(recent) * (total - number))
     logger.info("%s", line)
     key = artifact_key(name)
     await acreate_progress_artifact(progress=100 * number / total, key=f"{key}-progress", description=line)
-    await acreate_table_artifact(_table(reports[-TABLE_ROWS:]), key=f"{key}-iterations", description=f"Run {name}")
+    await acreate_table_artifact(_table(reports), key=f"{key}-iterations", description=f"Run {name}")
     return report
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import platform
 import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -19,6 +20,9 @@ from infra.store.storage import Store, open_store
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _RECORD, _LOCK, _LEASES, _MANIFESTS, _JOURNAL = "run.json", "lock", "lease/", "manifests/", "journal/"
+
+KNOWN_MANIFESTS = 4096
+"""Manifests that a process remembers of a run, some 10 kB each: those of a few iterations; others are read again."""
 
 
 class RunRecord(Settings):
@@ -44,7 +48,8 @@ class Run:
         self.record = record
         self.epoch = epoch
         """Lease under which this process commits; 0 reads only."""
-        self._known: dict[str, Manifest] = {}  # manifests never change, so each is read and verified once
+        self._known: OrderedDict[str, Manifest] = OrderedDict()
+        """Those that were last asked for: manifests never change, and need not be read and verified each time."""
 
     @property
     def name(self) -> str:
@@ -84,9 +89,9 @@ class Run:
 
     def find(self, key: str) -> Manifest | None:
         """Return the committed manifest of that key, if there is one."""
-        known = self._known.get(key)
+        known = self._known.pop(key, None)
         if known is not None:
-            return known
+            return self._remember(known)
         path = f"{_MANIFESTS}{key}.json"
         return self.load(key) if self.store.exists(path) else None
 
@@ -101,7 +106,7 @@ class Run:
         """Return the committed manifests whose key starts with the prefix, sorted by key."""
         paths = records(self.store, _MANIFESTS + prefix)
         keys = sorted(path.removeprefix(_MANIFESTS).removesuffix(".json") for path in paths)
-        return [self._known.get(key) or self.load(key) for key in keys]
+        return [self.require(key) for key in keys]
 
     def folders(self, under: str = "") -> list[str]:
         """Return the sorted next parts of the keys of all manifests under a prefix, without looking at each.
@@ -123,8 +128,7 @@ class Run:
             provenance = manifest.provenance.model_copy(update={"epoch": self.epoch})
             manifest = manifest.model_copy(update={"provenance": provenance})
             if self.store.put(f"{_MANIFESTS}{manifest.key}.json", manifest.encode()):
-                self._known[manifest.key] = manifest
-                return manifest
+                return self._remember(manifest)
             winner = self.load(manifest.key)
         if winner.digest != manifest.digest:
             raise Conflict(
@@ -172,7 +176,13 @@ class Run:
                 f"manifest {key!r} of run {self.name!r}: it was made under the configuration {manifest.run}, "
                 f"the run's record has {self.record.fingerprint}"
             )
-        self._known[key] = manifest
+        return self._remember(manifest)
+
+    def _remember(self, manifest: Manifest) -> Manifest:
+        """Forget others in its favour, those first that were asked for longest ago."""
+        self._known[manifest.key] = manifest
+        while len(self._known) > KNOWN_MANIFESTS:
+            self._known.popitem(last=False)
         return manifest
 
     def _newest_epoch(self) -> int:

@@ -65,6 +65,16 @@ class Placing:
     """When the current stage was planned, on the monotonic clock."""
 
 
+@dataclass(slots=True)
+class Retention:
+    """How far this process has looked for policies whose files retention gives up."""
+
+    versions: int = 0
+    """Those before were looked at."""
+    kept: set[str] = field(default_factory=set)
+    """Keys of the bundles of those among them that keep their files."""
+
+
 class Commits:
     """Commits that this process has made or found: they wake who waits for them."""
 
@@ -120,6 +130,8 @@ class Session:
         """Held by a batch that is generated and scored, and by the update where it needs the machines of the slots."""
         self.placing: Placing | None = None
         """What the placement knows, once it has been asked."""
+        self.retention = Retention()
+        """What retention has looked at."""
         self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}
         self._fleet: asyncio.Task[Fleet] | None = None
         self._starting: asyncio.Task[None] | None = None

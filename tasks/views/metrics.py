@@ -117,7 +117,8 @@ def _cut(metrics: Mapping[str, float]) -> float | None:
 
 def evaluations_of(run: Run) -> list[Accuracy]:
     """Every evaluation of a run, in order."""
-    return [accuracy_of(m) for m in run.manifests("eval-") if StageKey.parse(m.key).stage == "summary"]
+    keys = (StageKey.of(folder, "summary") for folder in run.folders() if folder.startswith("eval-"))
+    return [accuracy_of(summary) for key in keys if (summary := run.find(key)) is not None]
 
 
 def sealed_iterations(run: Run) -> list[Manifest]:

@@ -4,8 +4,6 @@ import json
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks.commit import kept_versions
-
 
 def weights(run, key):
     """Directory of the weights that a manifest of a run names."""
@@ -24,9 +22,3 @@ def test_an_older_policy_gives_its_files_back_and_keeps_its_manifest(reference):
     assert not list(weights(reference.run, "it-0001/update").glob("*"))
     retired = weights(reference.run, "it-0001/update").name
     assert (reference.run / f"manifests/retention/{retired}.json").exists()
-
-
-def test_every_nth_policy_is_kept_beside_the_newest():
-    assert kept_versions(10, keep_last=2, keep_every=0) == {0, 9, 10}
-    assert kept_versions(10, keep_last=3, keep_every=4) == {0, 4, 8, 9, 10}
-    assert kept_versions(1, keep_last=2, keep_every=0) == {0, 1}

@@ -1,12 +1,15 @@
 """Runs: one controller at a time, one result per manifest key, and refusal instead of mixing."""
 
+import gc
 import os
 import signal
 import time
+import weakref
 
 import pyarrow as pa
 import pytest
 
+import infra.store.runs
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
 from infra.store.checksums import seal, unseal
 from infra.store.manifests import Manifest, Provenance
@@ -291,3 +294,18 @@ def test_a_store_and_a_run_may_be_links_themselves(tmp_path):
     for name in ("first", "second"):
         with open_run(str(tmp_path / "store"), name).hold() as run:
             assert run.note(name, {"seconds": 1}) == run.noted(name) == {"seconds": 1}
+
+
+def test_a_process_remembers_a_bounded_number_of_manifests_and_finds_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(infra.store.runs, "KNOWN_MANIFESTS", 3)
+    keys = [f"it-{number:04d}/credit" for number in range(1, 11)]
+    run = make(tmp_path)
+    with run.hold():
+        made = [run.commit(Manifest(key=key, metrics={"number": number})) for number, key in enumerate(keys)]
+        digests, alive = [manifest.digest for manifest in made], [weakref.ref(manifest) for manifest in made]
+        del made
+        gc.collect()
+        assert sum(remembered() is not None for remembered in alive) == 3
+        assert [run.require(key).digest for key in keys] == digests
+        assert [manifest.digest for manifest in run.manifests()] == digests
+        assert run.require(keys[-1]) is run.find(keys[-1])
