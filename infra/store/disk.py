@@ -20,25 +20,22 @@ _held: set[int] = set()
 
 
 def sweep(root: Path) -> None:
-    """Remove temporary files and scratch directories whose writers are dead; a live writer holds a lock on its own."""
+    """Remove temporary files and scratch directories whose writers are dead; a live writer holds a lock on its own.
+
+    All of them lie directly in the root, so that this takes no longer in a large store.
+    """
     for path in root.glob(f"{TEMPORARY}*"):
+        is_directory = path.is_dir()
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW if is_directory else os.O_RDWR
+            descriptor = os.open(path, flags | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             continue
         if _try_lock(descriptor):
-            shutil.rmtree(path, ignore_errors=True)
-        os.close(descriptor)
-    for directory, name in walk_files(root):
-        if not name.startswith(TEMPORARY):
-            continue
-        path = Path(directory, name)
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        if _try_lock(descriptor):
-            path.unlink(missing_ok=True)
+            if is_directory:
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
@@ -103,9 +100,9 @@ def _close_held() -> None:
         os.close(_held.pop())
 
 
-def publish_file(path: Path, data: bytes | Path) -> bool:
-    """Write a temporary file and link it under its name; False if another writer was first."""
-    descriptor, temporary = open_temporary(path.parent)
+def publish_file(path: Path, data: bytes | Path, *, root: Path) -> bool:
+    """Write a temporary file in the root and link it under its name; False if another writer was first."""
+    descriptor, temporary = open_temporary(root)
     try:
         with os.fdopen(descriptor, "wb") as file:
             _write(data, file)
@@ -160,6 +157,22 @@ def walk_files(root: Path) -> Iterator[tuple[str, str]]:
         folders[:] = [folder for folder in folders if not folder.startswith(TEMPORARY)]
         for name in names:
             yield directory, name
+
+
+def remove_empty(path: Path, *, root: Path) -> Path:
+    """Remove a directory below the root, and those around it, as far as they are empty; return the first that is not.
+
+    Who is about to write there makes it again.
+    """
+    while path != root:
+        try:
+            path.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError:  # POSIX leaves open whether what is not empty is EEXIST or ENOTEMPTY
+            return path
+        path = path.parent
+    return root
 
 
 def make_directory(path: Path) -> None:

@@ -22,6 +22,7 @@ from infra.store.disk import (
     make_directory,
     open_temporary,
     publish_file,
+    remove_empty,
     scratch_directory,
     sweep,
     sync_directory,
@@ -83,7 +84,7 @@ class Store(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Remove the object; one that is already gone is fine."""
+        """Remove the object, and the folders that it leaves empty; one that is already gone is fine."""
         ...
 
     def hold(self, key: str) -> AbstractContextManager[bool]:
@@ -144,8 +145,13 @@ class LocalStore:
     def put(self, key: str, data: bytes | Path) -> bool:
         path = self._own_path(key)
         with self._failures(f"cannot write {key!r}"):
-            make_directory(path.parent)
-            won = not path.exists() and publish_file(path, data)
+            try:
+                make_directory(path.parent)
+                won = not path.exists() and publish_file(path, data, root=self.root)
+            except FileNotFoundError:
+                if path.parent.is_dir():
+                    raise
+                return self.put(key, data)  # its folder was empty, and has been removed meanwhile
             if not won:
                 os.utime(path)  # whoever relies on an object gets it as young as one just written: see retention
             sync_directory(path.parent)  # also for the loser: what it is told exists must survive a power cut
@@ -196,7 +202,7 @@ class LocalStore:
                 path.unlink()
             except FileNotFoundError:
                 return
-            sync_directory(path.parent)
+            sync_directory(remove_empty(path.parent, root=self.root))
 
     @contextmanager
     def hold(self, key: str) -> Iterator[bool]:

@@ -62,11 +62,11 @@ class Strike:
     full: bool = False
     """The disk is full there, in place of a SIGKILL."""
 
-    def happen(self, path: Path, data: bytes | Path) -> None:
+    def happen(self, path: Path, data: bytes | Path, *, root: Path) -> None:
         """Leave half of a temporary file, if so; then the process is dead, or its disk is full."""
         if self.moment == "during":
             whole = data if isinstance(data, bytes) else data.read_bytes()
-            descriptor, _ = open_temporary(path.parent)
+            descriptor, _ = open_temporary(root)
             os.write(descriptor, whole[: len(whole) // 2])
             os.close(descriptor)
         if self.full:
@@ -92,16 +92,16 @@ def attempt(home: Path, api: str, strike: Strike | None, told: Path) -> None:
     """Run the job in this process to its end or to its fault; tell the number of its writes."""
     numbers, lock = count(1), Lock()
 
-    def publish(path: Path, data: bytes | Path) -> bool:
+    def publish(path: Path, data: bytes | Path, *, root: Path) -> bool:
         with lock:
             number = next(numbers)
             told.write_text(str(number))
         here = strike if strike is not None and strike.write == number else None
         if here is not None and here.moment != "after":
-            here.happen(path, data)
-        won = publish_file(path, data)
+            here.happen(path, data, root=root)
+        won = publish_file(path, data, root=root)
         if here is not None and here.moment == "after":
-            here.happen(path, data)
+            here.happen(path, data, root=root)
         return won
 
     infra.store.storage.publish_file = publish

@@ -179,7 +179,7 @@ def test_nothing_torn_is_ever_listed_when_writers_are_killed_in_the_middle_of_a_
 
 
 def _stop_in_the_middle_of_a_put(uri, source):
-    open_store(uri).put("whole", Path(source))
+    open_store(uri).put("far/down/whole", Path(source))
 
 
 def test_what_a_dead_writer_left_is_swept_and_what_a_live_one_is_writing_is_not(tmp_path):
@@ -202,7 +202,45 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_live_one_is_writing_is_not(
         for stream in streams:
             stream.close()
         live.join(30)
-    assert open_store(str(root)).read("whole") == b"half" and not list(root.glob(".tmp-*"))
+    assert open_store(str(root)).read("far/down/whole") == b"half" and not list(root.glob(".tmp-*"))
+
+
+def test_a_sweep_looks_at_no_folder_however_many_there_are(tmp_path, monkeypatch):
+    store = open_store(str(tmp_path))
+    store.put("it-0001/rollout/0001.json", b"")
+    looked = []
+    monkeypatch.setattr(os, "scandir", lambda path, scan=os.scandir: looked.append(str(path)) or scan(path))
+    with store.hold("lock") as held:
+        assert held
+    assert set(looked) <= {str(tmp_path)}
+
+
+def test_what_is_deleted_leaves_no_empty_folder_and_what_is_there_stays(tmp_path):
+    store = open_store(str(tmp_path))
+    for key in ("policies/a/config.json", "policies/a/deep/weights", "policies/b/config.json"):
+        store.put(key, b"x")
+    for key in ("policies/a/deep/weights", "policies/a/config.json", "policies/a/config.json"):
+        store.delete(key)
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        "policies", "policies/b", "policies/b/config.json",
+    ]  # fmt: skip
+    assert store.put("policies/a/config.json", b"again") and store.read("policies/a/config.json") == b"again"
+
+
+def test_a_folder_that_is_removed_while_something_is_written_to_it_is_made_again(tmp_path, monkeypatch):
+    store = open_store(str(tmp_path))
+    store.put("policies/a/old", b"x")
+    link, calls = os.link, []
+
+    def delete_first(source, target):
+        if not calls:
+            calls.append(target)
+            store.delete("policies/a/old")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", delete_first)
+    assert store.put("policies/a/new", b"y") and store.read("policies/a/new") == b"y"
+    assert calls and not list(tmp_path.glob(".tmp-*"))
 
 
 def _stay_in_a_scratch_directory(uri, ready):
