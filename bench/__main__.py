@@ -30,7 +30,7 @@ PARTS = (
     "losses",
     "engine",
 )
-ALONE = ("reality", "curves", "vllm", "gpu")
+ALONE = ("reality", "curves", "scale", "vllm", "gpu")
 """Parts that take long or need another environment, and run when they are named."""
 
 QUIET = 0.5

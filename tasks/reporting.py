@@ -23,7 +23,7 @@ from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, artifact_key
 from tasks.run.session import Session
 from tasks.run.stages import stage
-from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, report_of, reports_of, shown, small
+from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, newest_reports, reports_of, shown, small
 from tasks.views.plots import learning_curve, loss_curves
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,7 @@ def resume_point(session: Session) -> list[int]:
 async def report_iteration(session: Session, number: int) -> IterationReport:
     """Log the iteration's line and renew the run's progress and table artifacts, from the newest seals alone."""
     name, total, term = session.run.name, session.settings.iterations, session.settings.scoring.terms[0]
-    newest = range(max(1, number + 1 - TABLE_ROWS), number + 1)
-    reports = [report_of(Iteration(session.run, each).made("seal"), term=term) for each in newest]
+    reports = newest_reports(session.run, number, most=TABLE_ROWS, term=term)
     report, recent = reports[-1], [each.seconds["total"] for each in reports[-LINE_ROWS:]]
     line = report.line(total, sum(recent) / len(recent) * (total - number))
     logger.info("%s", line)

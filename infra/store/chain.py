@@ -43,25 +43,50 @@ def linked_parts(run: Run) -> list[str]:
     return [name[2] for name in _names(run)]
 
 
-def link_part(run: Run, part: str, *, journal: Sequence[str] = ()) -> None:
-    """Append the record of a part, unless it has one: of its manifests, and of the journal below these prefixes.
+class Chain:
+    """The chain of a held run, for the one process that appends to it: what is there is read once."""
 
-    The first record names all that there is.
-    """
-    names = _names(run)
-    if part in (name[2] for name in names):
-        return
-    follows, number = (f"{_CHAIN}{names[-1][0]}", int(names[-1][1]) + 1) if names else ("", 1)
-    manifests = run.manifests(f"{part}/" if names else "")
-    entries = {key: entry for prefix in (journal if names else [""]) for key, entry in run.journal(prefix).items()}
-    link = Link(
-        part=part,
-        follows=follows,
-        previous=_read(run, follows).digest if follows else "",
-        manifests={manifest.key: manifest.digest for manifest in manifests},
-        journal={key: record_digest(entry) for key, entry in entries.items()},
-    )
-    run.put_record(f"{_CHAIN}{number:06d}-{part}.json", link.model_dump(mode="json"))
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._parts: set[str] = set()
+        self._last = ("", "")
+        """Key and digest of the last record."""
+        self._is_read = False
+
+    def link(self, part: str, *, journal: Sequence[str] = ()) -> None:
+        """Append the record of a part, unless it has one: of its manifests, and of the journal below these prefixes.
+
+        The first record names all that there is.
+        """
+        self._read()
+        if part in self._parts:
+            return
+        run, (follows, previous) = self._run, self._last
+        number = 1 + int(follows.removeprefix(_CHAIN).partition("-")[0]) if follows else 1
+        manifests = run.manifests(f"{part}/" if follows else "")
+        prefixes = journal if follows else [""]
+        entries = {key: entry for prefix in prefixes for key, entry in run.journal(prefix).items()}
+        link = Link(
+            part=part,
+            follows=follows,
+            previous=previous,
+            manifests={manifest.key: manifest.digest for manifest in manifests},
+            journal={key: record_digest(entry) for key, entry in entries.items()},
+        )
+        key = f"{_CHAIN}{number:06d}-{part}.json"
+        run.put_record(key, link.model_dump(mode="json"))
+        self._parts.add(part)
+        self._last = (key, link.digest)
+
+    def _read(self) -> None:
+        if self._is_read:
+            return
+        names = _names(self._run)
+        self._parts = {name[2] for name in names}
+        if names:
+            last = f"{_CHAIN}{names[-1][0]}"
+            self._last = (last, _read(self._run, last).digest)
+        self._is_read = True
 
 
 def check_chain(run: Run) -> Iterator[str]:

@@ -19,6 +19,7 @@ from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
 from infra.pools.threads import ThreadCluster
 from infra.pools.worker import Done, PoolSpec
+from infra.store.chain import Chain
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.config.judges import ServedReward
@@ -124,6 +125,8 @@ class Session:
         self.run, self.settings, self.cluster = run, settings, cluster
         self.ref = RunRef(store=store, name=run.name, epoch=run.epoch, cluster=cluster.address, pools=settings.pools)
         """What flows are handed."""
+        self.chain = Chain(run)
+        """Where finished parts are recorded."""
         self.commits = Commits()
         """What wakes stages that wait for other controllers."""
         self.slots_taken = asyncio.Lock()

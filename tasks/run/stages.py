@@ -15,7 +15,6 @@ from pydantic import JsonValue
 
 from infra.errors import WorkerLost, WorkerStalled
 from infra.store.bundles import BundleRef
-from infra.store.chain import link_part
 from infra.store.dependencies import DEPENDENCIES
 from infra.store.manifests import Manifest, provenance_here
 from models.records.versions import Outcome, bundles_of, critic_bundles_of
@@ -117,7 +116,7 @@ def record(
 
 def finish(session: Session, part: str) -> None:
     """Append a finished iteration or evaluation to the run's chain, with its placement and what it was made with."""
-    link_part(session.run, part, journal=[f"placement/{part}/", DEPENDENCIES])
+    session.chain.link(part, journal=[f"placement/{part}/", DEPENDENCIES])
 
 
 async def side_by_side(works: Iterable[Coroutine[object, object, object]]) -> None:

@@ -133,6 +133,12 @@ def reports_of(run: Run, *, term: str) -> list[IterationReport]:
     return [report_of(sealed, term=term) for sealed in sealed_iterations(run)]
 
 
+def newest_reports(run: Run, number: int, *, most: int, term: str) -> list[IterationReport]:
+    """The reports of an iteration and of at most so many in all that end with it; only their seals are read."""
+    seals = (StageKey.of(iteration_key(each), "seal") for each in range(max(1, number + 1 - most), number + 1))
+    return [report_of(run.require(key), term=term) for key in seals]
+
+
 def accuracy_of(summary: Manifest) -> Accuracy:
     """Read an evaluation's summary manifest."""
     mean, problems = summary.metrics["accuracy"], int(summary.metrics["problems"])

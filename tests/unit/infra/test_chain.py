@@ -2,16 +2,18 @@
 
 import pytest
 
-from infra.store.chain import check_chain, link_part, linked_parts
+from infra.store.chain import Chain, check_chain, linked_parts
 from infra.store.checksums import seal
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
+from infra.store.storage import LocalStore
 
 
 @pytest.fixture
 def root(tmp_path):
     """A run of two evaluations and two iterations, all of them in its chain."""
     with create_run(str(tmp_path), "r", {"seed": 1}).hold() as run:
+        chain = Chain(run)
         run.commit(Manifest(key="policy/base"))
         for part, last in (
             ("eval-0000", "summary"),
@@ -22,7 +24,7 @@ def root(tmp_path):
             run.commit(Manifest(key=f"{part}/plan"))
             run.note(f"placement/{part}/stage", {"seconds": 1.5})
             run.commit(Manifest(key=f"{part}/{last}", metrics={"accuracy": 0.5}))
-            link_part(run, part, journal=[f"placement/{part}/"])
+            chain.link(part, journal=[f"placement/{part}/"])
     return tmp_path
 
 
@@ -35,8 +37,23 @@ def test_a_whole_chain_has_no_problem_and_a_part_is_linked_once(root):
     run = open_run(str(root), "r")
     assert linked_parts(run) == ["eval-0000", "it-0001", "it-0002", "eval-0002"]
     with run.hold():
-        link_part(run, "it-0001")
+        Chain(run).link("it-0001")
     assert len(linked_parts(run)) == 4
+
+
+def test_a_process_reads_the_chain_once_and_goes_on_where_another_ended(root, monkeypatch):
+    looked = []
+    children = LocalStore.children
+    monkeypatch.setattr(LocalStore, "children", lambda store, folder: looked.append(folder) or children(store, folder))
+    with open_run(str(root), "r").hold() as run:
+        chain = Chain(run)
+        for number in range(3, 9):
+            run.commit(Manifest(key=f"it-{number:04d}/seal"))
+            chain.link(f"it-{number:04d}")
+            chain.link(f"it-{number:04d}")
+    assert looked.count("chain") == 1
+    assert linked_parts(run)[3:] == ["eval-0002", *(f"it-{number:04d}" for number in range(3, 9))]
+    assert problems(root) == []
 
 
 def test_every_manifest_and_every_entry_of_the_journal_that_is_deleted_is_missed(root):
@@ -80,7 +97,7 @@ def test_what_others_leave_in_the_folder_is_no_record_and_a_lost_one_does_not_st
     assert problems(root) == []
     (home / "000002-it-0001.json").unlink()
     with open_run(str(root), "r").hold() as run:
-        link_part(run, "it-0003")
+        Chain(run).link("it-0003")
     assert sorted(path.name for path in home.glob("0*"))[-1] == "000005-it-0003.json"
     (problem,) = problems(root)
     assert "'chain/000002-it-0001.json'" in problem

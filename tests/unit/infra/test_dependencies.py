@@ -3,7 +3,7 @@
 import pytest
 
 from infra.errors import Damaged, RunChanged
-from infra.store.chain import check_chain, link_part
+from infra.store.chain import Chain, check_chain
 from infra.store.checksums import seal
 from infra.store.dependencies import (
     DEPENDENCIES,
@@ -91,10 +91,10 @@ def test_a_run_of_an_older_rheostat_is_compared_from_its_next_start_on(tmp_path)
 def test_a_record_that_is_changed_or_lost_behind_a_finished_part_is_found(run):
     with run.hold():
         run.commit(Manifest(key="it-0001/seal"))
-        link_part(run, "it-0001")
+        Chain(run).link("it-0001")
         record_dependencies(run, found(torch="2.9.1"), iteration=2, accept_change=True)
         run.commit(Manifest(key="it-0002/seal"))
-        link_part(run, "it-0002", journal=[DEPENDENCIES])
+        Chain(run).link("it-0002", journal=[DEPENDENCIES])
     assert verify_store(run) == []
     for number in (1, 2):
         path = run.store.local(f"journal/dependencies/{number:04d}.json")

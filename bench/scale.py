@@ -1,0 +1,133 @@
+"""Cost of an iteration as a run gets longer: what the driver itself does, in a run whose workers' results are made up.
+
+Plans, commits, seals, the chain, retention and reports are the real ones; shards all name one small file, and a policy
+is a folder of one file. The store is in memory where the machine has such a file system, so that no disk is measured.
+"""
+
+import gc
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from bench.tables import Table
+from infra.pools.threads import ThreadCluster
+from infra.store.bundles import publish_bundle
+from infra.store.manifests import Manifest, provenance_here
+from infra.store.runs import Run, create_run
+from infra.store.shards import write_shard
+from models.records.versions import ModelVersion, Outcome, bundles_of
+from tasks.commit import retire_policies, seal_iteration
+from tasks.config.run import RunConfig, parse_config
+from tasks.plan import plan_iteration
+from tasks.reporting import TABLE_ROWS
+from tasks.run.iteration import Iteration
+from tasks.run.keys import PROMPTS, StageKey
+from tasks.run.session import Session
+from tasks.views.metrics import newest_reports
+
+ITERATIONS, SHARDS, SHARD_PROMPTS = 2000, 64, 4
+MEMORY = Path("/dev/shm")
+SHOWN = 100
+"""Iterations whose mean is a row of the table; every fifth such hundred, the first and the last are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hundred:
+    """Some iterations in a row."""
+
+    last: int
+    """Number of the last."""
+    cpu_ms: float
+    """User and system time of one."""
+    resident_mib: float
+    """Memory that the process has after the last."""
+
+
+class Story:
+    """A run without workers."""
+
+    def __init__(self, run: Run, settings: RunConfig, home: Path) -> None:
+        self.run, self.home = run, home
+        self.session = Session(run, settings, ThreadCluster(), store=str(home))
+        self.shard = write_shard(run.store, pa.table({"text": ["x"]}), kind="prompts", metadata={})
+        prompts = self.shard.model_copy(update={"rows": 10 * SHARDS * SHARD_PROMPTS})
+        self._commit(PROMPTS["train"], Outcome(shards=(prompts,)))
+        self._commit(StageKey.policy(0), Outcome(model=self._policy(0)))
+
+    def iterate(self, number: int) -> None:
+        """Commit what an iteration of the real job commits, seal it, and report on it."""
+        this = Iteration(self.run, number)
+        batch = plan_iteration(self.session, this)
+        groups = {"groups": SHARD_PROMPTS, "informative_groups": SHARD_PROMPTS}
+        for shard in batch.shards:
+            for stage in ("rollout", "scoring"):
+                self._commit(batch.plan.shard_key(stage, shard), Outcome(shards=(self.shard,), metrics=groups))
+        self._commit(this.stage_key("credit"), Outcome(metrics={"missing": 0, "reward_mean": 0.5}))
+        self._commit(StageKey.policy(number), Outcome(model=self._policy(number), metrics={"quarantined": 0}))
+        seal_iteration(self.session, this)
+        retire_policies(self.session, this)
+        newest_reports(self.run, number, most=TABLE_ROWS, term="exact")
+
+    def _policy(self, version: int) -> ModelVersion:
+        made = self.home / "made"
+        made.mkdir(exist_ok=True)
+        (made / "config.json").write_text(str(version))
+        return ModelVersion(version, publish_bundle(self.run.store, made, prefix="policies"))
+
+    def _commit(self, key: str, made: Outcome) -> None:
+        seconds = dict.fromkeys(("stage", "worker", "weights_seconds", "weights_bytes"), 1.0)
+        self.run.commit(
+            Manifest(
+                key=key,
+                shards=made.shards,
+                bundles={} if made.model is None else bundles_of(made.model),
+                metrics=made.metrics or {},
+                detail={} if made.model is None else {"version": made.model.version},
+                provenance=provenance_here(worker="none", seconds=seconds),
+            )
+        )
+
+
+def measure() -> list[Table]:
+    """Go through the iterations one after another; CPU time is that of this process, which does nothing else."""
+    with tempfile.TemporaryDirectory(prefix="rheostat-bench-", dir=MEMORY if MEMORY.is_dir() else None) as directory:
+        hundreds = go_through(Path(directory), iterations=ITERATIONS)
+    chosen = [row for index, row in enumerate(hundreds) if index % 5 == 0 or row is hundreds[-1]]
+    rows = tuple((f"{row.last - SHOWN + 1} to {row.last}", row.cpu_ms, row.resident_mib) for row in chosen)
+    return [
+        Table(
+            title=f"Cost of one iteration of {SHARDS} shards in a run of {ITERATIONS:,}, without workers",
+            columns=("iterations", "driver's CPU, ms", "driver's memory, MiB"),
+            rows=rows,
+        )
+    ]
+
+
+def go_through(home: Path, *, iterations: int) -> list[Hundred]:
+    """Measure each hundred iterations of a run."""
+    prompts = SHARDS * SHARD_PROMPTS
+    document = {"name": "long", "rollout": {"prompts": prompts, "shard_prompts": SHARD_PROMPTS}}
+    settings = parse_config(document, source="bench")
+    run = create_run(str(home), settings.name, settings.identity())
+    hundreds = []
+    with run.hold():
+        story = Story(run, settings, home)
+        for last in range(SHOWN, iterations + 1, SHOWN):
+            began = time.process_time()
+            for number in range(last - SHOWN + 1, last + 1):
+                story.iterate(number)
+            cpu_ms = 1000 * (time.process_time() - began) / SHOWN
+            gc.collect()
+            hundreds.append(Hundred(last, cpu_ms, _resident_mib()))
+            sys.stderr.write(f"iterations to {last}: {cpu_ms:.0f} ms, {hundreds[-1].resident_mib:.0f} MiB\n")
+    return hundreds
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
