@@ -19,6 +19,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
 from infra.errors import Quarantined
 from models.config.engines import SamplingConfig
+from models.engines.local.kv_cache import hold_in_place
 from models.engines.protocol import Completion
 from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
 from models.engines.sampling import draw, uniforms
@@ -131,6 +132,7 @@ def _prefill(policy: LoadedPolicy, rows: Sequence[CompletionRow], num_steps: int
     logits_PV, mask_PT, cache = read_prompts(policy, prompts)
     prompt_B = torch.arange(len(prompts), device=device).repeat_interleave(torch.from_numpy(counts).to(device))
     cache.reorder_cache(prompt_B)
+    hold_in_place(cache)
     room_BT = mask_PT.new_ones(len(rows), num_steps)
     live = _Live(
         rows_B=torch.arange(len(rows), device=device),

@@ -1,0 +1,102 @@
+"""Keys and values held in place: what the own layers of transformers hold, and completions checked without a cache."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicLayer
+
+from models.config.engines import SamplingConfig
+from models.engines.local.decoding import LoadedPolicy, read_prompts
+from models.engines.local.kv_cache import _ROOM, InPlaceLayer, hold_in_place
+from models.modeling.policy import load_policy
+from tests.support.engines import MIXED, PROMPTS, engine_of, plain_logprobs, request
+from tests.support.policies import small_tokenizer, write_policy
+
+HYBRID = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random_states(generator: torch.Generator, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of 2 heads, of different sizes, as some architectures have them."""
+    return torch.randn(rows, 2, tokens, 8, generator=generator), torch.randn(rows, 2, tokens, 4, generator=generator)
+
+
+def test_it_holds_what_a_growing_layer_holds_while_rows_come_and_go():
+    generator = torch.Generator().manual_seed(0)
+    grown, other = DynamicLayer(), DynamicLayer()
+    first = random_states(generator, 3, 5)
+    grown.update(*first)
+    other.update(*first)
+    held = InPlaceLayer(other)
+    for step in range(3 * _ROOM):
+        new = random_states(generator, len(grown.keys), 1 + step % 2)
+        for mine, expected in zip(held.update(*new), grown.update(*new), strict=True):
+            assert torch.equal(mine, expected)
+        assert held.get_seq_length() == grown.get_seq_length()
+        assert held.get_mask_sizes(1) == grown.get_mask_sizes(1)
+        if step in (10, 100):
+            kept = torch.tensor([2, 0, 0, 1] if step == 10 else [3, 1])
+            grown.reorder_cache(kept)
+            held.reorder_cache(kept)
+
+
+def test_a_token_is_written_into_the_room_behind_those_held_and_nothing_is_copied():
+    layer = DynamicLayer()
+    layer.update(*random_states(torch.Generator(), 2, 5))
+    held = InPlaceLayer(layer)
+    places = set()
+    for _ in range(2 * _ROOM):
+        keys, values = held.update(*random_states(torch.Generator(), 2, 1))
+        places.add((keys.data_ptr(), values.data_ptr()))
+    assert len(places) == 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "in_place"),
+    [("llama", {}, 3), ("qwen3", {}, 3), ("gpt2", {}, 3), ("mistral", {}, 0), ("qwen3", HYBRID, 1)],
+)
+def test_only_layers_that_grow_by_every_token_are_taken_over(architecture, changes, in_place, tmp_path):
+    write_policy(tmp_path, architecture, changes=changes)
+    tokenizer = small_tokenizer()
+    policy = LoadedPolicy(
+        load_policy(tmp_path).eval(), tokenizer, "digest", torch.tensor([tokenizer.eos_token_id]), 256
+    )
+    with torch.inference_mode():
+        _, _, cache = read_prompts(policy, PROMPTS)
+    before = [type(layer) for layer in cache.layers]
+    hold_in_place(cache)
+    after = [type(layer) for layer in cache.layers]
+    assert after == [InPlaceLayer if kind is DynamicLayer else kind for kind in before]
+    assert after.count(InPlaceLayer) == in_place
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"), [("llama", {}), ("qwen3", {}), ("gpt2", {}), ("mistral", {}), ("qwen3", HYBRID)]
+)
+def test_greedy_tokens_over_many_steps_are_those_of_forward_passes_without_a_cache(architecture, changes, tmp_path):
+    write_policy(tmp_path, architecture, changes=changes)
+    work = [request(row, length, group=2) for row, length in enumerate([30, 7, 19])]
+    groups = engine_of(tmp_path).generate(work, SamplingConfig(max_new_tokens=2 * _ROOM, temperature=0))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert max(len(group[0].tokens) for group in groups) > _ROOM
+    for asked, group in zip(work, groups, strict=True):
+        given, tokens = asked.inputs[0], group[0].tokens
+        with torch.inference_mode():
+            logits_TV = model(torch.tensor([[*given.tokens.tolist(), *tokens]]), use_cache=False).logits[0]
+        assert tuple(logits_TV[len(given) - 1 : -1].argmax(dim=1).tolist()) == tokens
+        assert group[0].logprobs == pytest.approx(plain_logprobs(model, given, tokens, 1.0), abs=1e-5)
+
+
+@pytest.mark.parametrize(("architecture", "changes"), [("llama", {}), ("gpt2", {}), ("qwen3", HYBRID)])
+def test_completions_are_those_of_the_growing_cache_bit_for_bit(architecture, changes, tmp_path, monkeypatch):
+    write_policy(tmp_path, architecture, changes=changes)
+    engine, sampling = engine_of(tmp_path), SamplingConfig(max_new_tokens=2 * _ROOM)
+    in_place = engine.generate(MIXED, sampling)
+    monkeypatch.setattr("models.engines.local.decoding.hold_in_place", lambda cache: None)
+    assert engine.generate(MIXED, sampling) == in_place
