@@ -29,6 +29,7 @@ PARTS = (
     "placement",
     "losses",
     "engine",
+    "decoding",
 )
 ALONE = ("reality", "curves", "scale", "vllm", "gpu")
 """Parts that take long or need another environment, and run when they are named."""

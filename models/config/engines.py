@@ -89,7 +89,7 @@ class EngineSettings(Variant):
 
 
 class TransformersEngine(EngineSettings):
-    """Generation inside the worker with a KV cache; finished rows leave the batch."""
+    """Generation inside the worker with a KV cache; rows that end leave the batch, and those that wait join it."""
 
     implementation = "models.engines.local.engine:HuggingFaceEngine"
 

@@ -1,11 +1,11 @@
-"""Decoding one batch with a KV cache, and how likely given continuations are.
+"""Decoding with a KV cache, and how likely given continuations are.
 
-B live rows, R all rows of the batch, E end tokens, P prompts, T (padded) prompt tokens, V vocabulary, C continuations,
+B live rows, R all rows of the work, E end tokens, P prompts, T (padded) prompt tokens, V vocabulary, C continuations,
 L tokens of the longest continuation.
 
 A row is one completion. Each prompt is prefilled once and its cache rows are repeated for its completions, or for those
 continuations that have more than one token; one that is continued is prefilled with what it has. Finished rows leave
-the batch.
+the batch, and rows that wait take their places.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
 from infra.errors import Quarantined
 from models.config.engines import SamplingConfig
-from models.engines.local.kv_cache import hold_in_place
+from models.engines.local.kv_cache import ROOM, hold_in_place, is_in_place, join_in_place, trim_in_place
 from models.engines.protocol import Completion
 from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
 from models.engines.sampling import draw, uniforms
@@ -44,102 +44,145 @@ class LoadedPolicy:
 
 @dataclass(slots=True)
 class _Live:
-    """The rows still in the batch. Rows that ended stay until enough have, and are not `alive`."""
+    """The rows in the batch. Rows that ended stay until enough have, and are not `alive`."""
 
     rows_B: Tensor
     alive_B: Tensor
-    mask_BT: Tensor
-    """1 where the cache holds, or will hold, a real token; as wide as the cache may grow."""
     width: int
     """Tokens in the cache, padding included."""
+    padding_B: Tensor
+    """Tokens of the cache that are padding; they stand on the left."""
     lengths_B: Tensor
-    """Real tokens in the cache, thus the position of the next one."""
+    """Real tokens in the cache while the row was alive, thus the position of the next one."""
     cache: Cache
 
     def keep_alive(self) -> None:
         kept_B = self.alive_B.nonzero().squeeze(1)
-        self.rows_B, self.mask_BT, self.lengths_B = self.rows_B[kept_B], self.mask_BT[kept_B], self.lengths_B[kept_B]
+        self.rows_B, self.padding_B, self.lengths_B = (
+            self.rows_B[kept_B],
+            self.padding_B[kept_B],
+            self.lengths_B[kept_B],
+        )
         self.alive_B = self.alive_B[kept_B]
         self.cache.reorder_cache(kept_B)
+
+    def trim(self) -> None:
+        """Drop the padding that no row needs."""
+        width = int(self.lengths_B.max())
+        trim_in_place(self.cache, width)
+        self.padding_B = self.padding_B + (width - self.width)
+        self.width = width
+
+    def admit(self, new: "_Live") -> None:
+        """Put new rows behind those that are here, all of them alive; padding that no row needs goes."""
+        width = max(int(self.lengths_B.max()), new.width)
+        join_in_place(self.cache, new.cache, width)
+        self.padding_B = torch.cat([self.padding_B + (width - self.width), new.padding_B + (width - new.width)])
+        self.rows_B, self.alive_B = torch.cat([self.rows_B, new.rows_B]), torch.cat([self.alive_B, new.alive_B])
+        self.lengths_B = torch.cat([self.lengths_B, new.lengths_B])
+        self.width = width
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What has been drawn, by row of the batch; entries past a row's length mean nothing."""
+    """What has been drawn, by row of the work; entries past a row's length mean nothing."""
 
     tokens_RT: Tensor
     """Begins with what the row's completion already had."""
     logprobs_RT: Tensor
-    begun_R: Tensor
-    """Tokens that it already had."""
+    prompts_R: Tensor
+    """Tokens of each prompt."""
     limits_R: Tensor
     lengths_R: Tensor
     stopped_R: Tensor
 
+    def ends(self, live: _Live) -> Tensor:
+        """Index, in each row's completion, of the token that is not in the cache yet."""
+        return live.lengths_B - self.prompts_R[live.rows_B]
+
 
 @torch.inference_mode()
 def decode(
-    policy: LoadedPolicy, rows: Sequence[CompletionRow], sampling: SamplingConfig, *, on_step: Callable[[int], None]
+    policy: LoadedPolicy,
+    rows: Sequence[CompletionRow],
+    sampling: SamplingConfig,
+    *,
+    places: int,
+    on_step: Callable[[int], None],
 ) -> list[Completion]:
-    """Return one completion per row; rows of one prompt must be neighbours.
+    """Return one completion per row, `places` of which are decoded together; rows of one prompt must be neighbours.
 
-    `on_step` is called after every forward with the number of sequences that it brought forward, 0 after the prefill.
+    Rows that wait are admitted, in their order, at the steps at which finished rows leave: what the rows before them
+    wrote decides it. Where a layer of the cache does not grow by every token, they wait for the last of the batch.
+    `on_step` is called after every forward with the number of sequences that it brought forward, 0 after a prefill.
     """
-    num_steps = max(row.limit - row.begun for row in rows)
-    width = max(row.begun for row in rows) + num_steps  # rows that ended may run on as long as any other
-    written = _written(rows, width, device=policy.model.device)
-    uniforms_RT = torch.from_numpy(np.stack([uniforms(row.seed, width) for row in rows])).to(policy.model.device)
-    logits_BV, live = _prefill(policy, rows, num_steps)
+    written = _written(rows, device=policy.model.device)
+    uniforms_RT = np.stack([uniforms(row.seed, written.tokens_RT.shape[1]) for row in rows])
+    drawn_RT = torch.from_numpy(uniforms_RT).to(policy.model.device)
+    widest = max(len(row.input) for row in rows) + max(row.limit - row.begun for row in rows)  # that one pass can be
+    waiting = range(min(places, len(rows)), len(rows))
+    logits_BV, live = _prefill(policy, rows, range(waiting.start))
     on_step(0)
-    for step in range(num_steps):
+    while True:
         _require_finite(logits_BV, live, policy, rows)
-        at_B = written.begun_R[live.rows_B] + step
-        tokens_B, logprobs_B = draw(logits_BV, uniforms_RT[live.rows_B, at_B], sampling)
-        written.tokens_RT[live.rows_B, at_B] = tokens_B
-        written.logprobs_RT[live.rows_B, at_B] = logprobs_B
+        at_B = written.ends(live)
+        tokens_B, logprobs_B = draw(logits_BV, drawn_RT[live.rows_B, at_B], sampling)
+        _write(live, written, at_B, tokens_B, logprobs_B)
         _end_rows(live, written, at_B, policy, sampling.stop)
         num_alive = int(live.alive_B.sum())
-        if num_alive == 0:
-            break
-        if num_alive < _KEEP_SHARE * len(live.rows_B):
-            live.keep_alive()
-        logits_BV = _forward(policy, live, written.tokens_RT[live.rows_B, written.begun_R[live.rows_B] + step])
-        on_step(num_alive)
-    return _completions(written, policy, sampling.max_new_tokens)
+        if num_alive == 0 and not waiting:
+            return _completions(written, rows, policy, sampling.max_new_tokens)
+        leave = num_alive < _KEEP_SHARE * len(live.rows_B)
+        if num_alive:
+            if leave:
+                live.keep_alive()
+            if live.width >= widest + ROOM:
+                live.trim()
+            logits_BV = _forward(policy, live, written.tokens_RT[live.rows_B, written.ends(live)])
+            on_step(num_alive)
+        if waiting and leave and (num_alive == 0 or is_in_place(live.cache)):
+            admitted, waiting = waiting[: places - num_alive], waiting[places - num_alive :]
+            new_logits_BV, new = _prefill(policy, rows, admitted)
+            if num_alive:
+                live.admit(new)
+                logits_BV = torch.cat([logits_BV, new_logits_BV])
+            else:
+                logits_BV, live = new_logits_BV, new
+            on_step(0)
 
 
-def _written(rows: Sequence[CompletionRow], width: int, *, device: torch.device) -> _Written:
+def _written(rows: Sequence[CompletionRow], *, device: torch.device) -> _Written:
     limits_R = torch.tensor([row.limit for row in rows], device=device)
-    tokens_RT = np.zeros((len(rows), width), np.int64)
+    tokens_RT = np.zeros((len(rows), max(row.limit for row in rows)), np.int64)
     for tokens_T, row in zip(tokens_RT, rows, strict=True):
         tokens_T[: row.begun] = row.input.completion
     return _Written(
         tokens_RT=torch.from_numpy(tokens_RT).to(device),
-        logprobs_RT=torch.zeros(len(rows), width, device=device),
-        begun_R=torch.tensor([row.begun for row in rows], device=device),
+        logprobs_RT=torch.zeros(tokens_RT.shape, device=device),
+        prompts_R=torch.tensor([row.input.num_prompt_tokens for row in rows], device=device),
         limits_R=limits_R,
         lengths_R=limits_R.clone(),
         stopped_R=torch.zeros(len(rows), dtype=torch.bool, device=device),
     )
 
 
-def _prefill(policy: LoadedPolicy, rows: Sequence[CompletionRow], num_steps: int) -> tuple[Tensor, _Live]:
+def _prefill(policy: LoadedPolicy, rows: Sequence[CompletionRow], which: range) -> tuple[Tensor, _Live]:
     """Run each prompt once, padded on the left, and repeat what it left in the cache for each of its rows."""
     device = policy.model.device
-    firsts = [index for index, row in enumerate(rows) if index == 0 or not _shares_cache(row, rows[index - 1])]
-    counts = np.diff([*firsts, len(rows)])
+    firsts = [index for index in which if index == which.start or not _shares_cache(rows[index], rows[index - 1])]
+    counts = np.diff([*firsts, which.stop])
     prompts = [rows[index].input for index in firsts]
     logits_PV, mask_PT, cache = read_prompts(policy, prompts)
     prompt_B = torch.arange(len(prompts), device=device).repeat_interleave(torch.from_numpy(counts).to(device))
     cache.reorder_cache(prompt_B)
     hold_in_place(cache)
-    room_BT = mask_PT.new_ones(len(rows), num_steps)
+    lengths_P = mask_PT.sum(dim=1)
     live = _Live(
-        rows_B=torch.arange(len(rows), device=device),
-        alive_B=torch.ones(len(rows), dtype=torch.bool, device=device),
-        mask_BT=torch.cat([mask_PT[prompt_B], room_BT], dim=1),
+        rows_B=torch.arange(which.start, which.stop, device=device),
+        alive_B=torch.ones(len(which), dtype=torch.bool, device=device),
         width=mask_PT.shape[1],
-        lengths_B=mask_PT.sum(dim=1)[prompt_B],
+        padding_B=(mask_PT.shape[1] - lengths_P)[prompt_B],
+        lengths_B=lengths_P[prompt_B],
         cache=cache,
     )
     return logits_PV[prompt_B], live
@@ -169,9 +212,10 @@ def _shares_cache(row: CompletionRow, other: CompletionRow) -> bool:
 def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
     """Append one token to every row and return the logits of the next."""
     live.width += 1
+    mask_BT = torch.arange(live.width, device=live.padding_B.device) >= live.padding_B[:, None]
     output = policy.model(
         input_ids=tokens_B[:, None],
-        attention_mask=live.mask_BT[:, : live.width],
+        attention_mask=mask_BT.long(),
         position_ids=live.lengths_B[:, None],
         past_key_values=live.cache,
         use_cache=True,
@@ -189,6 +233,13 @@ def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: 
         raise Quarantined(
             f"policy {policy.digest}: logits that are not finite at prompt row {row.prompt_row}, sample {row.sample}"
         )
+
+
+def _write(live: _Live, written: _Written, at_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
+    """Note what was drawn; rows that ended keep what they have."""
+    rows_B = live.rows_B
+    written.tokens_RT[rows_B, at_B] = torch.where(live.alive_B, tokens_B, written.tokens_RT[rows_B, at_B])
+    written.logprobs_RT[rows_B, at_B] = torch.where(live.alive_B, logprobs_B, written.logprobs_RT[rows_B, at_B])
 
 
 def _end_rows(live: _Live, written: _Written, at_B: Tensor, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
@@ -216,19 +267,21 @@ def _says_stop(
     return torch.tensor([any(end in text for end in stop) for text in texts], device=at_B.device)
 
 
-def _completions(written: _Written, policy: LoadedPolicy, longest: int) -> list[Completion]:
-    begun, lengths = written.begun_R.tolist(), written.lengths_R.tolist()
+def _completions(
+    written: _Written, rows: Sequence[CompletionRow], policy: LoadedPolicy, longest: int
+) -> list[Completion]:
+    lengths, stopped = written.lengths_R.tolist(), written.stopped_R.tolist()
     tokens = [row[:length] for row, length in zip(written.tokens_RT.tolist(), lengths, strict=True)]
     logprobs = [row[:length] for row, length in zip(written.logprobs_RT.tolist(), lengths, strict=True)]
-    texts, stopped = texts_of(policy.tokenizer, tokens), written.stopped_R.tolist()
+    texts = texts_of(policy.tokenizer, tokens)
     return [
         Completion(
-            tokens=tuple(tokens[row][begun[row] :]),
-            logprobs=tuple(logprobs[row][begun[row] :]),
-            text=texts[row],
-            finish_reason=FinishReason.STOP if stopped[row] else unstopped(lengths[row], longest),
+            tokens=tuple(tokens[index][row.begun :]),
+            logprobs=tuple(logprobs[index][row.begun :]),
+            text=texts[index],
+            finish_reason=FinishReason.STOP if stopped[index] else unstopped(lengths[index], longest),
         )
-        for row in range(len(tokens))
+        for index, row in enumerate(rows)
     ]
 
 

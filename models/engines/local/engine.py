@@ -22,8 +22,9 @@ from models.text.tokenizer import load_tokenizer
 class HuggingFaceEngine:
     """Decode with a KV cache any causal language model that transformers knows without code of its own.
 
-    Rows are decoded in the order of their lengths so far, then of the requests, `max_batch_rows` at a time: which
-    rows share a batch follows from the work alone, never from timing. The same work gives the same completions, bit
+    Rows are decoded in the order of their lengths so far, then of the requests, `max_batch_rows` at a time; rows that
+    wait take the places of those that ended, where every layer of the model keeps all tokens. Which rows share a step
+    follows from the work alone, never from timing. The same work gives the same completions, bit
     for bit, in every process of one build with as many threads. With other neighbours or another `max_batch_rows` a
     completion still draws the same random numbers, but sums may round otherwise in the last bits of float32.
     """
@@ -97,11 +98,10 @@ class HuggingFaceEngine:
         rows = rows_of(requests, longest=sampling.max_new_tokens)
         rows.sort(key=lambda row: len(row.input))  # stable: requests of equal length stay in their order
         groups: list[dict[int, Completion]] = [{} for _ in requests]
-        size = self._config.max_batch_rows
         self._stepped = time.perf_counter()
-        for batch in (rows[start : start + size] for start in range(0, len(rows), size)):
-            for row, completion in zip(batch, decode(self._policy, batch, sampling, on_step=self._step), strict=True):
-                groups[row.request][row.sample] = completion
+        completions = decode(self._policy, rows, sampling, places=self._config.max_batch_rows, on_step=self._step)
+        for row, completion in zip(rows, completions, strict=True):
+            groups[row.request][row.sample] = completion
         return [[group[sample] for sample in range(len(group))] for group in groups]
 
     def _step(self, sequences: int) -> None:

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, DynamicLayer
 
 from models.config.engines import SamplingConfig
 from models.engines.local.decoding import LoadedPolicy, read_prompts
-from models.engines.local.kv_cache import _ROOM, InPlaceLayer, hold_in_place
+from models.engines.local.kv_cache import ROOM, InPlaceLayer, hold_in_place
 from models.modeling.policy import load_policy
 from tests.support.engines import MIXED, PROMPTS, engine_of, plain_logprobs, request
 from tests.support.policies import small_tokenizer, write_policy
@@ -34,7 +34,7 @@ def test_it_holds_what_a_growing_layer_holds_while_rows_come_and_go():
     grown.update(*first)
     other.update(*first)
     held = InPlaceLayer(other)
-    for step in range(3 * _ROOM):
+    for step in range(3 * ROOM):
         new = random_states(generator, len(grown.keys), 1 + step % 2)
         for mine, expected in zip(held.update(*new), grown.update(*new), strict=True):
             assert torch.equal(mine, expected)
@@ -51,7 +51,7 @@ def test_a_token_is_written_into_the_room_behind_those_held_and_nothing_is_copie
     layer.update(*random_states(torch.Generator(), 2, 5))
     held = InPlaceLayer(layer)
     places = set()
-    for _ in range(2 * _ROOM):
+    for _ in range(2 * ROOM):
         keys, values = held.update(*random_states(torch.Generator(), 2, 1))
         places.add((keys.data_ptr(), values.data_ptr()))
     assert len(places) == 2
@@ -82,9 +82,9 @@ def test_only_layers_that_grow_by_every_token_are_taken_over(architecture, chang
 def test_greedy_tokens_over_many_steps_are_those_of_forward_passes_without_a_cache(architecture, changes, tmp_path):
     write_policy(tmp_path, architecture, changes=changes)
     work = [request(row, length, group=2) for row, length in enumerate([30, 7, 19])]
-    groups = engine_of(tmp_path).generate(work, SamplingConfig(max_new_tokens=2 * _ROOM, temperature=0))
+    groups = engine_of(tmp_path).generate(work, SamplingConfig(max_new_tokens=2 * ROOM, temperature=0))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert max(len(group[0].tokens) for group in groups) > _ROOM
+    assert max(len(group[0].tokens) for group in groups) > ROOM
     for asked, group in zip(work, groups, strict=True):
         given, tokens = asked.inputs[0], group[0].tokens
         with torch.inference_mode():
@@ -96,7 +96,7 @@ def test_greedy_tokens_over_many_steps_are_those_of_forward_passes_without_a_cac
 @pytest.mark.parametrize(("architecture", "changes"), [("llama", {}), ("gpt2", {}), ("qwen3", HYBRID)])
 def test_completions_are_those_of_the_growing_cache_bit_for_bit(architecture, changes, tmp_path, monkeypatch):
     write_policy(tmp_path, architecture, changes=changes)
-    engine, sampling = engine_of(tmp_path), SamplingConfig(max_new_tokens=2 * _ROOM)
+    engine, sampling = engine_of(tmp_path), SamplingConfig(max_new_tokens=2 * ROOM)
     in_place = engine.generate(MIXED, sampling)
     monkeypatch.setattr("models.engines.local.decoding.hold_in_place", lambda cache: None)
     assert engine.generate(MIXED, sampling) == in_place

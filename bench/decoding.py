@@ -1,0 +1,163 @@
+"""CPU seconds per token with keys and values in place and with a cache that grows; steps with and without admission.
+
+Both ways of a pair take turns in one process on one thread and write the same tokens; ratios are taken round by round.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from bench.tables import Table
+from infra.store.bundles import BundleRef
+from models.config.engines import SamplingConfig, TransformersEngine
+from models.engines.local import decoding
+from models.engines.local.engine import HuggingFaceEngine
+from models.engines.protocol import Completion, Request
+from models.records.model_input import ModelInput
+from models.records.seeds import derive_seed, sample_seed
+from models.records.versions import ModelVersion
+from tests.support.policies import VOCABULARY, write_policy
+
+ROWS, TOKENS, ROUNDS = 64, 512, 3
+COMPLETIONS, MEDIAN, SIGMA = 512, 96, 0.8
+SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "0.2M weights, 2 of 4 heads have keys": {"max_position_embeddings": 1024},
+        "3M weights, 8 of 8 heads have keys": {
+            "max_position_embeddings": 1024,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "head_dim": 32,
+        },
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What it took to write some completions."""
+
+    tokens: int
+    steps: int
+    cpu_seconds: float
+    written: list[Completion]
+
+
+def measure() -> list[Table]:
+    """Compare both pairs, on one thread, as a rollout worker runs."""
+    torch.set_num_threads(1)
+    return [caches(), admission()]
+
+
+def caches() -> Table:
+    """Compare the caches while 64 completions are written to 512 tokens."""
+    rows, notes = [], []
+    for name, changes in SHAPES.items():
+        engine, work = engine_of(changes), requests([TOKENS] * ROWS)
+
+        def growing(engine: HuggingFaceEngine = engine, work: list[Request] = work) -> Taken:
+            with growing_cache():
+                return generated(engine, [work])
+
+        def in_place(engine: HuggingFaceEngine = engine, work: list[Request] = work) -> Taken:
+            return generated(engine, [work])
+
+        pairs = compare(growing, in_place)
+        for way, takes in zip(("growing", "in place"), zip(*pairs, strict=True), strict=True):
+            spent = statistics.median(taken.cpu_seconds / taken.tokens for taken in takes)
+            rows.append((f"{name}: {way}", takes[0].tokens, takes[0].steps, spent * 1e6))
+        notes.append(f"{name}: {ratios(pairs)}")
+    return Table(
+        title=f"Cache of the rollout engine on 1 thread: {ROWS} completions of {TOKENS} tokens",
+        columns=("", "tokens", "steps", "CPU µs per token"),
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )
+
+
+def admission() -> Table:
+    """Compare one work of log-normal lengths with the same rows in works that fill the places once."""
+    name, changes = next(iter(SHAPES.items()))
+    random = np.random.Generator(np.random.Philox(derive_seed("bench")))
+    lengths = np.clip(random.lognormal(np.log(MEDIAN), SIGMA, COMPLETIONS), 1, TOKENS).astype(int).tolist()
+    engine, work = engine_of(changes), requests(lengths)
+    passes = [work[start : start + ROWS] for start in range(0, len(work), ROWS)]
+    pairs = compare(lambda: generated(engine, passes), lambda: generated(engine, [work]))
+    rows = tuple(
+        (way, takes[0].tokens, takes[0].steps, statistics.median(one.cpu_seconds / one.tokens for one in takes) * 1e6)
+        for way, takes in zip(("pass by pass", "admitted"), zip(*pairs, strict=True), strict=True)
+    )
+    apart, admitted = pairs[0]
+    return Table(
+        title=f"{COMPLETIONS} completions of log-normal lengths (median {MEDIAN}, sigma {SIGMA}, at most {TOKENS}) in "
+        f"{ROWS} places, {name}",
+        columns=("", "tokens", "steps", "CPU µs per token"),
+        rows=rows,
+        notes=(f"{apart.steps / admitted.steps:.2f} times fewer steps; {ratios(pairs)}",),
+    )
+
+
+def compare(old: Callable[[], Taken], new: Callable[[], Taken]) -> list[tuple[Taken, Taken]]:
+    """Take turns; both must write the same tokens."""
+    pairs = [(old(), new()) for _ in range(ROUNDS)]
+    for one, other in pairs:
+        assert [row.tokens for row in one.written] == [row.tokens for row in other.written]
+    return pairs
+
+
+def ratios(pairs: list[tuple[Taken, Taken]]) -> str:
+    """Name how many times less CPU the second of each pair took."""
+    found = sorted(old.cpu_seconds / new.cpu_seconds for old, new in pairs)
+    return f"{statistics.median(found):.2f} times less CPU ({found[0]:.2f} to {found[-1]:.2f} in {len(found)} rounds)"
+
+
+def generated(engine: HuggingFaceEngine, works: list[list[Request]]) -> Taken:
+    """Have works done one after another."""
+    steps, started = engine.steps().steps, time.process_time()
+    written = [one for work in works for [one] in engine.generate(work, SamplingConfig(max_new_tokens=TOKENS))]
+    spent = time.process_time() - started
+    return Taken(sum(len(one.tokens) for one in written), engine.steps().steps - steps, spent, written)
+
+
+@contextmanager
+def growing_cache() -> Iterator[None]:
+    """Leave the layers of transformers as they are, which append by copying."""
+    replaced = decoding.hold_in_place
+    decoding.hold_in_place = lambda cache: None
+    try:
+        yield
+    finally:
+        decoding.hold_in_place = replaced
+
+
+def engine_of(changes: Mapping[str, object]) -> HuggingFaceEngine:
+    """Load a random policy that hardly ever ends by itself."""
+    engine = HuggingFaceEngine(TransformersEngine(max_batch_rows=ROWS))
+    with tempfile.TemporaryDirectory() as name:
+        write_policy(Path(name), eos_share=1e-9, changes=changes)
+        engine.load(Path(name), ModelVersion(version=0, weights=BundleRef(key="bench", digest="bench", bytes=0)))
+    return engine
+
+
+def requests(lengths: list[int]) -> list[Request]:
+    """Ask for a completion of each length after a prompt of 32 random tokens."""
+    random = np.random.Generator(np.random.Philox(derive_seed("prompts")))
+    return [
+        Request(
+            row=row,
+            inputs=(ModelInput.given(random.integers(2, VOCABULARY, size=32)),),
+            seeds=(sample_seed(0, 0, prompt_row=row, sample=0),),
+            budget=length,
+        )
+        for row, length in enumerate(lengths)
+    ]
