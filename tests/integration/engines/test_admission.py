@@ -65,22 +65,20 @@ def test_rows_are_admitted_when_a_quarter_of_the_places_is_free(places, director
     assert steps == steps_of([len(one.tokens) for index in by_length for one in groups[index]], places)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "changes"),
-    [("llama", {}), ("qwen3", {}), ("gpt2", {}), ("mistral", {})],
-)
-def test_a_row_that_was_admitted_is_written_as_if_it_were_alone(architecture, changes, tmp_path):
-    write_policy(tmp_path, architecture, eos_share=0.08, changes=changes)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "mistral"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_was_admitted_is_written_as_if_it_were_alone(architecture, temperature, tmp_path):
+    write_policy(tmp_path, architecture, eos_share=0.08 if temperature else 1e-6)
     few, alone = engine_of(tmp_path, max_batch_rows=4), engine_of(tmp_path)
-    for sampling in (SamplingConfig(max_new_tokens=40), SamplingConfig(max_new_tokens=8, temperature=0)):
-        groups = few.generate(WORK, sampling)
-        for asked, group in zip(WORK, groups, strict=True):
-            for sample in (0, 5):
-                one = replace(asked, inputs=asked.inputs[:1], seeds=asked.seeds[sample : sample + 1])
-                [[expected]] = alone.generate([one], sampling)
-                assert group[sample].tokens == expected.tokens
-                assert group[sample].logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-                assert group[sample].finish_reason is expected.finish_reason
+    sampling = SamplingConfig(max_new_tokens=40, temperature=temperature)
+    work = [replace(asked, budget=budget) for asked, budget in zip(WORK, [9, 40, 5, 17, 30], strict=True)]
+    for asked, group in zip(work, few.generate(work, sampling), strict=True):
+        for sample in (0, 5):
+            one = replace(asked, inputs=asked.inputs[:1], seeds=asked.seeds[sample : sample + 1])
+            [[expected]] = alone.generate([one], sampling)
+            assert group[sample].tokens == expected.tokens
+            assert group[sample].logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+            assert group[sample].finish_reason is expected.finish_reason
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral"])

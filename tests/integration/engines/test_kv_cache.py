@@ -80,7 +80,7 @@ def test_only_layers_that_grow_by_every_token_are_taken_over(architecture, chang
     ("architecture", "changes"), [("llama", {}), ("qwen3", {}), ("gpt2", {}), ("mistral", {}), ("qwen3", HYBRID)]
 )
 def test_greedy_tokens_over_many_steps_are_those_of_forward_passes_without_a_cache(architecture, changes, tmp_path):
-    write_policy(tmp_path, architecture, changes=changes)
+    write_policy(tmp_path, architecture, changes=changes, eos_share=1e-6)
     work = [request(row, length, group=2) for row, length in enumerate([30, 7, 19])]
     groups = engine_of(tmp_path).generate(work, SamplingConfig(max_new_tokens=2 * ROOM, temperature=0))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
