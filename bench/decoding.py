@@ -53,10 +53,11 @@ class Taken:
     written: list[Completion]
 
 
-def measure() -> list[Table]:
+def measure() -> Iterator[Table]:
     """Compare both pairs, on one thread, as a rollout worker runs."""
     torch.set_num_threads(1)
-    return [caches(), admission()]
+    yield caches()
+    yield admission()
 
 
 def caches() -> Table:
