@@ -10,6 +10,7 @@ from prefect.runtime import deployment
 
 from flows.controllers import Shards, controllers, serve
 from infra.errors import first_cause
+from infra.store.chain import linked_parts
 from infra.store.dependencies import check_dependencies, record_dependencies
 from infra.store.runs import create_run, open_run
 from tasks.config.run import RunConfig, parse_config
@@ -24,12 +25,13 @@ Work = Callable[[Session, Batch, Sequence[int]], Awaitable[object]]
 
 @asynccontextmanager
 async def hold(
-    config: RunConfig, *, scope: RunConfig | None = None, accept_change: bool = False
+    config: RunConfig, *, scope: RunConfig | None = None, accept_change: bool = False, last: str | None = None
 ) -> AsyncIterator[Session]:
     """Make or reopen the configured run, take it for this process, and open its pools.
 
     `scope` is what the session works with where it needs less than the run. With `accept_change` a run goes on with the
-    code, data and libraries that are there now.
+    code, data and libraries that are there now. `last` is the part of the run after which there is none to make: where
+    it is in the chain, no cluster is opened.
     Raises BadInput before anything is written, RunHeld if another process has it, RunChanged if it was made otherwise.
     """
     _log_progress()
@@ -44,7 +46,9 @@ async def hold(
         run = create_run(config.store, config.name, config.identity())
         with run.hold():
             record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accept_change)
-            async with open_session(run, scope or config, store=config.store, whole=True) as session, controllers():
+            over = last in linked_parts(run)
+            opening = open_session(run, scope or config, store=config.store, whole=True, over=over)
+            async with opening as session, controllers():
                 yield session
 
 

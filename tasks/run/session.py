@@ -121,8 +121,10 @@ class Session:
     It is no record: Prefect walks through those that tasks are handed.
     """
 
-    def __init__(self, run: Run, settings: RunConfig, cluster: Cluster, *, store: str) -> None:
+    def __init__(self, run: Run, settings: RunConfig, cluster: Cluster, *, store: str, over: bool = False) -> None:
         self.run, self.settings, self.cluster = run, settings, cluster
+        self.is_over = over
+        """Whether nothing is left to make, but to tell of it."""
         self.ref = RunRef(store=store, name=run.name, epoch=run.epoch, cluster=cluster.address, pools=settings.pools)
         """What flows are handed."""
         self.chain = Chain(run)
@@ -240,14 +242,16 @@ def is_open(ref: RunRef) -> bool:
 
 @asynccontextmanager
 async def open_session(
-    run: Run, settings: RunConfig, *, store: str, join: str | None = None, whole: bool = False
+    run: Run, settings: RunConfig, *, store: str, join: str | None = None, whole: bool = False, over: bool = False
 ) -> AsyncIterator[Session]:
     """Open the run's cluster, or at `join` the one where another process has its pools, and register the run.
 
-    For a `whole` run, which has work for all roles, an embedded cluster imports what they need once.
+    For a `whole` run, which has work for all roles, an embedded cluster imports what they need once. A run that is
+    `over` has little to ask of workers: they are threads.
     """
-    async with _cluster(run, settings.pools, join=join, whole=whole) as cluster:
-        session = _OPEN[store, run.name] = Session(run, settings, cluster, store=store)
+    pools = settings.pools.model_copy(update={"cluster": "threads"}) if over else settings.pools
+    async with _cluster(run, pools, join=join, whole=whole) as cluster:
+        session = _OPEN[store, run.name] = Session(run, settings, cluster, store=store, over=over)
         try:
             yield session
         finally:

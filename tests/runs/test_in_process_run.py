@@ -1,7 +1,10 @@
 """Runs whose workers are threads of this process; that they are the runs of Ray's processes, test_resume.py tells."""
 
+import shutil
+
 import pytest
 
+import tasks.run.session
 from infra.errors import BadInput
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import leftovers_of, manifests_of
@@ -20,3 +23,18 @@ def test_what_a_worker_refuses_ends_the_flow_and_the_next_in_this_process_is_non
         job.train(unknown, "iterations=1", "name=refused")
     job.train("iterations=1")
     assert "it-0001/seal" in manifests_of(job.run)
+
+
+def test_a_finished_run_that_is_given_again_has_no_worker_slot_and_stays_as_it_is(
+    reference, tmp_path, prefect_api, monkeypatch
+):
+    shutil.copytree(reference.run, tmp_path / "store" / "tiny")
+    job = InProcessJob(tmp_path, prefect_api, counts_works=True)
+
+    async def refuse(session):
+        raise AssertionError("worker slots of a finished run")
+
+    monkeypatch.setattr(tasks.run.session, "_open_fleet", refuse)
+    job.train()
+    assert {work.partition("(")[0] for work in job.works()} <= {"excerpts"}
+    assert manifests_of(job.run) == manifests_of(reference.run)

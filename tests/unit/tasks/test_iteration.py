@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 import tasks
 from infra.errors import Damaged
+from infra.pools.threads import ThreadCluster
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, create_run
 from models.config.engines import SamplingConfig
@@ -115,3 +116,11 @@ async def test_before_the_first_iteration_there_is_no_placement_to_recall(run, t
         placing = placing_of(session, before=0)
         assert placing.current is None
         assert placing is session.placing
+
+
+async def test_a_run_with_nothing_left_to_make_opens_no_cluster(run, tmp_path):
+    config = override_config({}, ("pools.cluster=ray", "pools.gpus_per_worker=1"), source="run.toml")
+    async with open_session(run, config, store=str(tmp_path), whole=True, over=True) as session:
+        assert session.is_over
+        assert isinstance(session.cluster, ThreadCluster)
+        assert session.ref.cluster is None
