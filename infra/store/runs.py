@@ -186,7 +186,8 @@ class Run:
         return manifest
 
     def _newest_epoch(self) -> int:
-        return max(map(_epoch_of, records(self.store, _LEASES)), default=0)
+        names = self.store.children(_LEASES.rstrip("/"))  # asked at each commit, so none is looked at
+        return max((int(name.removesuffix(".json")) for name in names if name.endswith(".json")), default=0)
 
     def _next_epoch(self) -> int:
         while True:
@@ -281,10 +282,6 @@ def _holder(store: Store) -> str:
         return f"process {holder['pid']} on {holder['host']}"
     except ValueError:  # it has the lock but has not written its name yet
         return "another process that is just starting"
-
-
-def _epoch_of(key: str) -> int:
-    return int(key.removeprefix(_LEASES).removesuffix(".json"))
 
 
 def _versions() -> dict[str, str]:

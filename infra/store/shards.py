@@ -17,8 +17,13 @@ _OWN = "rheostat."  # prefix of the metadata that shards write themselves
 
 HASHED_BYTES = 1 << 20
 
+MOST_VERIFIED = 2**16
+
 _verified: set[tuple[str, str]] = set()
-"""(store, key) of the shards whose digest this process has checked; they cannot change, so once is enough."""
+"""(store, key) of shards whose digest this process has checked; they cannot change, so once is enough.
+
+Of so many all are forgotten, since a long run has millions.
+"""
 
 
 class ShardRef(Settings):
@@ -51,6 +56,8 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
     """Open a shard, mapped into memory where the store is local; its digest is verified at the first read."""
     if (store.uri, ref.key) not in _verified:
         verify_shard(store, ref)
+        if len(_verified) >= MOST_VERIFIED:
+            _verified.clear()
         _verified.add((store.uri, ref.key))
     table = _decode(store, ref)
     return table if columns is None else table.select(list(columns))

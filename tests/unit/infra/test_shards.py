@@ -8,6 +8,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import infra.store.shards
 from infra.errors import BadInput, Damaged
 from infra.store.shards import ShardRef, open_tables, quarantine, read_shard, write_shard
 from infra.store.storage import open_store
@@ -142,6 +143,18 @@ def test_a_file_cut_at_any_byte_is_damage_even_after_it_was_verified(store):
         store.local(ref.key).write_bytes(data[:size])
         with pytest.raises(Damaged, match=f"expected {len(data)} bytes, found {size}"):
             read_shard(store, ref)
+
+
+def test_a_process_remembers_a_bounded_number_of_verified_shards(store, monkeypatch):
+    monkeypatch.setattr(infra.store.shards, "_verified", set())
+    monkeypatch.setattr(infra.store.shards, "MOST_VERIFIED", 2)
+    refs = [put(store, number=str(number)) for number in range(3)]
+    for ref in refs:
+        read_shard(store, ref)
+    flip_bit(store, refs[0])
+    with pytest.raises(Damaged, match="expected digest"):  # it was verified too long ago
+        read_shard(store, refs[0])
+    read_shard(store, refs[2])
 
 
 def test_a_missing_shard_is_damage(store):
