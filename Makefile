@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo test test-system test-slow chaos test-vllm vllm check bench bench-vllm bench-gpu reality curves docs site format
+.PHONY: demo test test-system test-slow chaos faults test-vllm vllm check bench bench-vllm bench-gpu reality curves docs site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -43,6 +43,9 @@ test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seed
 SEEDS := 1..20
 chaos: $(VENV)/.dev  ## kills and full disks at random writes of a small run, by seeds; a failing one is named
 	@$(BIN)/python -c "import sys; from tests.support.chaos import main; sys.exit(main())" --seeds $(SEEDS) $(ARGS)
+
+faults: $(VENV)/.dev  ## docs/faults.md, written again from disturbed runs (ten minutes)
+	@$(BIN)/python -m bench.faults
 
 vllm: $(VENV)/.base  ## the environment with vLLM, a separate one; found at once when it is there
 	@$(BIN)/rheostat engine install vllm $(ARGS)

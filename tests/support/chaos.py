@@ -9,24 +9,29 @@ single processes are tests/runs/test_faults.py's. `--every` goes through the mom
 
 import argparse
 import errno
+import importlib
 import os
 import random
 import shutil
 import signal
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Lock
 
 import infra.store.storage
+from infra.pools.worker import PoolSpec
 from infra.store.disk import open_temporary, publish_file
 from infra.terminal import write
+from tasks.run import session
 from tests.support import checker
+from tests.support.faults import WORKS
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import leftovers_of, manifests_of, prefect_server, shards_of
 from tests.support.processes import preload, process
@@ -55,8 +60,8 @@ ATTEMPTS = 6
 class Strike:
     """What happens at one write of an attempt."""
 
-    write: int
-    """The how-manieth write of the process to the store, from 1."""
+    write: int | str
+    """The how-manieth write of the process to the store, from 1, or the name in the run of the file written."""
     moment: str
     """`before` it, `during` it, with half of the file written, or `after` it."""
     full: bool = False
@@ -88,15 +93,38 @@ def schedule_of(seed: int, writes: int) -> list[Strike]:
     return strikes
 
 
-def attempt(home: Path, api: str, strike: Strike | None, told: Path) -> None:
-    """Run the job in this process to its end or to its fault; tell the number of its writes."""
-    numbers, lock = count(1), Lock()
+class Counted:
+    """A worker that tells each work that it begins."""
+
+    def __init__(self, told: str, target: str, options: dict[str, object]) -> None:
+        module, _, name = target.partition(":")
+        self._told, self._worker = Path(told), getattr(importlib.import_module(module), name)(**options)
+
+    def __getattr__(self, name: str) -> object:
+        method = getattr(self._worker, name)
+        if name not in WORKS:
+            return method
+
+        def perform(work: object) -> object:
+            with self._told.open("a") as told:
+                told.write(f"{name} {work}\n")
+            return method(work)
+
+        return perform
+
+
+def attempt(home: Path, api: str, strike: Strike | None) -> None:
+    """Run the job in this process to its end or to its fault; tell its writes and the works of its workers."""
+    numbers, lock, run = count(1), Lock(), home / "store/tiny"
+    (home / "writes").write_text("")
 
     def publish(path: Path, data: bytes | Path, *, root: Path) -> bool:
+        name = path.relative_to(run).as_posix()
         with lock:
             number = next(numbers)
-            told.write_text(str(number))
-        here = strike if strike is not None and strike.write == number else None
+            with (home / "writes").open("a") as writes:
+                writes.write(f"{name}\n")
+        here = strike if strike is not None and strike.write in (number, name) else None
         if here is not None and here.moment != "after":
             here.happen(path, data, root=root)
         won = publish_file(path, data, root=root)
@@ -105,6 +133,14 @@ def attempt(home: Path, api: str, strike: Strike | None, told: Path) -> None:
         return won
 
     infra.store.storage.publish_file = publish
+    make_spec = session._spec
+
+    def counting(*arguments: object, **named: object) -> PoolSpec:
+        spec = make_spec(*arguments, **named)
+        options = {"told": str(home / "works"), "target": spec.target, "options": spec.options}
+        return replace(spec, target=f"{__name__}:Counted", options=options)
+
+    session._spec = counting
     with (home / "output").open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -116,14 +152,22 @@ def attempt(home: Path, api: str, strike: Strike | None, told: Path) -> None:
     os._exit(0)
 
 
-def run_once(home: Path, api: str, strike: Strike | None) -> tuple[int, int]:
-    """Start the job; return its exit code and how many writes it made."""
-    told = home / "writes"
-    told.unlink(missing_ok=True)
-    with process(attempt, home, api, strike, told) as child:
+def run_once(home: Path, api: str, strike: Strike | None) -> int:
+    """Start the job; return its exit code."""
+    with process(attempt, home, api, strike) as child:
         child.join(600)
         code = child.exitcode
-    return (-1000 if code is None else code), int(told.read_text() or 0) if told.exists() else 0
+    return -1000 if code is None else code
+
+
+def writes_of(home: Path) -> list[str]:
+    """Names of the files that the last start wrote, in order."""
+    return (home / "writes").read_text().splitlines()
+
+
+def begun_again(home: Path) -> int:
+    """How many pieces of work were begun more than once, over all starts."""
+    return sum(times - 1 for times in Counter((home / "works").read_text().splitlines()).values())
 
 
 def problems_after(strikes: list[Strike], home: Path, api: str, whole: Path) -> list[str]:
@@ -131,7 +175,7 @@ def problems_after(strikes: list[Strike], home: Path, api: str, whole: Path) -> 
     home.mkdir(parents=True)
     code = -1
     for number in range(ATTEMPTS):
-        code, _ = run_once(home, api, strikes[number] if number < len(strikes) else None)
+        code = run_once(home, api, strikes[number] if number < len(strikes) else None)
         if code == 0:
             break
         expected = set()
@@ -165,10 +209,11 @@ def main() -> int:
         (home / "prefect").mkdir()
         with prefect_server(home / "prefect") as api:
             (home / "whole").mkdir()
-            code, writes = run_once(home / "whole", api, None)
+            code = run_once(home / "whole", api, None)
             if code != 0:
                 write((home / "whole/output").read_text(errors="replace")[-2000:])
                 return 1
+            writes = len(writes_of(home / "whole"))
             write(f"the undisturbed run of {writes} writes is there")
             if asked.every:
                 places = range(1, writes + 1, asked.every)

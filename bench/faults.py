@@ -1,0 +1,311 @@
+"""What faults cost: `make faults` writes docs/faults.md anew from runs (ten minutes).
+
+A small run is disturbed at the write of every kind of file, on real processes, and at a tenth of all works; each time
+the same command is given until it ends, and what it leaves is compared with the undisturbed run by a checker that
+shares no code with the product.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from math import ceil
+from pathlib import Path
+
+import pyarrow as pa
+
+from tests.support import checker
+from tests.support.chaos import Strike, begun_again, problems_after, run_once, writes_of
+from tests.support.jobs import Fault, Job, leftovers_of, manifests_of, prefect_server, shards_of
+
+HOME = Path(__file__).parents[1]
+PAGE = HOME / "docs" / "faults.md"
+MEASURED = HOME / "build" / "faults.json"
+"""What was measured; without it everything is measured anew."""
+
+KILLS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("SIGKILL before its write", {"moment": "before"}),
+    ("SIGKILL with half of it written", {"moment": "during"}),
+    ("SIGKILL after its write", {"moment": "after"}),
+)
+STRIKES = (*KILLS, ("disk full with half of it written", {"moment": "during", "full": True}))
+
+PROCESSES: dict[str, tuple[list[Fault], tuple[str, ...]]] = {
+    "a rollout worker, killed within a shard, and before, while and after one is written": (
+        [
+            Fault("rollout", "progress", "generate", count=5),
+            Fault("rollout", "before", "/shards/", count=2),
+            Fault("rollout", "during", "/shards/", count=2),
+            Fault("rollout", "after", "/shards/"),
+        ],
+        (),
+    ),
+    "a scoring worker, killed before, while and after scores are written": (
+        [
+            Fault("scoring", "before", "/shards/"),
+            Fault("scoring", "during", "/shards/", count=3),
+            Fault("scoring", "after", "/shards/", count=2),
+        ],
+        (),
+    ),
+    "the update's rank, killed within a step, and while it writes weights, its state, their contents": (
+        [
+            Fault("update-0", "progress", "update"),
+            Fault("update-0", "before", "/policies/.*/model.safetensors", count=2),
+            Fault("update-0", "during", "/states/"),
+            Fault("update-0", "after", "/policies/.*/bundle.json"),
+        ],
+        (),
+    ),
+    "a rollout worker, stopped (SIGSTOP) for good": (
+        [Fault("rollout", "progress", "generate", count=5, signal=signal.SIGSTOP)],
+        ("pools.stall_seconds=15",),
+    ),
+    "the driver, killed at a commit of rollouts, and again at one of the update": (
+        [
+            Fault("driver", "after", "/manifests/it-0001/rollout/"),
+            Fault("driver", "before", "/manifests/it-0002/update.json"),
+        ],
+        (),
+    ),
+}
+
+SHARE_JOB = (
+    "iterations=3",
+    "rollout.prompts=24",
+    "rollout.group_size=2",
+    "rollout.shard_prompts=2",
+    'rollout.engine={kind="target",target="bench.paced:PacedEngine",options={base_seconds=0.2,median_tokens=40}}',
+    "evaluation.problems=2",
+)
+FAILED_SHARE = 0.1
+STAGES = {
+    "generate": ("rollout", "progress", 3),
+    "score": ("scoring", "begin", 1),
+    "update": ("update-0", "progress", 1),
+}
+"""Of each method the role, the moment and the how-manieth: within the work, where it tells how it goes on."""
+
+ELSEWHERE = {
+    "a worker without progress, dead ranks, a pool that loses every worker": "tests/integration/pools/test_pools.py",
+    "workers that die while they start, sleep, wake or are moved": "tests/integration/pools/test_fleet.py",
+    "machines of a cluster that are lost, and one that joins": "tests/runs/test_lost_machines.py",
+    "Prefect's server, the raylet or the GCS killed or stopped": "tests/runs/test_failed_servers.py",
+    "SIGINT and SIGTERM, damaged shards and policies, two ranks of which each is lost": "tests/runs/test_faults.py",
+    "any bit flipped, any file cut in half or lost": "tests/runs/test_verify_run.py",
+    "two commands on one run; a changed configuration": "tests/runs/test_resume.py",
+    "writers killed amid a write, many writers of one name, a full disk": "tests/unit/infra/test_storage.py",
+    "rewards that hang, fork, allocate, are killed from outside": "tests/unit/models/test_rewards.py",
+    "attacks on the sandbox": "tests/integration/scoring/test_sandbox.py",
+    "judges that are down, slow, silent, or answer anything": "tests/integration/endpoints",
+    "losses, gradients and log-probs that are not finite": "tests/unit/models/test_update_loss.py",
+    "vLLM's server killed in the middle of a shard": "tests/vllm/test_vllm_run.py",
+    "changed code, data or libraries": "tests/runs/test_changed_run.py",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one scenario."""
+
+    scenario: str
+    injected: str
+    runs: int
+    undisturbed: int
+    """How many of them ended as the undisturbed run."""
+    lost: float
+    """Works begun again, per fault."""
+
+    def line(self) -> str:
+        """The row of a table."""
+        return f"| {self.scenario} | {self.injected} | {self.runs} | {self.undisturbed} | {self.lost:.2g} |"
+
+
+HEAD = """| file or process | fault | runs | ended as the undisturbed run | works begun again per fault |
+|---|---|--:|--:|--:|"""
+
+
+def kind_of(run: Path, name: str) -> str:
+    """What a file of a run is, for people; empty for plots."""
+    folder, *rest = name.split("/")
+    match folder, rest:
+        case "shards", _:
+            schema = pa.ipc.open_file(run / name).schema
+            return f"shard of {schema.metadata[b'rheostat.kind'].decode()}"
+        case "manifests", ("policy", *_):
+            return "manifest of a policy"
+        case "manifests", ("retention", *_):
+            return "manifest of a retirement"
+        case "manifests", parts:
+            named = [part for part in parts if not re.fullmatch(r"\d{4}(\.json)?", part)]
+            return f"manifest of {named[-1].removesuffix('.json')}"
+        case "policies" | "states", _:
+            what = "table of contents" if name.endswith("bundle.json") else "file"
+            return f"{what} of {'weights' if folder == 'policies' else 'optimizer state'}"
+        case "journal", (what, *_):
+            return f"journal of {what}"
+    return {"run.json": "record of the run", "lease": "lease of an epoch", "chain": "record of the chain"}.get(
+        folder, ""
+    )
+
+
+def at_every_file(home: Path, api: str) -> Iterator[Row]:
+    """Disturb the small run of `make chaos` at the write of every kind of file."""
+    whole = home / "whole"
+    whole.mkdir()
+    assert run_once(whole, api, None) == 0, (whole / "output").read_text()[-2000:]
+    run, places = whole / "store/tiny", dict[str, list[str]]()
+    for name in writes_of(whole):
+        if kind := kind_of(run, name):
+            places.setdefault(kind, []).append(name)
+    cases = [
+        (kind, names[len(names) // 2], how, options)
+        for number, (kind, names) in enumerate(places.items())
+        for how, options in (STRIKES[number % len(KILLS)], STRIKES[-1])
+    ]
+
+    def one(number: int) -> Row:
+        kind, name, how, options = cases[number]
+        place = home / f"case-{number}"
+        problems = problems_after([Strike(name, **options)], place, api, run)  # type: ignore[arg-type]
+        for problem in problems:
+            sys.stderr.write(f"{name} {options}: {problem}\n")
+        return Row(kind, how, 1, int(not problems), begun_again(place))
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for number, row in enumerate(pool.map(one, range(len(cases))), start=1):
+            if number % 10 == 0:
+                sys.stderr.write(f"{number} of {len(cases)}\n")
+            yield row
+
+
+def on_processes(home: Path, api: str) -> Iterator[Row]:
+    """Disturb runs whose workers are processes of Ray."""
+    whole = Job(home / "ray", api, counts_works=True)
+    assert whole.train().code == 0
+    for number, (scenario, (faults, overrides)) in enumerate(PROCESSES.items()):
+        sys.stderr.write(f"{scenario}\n")
+        job = Job(home / f"ray-{number}", api, counts_works=True)
+        struck, code, left = 0, -1, list(faults)
+        while code != 0 and (left or code == -1):
+            planted = left[:1] if faults[0].role == "driver" else left  # a driver dies of one, workers of all in a run
+            code, left = job.train(*overrides, faults=planted).code, left[len(planted) :]
+            struck += job.struck()
+        if code != 0:
+            code = job.train(*overrides).code
+        same = manifests_of(job.run) == manifests_of(whole.run) and shards_of(job.run) == shards_of(whole.run)
+        held = code == 0 and same and not leftovers_of(job.run) and not checker.problems_of(job.run)
+        again = sum(times - 1 for times in job.works().values())
+        yield Row(scenario, f"{struck} of {len(faults)} struck", 1, int(held), again / max(1, struck))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A run with a tenth of each stage's works killed, beside the undisturbed one."""
+
+    struck: int
+    planted: int
+    undisturbed_seconds: float
+    """From the first plan to the last seal."""
+    seconds: float
+
+
+def productive_share(home: Path, api: str) -> Share:
+    """Run a job undisturbed, and again with a tenth of each stage's works killed."""
+    whole = Job(home / "share-whole", api, counts_works=True)
+    assert whole.train(*SHARE_JOB).code == 0
+    choose, faults = random.Random(0), []
+    for method, (role, moment, times) in STAGES.items():
+        works = sorted(work for work in whole.works() if work.startswith(f"{method} ") and "iteration=0" not in work)
+        chosen = choose.sample(works, ceil(FAILED_SHARE * len(works)))
+        faults += [Fault(role, moment, f"^{re.escape(work)}$", count=times) for work in chosen]
+    job = Job(home / "share", api, counts_works=True)
+    ended = job.train(*SHARE_JOB, faults=faults)
+    assert ended.code == 0, ended.output
+    assert manifests_of(job.run) == manifests_of(whole.run)
+    return Share(job.struck(), len(faults), seconds_of(whole), seconds_of(job))
+
+
+def seconds_of(job: Job) -> float:
+    """From the first plan to the last seal."""
+    times = [
+        datetime.fromisoformat(json.loads((job.run / f"manifests/{key}.json").read_text())["provenance"]["created"])
+        for key in ("it-0001/plan", "it-0003/seal")
+    ]
+    return (times[1] - times[0]).total_seconds()
+
+
+def page(files: Sequence[Row], processes: Sequence[Row], share: Share) -> str:
+    """Write the page."""
+    rows = [*files, *processes]
+    runs, held = sum(row.runs for row in rows), sum(row.undisturbed for row in rows)
+    others = "\n".join(f"| {what} | `{where}` |" for what, where in ELSEWHERE.items())
+    return f"""# Faults
+
+Written by `make faults` from {runs} disturbed runs, of which {held} ended as the undisturbed run: the same
+manifests with the same digests, the same shards, no temporary file, and nothing that the independent checker
+(`tests/support/checker.py`) finds. The command was given again until it ended by itself.
+
+## At the write of every kind of file
+
+Two iterations of a small run whose workers are threads of one process, which a SIGKILL ends all together; one run for
+each fault, of the kills one for each kind of file in turn.
+
+{HEAD}
+{chr(10).join(row.line() for row in files)}
+
+## On processes of Ray
+
+{HEAD}
+{chr(10).join(row.line() for row in processes)}
+
+## The productive share of the wall clock
+
+Three iterations of twelve shards, generated by an engine that sleeps about five seconds for each, with two rollout
+workers. A tenth of the works of each stage (generation, scoring, update) were killed once, those that take long in
+their midst: {share.struck} of {share.planted} faults struck. From the first plan to the last seal
+{share.undisturbed_seconds:.0f} s without and {share.seconds:.0f} s with them:
+a productive share of **{share.undisturbed_seconds / share.seconds:.2f}**.
+
+## Other faults
+
+| fault | injected by |
+|---|---|
+{others}
+"""
+
+
+PARTS: dict[str, Callable[[Path, str], object]] = {
+    "share": lambda home, api: asdict(productive_share(home, api)),
+    "processes": lambda home, api: [asdict(row) for row in on_processes(home, api)],
+    "files": lambda home, api: [asdict(row) for row in at_every_file(home, api)],
+}
+
+
+def main() -> None:
+    """Write the page; parts that build/faults.json has already are not run again."""
+    MEASURED.parent.mkdir(exist_ok=True)
+    found = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        home = Path(folder)
+        (home / "prefect").mkdir()
+        with prefect_server(home / "prefect") as api:
+            for part, measure in PARTS.items():
+                if part not in found:
+                    found[part] = measure(home, api)
+                    MEASURED.write_text(json.dumps(found, indent=2))
+                sys.stderr.write(f"{part}: done\n")
+    rows = {part: [Row(**row) for row in found[part]] for part in ("files", "processes")}
+    PAGE.write_text(page(rows["files"], rows["processes"], Share(**found["share"])))
+    sys.stdout.write(f"{PAGE}\n")
+
+
+if __name__ == "__main__":
+    main()
