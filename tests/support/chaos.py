@@ -17,7 +17,7 @@ import signal
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,7 +113,7 @@ class Counted:
         return perform
 
 
-def attempt(home: Path, api: str, strike: Strike | None) -> None:
+def attempt(home: Path, api: str, strike: Strike | None, overrides: Sequence[str]) -> None:
     """Run the job in this process to its end or to its fault; tell its writes and the works of its workers."""
     numbers, lock, run = count(1), Lock(), home / "store/tiny"
     (home / "writes").write_text("")
@@ -145,16 +145,16 @@ def attempt(home: Path, api: str, strike: Strike | None) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     try:
-        InProcessJob(home, api).train(*JOB)
+        InProcessJob(home, api).train(*JOB, *overrides)
     except Exception:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def run_once(home: Path, api: str, strike: Strike | None) -> int:
+def run_once(home: Path, api: str, strike: Strike | None, overrides: Sequence[str] = ()) -> int:
     """Start the job; return its exit code."""
-    with process(attempt, home, api, strike) as child:
+    with process(attempt, home, api, strike, overrides) as child:
         child.join(600)
         code = child.exitcode
     return -1000 if code is None else code
@@ -170,12 +170,14 @@ def begun_again(home: Path) -> int:
     return sum(times - 1 for times in Counter((home / "works").read_text().splitlines()).values())
 
 
-def problems_after(strikes: list[Strike], home: Path, api: str, whole: Path) -> list[str]:
+def problems_after(
+    strikes: list[Strike], home: Path, api: str, whole: Path, overrides: Sequence[str] = ()
+) -> list[str]:
     """Start a job with one fault after another, then without, and say what is not as if there had been none."""
     home.mkdir(parents=True)
     code = -1
     for number in range(ATTEMPTS):
-        code = run_once(home, api, strikes[number] if number < len(strikes) else None)
+        code = run_once(home, api, strikes[number] if number < len(strikes) else None, overrides)
         if code == 0:
             break
         expected = set()
@@ -201,6 +203,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos", description=str(__doc__).splitlines()[0])
     parser.add_argument("--seeds", default="1..20", metavar="A..B", help="schedules to run, both ends included")
     parser.add_argument("--every", type=int, metavar="N", help="one kill at every N-th write and each of its moments")
+    parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="change the job")
     parser.add_argument("--side-by-side", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time")
     asked = parser.parse_args()
     first, _, last = asked.seeds.partition("..")
@@ -209,19 +212,22 @@ def main() -> int:
         (home / "prefect").mkdir()
         with prefect_server(home / "prefect") as api:
             (home / "whole").mkdir()
-            code = run_once(home / "whole", api, None)
+            code = run_once(home / "whole", api, None, asked.override)
             if code != 0:
                 write((home / "whole/output").read_text(errors="replace")[-2000:])
                 return 1
             writes = len(writes_of(home / "whole"))
             write(f"the undisturbed run of {writes} writes is there")
+            whole = home / "whole/store/tiny"
             if asked.every:
                 places = range(1, writes + 1, asked.every)
                 schedules = {f"{at} {moment}": [Strike(at, moment)] for at in places for moment in MOMENTS}
             else:
                 seeds = range(int(first), int(last or first) + 1)
                 schedules = {f"seed {seed}": schedule_of(seed, writes) for seed in seeds}
-            return judge(schedules, home, partial(problems_after, api=api, whole=home / "whole/store/tiny"), asked)
+            return judge(
+                schedules, home, partial(problems_after, api=api, whole=whole, overrides=asked.override), asked
+            )
 
 
 def judge(

@@ -157,6 +157,16 @@ def test_links_between_pages_lead_somewhere():
     assert broken == []
 
 
+def test_the_page_on_faults_names_tests_that_are_there_and_no_run_that_ended_otherwise():
+    page = (HOME / "docs/faults.md").read_text()
+    named = re.findall(r"`(tests/[^`]+)`", page)
+    assert len(named) > 10
+    assert [name for name in named if not (HOME / name).exists()] == []
+    rows = re.findall(r"\| (\d+) \| (\d+) \| [\d.]+ \|$", page, re.MULTILINE)
+    assert len(rows) > 40
+    assert [row for row in rows if row[0] != row[1]] == []
+
+
 def test_no_machine_leaves_its_paths_in_the_repository():
     texts = [name for name in TRACKED if name.endswith((".py", ".md", ".toml", ".yaml", ".sh", "Makefile"))]
     outside = [name for name in texts if not name.startswith("tests/")]
