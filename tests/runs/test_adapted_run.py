@@ -10,7 +10,7 @@ import pytest
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import RHEOSTAT, ROOT, Ended, Fault, Job, manifests_of, shards_of
 
-pytestmark = pytest.mark.timeout(2000)  # the fixture is a whole job
+pytestmark = [pytest.mark.timeout(2000), pytest.mark.system]  # the fixture is a whole job
 
 ADAPTED = ("update.lora.rank=4", "update.learning_rate=1e-2", "evaluation.problems=4")
 

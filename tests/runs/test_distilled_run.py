@@ -17,7 +17,7 @@ from tests.support.in_process import InProcessJob
 from tests.support.jobs import Fault, Job, manifests_of, shards_of
 from tests.support.teachers import teacher_server
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,7 @@ def in_turns(tmp_path_factory, prefect_api):
     return job
 
 
+@pytest.mark.system
 def test_overlap_changes_no_bit(overlapped, in_turns):
     assert manifests_of(overlapped.run) == manifests_of(in_turns.run)
     assert shards_of(overlapped.run) == shards_of(in_turns.run)

@@ -7,7 +7,7 @@ import pytest
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Fault, Job, manifests_of, shards_of
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
 
 WAVES = (
     "warmup.steps=30",  # it ends some completions by itself, and is right now and then

@@ -139,7 +139,8 @@ def _race(uri, number, start, results):
     results.put((number, wins))
 
 
-def test_of_sixteen_racing_processes_exactly_one_wins_each_name(uri):
+def test_of_sixteen_racing_processes_exactly_one_wins_each_name(tmp_path):
+    uri = str(tmp_path)
     start, results = CONTEXT.Barrier(16), CONTEXT.Queue()
     racers = [CONTEXT.Process(target=_race, args=(uri, number, start, results)) for number in range(16)]
     try:
@@ -164,7 +165,8 @@ def _write_for_ever(uri, attempt, ready):
         store.put(f"shards/{attempt}-{number}-{blake3(data).hexdigest()}", data)
 
 
-def test_nothing_torn_is_ever_listed_when_writers_are_killed_in_the_middle_of_a_put(uri):
+def test_nothing_torn_is_ever_listed_when_writers_are_killed_in_the_middle_of_a_put(tmp_path):
+    uri = str(tmp_path)
     seed = random.randrange(2**32)
     print(f"seed {seed}")  # noqa: T201  shown by pytest when the test fails
     delays = random.Random(seed)

@@ -99,6 +99,7 @@ def test_a_directory_that_a_run_left_is_described_without_torch(directory):
     assert without_torch(f"{code}inspect_directory(Path(sys.argv[1])).critic()", str(directory)) == "False"
 
 
+@pytest.mark.system
 def test_the_checks_of_all_configurations_that_ship_need_no_torch(tmp_path, monkeypatch):
     monkeypatch.chdir(HOME)
     for path in CONFIGS:
