@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -30,12 +31,12 @@ PAGE = HOME / "docs" / "faults.md"
 MEASURED = HOME / "build" / "faults.json"
 """What was measured; without it everything is measured anew."""
 
-KILLS: tuple[tuple[str, dict[str, object]], ...] = (
-    ("SIGKILL before its write", {"moment": "before"}),
-    ("SIGKILL with half of it written", {"moment": "during"}),
-    ("SIGKILL after its write", {"moment": "after"}),
+KILLS: tuple[tuple[str, Callable[[str], Strike]], ...] = (
+    ("SIGKILL before its write", partial(Strike, moment="before")),
+    ("SIGKILL with half of it written", partial(Strike, moment="during")),
+    ("SIGKILL after its write", partial(Strike, moment="after")),
 )
-STRIKES = (*KILLS, ("disk full with half of it written", {"moment": "during", "full": True}))
+STRIKES = (*KILLS, ("disk full with half of it written", partial(Strike, moment="during", full=True)))
 
 PROCESSES: dict[str, tuple[list[Fault], tuple[str, ...]]] = {
     "a rollout worker, killed within a shard, and before, while and after one is written": (
@@ -166,17 +167,17 @@ def at_every_file(home: Path, api: str) -> Iterator[Row]:
         if kind := kind_of(run, name):
             places.setdefault(kind, []).append(name)
     cases = [
-        (kind, names[len(names) // 2], how, options)
+        (kind, how, strike(names[len(names) // 2]))
         for number, (kind, names) in enumerate(places.items())
-        for how, options in (STRIKES[number % len(KILLS)], STRIKES[-1])
+        for how, strike in (STRIKES[number % len(KILLS)], STRIKES[-1])
     ]
 
     def one(number: int) -> Row:
-        kind, name, how, options = cases[number]
+        kind, how, strike = cases[number]
         place = home / f"case-{number}"
-        problems = problems_after([Strike(name, **options)], place, api, run)  # type: ignore[arg-type]
+        problems = problems_after([strike], place, api, run)
         for problem in problems:
-            sys.stderr.write(f"{name} {options}: {problem}\n")
+            sys.stderr.write(f"{strike}: {problem}\n")
         return Row(kind, how, 1, int(not problems), begun_again(place))
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -193,13 +194,13 @@ def on_processes(home: Path, api: str) -> Iterator[Row]:
     for number, (scenario, (faults, overrides)) in enumerate(PROCESSES.items()):
         sys.stderr.write(f"{scenario}\n")
         job = Job(home / f"ray-{number}", api, counts_works=True)
-        struck, code, left = 0, -1, list(faults)
-        while code != 0 and (left or code == -1):
-            planted = left[:1] if faults[0].role == "driver" else left  # a driver dies of one, workers of all in a run
-            code, left = job.train(*overrides, faults=planted).code, left[len(planted) :]
+        starts = [[fault] for fault in faults] if faults[0].role == "driver" else [faults]  # a driver dies of one
+        struck, code = 0, -1
+        for planted in (*starts, []):
+            code = job.train(*overrides, faults=planted).code
             struck += job.struck()
-        if code != 0:
-            code = job.train(*overrides).code
+            if code == 0:
+                break
         same = manifests_of(job.run) == manifests_of(whole.run) and shards_of(job.run) == shards_of(whole.run)
         held = code == 0 and same and not leftovers_of(job.run) and not checker.problems_of(job.run)
         again = sum(times - 1 for times in job.works().values())

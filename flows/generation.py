@@ -5,6 +5,7 @@ import asyncio
 from flows.controllers import launch
 from flows.rollout import rollout
 from flows.scoring import scoring
+from placement.records import Plan
 from tasks.placement.rebalance import correct_placement
 from tasks.placement.stage import learn, place_stage, place_turn
 from tasks.run.batch import Batch, slice_shards
@@ -16,19 +17,29 @@ async def generate_and_score(session: Session, batch: Batch) -> None:
     async with session.slots_taken:
         placed = await place_stage(session, batch)
         if placed.mode == "colocated":
-            async with asyncio.TaskGroup() as group:
-                start_rollout(group, session, batch)
-            async with asyncio.TaskGroup() as group:
-                start_scoring(group, session, batch)  # its works wait for the workers, which take longer
-                await place_turn(session, batch, "scoring")
+            await in_turns(session, batch)
         else:
-            async with asyncio.TaskGroup() as watched:
-                correcting = watched.create_task(correct_placement(session, batch, placed))
-                async with asyncio.TaskGroup() as group:
-                    start_rollout(group, session, batch)
-                    start_scoring(group, session, batch)
-                correcting.cancel()
+            await side_by_side(session, batch, placed)
         learn(session, batch)
+
+
+async def in_turns(session: Session, batch: Batch) -> None:
+    """Have all workers generate, and then score."""
+    async with asyncio.TaskGroup() as group:
+        start_rollout(group, session, batch)
+    async with asyncio.TaskGroup() as group:
+        start_scoring(group, session, batch)  # its works wait for the workers, which take longer
+        await place_turn(session, batch, "scoring")
+
+
+async def side_by_side(session: Session, batch: Batch, placed: Plan) -> None:
+    """Have shards scored while others are generated, and the split corrected meanwhile."""
+    async with asyncio.TaskGroup() as watched:
+        correcting = watched.create_task(correct_placement(session, batch, placed))
+        async with asyncio.TaskGroup() as group:
+            start_rollout(group, session, batch)
+            start_scoring(group, session, batch)
+        correcting.cancel()
 
 
 def start_rollout(group: asyncio.TaskGroup, session: Session, batch: Batch) -> None:

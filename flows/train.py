@@ -32,11 +32,11 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
             for number in resume_point(session):
                 retire_policies(session, Iteration(session.run, number))
         else:
-            await learn(session)
+            await iterate(session)
         return await report_run(session)
 
 
-async def learn(session: Session) -> None:
+async def iterate(session: Session) -> None:
     """Go through what is left of a run."""
     config = session.settings
     start_pools(session)

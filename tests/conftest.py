@@ -57,6 +57,17 @@ def reference(together, prefect_api):
     return job
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Have PyTorch compute on one thread, as workers do: sums depend on it."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Be the only test process here."""

@@ -68,16 +68,7 @@ def imitate(
         losses[step] = _imitate_step(
             trainer, chosen, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=on_progress
         )
-        rate = learning_rate(
-            step,
-            warmup.steps,
-            peak=warmup.learning_rate,
-            warmup_steps=round(warmup.steps * 0.05),
-            schedule="cosine",
-            floor=0.1,
-        )
-        if not isfinite(norm := trainer.step(rate)):
-            raise Quarantined(f"warm-up step {step}: expected finite gradients, found a norm of {norm}; lower its rate")
+        _step(trainer, step, warmup, what=f"warm-up step {step}")
     sum_and_max(losses, torch.zeros(1, device=ranks.device))
     metrics = {
         "loss_first": float(losses[0]),
@@ -87,6 +78,20 @@ def imitate(
         "samples": float(len(inputs)),
     }
     return Learnt(metrics=metrics, losses=losses.tolist())
+
+
+def _step(trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | TrainedRewardModel, *, what: str) -> None:
+    """Take an optimizer step at the schedule's rate: up over a twentieth of the steps, down to a tenth by a cosine."""
+    rate = learning_rate(
+        index,
+        schedule.steps,
+        peak=schedule.learning_rate,
+        warmup_steps=round(schedule.steps * 0.05),
+        schedule="cosine",
+        floor=0.1,
+    )
+    if not isfinite(norm := trainer.step(rate)):
+        raise Quarantined(f"{what}: expected finite gradients, found a norm of {norm}; lower its rate")
 
 
 def _imitate_step(
@@ -206,16 +211,7 @@ class _Pairs:
             terms = self._work.loss(self._numbers([self._work.train[row] for row in rows]), start[number])
             self._trainer.backward(terms.loss_P.sum() / schedule.batch_size, last=number + 1 == len(passes))
             total += _tally(terms) / schedule.batch_size
-        rate = learning_rate(
-            index,
-            schedule.steps,
-            peak=schedule.learning_rate,
-            warmup_steps=round(schedule.steps * 0.05),
-            schedule="cosine",
-            floor=0.1,
-        )
-        if not isfinite(norm := self._trainer.step(rate)):
-            raise Quarantined(f"pairs, step {index}: expected finite gradients, found a norm of {norm}; lower its rate")
+        _step(self._trainer, index, schedule, what=f"pairs, step {index}")
         return total
 
     @torch.no_grad()

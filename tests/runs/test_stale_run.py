@@ -2,6 +2,7 @@
 
 import pytest
 
+from infra.errors import BadInput
 from infra.store.runs import open_run
 from models.workers.update import UpdateWorker
 from tasks.config.run import override_config
@@ -86,5 +87,5 @@ def test_no_prompt_is_left_out_or_comes_twice_and_every_digest_holds(overlapped)
 )
 def test_what_does_not_go_with_staleness_is_refused(overrides, told):
     kept = [] if "keep_last 2" in told or "retention.keep_last=4" in overrides else ["retention.keep_last=3"]
-    with pytest.raises(Exception, match=told):
+    with pytest.raises(BadInput, match=told):
         override_config({}, [*overrides, *kept], source="tiny")

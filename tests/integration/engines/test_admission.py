@@ -1,6 +1,6 @@
 """Works with more completions than places: who is admitted when, and that nothing else shows in what is written."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,15 +17,9 @@ from tests.support.inputs import going_on
 from tests.support.policies import write_policy
 from tests.support.rollout_workers import digest, example
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WORK = [request(row, length, group=6) for row, length in enumerate([30, 3, 19, 3, 70])]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,9 @@ from models.modeling.policy import load_policy
 from tests.support.engines import MIXED, PROMPTS, engine_of, plain_logprobs, request
 from tests.support.policies import small_tokenizer, write_policy
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HYBRID = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def random_states(generator: torch.Generator, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

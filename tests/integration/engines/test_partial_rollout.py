@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from infra.errors import BadInput
 from infra.store.shards import ShardRef, read_shard
@@ -24,15 +23,9 @@ from tests.support.inputs import asking, going_on
 from tests.support.policies import CONTEXT, small_tokenizer, write_policy
 from tests.support.rollout_workers import example, publish, worker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PARTIAL = PartialRollout(tokens=6, max_staleness=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- the engine

@@ -1,11 +1,10 @@
 """The worker that asks a judge, with small real models; and how its verdicts become scores."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-import torch
 
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import publish_bundle
@@ -24,6 +23,8 @@ from models.workers.scoring import ScoringWorker
 from tests.support.judged import rollouts
 from tests.support.policies import write_policy
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 REWARD = JudgeReward(
     name="honest",
     model=TrainedJudge(),
@@ -38,14 +39,6 @@ FREE = REWARD.model_copy(
 )
 
 Make = Callable[..., JudgeWorker]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,19 +46,13 @@ from tests.support.update_workers import (
     work,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 preload(__name__)
 
 LORA = LoraConfig(rank=4, alpha=10)
 ADAPTED = CONFIG.model_copy(update={"lora": LORA, "learning_rate": 1e-2})
 BASE = BundleRef(key="policies/base", digest="base", bytes=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

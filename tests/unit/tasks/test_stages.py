@@ -71,11 +71,14 @@ async def test_who_stops_waiting_for_works_ends_them():
     assert sorted(ended) == [0, 1]
 
 
-async def test_a_commit_of_this_process_wakes_who_waits_for_it(session):
+async def test_a_commit_of_this_process_wakes_who_waits_for_it(session, monkeypatch):
+    monkeypatch.setattr("tasks.run.stages.LOOK_SECONDS", (1000.0, 1000.0))  # nobody looks again by itself
+    session.commits.newest += 1000
     waiting = [asyncio.ensure_future(committed(session, "it-0001/plan")) for _ in range(2)]
-    await asyncio.sleep(0.2)  # they look ever more rarely
+    await asyncio.sleep(0.05)
     made = record(session, "it-0001/plan")
-    assert [await found for found in waiting] == [made, made]
+    async with asyncio.timeout(60):
+        assert [await found for found in waiting] == [made, made]
 
 
 async def test_a_commit_of_another_process_is_found(session, tmp_path):
