@@ -1,6 +1,8 @@
 """Bundles: immutable directories (policies, optimizer state), named by the digest of their table of contents."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 from blake3 import blake3
@@ -14,8 +16,11 @@ from infra.store.storage import Store, check_key
 CONTENTS = "bundle.json"
 """Lists a bundle's files; a directory that becomes a bundle may not bring its own."""
 
-_verified: set[tuple[str, str]] = set()
-"""(store, key) of the bundles whose files this process has checked; they cannot change, so once is enough."""
+Stamp = tuple[tuple[str, int, int, int], ...]
+"""Path, inode, time of the last write and size of every file below a directory."""
+
+_known: dict[tuple[str, str], Stamp] = {}
+"""Bundles, by store and key, that this process has published or verified: a file of the same stamp is proved."""
 
 
 class BundleRef(Settings):
@@ -48,12 +53,29 @@ class Contents(Settings):
         return canonical_json(self.model_dump())
 
 
-def publish_bundle(store: Store, directory: Path, *, prefix: str) -> BundleRef:
-    """Copy a directory into the store; the same files give the same reference.
+def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFile:
+    """Write a file and say what it is without reading it again."""
+    hasher, size = blake3(), 0
+    with path.open("wb", buffering=0) as file:
+        for piece in pieces:
+            hasher.update(piece)
+            left = memoryview(piece).cast("B")
+            size += len(left)
+            while left:
+                left = left[file.write(left) :]
+    return BundledFile(digest=hasher.hexdigest(), bytes=size)
 
-    bundle.json is put last: a bundle without it does not exist. A damaged copy that has the name is replaced.
+
+def publish_bundle(
+    store: Store, directory: Path, *, prefix: str, written: Mapping[str, BundledFile] = MappingProxyType({})
+) -> BundleRef:
+    """Put a directory into the store; the same files give the same reference.
+
+    Files of a scratch directory of the store become those of the bundle, others are copied. What `write_hashed` said of
+    a file is believed; the others are read. bundle.json is put last: a bundle without it does not exist. A damaged copy
+    that has the name is replaced.
     """
-    contents = Contents(files={name: _describe(path) for name, path in _files(directory).items()})
+    contents = Contents(files={name: written.get(name) or _describe(path) for name, path in _files(directory).items()})
     data = contents.encode()
     digest = blake3(data).hexdigest()
     ref = BundleRef(
@@ -62,14 +84,17 @@ def publish_bundle(store: Store, directory: Path, *, prefix: str) -> BundleRef:
     for name, file in contents.files.items():
         _put(store, f"{ref.key}/{name}", directory / name, digest=file.digest)
     _put(store, f"{ref.key}/{CONTENTS}", data, digest=digest)
+    _known[store.uri, ref.key] = _stamp(store, ref)
     return ref
 
 
 def fetch_bundle(store: Store, ref: BundleRef) -> Path:
-    """Return a local directory with exactly the bundle's files; their digests are verified at the first fetch."""
-    if (store.uri, ref.key) not in _verified or not store.exists(f"{ref.key}/{CONTENTS}"):
+    """Return a local directory with exactly the bundle's files, verified unless this process knows them."""
+    known = _known.get((store.uri, ref.key))
+    if known is None or not store.exists(f"{ref.key}/{CONTENTS}") or known != _stamp(store, ref):
+        before = _stamp(store, ref)
         verify_bundle(store, ref)
-        _verified.add((store.uri, ref.key))
+        _known[store.uri, ref.key] = before
     return store.local(f"{ref.key}/{CONTENTS}").parent
 
 
@@ -107,7 +132,7 @@ def verify_bundle(store: Store, ref: BundleRef) -> None:
 
 def delete_bundle(store: Store, ref: BundleRef) -> None:
     """Remove a bundle, bundle.json first so that what is half removed does not exist; doing it again is fine."""
-    _verified.discard((store.uri, ref.key))
+    _known.pop((store.uri, ref.key), None)
     store.delete(f"{ref.key}/{CONTENTS}")
     for entry in store.entries(f"{ref.key}/"):
         store.delete(entry.key)
@@ -157,6 +182,18 @@ def _files(directory: Path) -> dict[str, Path]:
     if not found or CONTENTS in found:
         raise BadInput(f"bundle {str(directory)!r}: expected at least one file and none named {CONTENTS}")
     return found
+
+
+def _stamp(store: Store, ref: BundleRef) -> Stamp:
+    """What changes when a file of the bundle is written, replaced, added or removed."""
+    if not store.exists(f"{ref.key}/{CONTENTS}"):
+        return ()
+    directory = store.local(f"{ref.key}/{CONTENTS}").parent
+    found = ((path, path.lstat()) for path in sorted(directory.rglob("*")) if not _plain_dir(path))
+    return tuple(
+        (path.relative_to(directory).as_posix(), status.st_ino, status.st_mtime_ns, status.st_size)
+        for path, status in found
+    )
 
 
 def _plain_dir(path: Path) -> bool:

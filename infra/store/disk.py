@@ -101,7 +101,12 @@ def _close_held() -> None:
 
 
 def publish_file(path: Path, data: bytes | Path, *, root: Path) -> bool:
-    """Write a temporary file in the root and link it under its name; False if another writer was first."""
+    """Write a temporary file in the root and link it under its name; False if another writer was first.
+
+    A file of a scratch directory of the root is linked as it is.
+    """
+    if isinstance(data, Path) and _is_scratch(data, root=root):
+        return _link_whole(data, path)
     descriptor, temporary = open_temporary(root)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -113,6 +118,22 @@ def publish_file(path: Path, data: bytes | Path, *, root: Path) -> bool:
         return False
     finally:
         temporary.unlink(missing_ok=True)
+    return True
+
+
+def _is_scratch(path: Path, *, root: Path) -> bool:
+    return path.is_relative_to(root) and path.relative_to(root).parts[0].startswith(TEMPORARY)
+
+
+def _link_whole(file: Path, path: Path) -> bool:
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+        os.link(file, path)
+    except FileExistsError:
+        return False
+    finally:
+        os.close(descriptor)
     return True
 
 

@@ -52,7 +52,10 @@ class Store(Protocol):
         ...
 
     def put(self, key: str, data: bytes | Path) -> bool:
-        """Write durably if the name is free; False, with nothing changed but the object's age, if it is taken."""
+        """Write durably if the name is free; False, with nothing changed but the object's age, if it is taken.
+
+        A file of a scratch directory of the store becomes the object itself: nothing is copied.
+        """
         ...
 
     def read(self, key: str) -> bytes:

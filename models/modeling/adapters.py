@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from infra.store.bundles import BundleRef, fetch_bundle
+from infra.store.bundles import BundledFile, BundleRef, fetch_bundle
 from infra.store.storage import Store
 from models.config.objectives import LoraConfig
 from models.config.policy import ModelOutline
 from models.modeling.merging import PREFIX, SETTINGS, TENSORS
+from models.modeling.safetensors import save_tensors
 from models.modeling.weights import making_models
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion
@@ -80,16 +81,16 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def save_adapters(model: PreTrainedModel, directory: Path) -> None:
-    """Write adapters, and a head that is trained in full, as peft would."""
-    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in _named_as_peft(model)}
-    save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
+def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledFile]:
+    """Write adapters, and a head that is trained in full, as peft would; say what the file of tensors is."""
+    written = save_tensors(dict(_named_as_peft(model)), directory / TENSORS, metadata={"format": "pt"})
     settings = model.peft_config[_NAME].to_dict() | {"inference_mode": True}
     settings["target_modules"] = _shortest(model, settings["target_modules"])
     if head := _head_name(model):
         settings["modules_to_save"] = [head]  # peft loads it as a copy; under training it needs none
     # Written here, in order: peft writes a set, whose order differs from process to process.
     (directory / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True))
+    return {TENSORS: written}
 
 
 def outline(model: PreTrainedModel) -> ModelOutline:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from infra.errors import Damaged
+from infra.store.bundles import BundledFile
 from models.config.objectives import UpdateConfig
 from models.modeling.adapters import has_adapters, save_adapters, trained_parameters
 from models.modeling.batching import MicroBatch
 from models.modeling.logprobs import ForwardInput, TokenModule
+from models.modeling.safetensors import save_pretrained
 from models.training.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -102,20 +104,19 @@ class Trainer:
         """Whether the base stays as it is."""
         return has_adapters(self._model)
 
-    def save_weights(self, directory: Path) -> None:
+    def save_weights(self, directory: Path) -> dict[str, BundledFile]:
         """Write the model as a Hugging Face directory on rank 0, or its adapters as peft does.
 
-        Under ZeRO-3 every rank holds all that is written meanwhile.
+        Returns what the files of weights are. Under ZeRO-3 every rank holds all that is written meanwhile.
         """
         import deepspeed
 
         written = trained_parameters(self._model) if self.trains_adapters else list(self._model.parameters())
         with deepspeed.zero.GatheredParameters(written, enabled=self._stage == 3):
-            if self._ranks.rank == 0:
-                if self.trains_adapters:
-                    save_adapters(self._model, directory)
-                else:
-                    self._model.save_pretrained(directory)
+            if self._ranks.rank:
+                return {}
+            save = save_adapters if self.trains_adapters else save_pretrained
+            return save(self._model, directory)
 
     def moments(self) -> Moments:
         """This rank's part of the optimizer state."""

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
-from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.bundles import BundledFile, fetch_bundle, publish_bundle, write_hashed
 from infra.store.checksums import canonical_json
 from infra.store.storage import Store
 from models.config.objectives import UpdateConfig
@@ -46,13 +46,16 @@ class StateLayout(Settings):
     """Precision of the weights."""
 
 
-def save_state(trainer: Trainer, directory: Path, *, update: UpdateConfig, ranks: Ranks) -> None:
-    """Write every rank's state into a directory of rank 0."""
+def save_state(trainer: Trainer, directory: Path, *, update: UpdateConfig, ranks: Ranks) -> dict[str, BundledFile]:
+    """Write every rank's state into a directory of rank 0; say what the ranks' files are."""
     moments = {name: value.detach().cpu().contiguous() for name, value in trainer.moments().items()}
-    for rank, data in enumerate(gather_bytes(save(moments), ranks)):
-        (directory / _file_name(rank)).write_bytes(data)
+    written = {
+        _file_name(rank): write_hashed(directory / _file_name(rank), [data])
+        for rank, data in enumerate(gather_bytes(save(moments), ranks))
+    }
     if ranks.rank == 0:
         (directory / _LAYOUT).write_bytes(canonical_json(_layout(update, ranks).model_dump()))
+    return written
 
 
 def load_state(trainer: Trainer, directory: Path, *, update: UpdateConfig, ranks: Ranks) -> None:
@@ -92,21 +95,21 @@ def publish_policy(
         trained, state = scratch / "trained", scratch / "state"
         trained.mkdir()
         state.mkdir()
-        trainer.save_weights(trained)
-        if state_of is not None:
-            save_state(trainer, state, update=state_of, ranks=ranks)
+        written = trainer.save_weights(trained)
+        states = {} if state_of is None else save_state(trainer, state, update=state_of, ranks=ranks)
         encoded = b""
         if ranks.rank == 0:
             adapter = None
             if trainer.trains_adapters:
-                weights, adapter = parent.weights, publish_bundle(store, trained, prefix="adapters")
+                weights, adapter = parent.weights, publish_bundle(store, trained, prefix="adapters", written=written)
             else:
                 _copy_beside_weights(fetch_bundle(store, parent.weights), trained)
-                weights = publish_bundle(store, trained, prefix=parent.weights.key.rpartition("/")[0])
+                prefix = parent.weights.key.rpartition("/")[0]
+                weights = publish_bundle(store, trained, prefix=prefix, written=written)
             published = ModelVersion(
                 version=version,
                 weights=weights,
-                state=None if state_of is None else publish_bundle(store, state, prefix="states"),
+                state=None if state_of is None else publish_bundle(store, state, prefix="states", written=states),
                 adapter=adapter,
             )
             encoded = _VERSION.dump_json(published)

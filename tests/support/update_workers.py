@@ -10,6 +10,7 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
+from infra.store import bundles
 from infra.store.bundles import fetch_bundle
 from infra.store.storage import open_store
 from models.config.algorithms import Grpo
@@ -60,6 +61,26 @@ def gradients(uri: str, outcome: Outcome) -> np.ndarray:
     moments = load_file(files(uri, outcome, "state") / "rank-00000.safetensors")
     names = sorted((name for name in moments if name.startswith("exp_avg.")), key=lambda name: int(name[8:]))
     return np.concatenate([moments[name].numpy().ravel() * 10 for name in names])
+
+
+def bytes_moved(act: Callable[[], object], monkeypatch) -> tuple[int, int]:
+    """Bytes that this process writes to files, and those that it reads, while it does something."""
+    hashed, digest = [0], bundles._digest
+
+    def counting(path: Path) -> str:
+        hashed[0] += path.stat().st_size  # mapped, which the system does not count
+        return digest(path)
+
+    def counted() -> tuple[int, int]:
+        found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(found["wchar"]), int(found["rchar"])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bundles, "_digest", counting)
+        before = counted()
+        act()
+        after = counted()
+    return after[0] - before[0], after[1] - before[1] + hashed[0]
 
 
 # ---- several ranks

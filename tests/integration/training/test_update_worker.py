@@ -25,6 +25,7 @@ from tests.support.training import DATA, TINY, publish_scratch
 from tests.support.update_workers import (
     CONFIG,
     UNCLIPPED,
+    bytes_moved,
     files,
     gradients,
     read,
@@ -56,6 +57,17 @@ def test_an_update_is_the_same_bits_hot_reloaded_and_repeated(uri, policy):
     assert hot.update(again).model == outcome.model
     cold = start(uri).update(again)
     assert (cold.model, cold.metrics) == (outcome.model, outcome.metrics)
+
+
+def test_an_update_writes_what_it_publishes_once_and_reads_none_of_it(uri, policy, monkeypatch):
+    worker = start(uri)
+    first = worker.update(work(uri, policy)).model
+    second = []
+    again = work(uri, first, reference=policy)
+    written, read = bytes_moved(lambda: second.append(worker.update(again).model), monkeypatch)
+    published = second[0].weights.bytes + second[0].state.bytes
+    assert published < written < 1.1 * published
+    assert read < 0.25 * published  # samples, the tokenizer
 
 
 def test_another_seed_makes_another_policy(uri, policy):

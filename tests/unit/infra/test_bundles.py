@@ -8,7 +8,15 @@ import pytest
 from blake3 import blake3
 
 from infra.errors import BadInput, Damaged
-from infra.store.bundles import BundleRef, delete_bundle, fetch_bundle, fetch_file, publish_bundle
+from infra.store.bundles import (
+    BundledFile,
+    BundleRef,
+    delete_bundle,
+    fetch_bundle,
+    fetch_file,
+    publish_bundle,
+    write_hashed,
+)
 from infra.store.storage import open_store
 from tests.support.processes import CONTEXT, preload, process
 
@@ -71,6 +79,26 @@ def test_publishing_the_same_files_again_gives_the_same_reference(store, policy,
     again = make(tmp_path / "again", dict(reversed(FILES.items())))
     assert publish_bundle(store, again, prefix="policies") == ref
     assert [entry.key for entry in store.entries("")] == entries
+
+
+def test_files_of_the_stores_own_scratch_are_not_copied_and_others_are(store, policy):
+    with store.scratch() as scratch:
+        made = make(scratch / "policy", FILES)
+        inodes = {name: (made / name).stat().st_ino for name in FILES}
+        ref = publish_bundle(store, made, prefix="policies")
+    assert {name: store.local(f"{ref.key}/{name}").stat().st_ino for name in FILES} == inodes
+    assert files_of(policy) == FILES and in_a_fresh_process(store, ref) == ""
+    copied = publish_bundle(store, make(policy, {"more": b"1"}), prefix="policies")
+    assert store.local(f"{copied.key}/more").stat().st_ino != (policy / "more").stat().st_ino
+
+
+def test_what_was_hashed_while_it_was_written_is_not_read_again(store, policy):
+    written = {"model.safetensors": write_hashed(policy / "model.safetensors", [b"ab", memoryview(b""), b"c"])}
+    assert written["model.safetensors"] == BundledFile(digest=blake3(b"abc").hexdigest(), bytes=3)
+    (policy / "model.safetensors").write_bytes(b"abd")  # whoever read it again would say so
+    ref = publish_bundle(store, policy, prefix="policies", written=written)
+    assert fetch_bundle(store, ref).is_dir()
+    assert "expected digest" in in_a_fresh_process(store, ref)
 
 
 def test_another_byte_or_name_gives_another_reference(store, policy, tmp_path):
