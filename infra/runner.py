@@ -34,6 +34,8 @@ OLDEST = (3, 9)
 """The oldest Python that runs this file."""
 LENGTH_BYTES = 4
 MAX_ANSWER = 1 << 24
+KILLED = "its process was killed by "
+"""What comes before the name of a signal that ended a call's own process."""
 WATCH_SECONDS = 0.02
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 
@@ -240,9 +242,9 @@ def _read(pipe: int) -> bytes:
 def _limit(limits: Mapping[str, int]) -> None:
     import resource
 
-    kinds = {"memory": resource.RLIMIT_AS, "file": resource.RLIMIT_FSIZE, "cpu": resource.RLIMIT_CPU}
-    for name, kind in kinds.items():
+    for name, kind in {"memory": resource.RLIMIT_AS, "file": resource.RLIMIT_FSIZE}.items():
         resource.setrlimit(kind, (limits[name], limits[name]))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu"], limits["cpu"] + 1))  # SIGXCPU first: SIGKILL tells less
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(10)  # a fork bomb leaves time to the process that ends it
 
@@ -282,8 +284,16 @@ def _remove(path: Path) -> None:
 
 def _ending(status: int) -> str:
     if os.WIFSIGNALED(status):
-        return f"its process was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"{KILLED}{signal_name(os.WTERMSIG(status))}"
     return f"its process ended with exit code {os.WEXITSTATUS(status)}"
+
+
+def signal_name(number: int) -> str:
+    """Name a signal; those of real time have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _shut(outside: str) -> None:

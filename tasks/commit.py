@@ -2,9 +2,8 @@
 
 from datetime import UTC, datetime
 
-from infra.store.bundles import BundleRef, retirement_key
+from infra.store.bundles import BundleRef, delete_bundle, retirement_key
 from infra.store.manifests import Manifest
-from infra.store.retention import retire_bundle
 from infra.store.runs import Run
 from models.records.versions import policy_of
 from tasks.auxiliary import auxiliary_of
@@ -76,6 +75,12 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
             retired += 1
     looked.versions = newest.start
     return retired
+
+
+def retire_bundle(run: Run, ref: BundleRef) -> None:
+    """Delete a bundle's files for good, after a manifest that says so; doing it again finishes what was cut short."""
+    run.commit(Manifest(key=retirement_key(ref), detail={"bundle": ref.key}))
+    delete_bundle(run.store, ref)
 
 
 def is_kept(version: int, *, keep_every: int) -> bool:

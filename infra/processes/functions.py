@@ -31,13 +31,16 @@ START_SECONDS: Final = 120.0
 """Longest time for the process to import its functions; sympy on a busy machine takes about ten."""
 STARTS: Final = 3
 """How often a process is started that dies while it imports."""
+MOST_ENDS: Final = 4
+"""How many processes one call may cost."""
 STARVED: Final = 10.0
 """How many times its time a call may take, beside a minute, on a machine that gives it no processor."""
 SLICE_SECONDS: Final = 0.05
 MAX_FRAME: Final = 1 << 24
 _EXIT_SECONDS = 1.0  # between the end of a dying process's pipe and its exit code
 _HOME = str(Path(__file__).parents[2])
-_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
+_CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGXCPU", "SIGXFSZ"}
+"""Signals that the kernel sends a process for what it has just done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +81,12 @@ class CallResult:
 class ProcessEnded(Exception):
     """The process is gone in the middle of a call."""
 
-    def __init__(self, reason: str, *, cause: str, certain: bool = False) -> None:
+    def __init__(self, reason: str, *, cause: str, suffices: int | None = 2) -> None:
         super().__init__(reason)
         self.cause = cause
         """By which two ends are compared."""
-        self.certain = certain
-        """It was the call's own doing; else another process should be tried."""
+        self.suffices = suffices
+        """So many ends alike are the call's own doing; none: it may always have been somebody else's."""
 
 
 def our_interpreter() -> Interpreter:
@@ -201,7 +204,7 @@ class FunctionProcess:
             if found is not None:
                 return found[0], counted
             if counted > seconds:
-                raise ProcessEnded(f"no value after {seconds:g} s", cause="time", certain=clock.used > seconds / 2)
+                raise self._late(seconds, used=clock.used)
             if clock.lasted > STARVED * seconds + 60:
                 raise WorkerLost(
                     f"{self._what}: {clock.lasted:.0f} s for what may take {seconds:g} s, with {clock.used:.0f} s of a "
@@ -246,6 +249,13 @@ class FunctionProcess:
         except (ValueError, RecursionError):
             raise _meddled() from None
 
+    def _late(self, seconds: float, *, used: float) -> ProcessEnded:
+        """Say why there is no value yet: a process that somebody has stopped is not slow."""
+        with suppress(psutil.Error):
+            if not self._sandboxed and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
+                return ProcessEnded("its process was stopped", cause="SIGSTOP", suffices=None)
+        return ProcessEnded(f"no value after {seconds:g} s", cause="time", suffices=1 if used > seconds / 2 else 2)
+
     def _end(self) -> ProcessEnded:
         """Say how the process ended."""
         if self._unread or _readable(self._out):
@@ -255,10 +265,11 @@ class FunctionProcess:
             if time.monotonic() > deadline:
                 return ProcessEnded("its process closed the pipe", cause="own")
             time.sleep(_EXIT_SECONDS / 100)
+        if self._sandboxed and code > 128:  # as shells tell of a signal that came inside
+            return _killed(runner.signal_name(code - 128), inside=True)
         if code >= 0:
             return ProcessEnded(f"its process ended with exit code {code}", cause="own")
-        name = signal.Signals(-code).name
-        return ProcessEnded(f"its process was killed by {name}", cause="own" if -code in _CRASHES else name)
+        return _killed(runner.signal_name(-code))
 
     def _exit(self) -> int | None:
         """Return the exit code, or the signal below 0; on Linux the process keeps its id until it is killed here."""
@@ -270,9 +281,7 @@ class FunctionProcess:
             return 0
         if ended is None:
             return None
-        if ended.si_code != os.CLD_EXITED:
-            return -ended.si_status
-        return 128 - ended.si_status if self._sandboxed and ended.si_status > 128 else ended.si_status  # as shells do
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 class _Clock:
@@ -327,6 +336,15 @@ def _readable(pipe: int) -> bool:
     return any(event & select.POLLIN for _, event in polled.poll(0))
 
 
+def _killed(name: str, *, inside: bool = False) -> ProcessEnded:
+    """Say that a signal ended a process, which never is the call's doing unless the kernel sends it for what was done.
+
+    Whatever runs `inside` a sandbox may end its own process, and nobody vouches for it.
+    """
+    suffices = 2 if name in _CRASHES else MOST_ENDS if inside else None
+    return ProcessEnded(f"{runner.KILLED}{name}", cause=name, suffices=suffices)
+
+
 def _meddled() -> ProcessEnded:
     return ProcessEnded("its process wrote what is no answer", cause="own")
 
@@ -337,6 +355,8 @@ def _checked(answer: object, token: str, expected: int | None, seconds: float) -
         raise _meddled()
     _, value, reason, end = answer
     if isinstance(end, str):
+        if end.startswith(runner.KILLED):
+            raise _killed(runner.one_line(end.removeprefix(runner.KILLED)), inside=True)
         raise ProcessEnded(runner.one_line(end), cause="own")
     if isinstance(reason, str) and value is None:
         return CallResult(None, runner.one_line(reason), seconds)

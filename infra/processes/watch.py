@@ -50,6 +50,8 @@ class WatchedServer:
     cpu_seconds: float = 0.0
     """That it has computed so far."""
     _stopped_seconds: float = 0.0
+    _switches: int = 0
+    """How often it had left a processor when it was last seen stopped."""
     _looked: float = field(default_factory=time.monotonic)
     _asked: float = field(default_factory=time.monotonic)
     _heard: float = field(default_factory=time.monotonic)
@@ -70,7 +72,7 @@ class WatchedServer:
             return f"{self.what} (pid {self.process.pid}) has died"
         now, cpu_seconds = time.monotonic(), times.user + times.system
         passed, self._looked = min(now - self._looked, STOPPED_SECONDS / 2), now  # this process may have been stopped
-        self._stopped_seconds = self._stopped_seconds + passed if status == psutil.STATUS_STOPPED else 0.0
+        self._stopped_seconds = self._stopped_seconds + passed if self._is_still_stopped(status) else 0.0
         if self._stopped_seconds >= STOPPED_SECONDS:
             return f"{self.what} (pid {self.process.pid}) is stopped"
         if cpu_seconds != self.cpu_seconds:
@@ -81,6 +83,15 @@ class WatchedServer:
             silent = f"neither answers nor computes for {self.silent_seconds:g} s"
             return f"{self.what} (pid {self.process.pid}) {silent}"
         return None
+
+    def _is_still_stopped(self, status: str) -> bool:
+        """Say whether it is stopped, and has not run since it was last seen so."""
+        if status != psutil.STATUS_STOPPED:
+            return False
+        with contextlib.suppress(psutil.Error):
+            before, self._switches = self._switches, sum(self.process.num_ctx_switches())
+            return self._switches == before
+        return True
 
 
 class Watch:

@@ -20,6 +20,7 @@ from infra.store.storage import Store, open_store
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _RECORD, _LOCK, _LEASES, _MANIFESTS, _JOURNAL = "run.json", "lock", "lease/", "manifests/", "journal/"
+_LEASE = re.compile(r"(\d{6,})\.json")
 
 KNOWN_MANIFESTS = 4096
 """Manifests that a process remembers of a run, some 10 kB each: those of a few iterations; others are read again."""
@@ -187,7 +188,7 @@ class Run:
 
     def _newest_epoch(self) -> int:
         names = self.store.children(_LEASES.rstrip("/"))  # asked at each commit, so none is looked at
-        return max((int(name.removesuffix(".json")) for name in names if name.endswith(".json")), default=0)
+        return max((int(lease[1]) for name in names if (lease := _LEASE.fullmatch(name))), default=0)
 
     def _next_epoch(self) -> int:
         while True:

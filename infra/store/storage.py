@@ -3,7 +3,6 @@
 An object appears whole or not at all and never changes afterwards; of many writers of one name exactly one wins.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,7 +19,6 @@ from infra.store.disk import (
     TEMPORARY,
     hold_file,
     make_directory,
-    open_temporary,
     publish_file,
     remove_empty,
     scratch_directory,
@@ -39,8 +37,6 @@ class Entry:
 
     key: str
     bytes: int
-    modified: float
-    """Seconds by the store's own clock, to be compared with `Store.clock()` and nothing else."""
 
 
 class Store(Protocol):
@@ -52,7 +48,7 @@ class Store(Protocol):
         ...
 
     def put(self, key: str, data: bytes | Path) -> bool:
-        """Write durably if the name is free; False, with nothing changed but the object's age, if it is taken.
+        """Write durably if the name is free; False, with nothing changed, if it is taken.
 
         A file of a scratch directory of the store becomes the object itself: nothing is copied.
         """
@@ -96,10 +92,6 @@ class Store(Protocol):
 
     def scratch(self) -> AbstractContextManager[Path]:
         """Make a local directory for what will be put; it is gone afterwards, or at the next hold after a kill."""
-        ...
-
-    def clock(self) -> float:
-        """Return the store's own time in seconds."""
         ...
 
 
@@ -155,8 +147,6 @@ class LocalStore:
                 if path.parent.is_dir():
                     raise
                 return self.put(key, data)  # its folder was empty, and has been removed meanwhile
-            if not won:
-                os.utime(path)  # whoever relies on an object gets it as young as one just written: see retention
             sync_directory(path.parent)  # also for the loser: what it is told exists must survive a power cut
             return won
 
@@ -229,16 +219,6 @@ class LocalStore:
                 directory = stack.enter_context(scratch_directory(self.root))
             yield directory
 
-    def clock(self) -> float:
-        with self._failures("cannot ask the time"):
-            make_directory(self.root)
-            descriptor, temporary = open_temporary(self.root)
-            try:
-                return os.fstat(descriptor).st_mtime
-            finally:
-                temporary.unlink()
-                os.close(descriptor)
-
     def _path(self, key: str) -> Path:
         check_key(key)
         return self.root / key
@@ -270,7 +250,7 @@ class LocalStore:
                 status = path.stat()
             except FileNotFoundError:  # deleted since the directory was read
                 continue
-            yield Entry(key, status.st_size, status.st_mtime)
+            yield Entry(key, status.st_size)
 
     def _files(self, folder: str) -> Iterator[tuple[str, str]]:
         """Walk (directory, file name) pairs below a folder, those of writers that are at work left out."""

@@ -3,7 +3,8 @@
 Rewards run code that nobody vouches for, on text that a policy made up: they hang, raise and bring their process
 down. Whatever one completion does, its own score goes missing with a reason, and its neighbours keep theirs. What the
 machine does (it kills the process, stops it, gives it no time) is no verdict: the completion is judged again in a fresh
-process, and only what ends in the same way again is its own doing.
+process, and only what ends in the same way again is its own doing. An end by a signal that anybody may send never is,
+outside a sandbox: after the last of `MOST_ENDS` processes the worker is lost, and nothing about the shard is written.
 
 Functions of users run where nothing of ours is imported, ours in another process.
 """
@@ -15,6 +16,7 @@ from typing import Final, cast
 
 from infra.errors import WorkerFailed, WorkerLost
 from infra.processes.functions import (
+    MOST_ENDS,
     STARTS,
     CallResult,
     FunctionProcess,
@@ -44,10 +46,8 @@ class Case:
     answer: str
     tokens: tuple[str, ...] | None = None
     """Texts of the completion's tokens; none where nobody asks, or where they do not spell the completion."""
-
-
-ENDS = 4
-"""How many processes a completion may cost that end in different ways."""
+    where: str = "a completion"
+    """How messages name it."""
 
 
 OURS = "models.rewards."
@@ -215,11 +215,11 @@ class Evaluator:
                 place.close()
                 if end.cause == "time":
                     end.args = (f"no value after {self._scoring.timeout_seconds:g} s",)
-                if end.certain or end.cause in ends:
-                    raise
                 ends.append(end.cause)
-                if len(ends) == ENDS:
-                    raise WorkerLost(f"{function.where}: its processes ended by {', '.join(ends)}") from end
+                if end.suffices is not None and ends.count(end.cause) >= end.suffices:
+                    raise
+                if len(ends) == MOST_ENDS:
+                    raise _unjudged(function, case, ends) from end
 
 
 def check_rewards(scoring: ScoringConfig) -> None:
@@ -233,6 +233,17 @@ def check_rewards(scoring: ScoringConfig) -> None:
             evaluator.start()
         finally:
             evaluator.close()
+
+
+def _unjudged(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerLost:
+    """Say what to do where a completion has no verdict."""
+    times = f"{len(ends)} times in a row, by {', '.join(ends)}"
+    return WorkerLost(
+        f"{function.where}: the process that judges {case.where} was ended {times}. Who did it is not known, so "
+        "this is no verdict: see that the machine has the memory (the kernel's log tells of a lack of it) and that "
+        "nothing kills the process; where the function ends it itself, mend it or judge with "
+        'scoring.sandbox = "bubblewrap"'
+    )
 
 
 def _is_ours(function: RunFunction) -> bool:

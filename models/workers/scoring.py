@@ -54,7 +54,7 @@ class ScoringWorker:
         began = time.perf_counter()
         rollouts = read_shard(self._store, work.rollouts, (*PLACES, *TEXTS, COMPLETION_TOKENS))
         served, starts = self._served(rollouts, work), self._starts(rollouts, work)
-        ruled = self._evaluator.evaluate(_cases(rollouts, starts))
+        ruled = self._evaluator.evaluate(_cases(rollouts, starts, iteration=work.iteration))
         table = score_table(rollouts, joined(ruled, served, self._scoring, starts=starts), self._scoring)
         _check_bearable(table, work)
         metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest}
@@ -146,11 +146,14 @@ class ScoringWorker:
         self._evaluator.close()
 
 
-def _cases(rollouts: pa.Table, starts: Sequence[Sequence[int] | None]) -> list[Case]:
-    rows = zip(*(rollouts[name].to_pylist() for name in TEXTS), starts, strict=True)
+def _cases(rollouts: pa.Table, starts: Sequence[Sequence[int] | None], *, iteration: int) -> list[Case]:
+    rows = zip(*(rollouts[name].to_pylist() for name in (*PLACES, *TEXTS)), starts, strict=True)
     return [
-        Case(prompt, completion, answer, None if begins is None else token_texts(begins, completion))
-        for prompt, completion, answer, begins in rows
+        Case(
+            *(prompt, completion, answer, None if begins is None else token_texts(begins, completion)),
+            where=f"iteration {iteration}, prompt {prompt_row}, sample {sample}",
+        )
+        for prompt_row, sample, prompt, completion, answer, begins in rows
     ]
 
 

@@ -22,6 +22,8 @@ def obedient(prompt: str, completion: str, answer: str) -> float:
         os._exit(0)
     if completion == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
     if completion == "raise":
         raise RuntimeError(f"cannot judge\n{object()!r}")
     if completion == "leave":
@@ -46,6 +48,14 @@ def leave_pid_and_hang(prompt: str, completion: str, answer: str) -> float:
     return 0.0
 
 
+def tell_pid_and_wait(prompt: str, completion: str, answer: str) -> float:
+    """Add the id of this process to the file that the completion names, and return 3 half a second later."""
+    with Path(completion).open("a") as told:
+        told.write(f"{os.getpid()}\n")
+    time.sleep(0.5)
+    return 3.0
+
+
 def in_a_queue(prompt: str, completion: str, answer: str, *, seconds: float) -> float:
     """Use so much of one processor; return how long that took."""
     began = time.monotonic()
@@ -60,7 +70,7 @@ def killed_in_turns(prompt: str, completion: str, answer: str) -> float:
     turns = Path(completion)
     with turns.open("a") as file:
         file.write("x")
-    signals = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    signals = (signal.SIGKILL, signal.SIGTERM, signal.SIGRTMIN + 6, signal.SIGUSR1)
     os.kill(os.getpid(), signals[(len(turns.read_text()) - 1) % len(signals)])
     time.sleep(10)
     return 0.0
@@ -97,7 +107,7 @@ def stepwise(prompt: str, completion: str, answer: str, *, steps: list[str], sca
         return ["one"] * len(steps)  # type: ignore[list-item]
     if harm == "endless":
         return itertools.count()  # type: ignore[return-value]
-    if harm in ("hang", "raise", "kill", "leave", "none"):
+    if harm in ("hang", "raise", "crash", "leave", "none"):
         obedient(prompt, harm, answer)
         return None  # type: ignore[return-value]
     return [scale * float(step) for step in steps]

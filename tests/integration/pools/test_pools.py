@@ -392,27 +392,34 @@ asyncio.run(main())
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 async def test_a_server_of_the_cluster_that_computes_slowly_is_waited_for(name):
-    program = f"""
-import asyncio, psutil, threading, time
+    program = """
+import asyncio
 from infra.pools.cluster import RayCluster
-def slow():
-    while not (found := [child for child in psutil.Process().children() if child.name() == {name!r}]):
-        pass
-    until = time.monotonic() + 40  # Ray's own patience is 30 s
-    while time.monotonic() < until:
-        found[0].suspend()
-        time.sleep(0.8)
-        found[0].resume()
-        time.sleep(0.005)
 async def main():
-    threading.Thread(target=slow, daemon=True).start()
     async with RayCluster.open("patient"):
         print("started", flush=True)
 asyncio.run(main())
 """
     driver = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
+    slowing = asyncio.create_task(asyncio.to_thread(slow_down, driver.pid, name))  # a driver's threads may have to wait
     out, _ = await asyncio.wait_for(driver.communicate(), 240)
+    assert await slowing, "it had its 40 seconds"
     assert out == b"started\n"
+
+
+def slow_down(driver: int, name: str) -> bool:
+    """Leave a server of a driver's cluster 5 ms of each 0.8 s, for longer than Ray has patience; False if it dies."""
+    while not (found := [child for child in psutil.Process(driver).children() if child.name() == name]):
+        time.sleep(0.001)
+    until = time.monotonic() + 40  # Ray's own patience is 30 s
+    with suppress(psutil.Error):
+        while time.monotonic() < until:
+            found[0].suspend()
+            time.sleep(0.8)
+            found[0].resume()
+            time.sleep(0.005)
+        return True
+    return False
 
 
 @pytest.mark.parametrize("before", [(), (0,), (1,)], ids=["alone", "after its guard's parent", "after its guard"])

@@ -112,7 +112,7 @@ def test_no_attack_exhausts_the_machine(port: int, secret: Path):
 
 @needs_sandbox
 def test_values_and_reasons_are_those_without_a_sandbox_also_in_another_python():
-    cases = [Case("", text, "") for text in ("1", "raise", "words", "exit", "kill", "none", "2")]
+    cases = [Case("", text, "") for text in ("1", "raise", "words", "exit", "crash", "none", "2")]
     verdicts = []
     for settings in ({}, {"sandbox": "bubblewrap"}, {"sandbox": "bubblewrap", "python": shutil.which("python3")}):
         evaluator = Evaluator(ScoringConfig(rewards=(NumericReward(weight=0), OBEDIENT), **settings))

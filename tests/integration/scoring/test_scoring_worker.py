@@ -11,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pytest
 
-from infra.errors import Damaged, Quarantined
+from infra.errors import Damaged, Quarantined, WorkerLost
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
 from models.config.algorithms import AlgorithmConfig, DrGrpo, Grpo, Ppo
@@ -31,6 +30,7 @@ from models.records.versions import Outcome
 from models.records.work import CreditWork, ScoredShard, ScoringWork
 from models.training.samples import open_samples
 from models.workers.scoring import ScoringWorker
+from tests.support.jobs import wait_for
 from tests.support.rollout_shards import rollout, write_rollouts
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")
@@ -86,7 +86,7 @@ def test_scores_keep_the_order_of_rollouts_and_the_raw_value_of_each_term(store:
 
 def test_a_term_that_fails_makes_the_total_missing_and_never_zero(store: Store, make: Make):
     worker = make(ScoringConfig(rewards=(RegexReward(pattern="."), OBEDIENT), timeout_seconds=1))
-    completions = ["3", "raise", "hang", "kill", "nan", "4"]
+    completions = ["3", "raise", "hang", "crash", "nan", "4"]
     rollouts = write_rollouts(store, *(rollout(0, sample, text) for sample, text in enumerate(completions)))
     outcome = worker.score(ScoringWork(iteration=0, rollouts=rollouts))
     table = read_shard(store, outcome.shards[0])
@@ -324,23 +324,36 @@ def test_scores_that_credit_would_refuse_are_not_written(store: Store, make: Mak
     assert worker.score(ScoringWork(iteration=3, rollouts=rollouts, bearable=2)).metrics["missing"] == 2
 
 
-def test_a_reward_process_that_is_killed_meanwhile_leaves_the_digest_as_it_was(store: Store, make: Make):
-    rollouts = write_rollouts(store, *(rollout(0, sample, text) for sample, text in enumerate(("1", "slow", "words"))))
+def test_a_reward_process_that_is_killed_again_and_again_leaves_the_digest_as_it_was(
+    store: Store, make: Make, tmp_path: Path
+):
+    told = tmp_path / "pids"
+    rollouts = write_rollouts(store, rollout(0, 0, str(told)))
     work = ScoringWork(iteration=0, rollouts=rollouts)
-    undisturbed = make(ScoringConfig(rewards=(OBEDIENT,))).score(work)
-    worker, before = make(ScoringConfig(rewards=(OBEDIENT,))), set(psutil.Process().children())
+    scoring = ScoringConfig(rewards=(TargetReward(target="tests.support.rewards:tell_pid_and_wait"),))
+    undisturbed = make(scoring).score(work)
 
     def kill() -> None:
-        while worker.progress() < 1:
-            time.sleep(0.02)
-        for started in set(psutil.Process().children()) - before:
-            started.kill()
+        for number in (1, 2):
+            assert wait_for(lambda: len(told.read_text().split()) > number, seconds=60)  # noqa: B023
+            os.kill(int(told.read_text().split()[number]), signal.SIGKILL)
 
     striking = threading.Thread(target=kill)
     striking.start()
-    disturbed = worker.score(work)
+    disturbed = make(scoring).score(work)
     striking.join()
+    assert len(told.read_text().split()) == 4, "one undisturbed, two killed, one to the end"
     assert disturbed.shards == undisturbed.shards
+
+
+def test_nothing_is_written_where_the_process_of_a_completion_is_ended_each_time(
+    store: Store, make: Make, tmp_path: Path
+):
+    rollouts = write_rollouts(store, rollout(4, 0, "1"), rollout(4, 1, "kill"))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(WorkerLost, match="judges iteration 3, prompt 4, sample 1 was ended 4 times in a row"):
+        make(ScoringConfig(rewards=(OBEDIENT,), max_missing=1.0)).score(ScoringWork(iteration=3, rollouts=rollouts))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_scores_of_other_rollouts_are_refused(store: Store, make: Make):

@@ -309,3 +309,13 @@ def test_a_process_remembers_a_bounded_number_of_manifests_and_finds_all(tmp_pat
         assert [run.require(key).digest for key in keys] == digests
         assert [manifest.digest for manifest in run.manifests()] == digests
         assert run.require(keys[-1]) is run.find(keys[-1])
+
+
+def test_files_that_are_no_leases_are_left_alone(tmp_path):
+    run = make(tmp_path)
+    with run.hold():
+        for name in ("note.json", "12.json", "000007.json~"):
+            (tmp_path / "first" / "lease" / name).write_text("mine")
+        run.commit(Manifest(key="it/0000"))
+    with open_run(str(tmp_path), "first").hold() as again:
+        assert again.epoch == 2

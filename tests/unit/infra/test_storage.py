@@ -86,16 +86,6 @@ def test_the_uri_of_a_store_opens_the_same_store(uri):
     assert open_store(uri).read("name") == b"payload"
 
 
-def test_age_is_by_the_stores_clock_and_starts_anew_when_a_put_finds_the_object(uri):
-    store = open_store(uri)
-    store.put("name", b"payload")
-    os.utime(store.local("name"), (1, 1))
-    assert store.entries("")[0].modified == 1
-    store.put("name", b"payload")
-    assert abs(store.entries("")[0].modified - store.clock()) < 60
-    assert [entry.key for entry in store.entries("")] == ["name"]
-
-
 @pytest.mark.parametrize(
     "bad", ["", "..", "a/../b", "/a", "a/", "a//b", ".tmp-1", "a/.hidden", "a\n", "a b", "a\0", "~"]
 )

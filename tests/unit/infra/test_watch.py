@@ -4,12 +4,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import psutil
 import pytest
 
 from infra.processes import watch
-from infra.processes.watch import Watch, WatchedServer
+from infra.processes.watch import LOOK_SECONDS, Watch, WatchedServer
 from tests.support.jobs import wait_for
 
 IDLE = "import time; time.sleep(600)"
@@ -54,6 +55,17 @@ def test_a_server_that_stays_stopped_has_failed_and_one_that_goes_on_has_not(sta
     assert here.failure() is None
     process.send_signal(signal.SIGSTOP)
     assert wait_for(lambda: here.failure() == f"the server (pid {process.pid}) is stopped", seconds=20)
+
+
+def test_a_server_that_runs_between_its_stops_is_not_stopped(started):
+    process = started(IDLE)
+    here = server(process)
+    for _ in range(12):  # each look sees it stopped
+        process.send_signal(signal.SIGSTOP)
+        assert wait_for(lambda: here.process.status() == psutil.STATUS_STOPPED, seconds=20)
+        assert here.failure() is None
+        time.sleep(LOOK_SECONDS)
+        process.send_signal(signal.SIGCONT)
 
 
 def test_a_silent_server_is_waited_for_as_long_as_it_computes(started, monkeypatch):

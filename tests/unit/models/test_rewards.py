@@ -1,5 +1,6 @@
 """Rewards: what they call right, what they refuse, and that one completion cannot harm another."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import pytest
 
 from infra import runner
 from infra.errors import BadInput, WorkerFailed, WorkerLost
+from infra.processes.functions import MOST_ENDS
 from models.config.reward_terms import BuiltInReward, MathReward, NumericReward, RegexReward, TargetReward
 from models.config.rewards import RewardConfig, ScoringConfig
 from models.rewards.evaluate import Case, Evaluator, Verdict, check_rewards
 from models.rewards.rules import build_reward
+from tests.support.jobs import wait_for
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")
 
@@ -119,7 +122,7 @@ def test_a_target_is_called_with_its_options():
 
 
 def test_each_harmful_completion_is_missing_with_its_reason_and_no_other_is():
-    completions = ["1", "raise", "2", "nan", "exit", "3", "hang", "none", "4", "kill", "inf", "leave", "5", "words"]
+    completions = ["1", "raise", "2", "nan", "exit", "3", "hang", "none", "4", "crash", "inf", "leave", "5", "words"]
     verdicts = evaluate(completions, OBEDIENT, timeout_seconds=1)
     assert {text: verdict.values[0] for text, verdict in zip(completions, verdicts, strict=True)} == {
         **dict.fromkeys(completions), "1": 1.0, "2": 2.0, "3": 3.0, "4": 4.0, "5": 5.0
@@ -130,7 +133,7 @@ def test_each_harmful_completion_is_missing_with_its_reason_and_no_other_is():
         "exit": "obedient: its process ended with exit code 0",
         "hang": "obedient: no value after 1 s",
         "none": "obedient: expected a float, found NoneType",
-        "kill": "obedient: its process was killed by SIGKILL",
+        "crash": "obedient: its process was killed by SIGSEGV",
         "inf": "obedient: expected a finite float, found inf",
         "leave": "obedient: SystemExit: 3",
         "words": "obedient: ValueError: could not convert string to float: 'words'",
@@ -140,9 +143,9 @@ def test_each_harmful_completion_is_missing_with_its_reason_and_no_other_is():
 def test_terms_before_the_guilty_one_keep_their_values():
     length = TargetReward(name="length", target="tests.support.rewards:length")
     last = RegexReward(pattern=".")
-    verdicts = evaluate(["kill", "7"], length, OBEDIENT, last)
+    verdicts = evaluate(["exit", "7"], length, OBEDIENT, last)
     assert verdicts[0].values == (4.0, None, None)
-    assert verdicts[0].error == "obedient: its process was killed by SIGKILL"
+    assert verdicts[0].error == "obedient: its process ended with exit code 0"
     assert verdicts[1] == Verdict((1.0, 7.0, 1.0), None)
 
 
@@ -174,10 +177,33 @@ def test_a_signal_from_elsewhere_in_the_middle_of_a_completion_changes_no_verdic
     assert verdicts == [Verdict((number,), None) for number in (1.0, 5.0, 2.0)]
 
 
-def test_a_reward_that_stops_itself_again_and_again_has_no_value():
-    [stopped, other] = evaluate(["stop", "2"], OBEDIENT, timeout_seconds=0.5)
-    assert stopped == Verdict((None,), "obedient: no value after 0.5 s")
-    assert other == Verdict((2.0,), None)
+def test_kills_from_elsewhere_are_no_verdict_when_they_come_again(tmp_path: Path):
+    told = tmp_path / "pids"
+    told.touch()
+    striking = threading.Thread(target=kill_told, args=(told, MOST_ENDS - 1))
+    striking.start()
+    verdicts = evaluate([str(told)], TargetReward(target="tests.support.rewards:tell_pid_and_wait"))
+    striking.join()
+    assert verdicts == [Verdict((3.0,), None)]
+    assert len(set(told.read_text().split())) == MOST_ENDS, "a process each time"
+
+
+def kill_told(told: Path, times: int) -> None:
+    """Kill each of the first processes that tell their ids in a file."""
+    for number in range(times):
+        assert wait_for(lambda: len(told.read_text().splitlines()) > number, seconds=60)  # noqa: B023
+        os.kill(int(told.read_text().split()[number]), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("harm", "sent"), [("kill", "SIGKILL"), ("stop", "SIGSTOP")])
+def test_a_completion_whose_process_is_ended_each_time_is_a_lost_worker_that_names_it_and_no_verdict(harm, sent):
+    evaluator = Evaluator(ScoringConfig(rewards=(OBEDIENT,), timeout_seconds=0.5))
+    ends = rf"ended 4 times in a row, by {', '.join([sent] * 4)}\. Who did it .* memory .* scoring\.sandbox"
+    try:
+        with pytest.raises(WorkerLost, match=f"judges iteration 3, prompt 1, sample 0 was {ends}"):
+            evaluator.evaluate([Case("", "1", ""), Case("", harm, "", where="iteration 3, prompt 1, sample 0")])
+    finally:
+        evaluator.close()
 
 
 BUSY = """
@@ -225,7 +251,7 @@ def test_a_process_that_dies_while_it_imports_is_started_again(tmp_path: Path, m
 
 def test_a_process_that_ends_in_other_ways_each_time_is_a_lost_worker(tmp_path: Path):
     reward = TargetReward(target="tests.support.rewards:killed_in_turns")
-    with pytest.raises(WorkerLost, match="its processes ended by SIGKILL, SIGTERM, SIGHUP, SIGUSR1"):
+    with pytest.raises(WorkerLost, match="4 times in a row, by SIGKILL, SIGTERM, signal 40, SIGUSR1"):
         evaluate([str(tmp_path / "turns")], reward)
 
 

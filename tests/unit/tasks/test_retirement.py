@@ -4,11 +4,13 @@ import random
 
 import pytest
 
+from infra.errors import Damaged
 from infra.pools.threads import ThreadCluster
-from infra.store.bundles import BundleRef
+from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, create_run
-from tasks.commit import retire_policies
+from infra.store.verify import verify_store
+from tasks.commit import retire_bundle, retire_policies
 from tasks.config.run import parse_config
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey
@@ -85,3 +87,19 @@ def test_a_version_keeps_its_files_while_retention_or_another_version_needs_them
         gone |= {*contents.values()} - used
         files = {content for content in contents.values() if run.store.exists(f"{bundle(content).key}/bundle.json")}
         assert files == {*contents.values()} - gone
+
+
+def test_a_retired_bundle_is_gone_for_good_and_says_so_also_where_that_was_cut_short(run, tmp_path):
+    directory = tmp_path / "policy"
+    directory.mkdir()
+    (directory / "config.json").write_bytes(b"{}")
+    bundle = publish_bundle(run.store, directory, prefix="policies")
+    run.commit(Manifest(key=StageKey.policy(0), bundles={"weights": bundle}))
+    fetch_bundle(run.store, bundle)
+    retire_bundle(run, bundle)
+    run.store.put(f"{bundle.key}/config.json", b"{}")
+    assert verify_store(run) == []
+    retire_bundle(run, bundle)
+    assert run.store.entries(f"{bundle.key}/") == [] and verify_store(run) == []
+    with pytest.raises(Damaged, match=f"{bundle.key}.*retired: retention deleted its files"):
+        fetch_bundle(run.store, bundle)

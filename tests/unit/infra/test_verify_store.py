@@ -1,16 +1,13 @@
-"""Verification finds every damage; retention and garbage collection delete only what nobody needs."""
-
-import os
+"""Verification finds every damage of a store; exports are copies."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.errors import BadInput
+from infra.store.bundles import publish_bundle
 from infra.store.manifests import Manifest
-from infra.store.retention import collect_garbage, retire_bundle
-from infra.store.runs import create_run, open_run
+from infra.store.runs import create_run
 from infra.store.shards import read_shard, write_shard
 from infra.store.verify import verify_store
 from tasks.views.export import export_parquet
@@ -37,17 +34,6 @@ def policy(tmp_path, number):
 
 def shard_of(run, number):
     return write_shard(run.store, pa.table({"x": [number] * 100}), kind="test", metadata={})
-
-
-def age(run, prefix="", seconds=2 * 86400):
-    """Make objects look old by the store's own clock."""
-    for entry in run.store.entries(prefix):
-        then = run.store.clock() - seconds
-        os.utime(run.store.local(entry.key), (then, then))
-
-
-def keys(entries):
-    return [entry.key for entry in entries]
 
 
 def test_a_whole_run_has_no_problems(run):
@@ -82,61 +68,6 @@ def test_a_missing_shard_or_bundle_is_a_problem_that_names_it(run):
 def test_what_no_manifest_names_is_no_problem(run):
     run.store.local(shard_of(run, 7).key).write_bytes(b"torn")
     assert verify_store(run) == []
-
-
-def test_a_retired_bundle_is_gone_for_good_and_says_so(run):
-    bundle = run.manifests("it-0000")[0].bundles["weights"]
-    fetch_bundle(run.store, bundle)
-    retire_bundle(run, bundle)
-    retire_bundle(run, bundle)
-    assert run.store.entries(f"{bundle.key}/") == [] and verify_store(run) == []
-    with pytest.raises(Damaged, match=f"{bundle.key}.*retired: retention deleted its files"):
-        fetch_bundle(run.store, bundle)
-    assert fetch_bundle(run.store, run.manifests("it-0001")[0].bundles["weights"]).is_dir()
-
-
-def test_a_retirement_cut_short_is_no_problem_and_is_finished_by_the_garbage_collection(run):
-    bundle = run.manifests("it-0000")[0].bundles["weights"]
-    contents = run.store.read(f"{bundle.key}/config.json")
-    retire_bundle(run, bundle)
-    run.store.put(f"{bundle.key}/config.json", contents)
-    age(run)
-    assert verify_store(run) == []
-    assert keys(collect_garbage(run, dry_run=False)) == [f"{bundle.key}/config.json"]
-
-
-def test_garbage_is_only_what_no_manifest_names_and_is_old(run, tmp_path):
-    orphan, bundle = shard_of(run, 7), publish_bundle(run.store, policy(tmp_path, 7), prefix="policies")
-    age(run)
-    young = shard_of(run, 8)
-    expected = sorted([orphan.key, *keys(run.store.entries(f"{bundle.key}/"))])
-    before = keys(run.store.entries(""))
-    assert keys(collect_garbage(run)) == expected and keys(run.store.entries("")) == before
-    assert keys(collect_garbage(run, dry_run=False)) == expected
-    assert keys(run.store.entries("")) == [key for key in before if key not in expected]
-    assert run.store.exists(young.key) and verify_store(run) == [] and collect_garbage(run) == []
-
-
-def test_an_old_orphan_that_a_writer_makes_again_is_young_and_stays(run):
-    orphan = shard_of(run, 7)
-    age(run)
-    assert shard_of(run, 7) == orphan
-    assert collect_garbage(run, dry_run=False) == []
-    run.commit(Manifest(key="late", shards=(orphan,)))
-    assert verify_store(run) == []
-
-
-def test_clocks_of_the_machine_do_not_make_a_young_object_old(run):
-    shard_of(run, 7)
-    age(run, seconds=-3600)
-    assert collect_garbage(run, dry_run=False) == []
-
-
-def test_garbage_is_not_deleted_from_a_run_that_is_open_for_reading(run, tmp_path):
-    reader = open_run(str(tmp_path / "runs"), "r")
-    assert collect_garbage(reader) == []
-    with pytest.raises(BadInput, match="open for reading"):
-        collect_garbage(reader, dry_run=False)
 
 
 def test_an_export_is_one_parquet_copy_that_is_written_once(run):
