@@ -1,4 +1,4 @@
-"""Role controllers: sub-flows that live as long as their run and take orders, or runs of their own deployments."""
+"""Role controllers: sub-flows that take orders for a span of iterations, or runs of their own deployments."""
 
 import asyncio
 import contextvars
@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Concatenate
 
 from prefect import get_client, tags
@@ -16,6 +17,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelling
 
 from infra.errors import WorkerFailed, WorkerLost, first_cause
+from tasks.run.keys import StageKey, iteration_key
 from tasks.run.session import RunRef, Session
 
 Role = Flow[Concatenate[RunRef, ...], Coroutine[object, object, int]]
@@ -56,48 +58,59 @@ class BatchOrder:
             self.done.set_result(None)
 
 
+@dataclass(frozen=True, slots=True)
+class Tenure:
+    """A controller's time, and what it is asked to do until its end, which is told by None."""
+
+    first: int
+    """Number of the iteration that it begins with."""
+    last: int
+    """Number of the one after which a successor takes over."""
+    orders: "asyncio.Queue[BatchOrder | None]" = field(default_factory=asyncio.Queue)
+
+
 class Controllers:
-    """The controllers of an open run; each starts with its first order and ends with the run.
+    """The controllers of an open run; each starts with its first order and has a successor after a span of iterations.
 
     Sub-flows are what costs Prefect most: there is one for each role and slice, not one for each batch as well.
     """
 
-    def __init__(self, group: asyncio.TaskGroup) -> None:
-        self._group = group
+    def __init__(self, group: asyncio.TaskGroup, *, span: int) -> None:
+        self._group, self._span = group, span
         self._around = contextvars.copy_context()
         """Of the flow that holds the run, whose sub-flows they are, whoever asks first."""
-        self._orders: dict[tuple[str, int], asyncio.Queue[BatchOrder | None]] = {}
+        self._serving: dict[tuple[str, int], Tenure] = {}
 
     def ask(self, role: Role, run: RunRef, number: int | None, order: BatchOrder) -> None:
-        """Hand an order to a controller: of several, to that of a number."""
-        key = (role.name, number or 0)
-        if key not in self._orders:
-            self._orders[key] = asyncio.Queue()
+        """Hand an order to a controller, of several to that of a number; after its span begin its successor."""
+        place, iteration = (role.name, number or 0), StageKey.of(order.batch, "plan").after
+        serving = self._serving.get(place)
+        if serving is None or serving.last < iteration:
+            if serving is not None:
+                serving.orders.put_nowait(None)
+            last = self._span * max(1, ceil(iteration / self._span))
+            serving = self._serving[place] = Tenure(last - self._span + 1, last)
             around = self._around.copy()
-            around.run(_CONTROLLERS.set, self)
+            around.run(_TENURE.set, serving)
             self._group.create_task(_nested(role, run, number), context=around)
-        self._orders[key].put_nowait(order)
-
-    async def orders(self, role: str, controller: int) -> AsyncIterator[BatchOrder]:
-        """What a controller is asked to do, until the run is over."""
-        while (order := await self._orders[role, controller].get()) is not None:
-            yield order
+        serving.orders.put_nowait(order)
 
     def close(self) -> None:
         """Let them end when they have done what they were asked."""
-        for orders in self._orders.values():
-            orders.put_nowait(None)
+        for serving in self._serving.values():
+            serving.orders.put_nowait(None)
 
 
 _CONTROLLERS: contextvars.ContextVar[Controllers] = contextvars.ContextVar("controllers")
+_TENURE: contextvars.ContextVar[Tenure] = contextvars.ContextVar("tenure")
 
 
 @asynccontextmanager
-async def controllers() -> AsyncIterator[None]:
+async def controllers(*, span: int) -> AsyncIterator[None]:
     """Keep the controllers of a run that this flow holds. What one of them raises ends the others and the flow."""
     try:
         async with asyncio.TaskGroup() as group:
-            before = _CONTROLLERS.set(opened := Controllers(group))
+            before = _CONTROLLERS.set(opened := Controllers(group, span=span))
             try:
                 yield
             finally:
@@ -107,20 +120,21 @@ async def controllers() -> AsyncIterator[None]:
         raise first_cause(several) from several
 
 
-async def serve(role: str, controller: int, perform: Perform) -> int:
-    """Carry out the orders of a controller until its run is over; return how many."""
-    count = 0
+async def serve(perform: Perform) -> int:
+    """Carry out the orders of a controller until its time is over; return how many."""
+    count, orders = 0, _TENURE.get().orders
     async with asyncio.TaskGroup() as group:
-        async for order in _CONTROLLERS.get().orders(role, controller):
+        while (order := await orders.get()) is not None:
             group.create_task(order.carry_out(perform))
             count += 1
     return count
 
 
 def controller_name() -> str:
-    """`rollout 0`, or `it-0003 rollout 0` of a controller that has one batch; for `flow_run_name`."""
-    parameters = flow_run.parameters
-    parts = (parameters.get("batch"), flow_run.flow_name, parameters.get("controller"))
+    """`rollout 0`, a successor's `rollout 0 from it-0051`, or `it-0003 rollout 0` of one batch; for `flow_run_name`."""
+    parameters, tenure = flow_run.parameters, _TENURE.get(None)
+    later = f"from {iteration_key(tenure.first)}" if tenure is not None and tenure.first > 1 else None
+    parts = (parameters.get("batch"), flow_run.flow_name, parameters.get("controller"), later)
     return " ".join(str(part) for part in parts if part is not None)
 
 

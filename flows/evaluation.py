@@ -6,7 +6,7 @@ from flows.generation import generate_and_score
 from flows.session import hold
 from flows.warmup import warmup
 from tasks.config.run import RunConfig
-from tasks.evaluation import summarise_evaluation
+from tasks.evaluation import is_summarised, summarise_evaluation
 from tasks.plan import plan_evaluation
 from tasks.run.keys import evaluation_key
 from tasks.run.session import Session
@@ -14,10 +14,11 @@ from tasks.views.metrics import Accuracy
 
 
 async def evaluation(session: Session, number: int) -> Accuracy:
-    """Generate and score one completion for each held-out problem."""
+    """Generate and score one completion for each held-out problem, unless that is done."""
     with tags(evaluation_key(number)):
         batch = plan_evaluation(session, number)
-        await generate_and_score(session, batch)
+        if not is_summarised(batch):
+            await generate_and_score(session, batch)
         return summarise_evaluation(session, batch)
 
 

@@ -1,20 +1,21 @@
-"""One iteration: generate and score in parallel; then estimate and assign credit, update, seal."""
+"""One iteration: generate and score; estimate and assign credit, update; then, beside the next one, seal."""
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor
 
 from prefect import tags
 
 from flows.controllers import launch
 from flows.generation import generate_and_score
 from flows.update import update
-from infra.store.manifests import Manifest
 from tasks.auxiliary import estimate
 from tasks.commit import retire_policies, seal_iteration
 from tasks.credit import assign_credit
 from tasks.placement.stage import machines_of_update
 from tasks.plan import plan_iteration, plan_next_wave
+from tasks.reporting import report_iteration
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
 from tasks.run.session import Session
@@ -30,17 +31,30 @@ async def generation(session: Session, number: int) -> None:
             wave = plan_next_wave(session, this, wave)
 
 
-async def learning(session: Session, number: int) -> Manifest:
-    """Have the policy learn from an iteration's rollouts, and seal it."""
+async def learning(session: Session, number: int) -> None:
+    """Have the policy learn from an iteration's rollouts."""
     this = Iteration(session.run, number)
     with tags(this.key):
         async with machines_of_update(session, this):
             await estimate(session, this)
             await assign_credit(session, this)
             await launch(update, session, batch=this.key)
-        sealed = seal_iteration(session, this)
-        retire_policies(session, this)
-    return sealed
+
+
+async def closing(session: Session, number: int, thread: Executor) -> None:
+    """Seal an iteration that was learnt from, delete the policies that it makes too old, and tell of it.
+
+    The next iteration goes on meanwhile: it needs no seal, for what it takes over follows from the same manifests.
+    """
+    this = Iteration(session.run, number)
+    with tags(this.key):
+        await asyncio.get_running_loop().run_in_executor(thread, _seal, session, this)
+        await report_iteration(session, number)
+
+
+def _seal(session: Session, iteration: Iteration) -> None:
+    seal_iteration(session, iteration)
+    retire_policies(session, iteration)
 
 
 async def generated(beside: asyncio.TaskGroup, session: Session, numbers: Sequence[int]) -> AsyncIterator[int]:

@@ -16,8 +16,8 @@ async def rollout(
 
     Args:
         run: The run; without an epoch this flow takes it over.
-        batch: `it-0003` or `eval-0010`, whose plan is in the store; none has it follow the run, batch after batch.
+        batch: `it-0003` or `eval-0010`, whose plan is in the store; none has it follow the run for some iterations.
         controller: Number of this controller among its peers.
         shards: Numbers of the shards; none means all.
     """
-    return await control(run, batch, role=rollout.name, controller=controller, shards=shards, work=generate_shards)
+    return await control(run, batch, shards=shards, work=generate_shards)

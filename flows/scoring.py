@@ -20,11 +20,11 @@ async def scoring(
 
     Args:
         run: The run; without an epoch this flow takes it over.
-        batch: `it-0003` or `eval-0010`, whose plan is in the store; none has it follow the run, batch after batch.
+        batch: `it-0003` or `eval-0010`, whose plan is in the store; none has it follow the run for some iterations.
         controller: Number of this controller among its peers.
         shards: Numbers of the shards; none means all.
     """
-    return await control(run, batch, role=scoring.name, controller=controller, shards=shards, work=follow)
+    return await control(run, batch, shards=shards, work=follow)
 
 
 async def follow(session: Session, batch: Batch, shards: Sequence[int]) -> None:

@@ -48,7 +48,7 @@ async def hold(
             record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accept_change)
             over = last in linked_parts(run)
             opening = open_session(run, scope or config, store=config.store, whole=True, over=over)
-            async with opening as session, controllers():
+            async with opening as session, controllers(span=config.controllers.span):
                 yield session
 
 
@@ -78,11 +78,11 @@ async def joined(ref: RunRef) -> AsyncIterator[Session]:
         raise first_cause(several) from several
 
 
-async def control(run: RunRef, batch: str | None, *, role: str, controller: int, shards: Shards, work: Work) -> int:
+async def control(run: RunRef, batch: str | None, *, shards: Shards, work: Work) -> int:
     """Do a role's part of a batch, or of every batch that the run asks for; return how many shards, or batches."""
     async with joined(run) as session:
         if batch is None:
-            return await serve(role, controller, partial(_carry_out, session, work))
+            return await serve(partial(_carry_out, session, work))
         return await _carry_out(session, work, batch, shards)
 
 

@@ -1,17 +1,18 @@
 """The main job: a policy, improved iteration by iteration."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 from prefect import flow
 
 from flows.evaluation import evaluation
-from flows.iteration import generated, learning
+from flows.iteration import closing, generated, learning
 from flows.session import hold
 from flows.warmup import warmup
 from tasks.commit import retire_policies
 from tasks.config.run import RunConfig
 from tasks.preparation import start_pools
-from tasks.reporting import RunSummary, report_iteration, report_run, resume_point
+from tasks.reporting import RunSummary, report_run, resume_point
 from tasks.run.iteration import Iteration
 from tasks.run.keys import evaluation_key
 from tasks.run.session import Session
@@ -29,26 +30,32 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
     """
     async with hold(config, accept_change=accept_change, last=evaluation_key(config.iterations)) as session:
         if session.is_over:
-            for number in resume_point(session):
-                retire_policies(session, Iteration(session.run, number))
+            retire_policies(session, Iteration(session.run, config.iterations))
         else:
             await iterate(session)
         return await report_run(session)
 
 
 async def iterate(session: Session) -> None:
-    """Go through what is left of a run."""
-    config = session.settings
+    """Go through what is left of a run; what was cut short comes first.
+
+    One thread keeps the books, so seals stay in order; the run is not let go of before it has ended.
+    """
+    config, (unclosed, left) = session.settings, resume_point(session)
     start_pools(session)
-    await warmup(session.ref)
-    await evaluation(session, 0)
-    async with asyncio.TaskGroup() as beside:
-        reported = None
-        async for number in generated(beside, session, resume_point(session)):
-            await learning(session, number)
-            if reported is not None:
-                await reported
-            reported = beside.create_task(report_iteration(session, number))
-            if config.evaluation.every and number % config.evaluation.every == 0:
-                await evaluation(session, number)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="book-keeping") as thread:
+        for number in unclosed:
+            await closing(session, number, thread)
+        await warmup(session.ref)
+        if config.evaluation.is_due(left.start - 1):
+            await evaluation(session, left.start - 1)
+        async with asyncio.TaskGroup() as beside:
+            closed = None
+            async for number in generated(beside, session, left):
+                await learning(session, number)
+                if closed is not None:
+                    await closed
+                closed = beside.create_task(closing(session, number, thread))
+                if config.evaluation.is_due(number):
+                    await evaluation(session, number)
     await evaluation(session, config.iterations)

@@ -16,11 +16,11 @@ async def update(run: RunRef, batch: str | None = None) -> int:
 
     Args:
         run: The run; without an epoch this flow takes it over.
-        batch: `it-0003`, whose credit is in the store; none has it follow the run, iteration after iteration.
+        batch: `it-0003`, whose credit is in the store; none has it follow the run for some iterations.
     """
     async with joined(run) as session:
         if batch is None:
-            return await serve(update.name, 0, lambda batch, _: learn(session, batch))
+            return await serve(lambda batch, _: learn(session, batch))
         await learn(session, batch)
         return 1
 

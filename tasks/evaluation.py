@@ -11,6 +11,11 @@ from tasks.views.metrics import Accuracy, accuracy_of
 logger = logging.getLogger(__name__)
 
 
+def is_summarised(batch: Batch) -> bool:
+    """Whether an evaluation's accuracy is committed."""
+    return batch.run.find(StageKey.of(batch.key, "summary")) is not None
+
+
 def summarise_evaluation(session: Session, batch: Batch) -> Accuracy:
     """Commit the accuracy of one evaluated policy."""
     accuracy = _commit(session, batch)

@@ -20,7 +20,7 @@ from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import Excerpts, RolloutPreview
 from tasks.offline_training import losses_of
 from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, artifact_key
+from tasks.run.keys import StageKey, artifact_key, iteration_key, iterations_among
 from tasks.run.session import Session
 from tasks.run.stages import stage
 from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, newest_reports, reports_of, shown, small
@@ -60,14 +60,21 @@ class RunSummary(Settings):
     """PNG of the learning curve."""
 
 
-def resume_point(session: Session) -> list[int]:
-    """Numbers of the iterations to go through: from the last sealed one, whose aftermath may have been cut short."""
-    name, total, reports = session.run.name, session.settings.iterations, _reports(session)
-    if [report.iteration for report in reports] != list(range(1, len(reports) + 1)):
-        raise Damaged(f"run {name!r}: sealed iterations are not 1 to {len(reports)}, a seal is missing")
-    if reports:
-        logger.info("run %s: %d of %d iterations are in the store", name, len(reports), total)
-    return list(range(max(1, len(reports)), total + 1))
+def resume_point(session: Session) -> tuple[range, range]:
+    """Numbers of the iterations that were learnt from and may not be closed yet, and of those to go through.
+
+    The last sealed one is among the former: what comes after its seal may have been cut short.
+    """
+    run, total = session.run, session.settings.iterations
+    sealed = [number for number in iterations_among(run.folders()) if run.has(_seal_key(number))]
+    if sealed != list(range(1, len(sealed) + 1)):
+        raise Damaged(f"run {run.name!r}: sealed iterations are not 1 to {len(sealed)}, a seal is missing")
+    learnt = len(sealed)
+    while learnt < total and run.has(StageKey.policy(learnt + 1)):
+        learnt += 1
+    if learnt:
+        logger.info("run %s: %d of %d iterations are in the store", run.name, min(learnt, total), total)
+    return range(max(1, len(sealed)), min(learnt, total) + 1), range(learnt + 1, total + 1)
 
 
 @stage("report it-{number:04d}")
@@ -114,6 +121,10 @@ async def report_run(session: Session) -> RunSummary:
         summary_page(summary, png, samples), key=f"{key}-summary", description=f"Summary of run {run.name}"
     )
     return summary
+
+
+def _seal_key(number: int) -> StageKey:
+    return StageKey.of(iteration_key(number), "seal")
 
 
 def _reports(session: Session) -> list[IterationReport]:

@@ -6,6 +6,7 @@ part; such a record is missed by its successor. The last one alone has none: not
 
 import re
 from collections.abc import Iterator, Sequence
+from threading import Lock
 
 from pydantic import ValidationError
 
@@ -47,7 +48,7 @@ class Chain:
     """The chain of a held run, for the one process that appends to it: what is there is read once."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self._run, self._turn = run, Lock()
         self._parts: set[str] = set()
         self._last = ("", "")
         """Key and digest of the last record."""
@@ -56,8 +57,12 @@ class Chain:
     def link(self, part: str, *, journal: Sequence[str] = ()) -> None:
         """Append the record of a part, unless it has one: of its manifests, and of the journal below these prefixes.
 
-        The first record names all that there is.
+        The first record names all that there is. Threads take turns.
         """
+        with self._turn:
+            self._append(part, journal)
+
+    def _append(self, part: str, journal: Sequence[str]) -> None:
         self._read()
         if part in self._parts:
             return

@@ -96,6 +96,10 @@ class Run:
         path = f"{_MANIFESTS}{key}.json"
         return self.load(key) if self.store.exists(path) else None
 
+    def has(self, key: str) -> bool:
+        """Whether a manifest of that key is committed; it is not read."""
+        return key in self._known or self.store.exists(f"{_MANIFESTS}{key}.json")
+
     def require(self, key: str) -> Manifest:
         """The manifest under `key`, which must be there. Raises Damaged if it is gone."""
         manifest = self.find(key)

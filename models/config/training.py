@@ -46,6 +46,10 @@ class EvaluationConfig(Settings):
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Softmax temperature; 0 is greedy."""
 
+    def is_due(self, number: int) -> bool:
+        """Whether the policy after so many iterations is evaluated, be it the last or not."""
+        return number == 0 or (self.every > 0 and number % self.every == 0)
+
 
 class RetentionConfig(Settings):
     """Which policy versions keep their files; manifests always stay."""

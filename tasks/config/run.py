@@ -33,6 +33,8 @@ class ControllersConfig(Settings):
     """Controllers per role; each owns a slice of the iteration's shards."""
     where: Literal["nested", "deployment"] = "nested"
     """Sub-flows of this process, or runs of the deployments `rollout/controller` and `scoring/controller`."""
+    span: Annotated[int, Field(ge=1)] = 50
+    """Iterations after which a sub-flow of a role ends and a successor takes over, so that its page stays readable."""
     silence_seconds: Annotated[float, Field(gt=0)] = 900
     """Longest time a scoring controller waits while nothing at all is committed, in seconds."""
 

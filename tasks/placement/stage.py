@@ -34,7 +34,7 @@ async def place_stage(session: Session, batch: Batch) -> Plan:
     if not session.settings.scoring.hosted_rewards:  # nobody to share with
         await _arrange(session, batch, {"rollout": workers})
         return Plan(mode="split", rollout=workers, scoring=0)
-    placing = placing_of(session, before=plan.number)
+    placing = placing_of(session, before=plan.number + (plan.split == "heldout"))
     inputs = _inputs(session, placing, plan, workers=workers)
     decision = _begun(session, plan, workers=workers)
     if decision is None:

@@ -103,7 +103,7 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
 def next_iteration(run: Run) -> int:
     """Number of the first iteration that is not sealed."""
     numbers = iterations_among(run.folders())
-    return 1 + sum(run.find(StageKey.of(iteration_key(number), "seal")) is not None for number in numbers)
+    return 1 + sum(run.has(StageKey.of(iteration_key(number), "seal")) for number in numbers)
 
 
 def _files(value: object) -> Iterator[Path]:

@@ -76,12 +76,19 @@ class Iteration:
 
     @cached_property
     def before(self) -> CarryOver:
-        """What it began with; with stale rollouts the iteration before may not be sealed yet, and leaves no groups."""
-        if not self.rollout.staleness or self.number == 1:
+        """What it began with: what the seal before says, or what it will say.
+
+        With stale rollouts the iteration before may not be generated yet, and leaves no groups.
+        """
+        if self.number == 1:
+            return CarryOver()
+        if self.rollout.staleness:
+            cursor = self.previous.batches[-1].plan.cursor
+            assert cursor is not None, "an iteration's batches have a cursor"
+            return CarryOver(cursor=cursor)
+        if self.run.has(self.previous.stage_key("seal")):
             return carry_over_before(self.run, self.number)
-        cursor = self.previous.batches[-1].plan.cursor
-        assert cursor is not None, "an iteration's batches have a cursor"
-        return CarryOver(cursor=cursor)
+        return carry_over_after(self.previous, self.rollout.dynamic)
 
     @property
     def after(self) -> CarryOver:

@@ -95,6 +95,11 @@ class StageKey(str):
         return self._number("evaluation")
 
     @property
+    def after(self) -> int:
+        """Number of its iteration, or of those before its evaluation. Raises ValueError if it is of neither."""
+        return self.iteration if self._parts()["iteration"] else self.evaluation
+
+    @property
     def wave(self) -> int:
         """Number of the batch in its iteration."""
         return int(self._parts()["wave"] or 1)

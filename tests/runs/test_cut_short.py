@@ -1,0 +1,85 @@
+"""A run that was cut short between an update and its seal goes on, and closes iterations beside those that follow."""
+
+import json
+import shutil
+
+import httpx
+import pytest
+
+import flows.iteration
+from tests.support import checker
+from tests.support.in_process import InProcessJob
+from tests.support.jobs import PASSWORD, manifests_of, wait_for
+
+pytestmark = pytest.mark.timeout(1200)
+
+GONE = ("manifests/it-0002/seal.json", "manifests/it-0003", "manifests/eval-0003", "manifests/retention")
+
+
+@pytest.fixture(scope="module")
+def continued(reference, prefect_api, tmp_path_factory):
+    """The undisturbed run without the second seal and what follows, continued for one more iteration.
+
+    The third iteration is sealed when the fourth has learnt: that must not wait for the seal.
+    """
+    job = InProcessJob(tmp_path_factory.mktemp("cut-short"), prefect_api)
+    shutil.copytree(reference.run, job.run)
+    for path in [*(job.run / gone for gone in GONE), *sorted((job.run / "chain").iterdir())[2:]]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (job.home / "left").write_text(json.dumps(sorted(manifests_of(job.run))))
+    seal = flows.iteration.seal_iteration
+
+    def late(session, iteration):
+        if iteration.number == 3:
+            assert wait_for((job.run / "manifests/it-0004/update.json").exists, seconds=120)
+        return seal(session, iteration)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flows.iteration, "seal_iteration", late)
+        job.train("name=tiny", "iterations=4", "controllers.span=3")
+    return job
+
+
+def found(job, kind, *tags):
+    """What Prefect's API finds by tags, which are the name of the run and more."""
+    asked = {kind: {"tags": {"all_": ["tiny", *tags]}}, "sort": "EXPECTED_START_TIME_DESC", "limit": 100}
+    return httpx.post(f"{job.api}/{kind}/filter", json=asked, auth=PASSWORD, timeout=30).raise_for_status().json()
+
+
+def created(job, key):
+    return json.loads((job.run / f"manifests/{key}.json").read_text())["provenance"]["created"]
+
+
+def test_a_seal_that_is_missing_is_written_before_anything_new(continued):
+    new = manifests_of(continued.run).keys() - {*json.loads((continued.home / "left").read_text())}
+    assert {"it-0002/seal", "it-0003/plan", "it-0004/seal", "eval-0004/summary"} <= new
+    assert min(new, key=lambda key: created(continued, key)) == "it-0002/seal"
+
+
+def test_an_iteration_learns_before_the_one_before_is_sealed_and_is_the_same(continued, reference):
+    assert (
+        created(continued, "it-0004/update") < created(continued, "it-0003/seal") < created(continued, "it-0004/seal")
+    )
+    made, undisturbed = manifests_of(continued.run), manifests_of(reference.run)
+    assert {key: made[key] for key in undisturbed if not key.startswith("eval-0003")}.items() <= undisturbed.items()
+    assert checker.problems_of(continued.run) == []
+    assert continued.command("verify").code == 0
+
+
+def test_after_its_span_a_controller_has_a_successor_that_tells_where_it_began(continued):
+    names = [flow["name"] for flow in found(continued, "flow_runs")]
+    assert {f"{role} from it-0004" for role in ("rollout 0", "rollout 1", "scoring 0", "update")} <= {*names}
+    assert not [name for name in names if name.endswith("from it-0003")]
+
+
+def test_whatever_prefect_shows_of_an_iteration_has_its_tag(continued):
+    shown = found(continued, "task_runs", "it-0004")
+    stages = {
+        "place it-0004",
+        "it-0004 generate",
+        "it-0004 score",
+        "it-0004 credit",
+        "it-0004 update",
+        "report it-0004",
+    }
+    assert {task["name"] for task in shown} == stages
