@@ -1,5 +1,8 @@
 """The chain of a run: what was deleted or replaced, seal and all, is missed by a record that follows."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from infra.store.chain import Chain, check_chain, linked_parts
@@ -107,3 +110,17 @@ def test_a_record_that_is_none_in_spite_of_its_seal_is_named(root):
     (root / "r/chain/000002-it-0001.json").write_bytes(seal({"part": "it-0001"}))
     (problem,) = problems(root)
     assert "'chain/000002-it-0001.json'" in problem and "no record of the chain" in problem
+
+
+def test_records_that_two_threads_append_at_once_follow_one_another(tmp_path, monkeypatch):
+    run = create_run(str(tmp_path), "run", {})
+    with run.hold():
+        chain = Chain(run)
+        chain.link("it-0001")
+        listed = run.manifests
+        monkeypatch.setattr(run, "manifests", lambda prefix: [time.sleep(0.05), *listed(prefix)][1:])
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(chain.link, ["it-0002", "eval-0002"]))
+        monkeypatch.undo()
+    assert sorted(linked_parts(run)) == ["eval-0002", "it-0001", "it-0002"]
+    assert [*check_chain(run)] == []
