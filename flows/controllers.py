@@ -43,8 +43,7 @@ class BatchOrder:
 
     async def carry_out(self, perform: Perform) -> None:
         """Do it, and tell who waits how it ended."""
-        with tags(self.batch):
-            work = asyncio.ensure_future(perform(self.batch, self.shards))
+        work = asyncio.ensure_future(perform(self.batch, self.shards))
         self.done.add_done_callback(lambda done: work.cancel() if done.cancelled() else None)
         try:
             await work

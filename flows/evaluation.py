@@ -1,6 +1,6 @@
 """Held-out evaluation of the policy after some iterations, by the same controllers as training."""
 
-from prefect import flow, tags
+from prefect import flow
 
 from flows.generation import generate_and_score
 from flows.session import hold
@@ -10,12 +10,13 @@ from tasks.evaluation import is_summarised, summarise_evaluation
 from tasks.plan import plan_evaluation
 from tasks.run.keys import evaluation_key
 from tasks.run.session import Session
+from tasks.run.stages import within
 from tasks.views.metrics import Accuracy
 
 
 async def evaluation(session: Session, number: int) -> Accuracy:
     """Generate and score one completion for each held-out problem, unless that is done."""
-    with tags(evaluation_key(number)):
+    with within(evaluation_key(number)):
         batch = plan_evaluation(session, number)
         if not is_summarised(batch):
             await generate_and_score(session, batch)

@@ -5,8 +5,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
 
-from prefect import tags
-
 from flows.controllers import launch
 from flows.generation import generate_and_score
 from flows.update import update
@@ -19,12 +17,13 @@ from tasks.reporting import report_iteration
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
 from tasks.run.session import Session
+from tasks.run.stages import within
 
 
 async def generation(session: Session, number: int) -> None:
     """Have an iteration's rollouts generated and scored; what is already in the store is not done again."""
     this = Iteration(session.run, number)
-    with tags(this.key):
+    with within(this.key):
         wave: Batch | None = plan_iteration(session, this)
         while wave is not None:
             await generate_and_score(session, wave)
@@ -34,7 +33,7 @@ async def generation(session: Session, number: int) -> None:
 async def learning(session: Session, number: int) -> None:
     """Have the policy learn from an iteration's rollouts."""
     this = Iteration(session.run, number)
-    with tags(this.key):
+    with within(this.key):
         async with machines_of_update(session, this):
             await estimate(session, this)
             await assign_credit(session, this)
@@ -47,7 +46,7 @@ async def closing(session: Session, number: int, thread: Executor) -> None:
     The next iteration goes on meanwhile: it needs no seal, for what it takes over follows from the same manifests.
     """
     this = Iteration(session.run, number)
-    with tags(this.key):
+    with within(this.key):
         await asyncio.get_running_loop().run_in_executor(thread, _seal, session, this)
         await report_iteration(session, number)
 

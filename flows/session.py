@@ -18,6 +18,7 @@ from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_run, next_iteration
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
+from tasks.run.stages import within
 
 Work = Callable[[Session, Batch, Sequence[int]], Awaitable[object]]
 """What a role does with some of a batch's shards."""
@@ -90,7 +91,8 @@ async def _carry_out(session: Session, work: Work, batch: str, shards: Shards) -
     """Do it with some shards of a planned batch, by default all; return how many."""
     planned = Batch.read(session.run, batch)
     mine = planned.shards if shards is None else shards
-    await work(session, planned, mine)
+    with within(batch):
+        await work(session, planned, mine)
     return len(mine)
 
 

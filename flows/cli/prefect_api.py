@@ -87,7 +87,13 @@ def prefect_api(*modules: str) -> Iterator[str]:
     The modules, which need Prefect, are imported while the server starts: both take seconds.
     """
     set_defaults()
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+    from prefect.settings import (
+        PREFECT_API_AUTH_STRING,
+        PREFECT_API_URL,
+        PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+        PREFECT_SERVER_CSRF_PROTECTION_ENABLED,
+        temporary_settings,
+    )
 
     configured = PREFECT_API_URL.value()
     if configured:
@@ -110,7 +116,13 @@ def prefect_api(*modules: str) -> Iterator[str]:
         "the job's own Prefect server", psutil.Process(server.pid), lambda: _answer(url) is not None
     )
     try:
-        with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: password}):
+        told = {
+            PREFECT_API_URL: url,
+            PREFECT_API_AUTH_STRING: password,
+            # Otherwise each client first asks for a token that this server does not give.
+            PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: PREFECT_SERVER_CSRF_PROTECTION_ENABLED.value(),
+        }
+        with temporary_settings(told):
             for module in modules:
                 importlib.import_module(module)
             _wait_healthy(serving, url)

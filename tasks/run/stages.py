@@ -4,12 +4,16 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import TaskRunContext
 from prefect.tasks import Task
 from pydantic import JsonValue
 
@@ -35,18 +39,48 @@ LOOK_SECONDS = (0.02, 0.25)
 
 def stage(
     name: str, *, retries: int = 0, pauses_seconds: Sequence[float] = ()
-) -> Callable[[Callable[P, R]], Task[P, R]]:
+) -> Callable[[Callable[P, Coroutine[object, object, R]]], Task[P, Coroutine[object, object, R]]]:
     """Make a function a task of that name in Prefect's UI, tried again where that can help.
 
     What it makes is in the store, so Prefect keeps no copy of it and has no reason to hash what it is handed.
     """
-    return task(
+
+    make_task = task(
         task_run_name=name,
         retries=retries,
         retry_delay_seconds=list(pauses_seconds) or None,
         retry_condition_fn=is_transient,
         cache_policy=NO_CACHE,
     )
+
+    def make(function: Callable[P, Coroutine[object, object, R]]) -> Task[P, Coroutine[object, object, R]]:
+        @wraps(function)
+        async def tagged(*arguments: P.args, **named: P.kwargs) -> R:
+            running, tag = TaskRunContext.get(), _BATCH.get()
+            if running is not None and tag is not None and tag not in running.task_run.tags:
+                running.task_run.tags.append(tag)
+            return await function(*arguments, **named)
+
+        return make_task(tagged)
+
+    return make
+
+
+_BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
+
+
+@contextmanager
+def within(batch: str) -> Iterator[None]:
+    """Tag the tasks of this context with the name of their iteration or evaluation, once they run.
+
+    Tags that a task has before it runs are looked up as concurrency limits: for each new set of them, Prefect opens a
+    connection to its server that it keeps until the process ends, and a run has one or more sets in each iteration.
+    """
+    before = _BATCH.set(batch)
+    try:
+        yield
+    finally:
+        _BATCH.reset(before)
 
 
 async def once(

@@ -2,18 +2,30 @@
 
 import shutil
 
+import httpx
 import pytest
 
 import tasks.run.session
 from infra.errors import BadInput
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import leftovers_of, manifests_of
+from tests.support.jobs import PASSWORD, leftovers_of, manifests_of, wait_for
 
 pytestmark = pytest.mark.timeout(1200)
 
 
 def test_a_run_in_threads_leaves_no_temporary_file(reference):
     assert leftovers_of(reference.run) == []
+
+
+def test_the_tasks_of_an_iteration_are_found_by_its_tag(reference, prefect_api):
+    def names() -> set[str]:
+        """Of the task runs with both tags, in any job of that name."""
+        asked = {"task_runs": {"tags": {"all_": ["tiny", "it-0002"]}}}
+        return {run["name"] for run in httpx.post(f"{prefect_api}/task_runs/filter", json=asked, auth=PASSWORD).json()}
+
+    stages = {f"it-0002 {stage}" for stage in ("generate", "score", "credit", "update")}
+    assert wait_for(lambda: names() >= {"place it-0002", "report it-0002", *stages}), names()
+    assert all("it-0002" in name for name in names())
 
 
 def test_what_a_worker_refuses_ends_the_flow_and_the_next_in_this_process_is_none_the_worse(tmp_path, prefect_api):

@@ -37,7 +37,16 @@ from tests.support.jobs import leftovers_of, manifests_of, prefect_server, shard
 from tests.support.processes import preload, process
 
 ROLES = ("preparation", "rollout", "scoring", "update")
-preload(__name__, "flows.train", *(f"models.workers.{role}" for role in ROLES))
+preload(
+    __name__,
+    "flows.train",
+    *(f"models.workers.{role}" for role in ROLES),
+    *("models.engines.local.engine", "models.algorithms.group_relative"),
+    # What is imported where it is needed, which takes half of such a run's time.
+    *("deepspeed", "deepspeed.moe.layer", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "pandas"),
+    *("pyarrow.pandas_compat", "prefect.flow_engine", "prefect.task_engine", "fastapi"),
+    *("transformers.models.llama.modeling_llama", "transformers.generation.utils"),
+)
 
 JOB = (
     "iterations=2",
