@@ -30,7 +30,7 @@ class ShardRef(Settings):
     """Where a shard is and what it must be."""
 
     key: str
-    """`shards/<digest>.arrow`."""
+    """`shards/4b/<digest>.arrow`, by the first digits of the digest; `shards/<digest>.arrow` in older runs."""
     bytes: Annotated[int, Field(ge=0)]
     """Size of the file."""
     rows: Annotated[int, Field(ge=0)]
@@ -46,7 +46,7 @@ def write_shard(store: Store, table: pa.Table, *, kind: str, metadata: Mapping[s
     """
     data = _encode(table, kind=kind, metadata=metadata)
     digest = blake3(data).hexdigest()
-    ref = ShardRef(key=f"shards/{digest}.arrow", bytes=len(data), rows=table.num_rows, digest=digest)
+    ref = ShardRef(key=f"shards/{digest[:2]}/{digest}.arrow", bytes=len(data), rows=table.num_rows, digest=digest)
     if not store.put(ref.key, data) and quarantine(store, ref):
         store.put(ref.key, data)
     return ref

@@ -39,7 +39,7 @@ def read(path: Path) -> pa.Table:
 
 
 def tables(job: InProcessJob, kind: str) -> list[pa.Table]:
-    found = [read(path) for path in (job.run / "shards").glob("*.arrow")]
+    found = [read(path) for path in (job.run / "shards").rglob("*.arrow")]
     return [table for table in found if table.schema.metadata[b"rheostat.kind"].decode() == kind]
 
 

@@ -236,7 +236,7 @@ def manifests_of(run: Path) -> dict[str, str]:
 
 def shards_of(run: Path) -> set[str]:
     """Names of all shards that lie in a run, committed or not."""
-    return {path.name for path in run.glob("shards/*")}
+    return {path.name for path in run.glob("shards/**/*") if path.is_file()}
 
 
 def leftovers_of(run: Path) -> list[Path]:

@@ -184,7 +184,7 @@ def test_export_gives_every_completion_with_its_run_iteration_and_rewards(ask, c
 
 def test_verify_names_what_is_damaged_and_ends_with_code_1(ask, copied):
     assert ask("verify", "tiny", store=copied) == (0, "run tiny: every digest and every invariant holds\n", "")
-    shard = max((copied / "tiny" / "shards").iterdir(), key=lambda path: path.stat().st_size)
+    shard = max((copied / "tiny" / "shards").rglob("*.arrow"), key=lambda path: path.stat().st_size)
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)

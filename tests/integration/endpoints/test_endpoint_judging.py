@@ -104,7 +104,7 @@ def test_an_endpoint_that_is_down_writes_no_verdicts_and_arrives_by_name(tmp_pat
         raised = host.run("judge", (work,))
     assert isinstance(raised, Raised)
     assert isinstance(raised.error, EndpointDown)
-    kinds = [read.suffix for read in (tmp_path / "run" / "shards").iterdir()]
+    kinds = [read.suffix for read in (tmp_path / "run" / "shards").rglob("*") if read.is_file()]
     assert len(kinds) == 1  # the rollouts alone
 
 

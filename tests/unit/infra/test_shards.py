@@ -46,7 +46,7 @@ def test_a_shard_reads_back_equal_with_its_metadata(store):
     ref = put(store, policy="3", iteration="1")
     table = read_shard(store, ref)
     assert table.equals(TABLE)
-    assert ref.key == f"shards/{ref.digest}.arrow" and ref.rows == 3
+    assert ref.key == f"shards/{ref.digest[:2]}/{ref.digest}.arrow" and ref.rows == 3
     assert ref.bytes == len(store.read(ref.key)) and ref.digest == blake3(store.read(ref.key)).hexdigest()
     assert list(table.schema.metadata.items()) == [
         (b"iteration", b"1"),
@@ -55,6 +55,14 @@ def test_a_shard_reads_back_equal_with_its_metadata(store):
         (b"rheostat.rows", b"3"),
         (b"rheostat.schema_version", b"1"),
     ]
+
+
+def test_a_shard_of_an_older_run_which_lies_in_no_folder_of_its_digits_is_read(store):
+    new = put(store)
+    old = new.model_copy(update={"key": f"shards/{new.digest}.arrow"})
+    store.put(old.key, store.read(new.key))
+    store.delete(new.key)
+    assert read_shard(store, old).equals(TABLE)
 
 
 def test_columns_can_be_chosen(store):
