@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 
 from flows.cli import engines, init, prefect_api, rescore, runs, train
 from infra.errors import BadInput
+from infra.processes.watch import ended_by_signals
 from infra.terminal import command_app, run_command, write
 
 
@@ -51,7 +52,9 @@ ACTIONS: Final[tuple[tuple[Callable[..., None], str], ...]] = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; see `run_command` for its exit code. What it writes is for its user alone."""
     os.umask(os.umask(0o077) | 0o077)
-    return run_command(app(), arguments, again="the same command continues")
+    again = "the same command continues"
+    with ended_by_signals(f"rheostat: interrupted; {again}"):
+        return run_command(app(), arguments, again=again)
 
 
 def app() -> App:

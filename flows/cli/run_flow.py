@@ -20,8 +20,7 @@ CANCEL_SECONDS = 1.0
 def run_flow(flow: "Coroutine[object, object, R]") -> R:
     """Run a flow to its end; of the errors that its controllers ended with together, raise the first of ours.
 
-    SIGTERM cancels it as Ctrl-C does, also where SIGINT is ignored, as by `rheostat train … &` in a script; it ends in
-    a KeyboardInterrupt with the signal's number.
+    SIGTERM cancels it as Ctrl-C does; it ends in a KeyboardInterrupt with the signal's number.
     """
     numbers: list[int] = []
     ending, serving = Ending(), own_server()

@@ -31,8 +31,9 @@ SILENT_SECONDS = 20.0
 STILL_SECONDS = 600.0
 """The same for a command that may read from slow disks, or ask others over the network."""
 END_SECONDS = 8.0
-"""How long a run that was told to end may take to end in order."""
+"""How long a process that was told to end may take to end in order."""
 EXIT_SECONDS = 2.0
+"""How long of that it may take after its main thread has ended."""
 
 
 @dataclass(slots=True)
@@ -125,16 +126,15 @@ class Watch:
 
 
 class Ending:
-    """End this process by force when a run that was told to end does not: its work is in the store."""
+    """End this process by force when it was told to end and does not: a run's work is in the store."""
 
     def __init__(self) -> None:
         """Wait for an order to end."""
-        self._over = threading.Event()
         self._lock = threading.Lock()
         self._told: int | None = None
 
     def begin(self, code: int, line: str) -> None:
-        """Leave the run `END_SECONDS`, then print the line and exit with the code; only the first order counts."""
+        """Leave the process `END_SECONDS`, then print the line and exit with the code; only the first order counts."""
         with self._lock:
             if self._told is not None:
                 return
@@ -142,15 +142,15 @@ class Ending:
         threading.Thread(target=self._wait, args=(code, line), name="ending", daemon=True).start()
 
     def over(self) -> None:
-        """The run has ended; after an order, the process shall end as soon as its main thread has."""
-        self._over.set()
+        """What was to end has; after an order, the process shall end as soon as its main thread has."""
         if self._told is not None:
             exit_soon(self._told)
 
     def _wait(self, code: int, line: str) -> None:
-        if not self._over.wait(END_SECONDS):
+        time.sleep(END_SECONDS)
+        if threading.main_thread().is_alive():  # else the command has said so
             os.write(2, f"{line}\n".encode())
-            os._exit(code)  # guards end what this process has started
+        os._exit(code)  # guards end what this process has started
 
 
 def exit_soon(code: int) -> None:
@@ -186,6 +186,25 @@ def on_signals(told: Callable[[int], None]) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         writes.close()
+
+
+@contextlib.contextmanager
+def ended_by_signals(line: str) -> Iterator[None]:
+    """See to it that SIGINT and SIGTERM end this process within seconds, whatever it waits for then.
+
+    That goes for SIGINT where it is ignored, too, as by a script's `&`: who sends it to a run wants the run to end.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    ending = Ending()
+    try:
+        with on_signals(lambda number: ending.begin(128 + number, line)):
+            yield
+    finally:
+        ending.over()
 
 
 async def apart(body: Callable[[], T]) -> T:

@@ -23,10 +23,11 @@ import pytest
 import infra.store.storage
 from infra.pools.worker import PoolSpec
 from infra.store.disk import open_temporary, publish_file
-from tests.support.jobs import KILL_SERVER, LOSE_MACHINE, RAISE, Fault, servers_of
+from tests.support.jobs import GO_ON, KILL_SERVER, LOSE_MACHINE, PAUSE, RAISE, Fault, servers_of
 from tests.support.machines import lose_machine
 
 POLL_SECONDS = 0.0005
+PAUSE_SECONDS = 3600
 WORKS = (
     "make_policy",
     "make_prompts",
@@ -70,6 +71,9 @@ class Planted:
                     first()
                     if fault.signal == RAISE:
                         raise RuntimeError(f"planted fault at {what.partition('(')[0]}")
+                    if fault.signal in (GO_ON, PAUSE):
+                        time.sleep(PAUSE_SECONDS if fault.signal == PAUSE else 0)
+                        return
                     if fault.signal == KILL_SERVER:
                         for process in servers_of(self._home):
                             process.kill()
@@ -112,6 +116,7 @@ class Faulty:
 
     def __init__(self, role: str, target: str, options: dict[str, object]) -> None:
         self._planted = Planted(role)
+        self._planted.reach("start", role)
         module, _, name = target.partition(":")
         self._worker = getattr(importlib.import_module(module), name)(**options)
 

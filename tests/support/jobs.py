@@ -66,6 +66,10 @@ KILL_SERVER = -1
 
 LOSE_MACHINE = -2
 
+PAUSE = -3
+
+GO_ON = -4
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -74,7 +78,8 @@ class Fault:
     role: str
     """`driver`, a pool's role, or `update-N` for one rank."""
     moment: str
-    """`before`, `during` or `after` the write of a file, or of a worker's method `begin`, or `progress` at a step."""
+    """`before`, `during` or `after` the write of a file; of a worker's method `begin`, or `progress` at a step; a
+    worker's `start`."""
     at: str
     """Regular expression for the file's path, or for the method with its work."""
     count: int = 1
@@ -82,7 +87,8 @@ class Fault:
     signal: int = signal.SIGKILL
     """What the process sends itself.
 
-    `RAISE` has the worker's method raise, `KILL_SERVER` kills its vLLM, and `LOSE_MACHINE` its raylet and all below it.
+    `RAISE` has the worker's method raise, `KILL_SERVER` kills its vLLM, and `LOSE_MACHINE` its raylet and all below it;
+    `PAUSE` has the process sleep there for longer than any test, and `GO_ON` only tells that it was there.
     """
 
 

@@ -48,6 +48,13 @@ def leave_pid_and_hang(prompt: str, completion: str, answer: str) -> float:
     return 0.0
 
 
+def never(prompt: str, completion: str, answer: str, *, told: str) -> float:
+    """Make the file, and sleep for longer than any test."""
+    Path(told).touch()
+    time.sleep(3600)
+    return 0.0
+
+
 def tell_pid_and_wait(prompt: str, completion: str, answer: str) -> float:
     """Add the id of this process to the file that the completion names, and return 3 half a second later."""
     with Path(completion).open("a") as told:

@@ -409,7 +409,7 @@ asyncio.run(main())
 
 
 def slow_down(driver: int, name: str) -> None:
-    """Leave a server of a driver's cluster 5 ms of each 0.8 s, for longer than Ray has patience."""
+    """Leave a server of a driver's cluster 1 ms of each 0.8 s, for longer than Ray has patience."""
     while not (found := [child for child in psutil.Process(driver).children() if child.name() == name]):
         time.sleep(0.001)
     until = time.monotonic() + 40  # Ray's own patience is 30 s
@@ -418,7 +418,7 @@ def slow_down(driver: int, name: str) -> None:
             found[0].suspend()
             time.sleep(0.8)
             found[0].resume()
-            time.sleep(0.005)
+            time.sleep(0.001)
 
 
 @pytest.mark.parametrize("before", [(), (0,), (1,)], ids=["alone", "after its guard's parent", "after its guard"])
