@@ -1,0 +1,56 @@
+"""Prefect's UI as a person sees it: a finished run, in a real browser, behind our password."""
+
+import re
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+
+from tests.support.jobs import PASSWORD
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PATIENCE_MS = 60_000
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(BROWSER is None, reason="needs a browser on the PATH: apt-get install chromium"),
+]
+
+
+@pytest.fixture
+def page(prefect_api) -> Iterator[Page]:
+    """The UI's first page, in a browser that knows no password yet."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        opened = browser.new_page()
+        opened.set_default_timeout(PATIENCE_MS)
+        opened.goto(prefect_api.removesuffix("/api"))
+        yield opened
+        browser.close()
+
+
+def log_in(page: Page, password: str) -> None:
+    page.locator("input[type=password]").fill(password)
+    page.get_by_role("button", name="Login").click()
+
+
+def test_the_ui_shows_a_finished_run_with_its_parts_and_its_tables_to_who_knows_the_password(page, reference):
+    expect.set_options(timeout=PATIENCE_MS)
+    log_in(page, "tests:wrong")
+    expect(page.get_by_text("Invalid credentials").first).to_be_visible()
+    log_in(page, ":".join(PASSWORD))
+    expect(page).to_have_url(re.compile("/dashboard"))
+
+    page.get_by_role("link", name="Runs", exact=True).click()
+    page.get_by_role("link", name="tiny", exact=True).click()
+    expect(page).to_have_url(re.compile("/runs/flow-run/"))
+    expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
+    page.get_by_role("tab", name="Subflow Runs").click()
+    for part in ("it-0001 update", "warm-up"):
+        expect(page.get_by_role("link", name=part, exact=True).first).to_be_visible()
+
+    page.goto(re.sub("/runs/.*", "/artifacts/key/tiny-iterations", page.url))
+    for heading in ("iteration", "reward"):
+        expect(page.get_by_role("columnheader", name=heading).first).to_be_visible()
+    expect(page.get_by_role("row")).to_have_count(4)  # of three iterations, and its head
