@@ -30,10 +30,10 @@ from prefect.settings import (
     PREFECT_UI_API_URL,
     temporary_settings,
 )
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -55,6 +55,8 @@ def serve(port: int, *, password: str, listener: socket.socket | None = None) ->
     AioSqliteConfiguration.begin_sqlite_stmt = _begin  # type: ignore[method-assign, assignment]
     with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: password}, set_defaults=DEFAULTS) as settings:
         app = closed(create_app(final=True), settings.server.api.cors_allowed_origins.split(","))
+        if not settings.server.analytics_enabled:
+            app = silent(app, settings.server.ui.api_url or "")
         config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=5)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=None if listener is None else [listener])
@@ -74,6 +76,22 @@ def closed(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
     names = [name for origin in origins if (name := urlsplit(origin).hostname)]
     return TrustedHostMiddleware(same_origin, allowed_hosts=[*LOOPBACK, *names], www_redirect=False)
+
+
+def silent(app: ASGIApp, api_url: str) -> ASGIApp:
+    """Have browsers tell nobody but this server, and the API that the UI uses: the UI counts its readers elsewhere."""
+    place = urlsplit(api_url)
+    allowed = f"{place.scheme}://{place.netloc} wss://{place.netloc} ws://{place.netloc}" if place.netloc else ""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Content-Security-Policy"] = f"connect-src 'self' {allowed}".strip()
+            await send(message)
+
+        await app(scope, receive, tell)
+
+    return answer
 
 
 def _die_with(parent: int) -> None:

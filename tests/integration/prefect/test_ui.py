@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
@@ -37,6 +38,8 @@ def log_in(page: Page, password: str) -> None:
 
 def test_the_ui_shows_a_finished_run_with_its_parts_and_its_tables_to_who_knows_the_password(page, reference):
     expect.set_options(timeout=PATIENCE_MS)
+    asked = set[str]()
+    page.on("requestfinished", lambda request: asked.add(urlsplit(request.url).netloc))
     log_in(page, "tests:wrong")
     expect(page.get_by_text("Invalid credentials").first).to_be_visible()
     log_in(page, ":".join(PASSWORD))
@@ -47,10 +50,12 @@ def test_the_ui_shows_a_finished_run_with_its_parts_and_its_tables_to_who_knows_
     expect(page).to_have_url(re.compile("/runs/flow-run/"))
     expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
     page.get_by_role("tab", name="Subflow Runs").click()
-    for part in ("it-0001 update", "warm-up"):
+    for part in ("rollout 0", "scoring 0", "update", "warm-up"):
         expect(page.get_by_role("link", name=part, exact=True).first).to_be_visible()
 
-    page.goto(re.sub("/runs/.*", "/artifacts/key/tiny-iterations", page.url))
-    for heading in ("iteration", "reward"):
-        expect(page.get_by_role("columnheader", name=heading).first).to_be_visible()
+    page.get_by_role("tab", name="Artifacts").click()
+    page.get_by_role("link", name=re.compile("TABLE tiny-iterations")).first.click()
+    page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()  # the newest state of the table
+    expect(page.get_by_role("columnheader", name="reward")).to_be_visible()
     expect(page.get_by_role("row")).to_have_count(4)  # of three iterations, and its head
+    assert asked == {urlsplit(page.url).netloc}, "the UI tells nobody else that somebody reads"
