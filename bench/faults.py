@@ -178,7 +178,7 @@ def at_every_file(home: Path, api: str) -> Iterator[Row]:
     def one(number: int) -> Row:
         kind, how, strike = cases[number]
         place = home / f"case-{number}"
-        problems = problems_after([strike], place, api, run)
+        problems = problems_after([strike], place, api, run, start=run_once)
         for problem in problems:
             sys.stderr.write(f"{strike}: {problem}\n")
         return Row(kind, how, 1, int(not problems), begun_again(place))

@@ -4,36 +4,34 @@ Every seed is a schedule: at which of the run's writes to the store, and on whic
 disk is full, once or several times in a row. The same job is started again until it ends by itself. It must then have
 the manifests and the shards of the run that was never disturbed, no file too many, and satisfy a checker that shares no
 code with the product. The run's workers are threads of its process, which a SIGKILL ends all together; kills of
-single processes are tests/runs/test_faults.py's. `--every` goes through the moments of all writes instead of drawing.
+single processes are `--on ray`'s, where the workers are processes and each start of the job has several faults: kills
+of workers within their work and around their writes, and of the driver, whose command is then given again. `--every`
+goes through the moments of all writes instead of drawing.
 """
 
 import argparse
 import errno
-import importlib
 import os
 import random
 import shutil
 import signal
 import tempfile
 import traceback
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
 import infra.store.storage
-from infra.pools.worker import PoolSpec
 from infra.store.disk import open_temporary, publish_file
 from infra.terminal import write
-from tasks.run import session
 from tests.support import checker
-from tests.support.faults import WORKS
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import leftovers_of, manifests_of, prefect_server, shards_of
+from tests.support.jobs import Fault, Job, leftovers_of, manifests_of, prefect_server, shards_of, works_of
 from tests.support.processes import preload, process
 
 ROLES = ("preparation", "rollout", "scoring", "update")
@@ -76,6 +74,11 @@ class Strike:
     full: bool = False
     """The disk is full there, in place of a SIGKILL."""
 
+    @property
+    def code(self) -> int:
+        """How a start ends in which it happens."""
+        return 1 if self.full else -signal.SIGKILL
+
     def happen(self, path: Path, data: bytes | Path, *, root: Path) -> None:
         """Leave half of a temporary file, if so; then the process is dead, or its disk is full."""
         if self.moment == "during":
@@ -91,6 +94,63 @@ class Strike:
         return f"{'disk full' if self.full else 'killed'} {self.moment} write {self.write}"
 
 
+WORKERS: dict[tuple[str, str], tuple[tuple[str, int], ...]] = {
+    ("preparation", "begin"): (("make_policy", 1), ("make_prompts", 2)),
+    ("rollout", "begin"): (("generate", 3),),
+    ("rollout", "progress"): (("generate", 8),),
+    ("rollout", "/shards/"): (("", 3),),
+    ("scoring", "begin"): (("score", 3), ("credit", 2)),
+    ("scoring", "/shards/"): (("", 3),),
+    ("update-0", "begin"): (("warmup", 1), ("update", 2)),
+    ("update-0", "progress"): (("warmup", 2), ("update", 2)),
+    ("update-0", "/policies/"): (("", 4),),
+    ("update-0", "/states/"): (("", 2),),
+}
+"""Where workers on Ray are killed: by role and moment, or folder of a write, at what and the how-manieth at most."""
+
+
+@dataclass(frozen=True)
+class Storm:
+    """What happens in one start of a run on Ray: workers are killed, at last perhaps the driver."""
+
+    faults: tuple[Fault, ...]
+
+    @property
+    def code(self) -> int:
+        """How a start ends in which all of it happens."""
+        return -signal.SIGKILL if any(fault.role == "driver" for fault in self.faults) else 0
+
+    def __str__(self) -> str:
+        return " and ".join(f"{fault.role} {fault.moment} {fault.at} no. {fault.count}" for fault in self.faults)
+
+
+def storms_of(seed: int, writes: int) -> list[Storm]:
+    """The faults of a seed for a run on Ray whose driver writes so much; the last start has none of the driver's."""
+    choose, storms = random.Random(seed), []
+    for last in [False] * choose.choice((0, 1, 1, 2)) + [True]:
+        workers = [_worker_fault(choose) for _ in range(choose.randint(1, 3))]
+        driver = Fault("driver", choose.choice(MOMENTS), "/tiny/", count=choose.randint(1, max(1, writes)))
+        storms.append(Storm((*workers, *([] if last else [driver]))))
+    return storms
+
+
+def _worker_fault(choose: random.Random) -> Fault:
+    (role, moment), places = choose.choice(sorted(WORKERS.items()))
+    at, most = choose.choice(places)
+    if moment.startswith("/"):
+        return Fault(role, choose.choice(MOMENTS), moment, count=choose.randint(1, most))
+    return Fault(role, moment, f"^{at}", count=choose.randint(1, most))
+
+
+def start_on_ray(home: Path, api: str, storm: Storm | None, overrides: Sequence[str] = ()) -> int:
+    """Start the job with its workers in processes of Ray; return its exit code."""
+    job = Job(home, api, counts_works=True)
+    ended = job.train(*JOB, *overrides, faults=() if storm is None else storm.faults)
+    with (home / "struck").open("a") as struck:
+        struck.write("x" * job.struck())
+    return ended.code
+
+
 def schedule_of(seed: int, writes: int) -> list[Strike]:
     """The faults of a seed for a run of so many writes; later attempts have fewer left, and may end before theirs."""
     choose = random.Random(seed)
@@ -100,26 +160,6 @@ def schedule_of(seed: int, writes: int) -> list[Strike]:
         strikes.append(Strike(at, choose.choice(MOMENTS), full=choose.random() < 0.2))
         left -= at
     return strikes
-
-
-class Counted:
-    """A worker that tells each work that it begins."""
-
-    def __init__(self, told: str, target: str, options: dict[str, object]) -> None:
-        module, _, name = target.partition(":")
-        self._told, self._worker = Path(told), getattr(importlib.import_module(module), name)(**options)
-
-    def __getattr__(self, name: str) -> object:
-        method = getattr(self._worker, name)
-        if name not in WORKS:
-            return method
-
-        def perform(work: object) -> object:
-            with self._told.open("a") as told:
-                told.write(f"{name} {work}\n")
-            return method(work)
-
-        return perform
 
 
 def attempt(home: Path, api: str, strike: Strike | None, overrides: Sequence[str]) -> None:
@@ -142,19 +182,11 @@ def attempt(home: Path, api: str, strike: Strike | None, overrides: Sequence[str
         return won
 
     infra.store.storage.publish_file = publish
-    make_spec = session._spec
-
-    def counting(*arguments: object, **named: object) -> PoolSpec:
-        spec = make_spec(*arguments, **named)
-        options = {"told": str(home / "works"), "target": spec.target, "options": spec.options}
-        return replace(spec, target=f"{__name__}:Counted", options=options)
-
-    session._spec = counting
     with (home / "output").open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     try:
-        InProcessJob(home, api).train(*JOB, *overrides)
+        InProcessJob(home, api, counts_works=True).train(*JOB, *overrides)
     except Exception:
         traceback.print_exc()
         os._exit(1)
@@ -176,23 +208,29 @@ def writes_of(home: Path) -> list[str]:
 
 def begun_again(home: Path) -> int:
     """How many pieces of work were begun more than once, over all starts."""
-    return sum(times - 1 for times in Counter((home / "works").read_text().splitlines()).values())
+    return sum(times - 1 for times in works_of(home).values())
+
+
+S = TypeVar("S", Strike, Storm)
 
 
 def problems_after(
-    strikes: list[Strike], home: Path, api: str, whole: Path, overrides: Sequence[str] = ()
+    strikes: Sequence[S],
+    home: Path,
+    api: str,
+    whole: Path,
+    overrides: Sequence[str] = (),
+    *,
+    start: Callable[[Path, str, S | None, Sequence[str]], int],
 ) -> list[str]:
     """Start a job with one fault after another, then without, and say what is not as if there had been none."""
     home.mkdir(parents=True)
     code = -1
     for number in range(ATTEMPTS):
-        code = run_once(home, api, strikes[number] if number < len(strikes) else None, overrides)
+        code = start(home, api, strikes[number] if number < len(strikes) else None, overrides)
         if code == 0:
             break
-        expected = set()
-        if number < len(strikes):
-            expected = {1} if strikes[number].full else {-signal.SIGKILL}
-        if code not in expected:
+        if number >= len(strikes) or code != strikes[number].code:
             output = (home / "output").read_text(errors="replace").splitlines()
             return [f"start {number + 1} ended with {code}: {' | '.join(output[-8:])}"]
     run, problems = home / "store/tiny", []
@@ -211,6 +249,7 @@ def main() -> int:
     """Run the schedules side by side; the exit code is 1 where one failed."""
     parser = argparse.ArgumentParser(prog="make chaos", description=str(__doc__).splitlines()[0])
     parser.add_argument("--seeds", default="1..20", metavar="A..B", help="schedules to run, both ends included")
+    parser.add_argument("--on", choices=("threads", "ray"), default="threads", help="what the run's workers are")
     parser.add_argument("--every", type=int, metavar="N", help="one kill at every N-th write and each of its moments")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="change the job")
     parser.add_argument("--side-by-side", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time")
@@ -221,36 +260,42 @@ def main() -> int:
         (home / "prefect").mkdir()
         with prefect_server(home / "prefect") as api:
             (home / "whole").mkdir()
-            code = run_once(home / "whole", api, None, asked.override)
+            start = start_on_ray if asked.on == "ray" else run_once
+            code = start(home / "whole", api, None, asked.override)
             if code != 0:
                 write((home / "whole/output").read_text(errors="replace")[-2000:])
                 return 1
+            whole, seeds = home / "whole/store/tiny", range(int(first), int(last or first) + 1)
+            if asked.on == "ray":
+                writes = len(Job(home / "whole").puts())
+                storms = {f"seed {seed}": storms_of(seed, writes) for seed in seeds}
+                find = partial(problems_after, api=api, whole=whole, overrides=asked.override, start=start_on_ray)
+                return judge(storms, home, find, asked)
             writes = len(writes_of(home / "whole"))
             write(f"the undisturbed run of {writes} writes is there")
-            whole = home / "whole/store/tiny"
             if asked.every:
                 places = range(1, writes + 1, asked.every)
                 schedules = {f"{at} {moment}": [Strike(at, moment)] for at in places for moment in MOMENTS}
             else:
-                seeds = range(int(first), int(last or first) + 1)
                 schedules = {f"seed {seed}": schedule_of(seed, writes) for seed in seeds}
-            return judge(
-                schedules, home, partial(problems_after, api=api, whole=whole, overrides=asked.override), asked
-            )
+            find = partial(problems_after, api=api, whole=whole, overrides=asked.override, start=run_once)
+            return judge(schedules, home, find, asked)
 
 
 def judge(
-    schedules: dict[str, list[Strike]],
+    schedules: Mapping[str, Sequence[S]],
     home: Path,
-    problems_after: Callable[[list[Strike], Path], list[str]],
+    problems_after: Callable[[Sequence[S], Path], list[str]],
     asked: argparse.Namespace,
 ) -> int:
     """Tell of each schedule that failed, and at the end how many held."""
-    failed = 0
+    failed, struck = 0, 0
 
     def one(name: str) -> list[str]:
+        nonlocal struck
         place = home / name.replace(" ", "-")
         found = problems_after(schedules[name], place)
+        struck += len((place / "struck").read_text()) if asked.on == "ray" else len(schedules[name])
         shutil.rmtree(place, ignore_errors=True)
         return found
 
@@ -261,6 +306,5 @@ def judge(
                 write(f"FAILED {name}: {', then '.join(map(str, schedules[name]))}: {'; '.join(found)}")
             elif done % 10 == 0:
                 write(f"{done} of {len(schedules)} schedules, {failed} failed")
-    kills = sum(len(strikes) for strikes in schedules.values())
-    write(f"{len(schedules) - failed} of {len(schedules)} schedules with {kills} faults ended as the undisturbed run")
+    write(f"{len(schedules) - failed} of {len(schedules)} schedules with {struck} faults ended as the undisturbed run")
     return int(failed > 0)

@@ -52,7 +52,8 @@ class Planted:
         self._home = Path(os.environ["RHEOSTAT_FAULTS"])
         self._faults = [Fault(**fault) for fault in json.loads((self._home / "faults.json").read_text())]
         self._seen: Counter[int] = Counter()
-        infra.store.storage.publish_file = self._publish
+        if self._faults or role == "driver":
+            infra.store.storage.publish_file = self._publish
 
     def log(self, line: str) -> None:
         with (self._home / "log").open("a") as log:
@@ -178,7 +179,8 @@ def planted(home: Path) -> Iterator[None]:
     make_spec = session._spec
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RHEOSTAT_FAULTS", str(home))
-        patch.setattr(infra.store.storage, "publish_file", publish_file)  # workers that are threads replace it here
+        now = infra.store.storage.publish_file
+        patch.setattr(infra.store.storage, "publish_file", now)  # workers that are threads replace it here
         patch.setattr(session, "_spec", lambda *args, **options: plant(make_spec(*args, **options)))
         yield
 
