@@ -303,8 +303,8 @@ def _shut(outside: str) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0)
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, however it dies; even a hung function is no orphan."""
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process, even one that hangs or is stopped, when its parent dies, however (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
@@ -319,7 +319,7 @@ def main() -> None:
     order = _receive(calls)
     limits = order["limits"]
     if limits is None:
-        _die_with(order["parent"])
+        die_with(order["parent"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from elsewhere ends the process; it is no exception
     sys.path[:] = dict.fromkeys([*order["first"], *sys.path, *order["last"]])
     try:

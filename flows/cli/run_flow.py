@@ -37,7 +37,7 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
             return asyncio.run(_cancellable(flow, serving, signalled=signalled, failed=failed))
     except BaseException as error:
         if numbers or isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(*numbers[:1]) from None
+            raise KeyboardInterrupt(*(numbers[:1] or error.args)) from None
         named = _named(error, serving)
         if named is error:
             raise

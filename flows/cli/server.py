@@ -11,9 +11,7 @@ IMMEDIATE, the second waits its turn, some milliseconds. PostgreSQL is not affec
 """
 
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -34,6 +32,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infra.runner import die_with
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -94,17 +94,8 @@ def silent(app: ASGIApp, api_url: str) -> ASGIApp:
     return answer
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process, even a stopped one, when the one that started it dies (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
-            sys.exit(0)
-
-
 if __name__ == "__main__":
-    _die_with(int(sys.argv[2]))
+    die_with(int(sys.argv[2]))
     serve(
         0,
         password=os.environ["PREFECT_SERVER_API_AUTH_STRING"],

@@ -192,18 +192,27 @@ def on_signals(told: Callable[[int], None]) -> Iterator[None]:
 def ended_by_signals(line: str) -> Iterator[None]:
     """See to it that SIGINT and SIGTERM end this process within seconds, whatever it waits for then.
 
-    That goes for SIGINT where it is ignored, too, as by a script's `&`: who sends it to a run wants the run to end.
+    Both raise KeyboardInterrupt, SIGTERM with its number. That goes for SIGINT where it is ignored, too, as by a
+    script's `&`: who sends it to a run wants the run to end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    ending = Ending()
+    ending, came = Ending(), list[int]()
+
+    def interrupt(number: int, _: object) -> None:
+        came.append(number)
+        if len(came) == 1:  # again, it would only disturb the end
+            raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         with on_signals(lambda number: ending.begin(128 + number, line)):
             yield
     finally:
+        signal.signal(signal.SIGTERM, before)
         ending.over()
 
 

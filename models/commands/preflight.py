@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
+from infra.runner import die_with
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm
 from models.commands.remembered import checks_directory, key_of, remembered
@@ -265,6 +266,7 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
 
 def main() -> int:
     """Answer one question on stdin with one line on stdout."""
+    die_with(os.getppid())
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # rewards and libraries may print; the answer stands alone
         inputs = Inputs.model_validate_json(sys.stdin.read())

@@ -39,7 +39,7 @@ def log_in(page: Page, password: str) -> None:
 def test_the_ui_shows_a_finished_run_with_its_parts_and_its_tables_to_who_knows_the_password(page, reference):
     expect.set_options(timeout=PATIENCE_MS)
     asked = set[str]()
-    page.on("requestfinished", lambda request: asked.add(urlsplit(request.url).netloc))
+    page.on("requestfinished", lambda request: asked.add(urlsplit(request.url).netloc))  # none of data: URLs
     log_in(page, "tests:wrong")
     expect(page.get_by_text("Invalid credentials").first).to_be_visible()
     log_in(page, ":".join(PASSWORD))
@@ -58,4 +58,6 @@ def test_the_ui_shows_a_finished_run_with_its_parts_and_its_tables_to_who_knows_
     page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()  # the newest state of the table
     expect(page.get_by_role("columnheader", name="reward")).to_be_visible()
     expect(page.get_by_role("row")).to_have_count(4)  # of three iterations, and its head
-    assert asked == {urlsplit(page.url).netloc}, "the UI tells nobody else that somebody reads"
+    assert {place for place in asked if place} == {urlsplit(page.url).netloc}, (
+        "the UI tells nobody else that somebody reads"
+    )
