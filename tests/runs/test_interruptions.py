@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def check(state, number, home, api, **how):
     ended = interrupt(state, number, home, api, **how)
     print(f"{state}: {ended.seconds:.1f} s, and {ended.gone_seconds:.1f} s until nothing was left")  # noqa: T201
-    assert ended.code in (128 + number, -number), ended.output
+    assert ended.code in (128 + number, -number), ended.output  # the latter while Python starts, and by SIGKILL
     if ended.code > 0:
         assert ended.output.splitlines()[-1] == "rheostat: interrupted; the same command continues"
         assert "Traceback" not in ended.output
@@ -28,3 +28,7 @@ def test_a_signal_ends_the_job_and_all_that_it_has_started(state, number, tmp_pa
 @pytest.mark.parametrize("state", ["a reward's module is imported to be checked", "rollout", "the job closes"])
 def test_sigint_ends_a_job_that_was_started_with_sigint_ignored(state, tmp_path, prefect_api):
     check(state, signal.SIGINT, tmp_path, prefect_api, ignores=(signal.SIGINT,))
+
+
+def test_a_killed_command_leaves_no_check_of_its_inputs_behind(tmp_path, prefect_api):
+    check("a reward's module is imported to be checked", signal.SIGKILL, tmp_path, prefect_api)
