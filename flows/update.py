@@ -7,6 +7,7 @@ from flows.session import joined
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
 from tasks.run.session import RunRef, Session
+from tasks.run.stages import within
 from tasks.update import update_policy
 
 
@@ -27,4 +28,5 @@ async def update(run: RunRef, batch: str | None = None) -> int:
 
 async def learn(session: Session, batch: str) -> None:
     """Have the ranks learn from an iteration whose credit is in the store."""
-    await update_policy(session, Iteration(session.run, Batch.read(session.run, batch).plan.number))
+    with within(batch):
+        await update_policy(session, Iteration(session.run, Batch.read(session.run, batch).plan.number))
