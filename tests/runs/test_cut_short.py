@@ -70,16 +70,3 @@ def test_after_its_span_a_controller_has_a_successor_that_tells_where_it_began(c
     names = [flow["name"] for flow in found(continued, "flow_runs")]
     assert {f"{role} from it-0004" for role in ("rollout 0", "rollout 1", "scoring 0", "update")} <= {*names}
     assert not [name for name in names if name.endswith("from it-0003")]
-
-
-def test_whatever_prefect_shows_of_an_iteration_has_its_tag(continued):
-    shown = found(continued, "task_runs", "it-0004")
-    stages = {
-        "place it-0004",
-        "it-0004 generate",
-        "it-0004 score",
-        "it-0004 credit",
-        "it-0004 update",
-        "report it-0004",
-    }
-    assert {task["name"] for task in shown} == stages
