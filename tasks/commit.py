@@ -11,6 +11,7 @@ from tasks.run.iteration import Iteration, carry_over_after
 from tasks.run.keys import StageKey
 from tasks.run.session import Session
 from tasks.run.stages import finish, record
+from tasks.run.states import newest_with_state, way_to
 
 
 def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
@@ -54,7 +55,7 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
     """Delete the files of policies that retention no longer keeps after an iteration; return how many bundles.
 
     A process looks at all versions once, since a run may be continued with another retention, and then at the one that
-    each iteration makes too old.
+    each iteration makes too old. What an update begins from where no rank remembers is kept too.
     """
     run, looked, keep = session.run, session.retention, session.settings.retention
     newest = range(max(0, iteration.number + 1 - keep.keep_last), iteration.number + 1)
@@ -65,15 +66,17 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
             looked.kept |= bundles.keys()
         else:
             old |= bundles
-    used = looked.kept | {bundle.key for version in newest for bundle in _bundles(run, version)}
-    newest_gone = {bundle.key for bundle in _bundles(run, newest.start - 1)} if newest.start else set()
+    loadable, _ = way_to(run, iteration.number - 1)  # the next update may have been asked before this one's state
+    used = looked.kept | {bundle.key for version in (*newest, loadable) for bundle in _bundles(run, version)}
+    gone = {newest.start - 1, newest_with_state(run, max(0, loadable - 1))} - {-1}
+    newest_gone = {bundle.key for version in gone for bundle in _bundles(run, version)}
     retired = 0
     for key, bundle in old.items():
         known = run.find(retirement_key(bundle)) is not None
         if key not in used and (not known or key in newest_gone):  # the newest may have been cut short
             retire_bundle(run, bundle)
             retired += 1
-    looked.versions = newest.start
+    looked.versions = min(newest.start, loadable)
     return retired
 
 

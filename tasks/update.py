@@ -4,6 +4,7 @@ Coefficients of KL penalties are fixed, or adapted to what the iteration before 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from infra.store.manifests import Manifest
@@ -14,6 +15,7 @@ from models.records.work import UpdateWork
 from tasks.run.iteration import Iteration
 from tasks.run.session import Session
 from tasks.run.stages import once, stage
+from tasks.run.states import is_due, states_of, way_to
 
 
 def reward_coefficient(session: Session, iteration: Iteration) -> float:
@@ -48,19 +50,34 @@ def adapted(measured: Mapping[str, float], *, adaptive: AdaptiveKl, discarded: b
 
 @stage("{iteration.key} update", retries=2)
 async def update_policy(session: Session, iteration: Iteration) -> Manifest:
-    """Have the update ranks learn from the iteration's samples and commit the new policy version."""
-    settings, policy, credit = session.settings, iteration.policy, iteration.credit
-    critic = settings.algorithm.value_model
-    work = UpdateWork(
+    """Have the update ranks learn from the iteration's samples and commit the new policy version.
+
+    Its state comes later; if it is lost, its samples and those since the state before lead there again.
+    """
+    run, key = session.run, iteration.stage_key("update")
+    if (made := run.find(key)) is not None:
+        return made
+    _, way = way_to(run, iteration.number - 1)
+    past = [Iteration(run, number) for number in way]
+    work = replace(
+        _work(session, iteration),
+        keeps_state=is_due(run, iteration.number, every=session.settings.update.state_every),
+        past=tuple(replace(_work(session, each), keeps_state=bool(states_of(each.update))) for each in past),
+    )
+    parents = [iteration.policy, iteration.credit]
+    return await once(session, key, role="update", method="update", work=work, parents=parents)
+
+
+def _work(session: Session, iteration: Iteration) -> UpdateWork:
+    settings, critic = session.settings, session.settings.algorithm.value_model
+    return UpdateWork(
         iteration=iteration.number,
-        policy=policy_of(policy),
+        policy=policy_of(iteration.policy),
         reference=policy_of(iteration.first_policy),
-        samples=credit.shards,
+        samples=iteration.credit.shards,
         total_iterations=settings.iterations,
         seed=settings.seed,
         critic=None if critic is None else critic_of(iteration.critic),
         learns=critic is None or iteration.number > critic.warmup_iterations,
         kl_coefficient=loss_coefficient(session, iteration),
     )
-    key = iteration.stage_key("update")
-    return await once(session, key, role="update", method="update", work=work, parents=[policy, credit])

@@ -1,6 +1,6 @@
 """Bundles: immutable directories (policies, optimizer state), named by the digest of their table of contents."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -52,18 +52,38 @@ class Contents(Settings):
     def encode(self) -> bytes:
         return canonical_json(self.model_dump())
 
+    def ref(self, prefix: str) -> BundleRef:
+        """What names a bundle of these files."""
+        digest, size = blake3(self.encode()).hexdigest(), sum(file.bytes for file in self.files.values())
+        return BundleRef(key=f"{prefix}/{digest[:16]}", digest=digest, bytes=size)
+
+
+def describe_pieces(pieces: Iterable[bytes | memoryview]) -> BundledFile:
+    """Say what a file of these bytes would be."""
+    hasher, size = blake3(), 0
+    for piece in pieces:
+        hasher.update(piece)
+        size += len(piece)
+    return BundledFile(digest=hasher.hexdigest(), bytes=size)
+
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFile:
     """Write a file and say what it is without reading it again."""
-    hasher, size = blake3(), 0
     with path.open("wb", buffering=0) as file:
-        for piece in pieces:
-            hasher.update(piece)
-            left = memoryview(piece).cast("B")
-            size += len(left)
-            while left:
-                left = left[file.write(left) :]
-    return BundledFile(digest=hasher.hexdigest(), bytes=size)
+
+        def written() -> Iterator[bytes | memoryview]:
+            for piece in pieces:
+                left = memoryview(piece)
+                while left:
+                    left = left[file.write(left) :]
+                yield piece
+
+        return describe_pieces(written())
+
+
+def describe_bundle(directory: Path, *, written: Mapping[str, BundledFile] = MappingProxyType({})) -> Contents:
+    """Say what bundle a directory would be; what `write_hashed` said of a file is believed, the others are read."""
+    return Contents(files={name: written.get(name) or _describe(path) for name, path in _files(directory).items()})
 
 
 def publish_bundle(
@@ -71,27 +91,40 @@ def publish_bundle(
 ) -> BundleRef:
     """Put a directory into the store; the same files give the same reference.
 
-    Files of a scratch directory of the store become those of the bundle, others are copied. What `write_hashed` said of
-    a file is believed; the others are read. bundle.json is put last: a bundle without it does not exist. A damaged copy
-    that has the name is replaced.
+    Files of a scratch directory of the store become those of the bundle, others are copied. bundle.json is put last: a
+    bundle without it does not exist. A damaged copy that has the name is replaced.
     """
-    contents = Contents(files={name: written.get(name) or _describe(path) for name, path in _files(directory).items()})
-    data = contents.encode()
-    digest = blake3(data).hexdigest()
-    ref = BundleRef(
-        key=f"{prefix}/{digest[:16]}", digest=digest, bytes=sum(file.bytes for file in contents.files.values())
-    )
-    for name, file in contents.files.items():
-        _put(store, f"{ref.key}/{name}", directory / name, digest=file.digest)
-    _put(store, f"{ref.key}/{CONTENTS}", data, digest=digest)
+    contents = describe_bundle(directory, written=written)
+    ref = contents.ref(prefix)
+    for name in contents.files:
+        put_bundled(store, ref, contents, name, directory / name)
+    complete_bundle(store, ref, contents)
     _known[store.uri, ref.key] = _stamp(store, ref)
     return ref
+
+
+def put_bundled(store: Store, ref: BundleRef, contents: Contents, name: str, data: bytes | Path) -> None:
+    """Put one file of a bundle, which several processes may make together."""
+    _put(store, f"{ref.key}/{name}", data, digest=contents.files[name].digest)
+
+
+def complete_bundle(store: Store, ref: BundleRef, contents: Contents) -> bool:
+    """Have the bundle exist from now on, unless a file of it is not there yet."""
+    if not all(store.exists(f"{ref.key}/{name}") for name in contents.files):
+        return False
+    _put(store, f"{ref.key}/{CONTENTS}", contents.encode(), digest=ref.digest)
+    return True
+
+
+def has_bundle(store: Store, ref: BundleRef) -> bool:
+    """Whether the bundle was completely published, and is not deleted."""
+    return store.exists(f"{ref.key}/{CONTENTS}")
 
 
 def fetch_bundle(store: Store, ref: BundleRef) -> Path:
     """Return a local directory with exactly the bundle's files, verified unless this process knows them."""
     known = _known.get((store.uri, ref.key))
-    if known is None or not store.exists(f"{ref.key}/{CONTENTS}") or known != _stamp(store, ref):
+    if known is None or not has_bundle(store, ref) or known != _stamp(store, ref):
         before = _stamp(store, ref)
         verify_bundle(store, ref)
         _known[store.uri, ref.key] = before
@@ -101,7 +134,7 @@ def fetch_bundle(store: Store, ref: BundleRef) -> Path:
 def fetch_file(store: Store, ref: BundleRef, name: str) -> Path:
     """Return one file of a bundle, verified alone: the others, weights among them, may take long."""
     where = f"bundle {ref.key!r} in {store.uri}"
-    if not store.exists(f"{ref.key}/{CONTENTS}"):
+    if not has_bundle(store, ref):
         raise Damaged(f"{where}: {_absence(store, ref)}")
     contents = _contents(store, ref)
     if name not in contents.files:
@@ -115,7 +148,7 @@ def fetch_file(store: Store, ref: BundleRef, name: str) -> Path:
 def verify_bundle(store: Store, ref: BundleRef) -> None:
     """Raise Damaged unless the bundle has exactly the files that the reference names, and their bytes."""
     where = f"bundle {ref.key!r} in {store.uri}"
-    if not store.exists(f"{ref.key}/{CONTENTS}"):
+    if not has_bundle(store, ref):
         raise Damaged(f"{where}: {_absence(store, ref)}")
     contents = _contents(store, ref)
     found = {entry.key.removeprefix(f"{ref.key}/"): entry.bytes for entry in store.entries(f"{ref.key}/")}
@@ -186,7 +219,7 @@ def _files(directory: Path) -> dict[str, Path]:
 
 def _stamp(store: Store, ref: BundleRef) -> Stamp:
     """What changes when a file of the bundle is written, replaced, added or removed."""
-    if not store.exists(f"{ref.key}/{CONTENTS}"):
+    if not has_bundle(store, ref):
         return ()
     directory = store.local(f"{ref.key}/{CONTENTS}").parent
     found = ((path, path.lstat()) for path in sorted(directory.rglob("*")) if not _plain_dir(path))

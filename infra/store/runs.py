@@ -5,7 +5,7 @@ import json
 import platform
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -120,16 +120,17 @@ class Run:
         """
         return self.store.children(f"{_MANIFESTS}{under}".rstrip("/"))
 
-    def commit(self, manifest: Manifest) -> Manifest:
+    def commit(self, manifest: Manifest, *, promised: Collection[str] = ()) -> Manifest:
         """Publish a manifest and return the one that stands: this, or an equal one that another committed first.
 
+        Bundles that are promised, by their names in it, may come later: whoever needs one can make it again.
         Conflict if a different result has the key, Fenced if a newer epoch began, Damaged if a part is not stored.
         """
         self._check_lease()
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
         winner = self.find(manifest.key)
         if winner is None:
-            self._check_parts(manifest)
+            self._check_parts(manifest, promised)
             provenance = manifest.provenance.model_copy(update={"epoch": self.epoch})
             manifest = manifest.model_copy(update={"provenance": provenance})
             if self.store.put(f"{_MANIFESTS}{manifest.key}.json", manifest.encode()):
@@ -209,9 +210,9 @@ class Run:
         if newest != self.epoch:
             raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, epoch {newest} has taken the run")
 
-    def _check_parts(self, manifest: Manifest) -> None:
+    def _check_parts(self, manifest: Manifest, promised: Collection[str]) -> None:
         parts = [shard.key for shard in manifest.shards]
-        parts += [f"{bundle.key}/bundle.json" for bundle in manifest.bundles.values()]
+        parts += [f"{bundle.key}/bundle.json" for name, bundle in manifest.bundles.items() if name not in promised]
         for key in parts:
             if not self.store.exists(key):
                 raise Damaged(f"manifest {manifest.key!r} of run {self.name!r}: its part {key!r} is not in the store")

@@ -1,9 +1,9 @@
 """Verification of a whole run: everything that was ever committed is still there and unchanged."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from infra.errors import BadInput, Damaged
-from infra.store.bundles import BundleRef, retirement_key, verify_bundle
+from infra.store.bundles import BundleRef, has_bundle, retirement_key, verify_bundle
 from infra.store.chain import check_chain
 from infra.store.checksums import unseal
 from infra.store.manifests import Manifest
@@ -12,10 +12,11 @@ from infra.store.shards import ShardRef, verify_shard
 from infra.store.storage import Store
 
 
-def verify_store(run: Run) -> list[str]:
+def verify_store(run: Run, *, promised: Callable[[list[Manifest]], Collection[BundleRef]] = lambda _: ()) -> list[str]:
     """Read the run record, leases, journal, every manifest and all that they name; return one line per problem.
 
-    Nothing read before counts: every byte is read again. Bundles that retention deleted are no problem.
+    Nothing read before counts: every byte is read again. Bundles that retention deleted are no problem, nor are those
+    that do not exist yet of the ones that `promised` names.
     """
     manifests: list[Manifest] = []
     problems = [*_check_records(run.store), *_check_manifests(run, manifests)]
@@ -23,7 +24,8 @@ def verify_store(run: Run) -> list[str]:
     keys = {manifest.key for manifest in manifests}
     shards = {shard for manifest in manifests for shard in manifest.shards}
     bundles = {bundle for manifest in manifests for bundle in manifest.bundles.values()}
-    kept = {bundle for bundle in bundles if retirement_key(bundle) not in keys}
+    coming = {bundle for bundle in promised(manifests) if not has_bundle(run.store, bundle)}
+    kept = {bundle for bundle in bundles - coming if retirement_key(bundle) not in keys}
     return [*problems, *_check_shards(run.store, shards), *_check_bundles(run.store, kept)]
 
 

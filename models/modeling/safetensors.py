@@ -37,8 +37,8 @@ _SAVING = threading.Lock()
 def save_tensors(
     tensors: Mapping[str, Tensor], path: Path, *, metadata: Mapping[str, str] | None = None
 ) -> BundledFile:
-    """Write a file and say what it is; from an accelerator tensors come one after another."""
-    return write_hashed(path, _pieces(tensors, metadata=metadata))
+    """Write a file and say what it is."""
+    return write_hashed(path, tensor_pieces(tensors, metadata=metadata))
 
 
 def save_pretrained(model: PreTrainedModel, directory: Path) -> dict[str, BundledFile]:
@@ -49,7 +49,10 @@ def save_pretrained(model: PreTrainedModel, directory: Path) -> dict[str, Bundle
     return written
 
 
-def _pieces(tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None) -> Iterator[bytes | memoryview]:
+def tensor_pieces(
+    tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield a file of tensors piece by piece; from an accelerator they come one after another."""
     order = list(_NAMES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name.encode()))
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}

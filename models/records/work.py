@@ -179,6 +179,15 @@ class UpdateWork:
     """Whether the policy takes steps; while its critic warms up it does not."""
     kl_coefficient: float = 0.0
     """Of the penalty in the loss."""
+    keeps_state: bool = True
+    """Whether the new version is to have its optimizer's state in the store."""
+    past: tuple["UpdateWork", ...] = ()
+    """Updates since the newest state in the store, oldest first: taken again where the ranks do not stand here."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no rollouts are generated after it."""
+        return self.policy.version + 1 == self.total_iterations
 
 
 @dataclass(frozen=True, slots=True)

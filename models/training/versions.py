@@ -1,10 +1,5 @@
-"""The models that an update rank keeps in memory, each at a published version; how a trained one becomes the next.
+"""The models that an update rank keeps in memory, each at a published version; how a trained one becomes the next."""
 
-The optimizer's state is one safetensors file per rank, and a JSON file that says whose they are. Rank 0 writes all of
-them, one rank's after another, so no shared disk is needed; every rank reads its own.
-"""
-
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -14,13 +9,8 @@ from typing import Literal
 
 import torch
 from pydantic import TypeAdapter
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 
-from infra.config import Settings
-from infra.errors import BadInput, Damaged
-from infra.store.bundles import BundledFile, fetch_bundle, publish_bundle, write_hashed
-from infra.store.checksums import canonical_json
+from infra.store.bundles import describe_bundle, fetch_bundle, has_bundle, publish_bundle
 from infra.store.storage import Store
 from models.config.objectives import UpdateConfig
 from models.modeling.adapters import load_trainable
@@ -28,91 +18,36 @@ from models.modeling.critic import TokenValues, load_critic
 from models.modeling.logprobs import TokenLogprobs, TokenModule
 from models.modeling.policy import load_policy
 from models.records.versions import ModelVersion
-from models.training.ranks import Ranks, any_rank, broadcast_bytes, gather_bytes
-from models.training.trainer import Trainer, zero_stage
+from models.training.ranks import Ranks, any_rank, broadcast_bytes
+from models.training.states import StateWriter, load_state
+from models.training.trainer import Trainer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_LAYOUT = "state.json"
-
-
-class StateLayout(Settings):
-    """How the state was spread; only ranks that are spread alike can continue with it."""
-
-    world_size: int
-    """Ranks that shared it."""
-    zero_stage: int
-    """DeepSpeed's stage."""
-    dtype: str
-    """Precision of the weights."""
-
-
-def save_state(trainer: Trainer, directory: Path, *, update: UpdateConfig, ranks: Ranks) -> dict[str, BundledFile]:
-    """Write every rank's state into a directory of rank 0; say what the ranks' files are."""
-    moments = {name: value.detach().cpu().contiguous() for name, value in trainer.moments().items()}
-    written = {
-        _file_name(rank): write_hashed(directory / _file_name(rank), [data])
-        for rank, data in enumerate(gather_bytes(save(moments), ranks))
-    }
-    if ranks.rank == 0:
-        (directory / _LAYOUT).write_bytes(canonical_json(_layout(update, ranks).model_dump()))
-    return written
-
-
-def load_state(trainer: Trainer, directory: Path, *, update: UpdateConfig, ranks: Ranks) -> None:
-    """Continue with this rank's state from a verified directory; no pickle is ever read."""
-    expected = _layout(update, ranks)
-    found = json.loads((directory / _LAYOUT).read_text())
-    if found != expected.model_dump():
-        raise BadInput(f"optimizer state {directory.name}: expected {expected.model_dump()}, found {found}")
-    try:
-        moments = load_file(directory / _file_name(ranks.rank))
-    except SafetensorError as error:
-        raise Damaged(f"optimizer state {directory.name}, rank {ranks.rank}: {error}") from error
-    trainer.load_moments(moments)
-
-
-def _layout(update: UpdateConfig, ranks: Ranks) -> StateLayout:
-    return StateLayout(world_size=ranks.world_size, zero_stage=zero_stage(update), dtype=update.dtype)
-
-
-def _file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 _VERSION = TypeAdapter(ModelVersion)
 
 
-def publish_policy(
-    store: Store, trainer: Trainer, *, version: int, parent: ModelVersion, state_of: UpdateConfig | None, ranks: Ranks
+def publish_version(
+    store: Store, trainer: Trainer, *, version: int, parent: ModelVersion, ranks: Ranks, put: bool = True
 ) -> ModelVersion:
-    """Publish from rank 0 and tell all ranks; without `state_of` the next update starts a fresh optimizer.
+    """Publish from rank 0 and tell all ranks what there is now, without a state; or only say what it would be.
 
     Where adapters are trained, the new version has its parent's weights and an adapter of its own.
     """
     with store.scratch() as scratch:
-        trained, state = scratch / "trained", scratch / "state"
-        trained.mkdir()
-        state.mkdir()
-        written = trainer.save_weights(trained)
-        states = {} if state_of is None else save_state(trainer, state, update=state_of, ranks=ranks)
+        written = trainer.save_weights(scratch)
         encoded = b""
         if ranks.rank == 0:
-            adapter = None
-            if trainer.trains_adapters:
-                weights, adapter = parent.weights, publish_bundle(store, trained, prefix="adapters", written=written)
+            prefix = "adapters" if trainer.trains_adapters else parent.weights.key.rpartition("/")[0]
+            if not trainer.trains_adapters:
+                _copy_beside_weights(fetch_bundle(store, parent.weights), scratch)
+            if put:
+                bundle = publish_bundle(store, scratch, prefix=prefix, written=written)
             else:
-                _copy_beside_weights(fetch_bundle(store, parent.weights), trained)
-                prefix = parent.weights.key.rpartition("/")[0]
-                weights = publish_bundle(store, trained, prefix=prefix, written=written)
-            published = ModelVersion(
-                version=version,
-                weights=weights,
-                state=None if state_of is None else publish_bundle(store, state, prefix="states", written=states),
-                adapter=adapter,
-            )
-            encoded = _VERSION.dump_json(published)
+                bundle = describe_bundle(scratch, written=written).ref(prefix)
+            part = {"adapter" if trainer.trains_adapters else "weights": bundle}
+            encoded = _VERSION.dump_json(replace(parent, version=version, state=None, **part))
         return _VERSION.validate_json(broadcast_bytes(encoded, ranks))
 
 
@@ -142,24 +77,29 @@ class Learner:
         self._config = config
         self._ranks = ranks
         self._trainer: Trainer | None = None
-        self._at: ModelVersion | None = None
+        self._at: tuple[int, str] | None = None
+        """Number and digest of the version at which the trainer stands, with its optimizer's state."""
 
-    def stand_at(self, version: ModelVersion) -> Trainer:
-        """Return a trainer at the version, loading it on every rank unless every rank is there; it counts as left."""
-        hot = self._trainer is not None and self._at is not None and _same_model(self._at, version)
-        self._at = None
-        if any_rank(not hot, self._ranks):
-            trainer = self.begin_at(version)
-            if version.state is not None:
-                load_state(trainer, fetch_bundle(self._store, version.state), update=self._config, ranks=self._ranks)
-            return trainer
-        assert self._trainer is not None
+    @property
+    def trainer(self) -> Trainer:
+        """The one that is hot."""
+        assert self._trainer is not None, "a trainer was loaded"
         return self._trainer
 
+    def leave(self, version: ModelVersion) -> Trainer | None:
+        """Return the trainer if it stands at the version on every rank; it counts as left."""
+        hot = self._at == _name(version)
+        self._at = None
+        return None if any_rank(not hot, self._ranks) else self._trainer
+
     def asked_at(self, version: ModelVersion) -> Trainer:
-        """Return a trainer at the version that is only asked and learns nothing, so that it stays there."""
-        trainer = self.stand_at(version)
-        self._at = version
+        """Return a trainer with the version's weights, which is asked and learns nothing; its state may be missing."""
+        stored = version.state is not None and has_bundle(self._store, version.state)
+        trainer = self.leave(version)
+        is_whole = trainer is not None or stored or not version.version
+        if trainer is None:
+            trainer = self.load(version) if stored else self.begin_at(version)
+        self._at = _name(version) if is_whole else None
         return trainer
 
     def begin_at(self, version: ModelVersion) -> Trainer:
@@ -169,19 +109,27 @@ class Learner:
         logger.info("loaded %s", version.digest)
         return self._trainer
 
-    def publish(self, parent: ModelVersion, *, version: int, with_state: bool = True) -> ModelVersion:
-        """Publish what was learnt since `parent`; without state the next update starts a fresh optimizer."""
-        assert self._trainer is not None, "publish before stand_at"
-        published = publish_policy(
-            self._store,
-            self._trainer,
-            version=version,
-            parent=parent,
-            state_of=self._config if with_state else None,
-            ranks=self._ranks,
-        )
-        self._at = published
+    def load(self, version: ModelVersion) -> Trainer:
+        """Return a trainer with the version's weights, and its state if it has one."""
+        trainer = self.begin_at(version)
+        if version.state is not None:
+            load_state(trainer, fetch_bundle(self._store, version.state), update=self._config, ranks=self._ranks)
+        return trainer
+
+    def publish(self, parent: ModelVersion, *, version: int) -> ModelVersion:
+        """Publish what was learnt since `parent`, without a state."""
+        published = self._published(parent, version=version, put=True)
+        self._at = _name(published)
         return published
+
+    def describe(self, parent: ModelVersion, *, version: int) -> ModelVersion:
+        """Say what `publish` would return; nothing is put into the store."""
+        return self._published(parent, version=version, put=False)
+
+    def follow(self, parent: ModelVersion, following: ModelVersion) -> None:
+        """Take the next version for its parent, which has all that it has."""
+        if self._at == _name(parent):
+            self._at = _name(following)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -189,17 +137,28 @@ class Learner:
             self._trainer.close()
         self._trainer = self._at = None
 
+    def _published(self, parent: ModelVersion, *, version: int, put: bool) -> ModelVersion:
+        return publish_version(self._store, self.trainer, version=version, parent=parent, ranks=self._ranks, put=put)
 
-def _same_model(one: ModelVersion, other: ModelVersion) -> bool:
-    """Whether only the count of updates differs, as after one that was discarded."""
-    return replace(one, version=other.version) == other
+
+def _name(version: ModelVersion) -> tuple[int, str]:
+    return version.version, version.digest
 
 
 class LoadedModels:
     """Each is loaded when it is first asked for, and again where another version is asked for."""
 
-    def __init__(self, store: Store, update: UpdateConfig, *, temperature: float, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        store: Store,
+        update: UpdateConfig,
+        *,
+        temperature: float,
+        ranks: Ranks,
+        on_progress: Callable[[], None],
+    ) -> None:
         self.ranks = ranks
+        self.states = StateWriter(store, update, ranks=ranks, on_progress=on_progress)
         self.policy = Learner(store, self._actor, update, ranks=ranks)
         self.critic = Learner(store, self._valuer, update, ranks=ranks)
         self._store = store

@@ -2,12 +2,13 @@
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from infra.errors import BadInput
+from infra.errors import BadInput, Damaged
 from infra.store.bundles import fetch_bundle
 from infra.store.storage import open_store
 from models.config.algorithms import AlgorithmConfig
@@ -19,7 +20,7 @@ from models.records.work import EstimateWork, JudgeWarmupWork, PreferenceWork, R
 from models.training.auxiliary import ask_endpoint, ask_model, write_estimates
 from models.training.ranks import join_ranks
 from models.training.samples import TrainingSamples, open_samples
-from models.training.trainer import frozen_forward
+from models.training.trainer import Trainer, frozen_forward
 from models.training.update_steps import (
     StepPasses,
     StepsTaken,
@@ -30,7 +31,7 @@ from models.training.update_steps import (
     take_value_steps,
     value_metrics,
 )
-from models.training.versions import LoadedModels
+from models.training.versions import Learner, LoadedModels
 from models.workers.offline import OfflineTrainer
 
 
@@ -55,7 +56,8 @@ class UpdateWorker:
     """Take optimizer steps from the models that each piece of work names, whatever the worker did before.
 
     The same work gives the same weights and the same optimizer state, bit for bit, hot or loaded anew, on as many
-    ranks and threads. All ranks must be asked at once; each returns the same outcome, timings aside.
+    ranks and threads. All ranks must be asked at once; each returns the same outcome, timings aside. What a state
+    that is missing consists of is learnt again from the samples since the one before.
     """
 
     def __init__(
@@ -81,11 +83,18 @@ class UpdateWorker:
     def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         """Meet the other ranks before any work. A rank that is lost takes the group, and so its processes, with it."""
         ranks = join_ranks(rank, world_size, address=master_address, port=master_port)
-        self._models = LoadedModels(self._store, self._update, temperature=self._temperature, ranks=ranks)
+        self._models = LoadedModels(
+            self._store, self._update, temperature=self._temperature, ranks=ranks, on_progress=self._on_progress
+        )
 
     def progress(self) -> int:
-        """Return a count that moves with every forward pass."""
+        """Return a count that moves with every forward pass, and every piece of a state that is written."""
         return self._progress
+
+    def close(self) -> None:
+        """End with the states that are being written."""
+        if self._models is not None:
+            self._models.states.close()
 
     def estimate(self, work: EstimateWork) -> Outcome:
         """Ask models about every token of an iteration's rollouts before credit; nothing is learnt."""
@@ -102,24 +111,27 @@ class UpdateWorker:
     def update(self, work: UpdateWork) -> Outcome:
         """Take one iteration's steps and publish the next version of the policy, and of its critic if it has one.
 
-        Without a token to learn from, or where anything was not finite, the next versions have their parents' very
-        weights and state; so has a policy that does not learn yet.
+        Their states are named, and written while the worker does something else: they are there when the next update
+        ends. Without a token to learn from, or where anything was not finite, the next versions have their parents'
+        very weights and state; so has a policy that does not learn yet.
         """
         models, laps = self._joined(), StageTimer()
         samples = open_samples(self._store, work.samples)
         steps = policy_steps(samples, work, config=self._update, ranks=models.ranks)
-        if not steps:
-            return self._unchanged(work, quarantined=False)
-        taken = self._learn_policy(work, steps, laps) if work.learns else None
-        valued = None
-        if work.critic is not None and (taken is None or taken.finite):
-            valued = self._learn_values(work, work.critic, steps, laps)
-        if not all(learnt.finite for learnt in (taken, valued) if learnt is not None):
-            return self._unchanged(work, quarantined=True)
-        following = work.policy.version + 1
+        taken, valued, finite = None, None, True
+        if steps:
+            if work.learns:
+                taken = self._learn_policy(work, self._actor(work, laps), steps, laps)
+            if work.critic is not None and (taken is None or taken.finite):
+                valued = self._learn_values(work, self._valuer(work, laps), steps, laps)
+            finite = all(learnt.finite for learnt in (taken, valued) if learnt is not None)
+        if not steps or not finite:
+            models.states.settle()
+            return self._unchanged(work, quarantined=not finite)
+        model, critic = self._published(work, laps)
         outcome = Outcome(
-            model=models.policy.publish(work.policy, version=following) if taken else _next(work.policy),
-            critic=models.critic.publish(work.critic, version=following) if work.critic is not None else None,
+            model=model,
+            critic=critic,
             metrics={
                 **self._kl_coefficient(work),
                 **({} if taken is None else _metrics(taken, samples, steps)),
@@ -131,9 +143,29 @@ class UpdateWorker:
             },
             timings=laps.seconds,
         )
-        laps.end("save")
         torch.cuda.empty_cache()  # a server may share the GPU, and torch keeps what it once had; without one, nothing
         return outcome
+
+    def _published(self, work: UpdateWork, laps: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
+        """Publish what was learnt, and begin to write its states."""
+        models, following = self._joined(), work.policy.version + 1
+        model, critic = _next(work.policy), None
+        if work.learns:
+            model = models.policy.publish(work.policy, version=following)
+        else:
+            models.policy.follow(work.policy, model)
+        if work.critic is not None:
+            critic = models.critic.publish(work.critic, version=following)
+        laps.end("save")
+        models.states.settle()
+        if work.keeps_state and work.learns:
+            model = replace(model, state=models.states.begin(models.policy.trainer))
+        if work.keeps_state and critic is not None:
+            critic = replace(critic, state=models.states.begin(models.critic.trainer))
+        if work.is_last:
+            models.states.settle()
+        laps.end("state")
+        return model, critic
 
     def warmup(self, work: WarmupWork) -> Outcome:
         """Imitate worked examples and publish a policy without optimizer state."""
@@ -179,9 +211,57 @@ class UpdateWorker:
             raise BadInput(f"iteration {work.iteration}: expected the teacher's model to ask, found none")
         return ask_model(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)
 
-    def _learn_policy(self, work: UpdateWork, steps: list[StepPasses], laps: StageTimer) -> StepsTaken:
+    def _actor(self, work: UpdateWork, laps: StageTimer) -> Trainer:
+        """The policy under training, where the work begins."""
+
+        def learn(past: UpdateWork, trainer: Trainer) -> StepsTaken:
+            return self._learn_policy(past, trainer, self._steps(past), StageTimer())
+
+        past = [update for update in work.past if update.learns]
+        versions = [update.policy for update in (*past, work)]
+        return self._standing(self._joined().policy, versions, past, learn, laps)
+
+    def _valuer(self, work: UpdateWork, laps: StageTimer) -> Trainer:
+        """The critic under training, where the work begins."""
+
+        def learn(past: UpdateWork, trainer: Trainer) -> StepsTaken:
+            return self._learn_values(past, trainer, self._steps(past), StageTimer())
+
+        versions = [update.critic for update in (*work.past, work) if update.critic is not None]
+        return self._standing(self._joined().critic, versions, work.past, learn, laps)
+
+    def _standing(
+        self,
+        learner: Learner,
+        versions: Sequence[ModelVersion],
+        past: Sequence[UpdateWork],
+        learn: Callable[[UpdateWork, Trainer], StepsTaken],
+        laps: StageTimer,
+    ) -> Trainer:
+        """Return a trainer at the last of the versions: the one that is there, or one that takes the past again."""
+        trainer = learner.leave(versions[-1])
+        if trainer is None:
+            trainer = learner.load(versions[0])
+            laps.end("load")
+            for update, expected in zip(past, versions[1:], strict=True):
+                logger.info("iteration %d: its update is taken again from its samples", update.iteration)
+                learn(update, trainer)
+                found = learner.describe(versions[0], version=expected.version)
+                if update.keeps_state:
+                    found = replace(found, state=self._joined().states.begin(trainer))
+                _check_arrival(update, found, expected)
+            laps.end("again")
+        laps.end("load")
+        return trainer
+
+    def _steps(self, work: UpdateWork) -> list[StepPasses]:
+        samples = open_samples(self._store, work.samples)
+        return policy_steps(samples, work, config=self._update, ranks=self._joined().ranks)
+
+    def _learn_policy(
+        self, work: UpdateWork, trainer: Trainer, steps: list[StepPasses], laps: StageTimer
+    ) -> StepsTaken:
         models, config = self._joined(), self._update
-        trainer = models.policy.stand_at(work.policy)
         reference = None
         if config.kl_penalty is not None:
             reference = models.reference(work.reference)
@@ -201,12 +281,10 @@ class UpdateWorker:
         return taken
 
     def _learn_values(
-        self, work: UpdateWork, critic: ModelVersion, steps: list[StepPasses], laps: StageTimer
+        self, work: UpdateWork, trainer: Trainer, steps: list[StepPasses], laps: StageTimer
     ) -> StepsTaken:
         models, config = self._joined(), self._algorithm.value_model
         assert config is not None, "work with a critic is of an algorithm with one"
-        trainer = models.critic.stand_at(critic)
-        laps.end("load")
         own = critic_steps(steps, work, config=self._update.model_copy(update={"learning_rate": config.learning_rate}))
         taken = take_value_steps(trainer, own, clip=config.clip, ranks=models.ranks, on_progress=self._on_progress)
         laps.end("critic")
@@ -221,9 +299,14 @@ class UpdateWorker:
                 work.policy.version + 1,
                 work.policy.version,
             )
+        models, model = self._joined(), _next(work.policy)
+        models.policy.follow(work.policy, model)
+        critic = None if work.critic is None else _next(work.critic)
+        if work.critic is not None and critic is not None:
+            models.critic.follow(work.critic, critic)
         return Outcome(
-            model=_next(work.policy),
-            critic=None if work.critic is None else _next(work.critic),
+            model=model,
+            critic=critic,
             metrics={
                 **self._kl_coefficient(work),
                 "quarantined": float(quarantined),
@@ -243,6 +326,20 @@ class UpdateWorker:
 
     def _on_progress(self) -> None:
         self._progress += 1
+
+
+def _check_arrival(update: UpdateWork, found: ModelVersion, expected: ModelVersion) -> None:
+    """Raise Damaged where an update that is taken again does not lead to the version that was committed."""
+    if found != expected:
+        raise Damaged(
+            f"iteration {update.iteration}: its update was taken again from its samples, to get back the optimizer's "
+            f"state; expected {_told(expected)}, found {_told(found)}: samples, code or libraries are others now"
+        )
+
+
+def _told(version: ModelVersion) -> str:
+    state = "" if version.state is None else f" with state {version.state.digest}"
+    return f"weights {version.digest}{state}"
 
 
 def _next(parent: ModelVersion) -> ModelVersion:

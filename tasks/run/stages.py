@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -23,6 +23,7 @@ from infra.store.dependencies import DEPENDENCIES
 from infra.store.manifests import Manifest, provenance_here
 from models.records.versions import Outcome, bundles_of, critic_bundles_of
 from tasks.run.session import Session
+from tasks.run.states import STATES
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,10 @@ async def once(
     parents: Sequence[Manifest] = (),
     detail: Mapping[str, JsonValue] | None = None,
 ) -> Manifest:
-    """Return the manifest under `key`, or have a worker of `role` do the work and commit what it made."""
+    """Return the manifest under `key`, or have a worker of `role` do the work and commit what it made.
+
+    Optimizers' states may still be on their way to the store.
+    """
     done_before = session.run.find(key)
     if done_before is not None:
         return done_before
@@ -115,11 +119,12 @@ async def once(
                 seconds={**(outcome.timings or {}), **waited},
             ),
         ),
+        promised=STATES,
     )
 
 
-def _commit(session: Session, manifest: Manifest) -> Manifest:
-    committed = session.run.commit(manifest)
+def _commit(session: Session, manifest: Manifest, *, promised: Collection[str] = ()) -> Manifest:
+    committed = session.run.commit(manifest, promised=promised)
     session.commits.announce(manifest.key)
     return committed
 

@@ -17,6 +17,7 @@ from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key, reward_model_role
 from tasks.run.rescorings import Derived, derived_of, recredit_terms, rescored_batches, rescored_shards, rescoring_terms
+from tasks.run.states import coming_states, is_due, state_every, states_of, took_steps
 from tasks.verification.samples import check_credit, check_rollouts, check_samples
 from tasks.views.metrics import sealed_iterations
 from tasks.views.runs import open_known_run
@@ -25,7 +26,7 @@ from tasks.views.runs import open_known_run
 def verify_run(store: str, name: str) -> list[str]:
     """Check every digest and every invariant of a run; one line per problem, naming the offender."""
     run = open_known_run(store, name)
-    return verify_store(run) or check_invariants(run)
+    return verify_store(run, promised=coming_states) or check_invariants(run)
 
 
 def ignored_files(store: str, name: str) -> list[str]:
@@ -46,7 +47,15 @@ def check_invariants(run: Run) -> list[str]:
             problems.append(f"{seal.key}: its plan is missing")
             continue
         problems += [f"{seal.key}: no manifest has the parent digest {p}" for p in seal.parents if p not in digests]
-        for check in (_check_prompts, _check_carry_over, _check_sampling, check_rollouts, check_samples, check_credit):
+        for check in (
+            _check_prompts,
+            _check_carry_over,
+            _check_sampling,
+            check_rollouts,
+            check_samples,
+            check_credit,
+            _check_state,
+        ):
             problems += check(iteration)
     return [*problems, *check_derived(run)]
 
@@ -114,6 +123,17 @@ def _check_sampling(iteration: Iteration) -> Iterator[str]:
         yield f"{iteration.key}/seal: keeps groups although the configuration returns them"
     if after.partial_groups and iteration.rollout.partial is None:
         yield f"{iteration.key}/seal: carries groups without partial rollout"
+
+
+def _check_state(iteration: Iteration) -> Iterator[str]:
+    """The update keeps its state if it is time, and one that took no step the state of its parent."""
+    run, update, every = iteration.run, iteration.update, state_every(iteration.run)
+    if not took_steps(update):
+        if states_of(update) != states_of(iteration.policy):
+            yield f"{update.key}: took no step and names another state than the version before"
+    elif bool(states_of(update)) != is_due(run, iteration.number, every=every):
+        found = "names a state" if states_of(update) else "names no state"
+        yield f"{update.key}: {found}, with update.state_every {every} after version {iteration.number - 1}"
 
 
 def check_derived(run: Run) -> Iterator[str]:

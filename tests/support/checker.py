@@ -15,6 +15,8 @@ import pyarrow as pa
 from blake3 import blake3
 
 Record = dict[str, object]
+STATES = {"state", "critic_state"}
+"""How manifests name what an optimizer remembers of a policy and of its critic."""
 LEFT_OUT = {"lock", "report", "quarantine", "export"}
 """What proves nothing: the lock's file, pictures, damaged shards that were put aside, copies for analysts."""
 
@@ -38,6 +40,7 @@ def problems_of(run: Path) -> list[str]:
         check_chain(records),
         check_epochs(records, manifests),
         check_iterations(run, manifests),
+        check_states(records, manifests),
     ):
         try:
             problems += check
@@ -95,6 +98,7 @@ def check_manifests(manifests: dict[str, Record]) -> Iterator[str]:
 def check_parts(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
     """Every file that a manifest names has its digest; none is there that is named by nothing and half written."""
     retired = {key.removeprefix("retention/") for key in manifests if key.startswith("retention/")}
+    newest = max(updates_of(manifests), default="")
     for key, manifest in manifests.items():
         for shard in manifest["shards"]:
             data = (run / shard["key"]).read_bytes()
@@ -103,6 +107,8 @@ def check_parts(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
             elif pa.ipc.open_file(data).read_all().num_rows != shard["rows"]:
                 yield f"{key}: {shard['key']} has other rows"
         for name, bundle in manifest["bundles"].items():
+            if key == newest and name in STATES and not (run / bundle["key"] / "bundle.json").exists():
+                continue  # still on its way, or to be learnt again
             if bundle["digest"][:16] not in retired:
                 yield from (
                     f"{key}: {name}: {problem}" for problem in check_bundle(run / bundle["key"], bundle["digest"])
@@ -183,6 +189,24 @@ def check_iterations(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
         trained = names_of(run, credit)
         if len({*trained}) < len(trained) or not generated.issuperset(trained):
             yield f"{part}/credit: a sample is trained twice, or was never generated"
+
+
+def check_states(records: dict[str, Record], manifests: dict[str, Record]) -> Iterator[str]:
+    """Each update names its optimizer's state when it is time; one without a step has that of the version before."""
+    every, last, before = records["run"]["config"]["update"]["state_every"], 0, {}
+    for number, key in enumerate(updates_of(manifests), start=1):
+        named = {name: bundle["digest"] for name, bundle in manifests[key]["bundles"].items() if name in STATES}
+        if not manifests[key]["metrics"]["steps"]:
+            if named != before:
+                yield f"{key}: took no step and names another state than the version before"
+        elif bool(named) != (number - last >= every):
+            yield f"{key}: {'names' if named else 'has no'} state; the one before is of version {last}"
+        last, before = number if named else last, named
+
+
+def updates_of(manifests: dict[str, Record]) -> list[str]:
+    """Keys of the policies that were learnt, in order."""
+    return sorted(key for key in manifests if re.fullmatch(r"it-\d+/update", key))
 
 
 def names_of(run: Path, manifest: Record) -> list[tuple[int, int]]:

@@ -11,13 +11,14 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from infra.store import bundles
-from infra.store.bundles import fetch_bundle
+from infra.store.bundles import fetch_bundle, has_bundle
 from infra.store.storage import open_store
 from models.config.algorithms import Grpo
 from models.config.objectives import KlPenalty, UpdateConfig
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import UpdateWork
 from models.workers.update import UpdateWorker
+from tests.support.jobs import wait_for
 from tests.support.processes import preload
 from tests.support.training import write_samples
 
@@ -53,7 +54,9 @@ def work(uri: str, policy: ModelVersion, *, reference: ModelVersion | None = Non
 
 
 def files(uri: str, outcome: Outcome, part: str) -> Path:
-    return fetch_bundle(open_store(f"{uri}/run"), getattr(outcome.model, part))
+    store, bundle = open_store(f"{uri}/run"), getattr(outcome.model, part)
+    assert wait_for(lambda: has_bundle(store, bundle), seconds=30), "a state is written beside what follows"
+    return fetch_bundle(store, bundle)
 
 
 def gradients(uri: str, outcome: Outcome) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The update worker on real processes: same work, same bits; what is not finite changes nothing."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.errors import BadInput
-from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.errors import BadInput, Damaged
+from infra.store.bundles import delete_bundle, fetch_bundle, has_bundle, publish_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.objectives import SequenceMean
@@ -21,6 +22,7 @@ from models.records.schemas import SAMPLE_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import WarmupWork
 from models.text.tokenizer import scratch_tokenizer
+from models.training.states import StateWriter
 from tests.support.training import DATA, TINY, publish_scratch
 from tests.support.update_workers import (
     CONFIG,
@@ -59,15 +61,72 @@ def test_an_update_is_the_same_bits_hot_reloaded_and_repeated(uri, policy):
     assert (cold.model, cold.metrics) == (outcome.model, outcome.metrics)
 
 
-def test_an_update_writes_what_it_publishes_once_and_reads_none_of_it(uri, policy, monkeypatch):
-    worker = start(uri)
-    first = worker.update(work(uri, policy)).model
-    second = []
-    again = work(uri, first, reference=policy)
-    written, read = bytes_moved(lambda: second.append(worker.update(again).model), monkeypatch)
-    published = second[0].weights.bytes + second[0].state.bytes
-    assert published < written < 1.1 * published
-    assert read < 0.25 * published  # samples, the tokenizer
+def chain(uri, policy, updates, *, kept=()):
+    """Updates one after another: their works, which keep the states of some versions, and what they made."""
+    worker, works, outcomes = start(uri), [], []
+    for number in range(1, updates + 1):
+        version = outcomes[-1].model if outcomes else policy
+        asked = replace(work(uri, version, reference=policy), total_iterations=updates, keeps_state=number in kept)
+        works.append(asked)
+        outcomes.append(worker.update(asked))
+    return works, outcomes
+
+
+def test_an_update_writes_its_weights_once_reads_none_of_them_and_leaves_its_state_for_later(uri, policy, monkeypatch):
+    worker, write, may_write = start(uri), StateWriter._write, threading.Event()
+
+    def later(*arguments):
+        assert may_write.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(StateWriter, "_write", later)
+    asked, made = replace(work(uri, policy), total_iterations=3), []
+    written, read = bytes_moved(lambda: made.append(worker.update(asked).model), monkeypatch)
+    may_write.set()
+    worker.close()
+    assert made[0].weights.bytes < written < 1.1 * made[0].weights.bytes + 20_000  # and the tokenizer
+    assert read < 150_000 + policy.weights.bytes, "what was loaded at the start, samples, the tokenizer"
+    assert fetch_bundle(open_store(f"{uri}/run"), made[0].state).is_dir()
+
+
+def test_a_state_is_in_the_store_when_the_next_update_ends_and_the_last_when_it_ends_itself(uri, policy):
+    _, outcomes = chain(uri, policy, 2, kept=(1, 2))
+    assert all(has_bundle(open_store(f"{uri}/run"), outcome.model.state) for outcome in outcomes)
+
+
+def test_a_lost_state_is_learnt_again_and_comes_back(uri, policy):
+    works, outcomes = chain(uri, policy, 3, kept=(1, 2, 3))
+    store, lost = open_store(f"{uri}/run"), outcomes[1].model.state
+    delete_bundle(store, lost)
+    again = start(uri).update(replace(works[2], past=(works[1],)))
+    assert (again.model, again.metrics) == (outcomes[2].model, outcomes[2].metrics)
+    assert has_bundle(store, lost)
+
+
+def test_updates_since_the_newest_state_are_taken_again_to_the_same_bits(uri, policy):
+    works, outcomes = chain(uri, policy, 4, kept=(1, 4))
+    assert [outcome.model.state is not None for outcome in outcomes] == [True, False, False, True]
+    again = start(uri).update(replace(works[3], past=tuple(works[1:3])))
+    assert (again.model, again.metrics) == (outcomes[3].model, outcomes[3].metrics)
+    everything = start(uri).update(replace(works[3], past=tuple(works[:3])))
+    assert everything.model == outcomes[3].model
+
+
+def test_an_update_that_is_taken_again_from_other_samples_is_damage_that_names_it(uri, policy):
+    works, _ = chain(uri, policy, 3, kept=(1,))
+    other = replace(works[1], samples=work(uri, policy, seed=9).samples)
+    with pytest.raises(Damaged, match=r"iteration 1: its update was taken again .* expected weights .* found weights"):
+        start(uri).update(replace(works[2], past=(other,)))
+
+
+def test_an_optimizer_that_moved_while_the_weights_did_not_is_known_by_its_version(uri, policy):
+    still = CONFIG.model_copy(update={"learning_rate": 0.0})
+    hot = start(uri, still)
+    first = replace(work(uri, policy), total_iterations=9, keeps_state=False)
+    version = hot.update(first).model
+    assert version.digest == policy.digest
+    second = replace(work(uri, version, reference=policy), total_iterations=2)
+    assert hot.update(second).model == start(uri, still).update(replace(second, past=(first,))).model
 
 
 def test_another_seed_makes_another_policy(uri, policy):

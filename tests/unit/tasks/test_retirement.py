@@ -44,9 +44,11 @@ def bundle(content):
     return BundleRef(key=f"policies/{digest[:16]}", digest=digest, bytes=1)
 
 
-def commit_version(run, version, content):
-    run.store.put(f"{bundle(content).key}/bundle.json", b"{}")
-    run.commit(Manifest(key=StageKey.policy(version), bundles={"weights": bundle(content)}))
+def commit_version(run, version, content, *, stateful=True):
+    bundles = {"weights": bundle(content), **({"state": bundle(content + 10_000)} if stateful else {})}
+    for ref in bundles.values():
+        run.store.put(f"{ref.key}/bundle.json", b"{}")
+    run.commit(Manifest(key=StageKey.policy(version), bundles=bundles, metrics={"steps": 1}))
 
 
 def kept(number, *, keep_last, keep_every):

@@ -1,0 +1,67 @@
+"""Which versions have their optimizer's state in the store: by every `update.state_every`-th update at the latest.
+
+A version names its state before the state is there: it is written during the next rollouts, and there when the next
+update is committed. Where it is missing, the updates since the one before are taken again.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from infra.store.bundles import BundleRef, has_bundle
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from tasks.run.keys import StageKey
+
+STATES = ("state", "critic_state")
+"""How manifests name the states of a policy and of its critic."""
+
+
+def states_of(version: Manifest) -> list[BundleRef]:
+    """States that a version names: both, or where one of the models learns alone, its own."""
+    return [version.bundles[name] for name in STATES if name in version.bundles]
+
+
+def took_steps(update: Manifest) -> bool:
+    """Whether an update changed anything: one without a token to learn from does not, nor one that was discarded."""
+    return update.metrics.get("steps", 0) > 0
+
+
+def newest_with_state(run: Run, number: int) -> int:
+    """The newest version up to a number that names a state; 0 if there is none."""
+    while number and not states_of(run.require(StageKey.policy(number))):
+        number -= 1
+    return number
+
+
+def is_due(run: Run, number: int, *, every: int) -> bool:
+    """Whether the update of an iteration is to keep its state, if it takes steps."""
+    return number - newest_with_state(run, number - 1) >= every
+
+
+def way_to(run: Run, number: int) -> tuple[int, list[int]]:
+    """The newest version whose state is in the store, and the iterations whose updates lead from there to a number."""
+    way: list[int] = []
+    while number:
+        version = run.require(StageKey.policy(number))
+        states = states_of(version)
+        if states and all(has_bundle(run.store, state) for state in states):
+            break
+        if took_steps(version):
+            way.append(number)
+        number -= 1
+    return number, way[::-1]
+
+
+def coming_states(manifests: Iterable[Manifest]) -> list[BundleRef]:
+    """States that may not be there yet: those of the newest version."""
+    updates = [
+        manifest for manifest in manifests if manifest.key.startswith("it-") and manifest.key.endswith("/update")
+    ]
+    return states_of(max(updates, key=lambda update: StageKey.parse(update.key).iteration)) if updates else []
+
+
+def state_every(run: Run) -> int:
+    """How the run was made: `update.state_every`."""
+    update = run.record.config.get("update")
+    every = update.get("state_every", 1) if isinstance(update, Mapping) else 1
+    assert isinstance(every, int)
+    return every
