@@ -40,10 +40,11 @@ def continued(reference, prefect_api, tmp_path_factory):
     return job
 
 
-def found(job, kind, *tags):
-    """What Prefect's API finds by tags, which are the name of the run and more."""
-    asked = {kind: {"tags": {"all_": ["tiny", *tags]}}, "sort": "EXPECTED_START_TIME_DESC", "limit": 100}
-    return httpx.post(f"{job.api}/{kind}/filter", json=asked, auth=PASSWORD, timeout=30).raise_for_status().json()
+def flows_of(job):
+    """Names of the flow runs of jobs of that name, as Prefect's API shows them; the newest come first."""
+    asked = {"flow_runs": {"tags": {"all_": ["tiny"]}}, "sort": "EXPECTED_START_TIME_DESC", "limit": 100}
+    found = httpx.post(f"{job.api}/flow_runs/filter", json=asked, auth=PASSWORD, timeout=30).raise_for_status().json()
+    return [flow["name"] for flow in found]
 
 
 def created(job, key):
@@ -67,6 +68,6 @@ def test_an_iteration_learns_before_the_one_before_is_sealed_and_is_the_same(con
 
 
 def test_after_its_span_a_controller_has_a_successor_that_tells_where_it_began(continued):
-    names = [flow["name"] for flow in found(continued, "flow_runs")]
+    names = flows_of(continued)
     assert {f"{role} from it-0004" for role in ("rollout 0", "rollout 1", "scoring 0", "update")} <= {*names}
     assert not [name for name in names if name.endswith("from it-0003")]
