@@ -26,7 +26,8 @@ $(VENV)/.docs: $(VENV)/.base
 demo: $(VENV)/.base  ## run the main job on this machine
 	@$(BIN)/rheostat train configs/demo.toml $(ARGS)
 
-PARALLEL := -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
+# One more than there are cores, since tests also wait for processes that they start.
+PARALLEL := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 # Dozens of processes start with the same modules, which need compiling once.
 test: export PYTHONDONTWRITEBYTECODE :=

@@ -26,7 +26,7 @@ from tests.support.jobs import (
     workers_of,
 )
 
-pytestmark = pytest.mark.timeout(2000)  # the fixtures are whole jobs
+pytestmark = [pytest.mark.system, pytest.mark.timeout(2000)]  # the fixtures are whole jobs
 
 REAPING_SECONDS = 30.0
 """For the embedded cluster's processes after their driver was killed; on an idle machine one second is plenty."""
