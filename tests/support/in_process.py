@@ -1,6 +1,7 @@
 """The tiny job as a flow of this process: real workers in threads, a real store and manifests, no process to start."""
 
 import contextlib
+import gc
 import io
 import json
 import tomllib
@@ -44,6 +45,7 @@ class InProcessJob:
         with self.prefect(), self._counted():
             from flows.train import train
 
+            gc.freeze()  # trainers collect garbage: what is there already need not be looked through each time
             run_flow(train(config))
 
     def command(self, name: str, *arguments: str) -> Ended:
