@@ -121,14 +121,19 @@ def export_policy(
 
 def verify(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
     """Check every digest and every invariant of a run."""
-    from tasks.verification.invariants import ignored_files, verify_run
+    from tasks.verification.invariants import ignored_files, states_to_learn_again, verify_run
 
-    problems, ignored = verify_run(store, run), ignored_files(store, run)
+    problems, ignored, again = verify_run(store, run), ignored_files(store, run), states_to_learn_again(store, run)
     if as_json:
-        write(json.dumps({"run": run, "ok": not problems, "problems": problems, "ignored": ignored}, indent=2))
+        told = {"run": run, "ok": not problems, "problems": problems, "ignored": ignored, "learnt_again": again}
+        write(json.dumps(told, indent=2))
     else:
-        told = problems or [f"run {run}: every digest and every invariant holds"]
-        write("\n".join([*told, *(f"ignored {name}: it is no file of a run" for name in ignored)]))
+        lines = problems or [f"run {run}: every digest and every invariant holds"]
+        lines += [f"ignored {name}: it is no file of a run" for name in ignored]
+        lines += [
+            f"{state} is not there: training learns the newest version's optimizer state again" for state in again
+        ]
+        write("\n".join(lines))
     return 1 if problems else 0
 
 

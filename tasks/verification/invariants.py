@@ -5,6 +5,7 @@ was scored or credited again.
 from collections.abc import Iterator, Mapping
 from math import isclose
 
+from infra.store.bundles import has_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
@@ -32,6 +33,12 @@ def verify_run(store: str, name: str) -> list[str]:
 def ignored_files(store: str, name: str) -> list[str]:
     """Name the files in a run that are nobody's."""
     return stray_files(open_known_run(store, name))
+
+
+def states_to_learn_again(store: str, name: str) -> list[str]:
+    """Name the optimizer's states that the newest version names and the store does not have (yet)."""
+    run = open_known_run(store, name)
+    return [state.key for state in coming_states(run.manifests()) if not has_bundle(run.store, state)]
 
 
 def check_invariants(run: Run) -> list[str]:

@@ -8,7 +8,7 @@ HOME = Path(__file__).parents[2]
 ROOMS = ("flows", "tasks", "models", "placement", "infra")
 
 BOUNDED = {
-    "flows/controllers.py: self._orders[role, controller].get": "a controller, which ends with its run",
+    "flows/controllers.py: orders.get": "a controller, which ends with its run",
     "infra/processes/guard.py: guard.communicate": "a guard that is told to end, and kills what is left within limits",
     "tasks/run/preflight.py: process.communicate": "the loop below it looks at the process",
     "tasks/run/preflight.py: checking.result": "is done",
@@ -19,6 +19,7 @@ BOUNDED = {
     "models/engines/vllm/plugin/rheostat_http.py: sending.result": "is done",
     "models/text/chats.py: process.communicate": "is killed, or has ended its answers and is limited in CPU time",
     "infra/processes/functions.py: self._process.communicate": "is killed",
+    "models/training/states.py: writing.result": "a thread that writes to the store, and so ends or fails as any write",
     "models/training/ranks.py: dist.recv": "a rank: its pool kills the group when it makes no progress",
     "infra/environments/install.py: subprocess.run": "pip has limits of its own for each answer of an index",
     "infra/pools/cluster.py: leave.wait": "the thread that keeps a connection as long as it is wanted",
@@ -62,7 +63,7 @@ def unbounded(tree: ast.AST) -> Iterator[str]:
         what = ast.unparse(call.func)
         owner, _, method = what.rpartition(".")
         has_limit = "timeout" in {keyword.arg for keyword in call.keywords}
-        waits = owner and not owner.isupper() and method in BLOCKING and not call.args
+        waits = owner and not owner.isupper() and not owner.endswith("Context") and method in BLOCKING and not call.args
         if not has_limit and (waits or what in COMMANDS or method in ("communicate", "recv", "accept")):
             yield what
 

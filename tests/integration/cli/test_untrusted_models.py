@@ -1,6 +1,7 @@
 """Model directories from elsewhere: what could read, fetch, run or take too much is refused in one line."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -254,7 +255,7 @@ ENDLESS: dict[str, tuple[str, str]] = {
     "one long string": ("{{ 'a' * 10**11 }}", "takes more than 2147483648 bytes of memory"),
     "doubling": (
         "{% set all = namespace(x='ab') %}{% for i in range(60) %}{% set all.x = all.x ~ all.x %}{% endfor %}",
-        "takes more than 2147483648 bytes of memory",
+        "(takes more than 2147483648 bytes|does not end)",  # where memory is slow, its time is over before
     ),
     "much": ("{{ 'a' * 10**6 }}", "makes 1000000 characters of 6"),
     "itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses it: maximum recursion depth exceeded"),
@@ -266,7 +267,7 @@ ENDLESS: dict[str, tuple[str, str]] = {
 def test_a_template_without_end_is_refused_by_name(place, kind):
     template, reason = ENDLESS[kind]
     Path("model/chat_template.jinja").write_text(template)
-    assert complaint().startswith(f"train.jsonl:1: the policy's chat template {reason}")
+    assert re.match(f"train.jsonl:1: the policy's chat template {reason}", complaint())
 
 
 def test_a_chat_is_spelt_as_transformers_spells_it(place):
