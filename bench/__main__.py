@@ -31,7 +31,7 @@ PARTS = (
     "engine",
     "decoding",
 )
-ALONE = ("reality", "curves", "scale", "vllm", "gpu")
+ALONE = ("reality", "curves", "scale", "staleness", "vllm", "gpu")
 """Parts that take long or need another environment, and run when they are named."""
 
 QUIET = 0.5

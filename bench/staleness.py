@@ -1,0 +1,93 @@
+"""What iterations gain that overlap, and what learning from rollouts of older policies costs.
+
+The gain is measured with one job whose rollouts take as long as its updates. Its engine is paced: it sleeps, so that
+rollouts and updates do not share this machine's cores, at the pace of the job's own updates, which a first run
+measures. All runs have the same placement, with machines of the update's own. The cost shows in learning curves.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from bench.curves import SEEDS, Curve, Recipe, curve, draw, table, warmed_up
+from bench.cycles import Cycle, cycles_of
+from bench.jobs import DEMO, finished_job
+from bench.tables import Table
+
+TOKENS = 60
+JOB = (
+    "warmup.steps=1",
+    "evaluation.problems=4",
+    "policy.hidden_size=128",
+    "policy.intermediate_size=384",
+    "policy.layers=4",
+    "policy.context=128",
+    "rollout.prompts=32",
+    "rollout.shard_prompts=16",
+    f"rollout.sampling.max_new_tokens={TOKENS}",
+    "algorithm.keep_uninformative=true",
+    "retention.keep_last=4",
+    "controllers.count=1",
+    "placement.kind=colocated",
+    "pools.workers=2",
+    "pools.update_apart=true",
+)
+SETTLED = 2
+"""The first iterations wait for processes to start, and have nothing before them to overlap with."""
+
+
+RECIPES = {
+    f"rollout.staleness={staleness}": Recipe((f"rollout.staleness={staleness}", f"retention.keep_last={staleness + 2}"))
+    for staleness in (0, 1, 2, 4)
+}
+PLOT = Path(__file__).parents[1] / "docs" / "staleness.png"
+
+
+def measure() -> Iterator[Table]:
+    """The gain in seconds; then the demo's learning with each staleness on three seeds, and its plot in docs/."""
+    yield gain()
+    curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
+    for seed in SEEDS:
+        with warmed_up(seed) as start:
+            for name, recipe in RECIPES.items():
+                curves[name].append(curve(start, seed, recipe, teacher=start))
+                sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
+    draw(curves, PLOT)
+    yield table(f"Learning on the demo's problems, {len(SEEDS)} seeds", curves)
+
+
+def gain() -> Table:
+    """Measure the update, then the job with rollouts of that length, twice without overlap and twice with it."""
+    update = median(cycle.stages["update"] for cycle in _cycles(0.0, iterations=4, staleness=0))
+    seconds: dict[int, list[float]] = {0: [], 1: []}
+    cycles: dict[int, list[Cycle]] = {0: [], 1: []}
+    for staleness in (0, 1, 1, 0):  # a machine that becomes slower affects both
+        found = _cycles(update / TOKENS, iterations=8, staleness=staleness)
+        cycles[staleness] += found
+        seconds[staleness].append(sum(cycle.seconds for cycle in found) / len(found))
+    rows = [
+        (
+            f"rollout.staleness={staleness}",
+            median(cycle.stages["rollout"] for cycle in cycles[staleness]),
+            median(cycle.stages["update"] for cycle in cycles[staleness]),
+            sum(seconds[staleness]) / 2,
+            sum(seconds[staleness]) / sum(seconds[0]),
+        )
+        for staleness in (0, 1)
+    ]
+    return Table(
+        title="Iterations that overlap, rollouts as long as updates",
+        columns=("", "rollout, s", "update, s", "iteration, s", "ratio"),
+        rows=tuple(rows),
+        notes=("seconds of an iteration are means over two runs, from the third iteration on", "the aim is 0.6"),
+    )
+
+
+def _cycles(base_seconds: float, *, iterations: int, staleness: int) -> Sequence[Cycle]:
+    """Run the job, and look at its settled iterations."""
+    options = f"{{base_seconds={base_seconds},per_sequence_seconds=0,sigma=0,median_tokens={TOKENS}}}"
+    engine = f'rollout.engine={{kind="target",target="bench.paced:PacedEngine",options={options}}}'
+    sys.stderr.write(f"--- rollout.staleness={staleness}, {base_seconds * TOKENS:.1f} s of rollout\n")
+    with finished_job(DEMO, (*JOB, engine, f"iterations={iterations}", f"rollout.staleness={staleness}")) as job:
+        return cycles_of(job.run)[SETTLED:]
