@@ -45,7 +45,7 @@ SEEDS := 1..20
 chaos: $(VENV)/.dev  ## kills and full disks at random writes of a small run, by seeds; a failing one is named
 	@$(BIN)/python -c "import sys; from tests.support.chaos import main; sys.exit(main())" --seeds $(SEEDS) $(ARGS)
 
-faults: $(VENV)/.dev  ## docs/faults.md, written again from disturbed runs (twenty minutes)
+faults: $(VENV)/.dev  ## docs/faults.md, written again from disturbed runs
 	@$(BIN)/python -m bench.faults
 
 vllm: $(VENV)/.base  ## the environment with vLLM, a separate one; found at once when it is there

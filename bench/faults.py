@@ -1,4 +1,4 @@
-"""What faults cost: `make faults` writes docs/faults.md anew from runs (twenty minutes).
+"""What faults cost: `make faults` writes docs/faults.md anew from runs.
 
 A small run is disturbed at the write of every kind of file, on real processes, and at a tenth of all works; each time
 the same command is given until it ends, and what it leaves is compared with the undisturbed run by a checker that

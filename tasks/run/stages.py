@@ -37,6 +37,8 @@ TRANSIENT = (WorkerLost, OSError)
 LOOK_SECONDS = (0.02, 0.25)
 """Pauses between looks for what another process is to commit: they grow from the first to the last."""
 
+_BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
+
 
 def stage(
     name: str, *, retries: int = 0, pauses_seconds: Sequence[float] = ()
@@ -45,7 +47,6 @@ def stage(
 
     What it makes is in the store, so Prefect keeps no copy of it and has no reason to hash what it is handed.
     """
-
     make_task = task(
         task_run_name=name,
         retries=retries,
@@ -65,9 +66,6 @@ def stage(
         return make_task(tagged)
 
     return make
-
-
-_BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
 
 
 @contextmanager

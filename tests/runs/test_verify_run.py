@@ -92,15 +92,18 @@ def test_accuracies_and_seals_that_were_edited_with_a_right_seal_are_found(copy)
         path.write_bytes(whole)
 
 
-def test_the_command_ends_with_1_and_one_line_for_a_damaged_shard(copy):
-    path = sorted(copy.run.glob("shards/*/*"))[0]
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+@pytest.mark.parametrize("files", ["shards/*/*", "manifests/it-*/update.json"])
+def test_the_command_ends_with_1_and_one_line_for_each_damaged_file(copy, files):
+    whole = {path: path.read_bytes() for path in sorted(copy.run.glob(files))[:2]}
+    for path, data in whole.items():
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     found = copy.command("verify")
-    path.write_bytes(whole)
+    for path, data in whole.items():
+        path.write_bytes(data)
     assert found.code == 1
-    assert len(found.output.splitlines()) == 1
-    assert path.name in found.output
+    assert len(found.output.splitlines()) == len(whole) == 2
+    names = [path.relative_to(copy.run).with_suffix("").as_posix().partition("/")[2] for path in whole]
+    assert all(name in found.output for name in names)
     assert copy.command("verify").code == 0
 
 

@@ -31,7 +31,7 @@ from infra.store.disk import open_temporary, publish_file
 from infra.terminal import write
 from tests.support import checker
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import Fault, Job, leftovers_of, manifests_of, prefect_server, shards_of, works_of
+from tests.support.jobs import SMALLEST, Fault, Job, leftovers_of, manifests_of, prefect_server, shards_of, works_of
 from tests.support.processes import preload, process
 
 ROLES = ("preparation", "rollout", "scoring", "update")
@@ -40,24 +40,13 @@ preload(
     "flows.train",
     *(f"models.workers.{role}" for role in ROLES),
     *("models.engines.local.engine", "models.algorithms.group_relative"),
-    # What is imported where it is needed, which takes half of such a run's time.
+    # What is imported where it is needed: once here, not at every start.
     *("deepspeed", "deepspeed.moe.layer", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "pandas"),
     *("pyarrow.pandas_compat", "prefect.flow_engine", "prefect.task_engine", "fastapi"),
     *("transformers.models.llama.modeling_llama", "transformers.generation.utils"),
 )
 
-JOB = (
-    "iterations=2",
-    "policy.layers=1",
-    "policy.heads=1",
-    "policy.kv_heads=1",
-    "warmup.steps=2",
-    "rollout.prompts=2",
-    "rollout.shard_prompts=1",
-    "rollout.sampling.max_new_tokens=6",
-    "evaluation.problems=1",
-    "controllers.count=1",
-)
+JOB = ("iterations=2", "policy.heads=1", "policy.kv_heads=1", *SMALLEST)
 MOMENTS = ("before", "during", "after")
 ATTEMPTS = 6
 """How often a job is started at most; a schedule has fewer faults."""

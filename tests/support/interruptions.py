@@ -9,19 +9,10 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.jobs import GO_ON, PAUSE, Fault, Job, alive, family_of, wait_for
+from tests.support.jobs import GO_ON, PAUSE, SMALLEST, Fault, Job, alive, family_of, wait_for
 from tests.support.judged import JUDGE
 
-JOB = (
-    "iterations=1",
-    "policy.layers=1",
-    "warmup.steps=2",
-    "rollout.prompts=2",
-    "rollout.shard_prompts=1",
-    "rollout.sampling.max_new_tokens=6",
-    "evaluation.problems=1",
-    "controllers.count=1",
-)
+JOB = ("iterations=1", *SMALLEST)
 
 Reached = Callable[[Job, psutil.Process], object]
 

@@ -295,6 +295,17 @@ def alive(family: Sequence[psutil.Process]) -> list[str]:
     return lines
 
 
+SMALLEST = (
+    "policy.layers=1",
+    "warmup.steps=2",
+    "rollout.prompts=2",
+    "rollout.shard_prompts=1",
+    "rollout.sampling.max_new_tokens=6",
+    "evaluation.problems=1",
+    "controllers.count=1",
+)
+"""Overrides of the tiny job, for those who start it dozens of times."""
+
 FRUGAL = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",

@@ -172,3 +172,9 @@ def test_no_machine_leaves_its_paths_in_the_repository():
     outside = [name for name in texts if not name.startswith("tests/")]
     found = [name for name in outside if re.search(r"(?<![\w.])/(home|root|work|Users)/", (HOME / name).read_text())]
     assert found == []
+
+
+def test_no_file_has_the_marks_of_a_merge():
+    marks = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+    files = [HOME / name for name in TRACKED]
+    assert [str(file) for file in files if file.is_file() and marks.search(file.read_text(errors="replace"))] == []
