@@ -16,7 +16,7 @@ from infra.config import Settings
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
 from infra.store.checksums import seal, unseal
 from infra.store.manifests import Manifest, decode_manifest, provenance_here
-from infra.store.storage import Store, open_store
+from infra.store.storage import Lease, Objects, Store, open_store
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _RECORD, _LOCK, _LEASES, _MANIFESTS, _JOURNAL = "run.json", "lock", "lease/", "manifests/", "journal/"
@@ -49,6 +49,7 @@ class Run:
         self.record = record
         self.epoch = epoch
         """Lease under which this process commits; 0 reads only."""
+        self._lease: Lease | None = None
         self._known: OrderedDict[str, Manifest] = OrderedDict()
         """Those that were last asked for: manifests never change, and need not be read and verified each time."""
 
@@ -65,21 +66,21 @@ class Run:
 
     def check_free(self) -> None:
         """Raise RunHeld if a live process holds the run now."""
-        with self.store.hold(_LOCK) as held:
-            if not held:
+        with self.store.hold(_LOCK) as lease:
+            if lease is None:
                 raise RunHeld(f"run {self.name!r} in {self.store.uri} is held by {_holder(self.store)}")
 
     @contextmanager
     def hold(self) -> Iterator["Run"]:
         """Take the run for this process and the next epoch; RunHeld if another live process has it."""
-        with self.store.hold(_LOCK) as held:
-            if not held:
+        with self.store.hold(_LOCK) as lease:
+            if lease is None:
                 raise RunHeld(f"run {self.name!r} in {self.store.uri} is held by {_holder(self.store)}")
-            self.epoch = self._next_epoch()
+            self._lease, self.epoch = lease, self._next_epoch()
             try:
                 yield self
             finally:
-                self.epoch = 0
+                self._lease, self.epoch = None, 0
 
     def join(self, epoch: int) -> "Run":
         """Return the run for a process beside the holder: it commits under the holder's epoch until that is over."""
@@ -206,6 +207,8 @@ class Run:
     def _check_lease(self) -> None:
         if not self.epoch:
             raise BadInput(f"run {self.name!r} is open for reading: hold() or join() it before commits")
+        if self._lease is not None:
+            self._lease.check()
         newest = self._newest_epoch()
         if newest != self.epoch:
             raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, epoch {newest} has taken the run")
@@ -218,7 +221,7 @@ class Run:
                 raise Damaged(f"manifest {manifest.key!r} of run {self.name!r}: its part {key!r} is not in the store")
 
 
-def records(store: Store, prefix: str) -> list[str]:
+def records(store: Objects, prefix: str) -> list[str]:
     """List manifests, leases or entries of the journal by their keys in the store; what else lies there is not ours."""
     return [entry.key for entry in store.entries(prefix) if entry.key.endswith(".json")]
 
@@ -282,7 +285,7 @@ def _run_store(store_uri: str, name: str) -> Store:
     return open_store(f"{store_uri.rstrip('/')}/{name}")
 
 
-def _holder(store: Store) -> str:
+def _holder(store: Objects) -> str:
     try:
         holder = json.loads(store.read(_LOCK))
         return f"process {holder['pid']} on {holder['host']}"

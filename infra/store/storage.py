@@ -39,7 +39,7 @@ class Entry:
     bytes: int
 
 
-class Store(Protocol):
+class Objects(Protocol):
     """Immutable objects under names; every method raises StoreFailed where the medium itself fails."""
 
     @property
@@ -56,14 +56,6 @@ class Store(Protocol):
 
     def read(self, key: str) -> bytes:
         """Return the object, or raise Damaged if there is none."""
-        ...
-
-    def buffer(self, key: str) -> pa.Buffer:
-        """Return the object without copying it where the store is local, or raise Damaged if there is none."""
-        ...
-
-    def local(self, key: str) -> Path:
-        """Return a local file with the object's bytes; objects that share a folder share one here too."""
         ...
 
     def entries(self, prefix: str) -> list[Entry]:
@@ -86,13 +78,44 @@ class Store(Protocol):
         """Remove the object, and the folders that it leaves empty; one that is already gone is fine."""
         ...
 
-    def hold(self, key: str) -> AbstractContextManager[bool]:
-        """Hold a name for this process alone, at most for its life; False when another has it. Leftovers are swept."""
+
+class LocalFiles(Protocol):
+    """Objects as files of this machine, for libraries that read files or map them into memory."""
+
+    def local(self, key: str) -> Path:
+        """Return a local file with the object's bytes; objects that share a folder share one here too."""
+        ...
+
+    def buffer(self, key: str) -> pa.Buffer:
+        """Return the object mapped into memory, or raise Damaged if there is none."""
         ...
 
     def scratch(self) -> AbstractContextManager[Path]:
         """Make a local directory for what will be put; it is gone afterwards, or at the next hold after a kill."""
         ...
+
+
+class Lease(Protocol):
+    """A name that this process holds alone."""
+
+    def check(self) -> None:
+        """Raise Fenced once another process may have taken the name."""
+        ...
+
+
+class Leases(Protocol):
+    """Names that one process holds at a time."""
+
+    def hold(self, key: str) -> AbstractContextManager[Lease | None]:
+        """Hold a name for this process alone, at most for its life; None when another has it. Leftovers are swept.
+
+        Who holds it can be read under the name.
+        """
+        ...
+
+
+class Store(Objects, LocalFiles, Leases, Protocol):
+    """All that a run stands on; a function that needs a part of it asks for that part."""
 
 
 def open_store(uri: str) -> Store:
@@ -125,6 +148,16 @@ def check_key(key: str) -> None:
     """Refuse a name that could leave the store or be taken for a temporary file."""
     if not is_key(key):
         raise BadInput(f"key {key!r}: expected segments like {_SEGMENT} joined by '/', without '..'")
+
+
+class _LifelongLease:
+    """The kernel's: lost with its process alone, so that whoever can ask still has it."""
+
+    def check(self) -> None:
+        """Find nothing to complain of."""
+
+
+_LIFELONG = _LifelongLease()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +231,7 @@ class LocalStore:
             sync_directory(remove_empty(path.parent, root=self.root))
 
     @contextmanager
-    def hold(self, key: str) -> Iterator[bool]:
+    def hold(self, key: str) -> Iterator[Lease | None]:
         path = self._own_path(key)
         with ExitStack() as stack:
             with self._failures(f"cannot hold {key!r}"):
@@ -206,7 +239,7 @@ class LocalStore:
                 held = stack.enter_context(hold_file(path))
                 if held:
                     sweep(self.root)
-            yield held
+            yield _LIFELONG if held else None
             if held:  # processes that died meanwhile left theirs
                 with self._failures(f"cannot sweep {key!r}"):
                     sweep(self.root)

@@ -9,7 +9,7 @@ from infra.store.checksums import unseal
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, records
 from infra.store.shards import ShardRef, verify_shard
-from infra.store.storage import Store
+from infra.store.storage import Objects, Store
 
 
 def verify_store(run: Run, *, promised: Callable[[list[Manifest]], Collection[BundleRef]] = lambda _: ()) -> list[str]:
@@ -39,7 +39,7 @@ def stray_files(run: Run) -> list[str]:
     return sorted([*run.store.strays(), *(key for key in others if not key.endswith(".json"))])
 
 
-def _check_records(store: Store) -> Iterator[str]:
+def _check_records(store: Objects) -> Iterator[str]:
     for key in ("run.json", *records(store, "lease/"), *records(store, "journal/")):
         try:
             unseal(store.read(key), where=f"{key!r} in {store.uri}")
@@ -47,7 +47,7 @@ def _check_records(store: Store) -> Iterator[str]:
             yield str(error)
 
 
-def _check_leases(store: Store, manifests: list[Manifest]) -> Iterator[str]:
+def _check_leases(store: Objects, manifests: list[Manifest]) -> Iterator[str]:
     """A lost lease would let an epoch begin again, and whoever held it commit."""
     leases = set(records(store, "lease/"))
     for epoch in range(1, max((manifest.provenance.epoch for manifest in manifests), default=0) + 1):

@@ -297,7 +297,7 @@ def test_a_held_name_is_refused_until_its_holder_is_dead_even_if_it_is_only_stop
             assert not held
         assert str(holder.pid).encode() in open_store(uri).read("lock")
     with open_store(uri).hold("lock") as held, open_store(uri).hold("lock") as twice:
-        assert held and not twice
+        assert held is not None and twice is None
 
 
 def _hold_and_fork(uri, results):
