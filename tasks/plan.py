@@ -3,8 +3,7 @@
 from math import floor
 
 from models.config.engines import SamplingConfig
-from models.data.curriculum import take
-from models.rollouts.dynamic_sampling import DynamicSamplingState, another_wave, wave_size
+from models.data.curriculum import DynamicSamplingState, another_wave, take, wave_size
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
 from tasks.run.keys import PROMPTS, StageKey, evaluation_key, iteration_key

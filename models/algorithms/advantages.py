@@ -1,6 +1,7 @@
 """From what completions earned to what each token is worth, and what that asks of models beside rewards.
 
-Shapes: N completions, G groups, T completion tokens.
+On-policy distillation adds to any algorithm the teacher's opinion of what the policy wrote. Shapes: N completions, G
+groups, T completion tokens.
 """
 
 from dataclasses import astuple, dataclass
@@ -11,7 +12,6 @@ import numpy as np
 from infra.plugins import check_function, find_target
 from infra.variants import implementation_of
 from models.algorithms.capo import steps_differ
-from models.algorithms.distillation import distillation, distillation_metrics
 from models.algorithms.experience import (
     AdvantageFunction,
     Advantages,
@@ -21,8 +21,9 @@ from models.algorithms.experience import (
 )
 from models.algorithms.ragged import group_statistics
 from models.algorithms.shaping import shaping_metrics
-from models.config.algorithms import Algorithm
-from models.records.columns import Mask
+from models.config.algorithms import Algorithm, DistillationOnly
+from models.config.teachers import Distillation
+from models.records.columns import Floats, Mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +81,29 @@ def groups_that_differ(scored: ScoredGroups, algorithm: Algorithm, metric: str) 
     raw_N = np.where(scored.is_scored, raw_N, np.nan)
     differ_G = group_statistics(raw_N, scored.group_N, scored.num_groups).differ
     return differ_G | steps_differ(scored) if algorithm.credits_steps else differ_G
+
+
+def rewards_earn_nothing(experience: Experience, algorithm: DistillationOnly) -> Advantages:
+    """Leave all to the teacher."""
+    return Advantages(np.zeros(len(experience.logprobs_T)))
+
+
+def distillation(experience: Experience, settings: Distillation) -> Floats:
+    """Return coefficient x (log π_teacher - log π_student) of each token: exactly 0 where the two agree."""
+    opinion_T: Floats = settings.coefficient * _preference(experience)
+    return opinion_T
+
+
+def distillation_metrics(experience: Experience) -> dict[str, float]:
+    """Estimate KL(student ‖ teacher) in nats per token, over the completions that have a reward."""
+    scored = experience.scored
+    divergence_T = -_preference(experience)[np.repeat(scored.is_scored, scored.lengths_N)]
+    return {"teacher_kl": float(divergence_T.mean())} if len(divergence_T) else {}
+
+
+def _preference(experience: Experience) -> Floats:
+    teacher_T, policy_T = experience.estimates.teacher_T, experience.estimates.policy_T
+    assert teacher_T is not None, "distillation needs the teacher's log-probs"
+    assert policy_T is not None, "distillation needs the policy's log-probs by the trainer"
+    preference_T: Floats = teacher_T - policy_T
+    return preference_T

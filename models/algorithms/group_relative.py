@@ -1,7 +1,8 @@
-"""Advantages relative to the group of a prompt: Dr. GRPO, GRPO and RLOO, over one reward or several terms.
+"""Advantages without a critic: GRPO, Dr. GRPO and RLOO, relative to the group of a prompt, and REINFORCE++.
 
-Shapes: N completions, G groups, T completion tokens. A missing reward is NaN; it counts in no mean and its advantage is
-NaN.
+GRPO, Dr. GRPO and RLOO take one reward or several terms; REINFORCE++ (arXiv 2501.03262) normalises over all tokens, in
+its baseline variant after centring on the group. Shapes: N completions, G groups, T completion tokens. A missing reward
+is NaN; it counts in no mean and its advantage is NaN.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,9 @@ import numpy as np
 
 from infra.plugins import find_target
 from models.algorithms.experience import Advantages, Experience, ScoredGroups
-from models.algorithms.ragged import MIN_STD, group_statistics
-from models.algorithms.shaping import penalties
-from models.config.algorithms import GroupRelative
+from models.algorithms.ragged import MIN_STD, discounted_sums, group_statistics, normalised
+from models.algorithms.shaping import penalties, token_rewards
+from models.config.algorithms import GroupRelative, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from models.records.columns import Floats, Integers, Mask
 
 
@@ -102,3 +103,18 @@ def _sum_of_terms(scored: ScoredGroups, relative: Relative) -> Floats:
         rewards_N = np.where(scored.is_scored, term.rewards_N, np.nan)  # who lacks another term has left the group
         sum_N += term.weight * relative(rewards_N, scored.group_N, scored.num_groups)
     return sum_N
+
+
+def reinforce_pp(experience: Experience, algorithm: ReinforcePlusPlus) -> Advantages:
+    """Sum up what each token is followed by, itself included, and normalise over all tokens that are trained."""
+    lengths_N = experience.scored.lengths_N
+    sums_T = discounted_sums(token_rewards(experience, algorithm, algorithm.kl), lengths_N, algorithm.gamma)
+    return Advantages(normalised(sums_T, lengths_N, experience.counted_N))
+
+
+def reinforce_pp_baseline(experience: Experience, algorithm: ReinforcePlusPlusBaseline) -> Advantages:
+    """Centre rewards on their group's mean, then normalise over all tokens that are trained."""
+    scored = experience.scored
+    centred_N = dr_grpo(scored.total_N - penalties(experience, algorithm), scored.group_N, scored.num_groups)
+    centred_T = np.repeat(centred_N, scored.lengths_N)
+    return Advantages(normalised(centred_T, scored.lengths_N, experience.counted_N))

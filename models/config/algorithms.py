@@ -195,7 +195,7 @@ class Rloo(GroupRelative):
 class ReinforcePlusPlus(Algorithm):
     """Token rewards with KL, summed to the end, normalised over the whole batch (REINFORCE++, arXiv 2501.03262)."""
 
-    implementation = "models.algorithms.reinforce:reinforce_pp"
+    implementation = "models.algorithms.group_relative:reinforce_pp"
     equal_rewards_teach = True
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
@@ -213,7 +213,7 @@ class ReinforcePlusPlus(Algorithm):
 class ReinforcePlusPlusBaseline(Algorithm):
     """Reward minus the group's mean, normalised over the whole batch (REINFORCE++-baseline, arXiv 2501.03262)."""
 
-    implementation = "models.algorithms.reinforce:reinforce_pp_baseline"
+    implementation = "models.algorithms.group_relative:reinforce_pp_baseline"
     compares_groups = True
 
     kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
@@ -299,7 +299,7 @@ class Capo(Algorithm):
 class DistillationOnly(Algorithm):
     """Learn from the teacher alone; rewards are measured and earn nothing."""
 
-    implementation = "models.algorithms.distillation:rewards_earn_nothing"
+    implementation = "models.algorithms.advantages:rewards_earn_nothing"
     equal_rewards_teach = True
 
     kind: Literal["distillation"] = "distillation"

@@ -21,8 +21,7 @@ from models.config.policy import ModelOutline
 from models.config.teachers import Teacher, TeacherDirectory, TeacherEndpoint
 from models.data.problems import Problem
 from models.endpoints.prompt_logprobs import TokenScorer
-from models.inspection.decoder import DecoderSizes
-from models.inspection.directory import Inspected, inspect_decoder, inspect_directory
+from models.inspection.directory import DecoderSizes, Inspected, inspect_decoder, inspect_directory
 from models.judges.prompts import question_about, vocabulary_texts
 from models.text.tokenizer import speller, train_tokenizer
 

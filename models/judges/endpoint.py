@@ -11,7 +11,7 @@ from infra.errors import BadInput
 from models.config.engines import SamplingConfig
 from models.config.judges import ChoiceVerdict, EndpointJudge, LogprobVerdict, VerdictConfig
 from models.endpoints.client import EndpointClient, EndpointRequest
-from models.judges.protocol import Answer, Question
+from models.judges.verdicts import Answer, Question
 
 SEEDS = 1 << 31  # servers differ in how large a seed they take; all take 31 bits
 

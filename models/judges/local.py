@@ -14,7 +14,7 @@ from models.config.judges import ChoiceVerdict, LogprobVerdict, VerdictConfig
 from models.data.problems import Message, Prompt
 from models.engines.protocol import Completion, Request, StepSums, build_engine
 from models.engines.sampling import uniforms
-from models.judges.protocol import Answer, Question
+from models.judges.verdicts import Answer, Question
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion

@@ -1,7 +1,7 @@
-"""From a judge's answer to a reward or to critiques of steps, or to the reason why it is invalid; never to a silent 0.
+"""What every judge is: questions in, answers out; and what an answer is worth. Torch-free.
 
-The method for steps is CAPO's (arXiv 2508.02298); what it leaves open is said where it is decided. Torch-free.
-Shapes: S steps.
+An answer becomes a reward, critiques of steps, or the reason why it is invalid; never a silent 0. The method for steps
+is CAPO's (arXiv 2508.02298); what it leaves open is said where it is decided. Shapes: S steps.
 """
 
 import math
@@ -10,11 +10,44 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Final, Literal, assert_never
+from typing import Final, Literal, Protocol, assert_never
 
 from models.config.judges import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
-from models.judges.protocol import Answer
 from models.text.steps import aggregate
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a judge is asked once."""
+
+    text: str
+    seed: int
+    """Of everything that is drawn for the answer, where whoever answers takes seeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back: a text, or how likely each choice is, or why there is neither."""
+
+    text: str | None
+    probabilities: dict[str, float] | None
+    """By the verdict's choices (`yes` and `no` of a logprob verdict), from 0 to 1, not necessarily summing to 1."""
+    tokens: int
+    """Written by the judge, as far as is known."""
+    error: str | None
+    """Why there is no answer, in one line; such an answer is invalid."""
+
+
+class Judge(Protocol):
+    """Answers about completions."""
+
+    @property
+    def progress(self) -> int:
+        """A count that moves while questions are answered; another thread may read it."""
+
+    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+        """Return one answer per question, in order. What one question does is its own error, never another's."""
+
 
 # The text of a pair holds no tag of its kind, so that the last pair is the innermost of its tags.
 _PAIR: Final = re.compile(r"<incorrect_steps>((?:(?!</?incorrect_steps>).)*)</incorrect_steps>", re.S | re.I)

@@ -13,8 +13,7 @@ import pyarrow as pa
 from infra.errors import Damaged
 from models.config.judges import Canaries, JudgeReward, StepsVerdict
 from models.judges.prompts import question_text
-from models.judges.protocol import Question
-from models.judges.verdicts import FLAGGED, Judgement, count_votes, flag_weights
+from models.judges.verdicts import FLAGGED, Judgement, Question, count_votes, flag_weights
 from models.records.seeds import derive_seed
 from models.text.steps import StepValues, segment
 

@@ -20,8 +20,8 @@ from infra.store.storage import Store
 from models.config.objectives import LoraConfig
 from models.config.policy import ModelOutline
 from models.modeling.merging import PREFIX, SETTINGS, TENSORS
+from models.modeling.policy import making_models
 from models.modeling.safetensors import save_tensors
-from models.modeling.weights import making_models
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion
 

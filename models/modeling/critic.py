@@ -20,9 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from infra.errors import BadInput
 from models.modeling.logprobs import ForwardInput, TokenModule
-from models.modeling.policy import load_policy, save_policy
+from models.modeling.policy import load_policy, load_weights, making_models, save_policy
 from models.modeling.reward_model import load_reward_model
-from models.modeling.weights import load_weights, making_models
 from models.text.tokenizer import load_tokenizer
 
 

@@ -25,7 +25,7 @@ from infra.errors import BadInput
 from models.admission.directory import admit
 from models.modeling.batching import MicroBatch, lay_out, pack
 from models.modeling.directory import weight_files
-from models.modeling.weights import first_line, load_weights
+from models.modeling.policy import first_line, load_weights
 from models.records.model_input import ModelInput
 from models.text.sequences import require_completion
 

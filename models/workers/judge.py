@@ -14,8 +14,7 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import EndpointJudge, JudgeReward
 from models.engines.protocol import StepSums
-from models.judges.protocol import Answer, Judge
-from models.judges.verdicts import Judgement, read_verdict, worst
+from models.judges.verdicts import Answer, Judge, Judgement, read_verdict, worst
 from models.judges.votes import Ballot, Judged, count, with_canaries
 from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, order_statistics

@@ -19,13 +19,14 @@ from models.records.versions import ModelVersion, Outcome
 from models.records.work import EstimateWork, JudgeWarmupWork, PreferenceWork, RewardModelWork, UpdateWork, WarmupWork
 from models.training.auxiliary import ask_endpoint, ask_model, write_estimates
 from models.training.ranks import join_ranks
-from models.training.samples import TrainingSamples, open_samples
 from models.training.trainer import Trainer, frozen_forward
 from models.training.update_steps import (
     StepPasses,
     StepsTaken,
+    TrainingSamples,
     critic_steps,
     extra_logprobs,
+    open_samples,
     policy_steps,
     take_steps,
     take_value_steps,

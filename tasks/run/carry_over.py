@@ -5,8 +5,7 @@ from pydantic import ConfigDict, Field, JsonValue
 from infra.config import Settings
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
-from models.data.curriculum import Cursor
-from models.rollouts.dynamic_sampling import DynamicSamplingState
+from models.data.curriculum import Cursor, DynamicSamplingState
 from tasks.run.keys import StageKey, iteration_key
 
 

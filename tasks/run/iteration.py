@@ -8,9 +8,8 @@ from typing import Self
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.config.rollout import DynamicSampling, RolloutConfig
-from models.data.curriculum import give_back
+from models.data.curriculum import DynamicSamplingState, give_back
 from models.records.work import ScoredShard
-from models.rollouts.dynamic_sampling import DynamicSamplingState
 from tasks.run.batch import Batch
 from tasks.run.carry_over import (
     CarryOver,

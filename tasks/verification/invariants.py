@@ -12,8 +12,7 @@ from infra.store.shards import ShardRef, read_shard
 from infra.store.verify import stray_files, verify_store
 from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, rewards_of
-from models.data.curriculum import give_back, take
-from models.rollouts.dynamic_sampling import DynamicSamplingState
+from models.data.curriculum import DynamicSamplingState, give_back, take
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key, reward_model_role

@@ -4,7 +4,7 @@ from models.config.engines import SamplingConfig
 from models.config.judges import EndpointJudge as EndpointConfig
 from models.config.judges import ScoreVerdict
 from models.judges.endpoint import ChatJudge
-from models.judges.protocol import Question
+from models.judges.verdicts import Question
 from models.records.seeds import derive_seed
 
 CANARY = "sk-canary-5f1b9c"

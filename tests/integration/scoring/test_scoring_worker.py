@@ -24,11 +24,11 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import DynamicSampling
 from models.credit.inputs import TermColumns
 from models.credit.selection import informative_prompts
-from models.objectives.update_loss import token_weights
+from models.objectives.losses import token_weights
 from models.records.schemas import ESTIMATE_SCHEMA, SAMPLE_SCHEMA, score_schema
 from models.records.versions import Outcome
 from models.records.work import CreditWork, ScoredShard, ScoringWork
-from models.training.samples import open_samples
+from models.training.update_steps import open_samples
 from models.workers.scoring import ScoringWorker
 from tests.support.jobs import wait_for
 from tests.support.rollout_shards import rollout, write_rollouts

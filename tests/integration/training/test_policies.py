@@ -21,7 +21,7 @@ from infra.store.storage import open_store
 from models.config.data import DataConfig, FileData
 from models.config.policy import DirectoryPolicy
 from models.data.problems import Message, Problem, load_problems
-from models.inspection.decoder import DecoderSizes
+from models.inspection.directory import DecoderSizes
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, load_policy, save_policy
 from models.records.schemas import PROMPT_SCHEMA

@@ -17,8 +17,7 @@ from models.config.judges import (
     VerdictConfig,
 )
 from models.judges.prompts import escape, question_text
-from models.judges.protocol import Answer
-from models.judges.verdicts import read_verdict
+from models.judges.verdicts import Answer, read_verdict
 from models.judges.votes import Ballot, Judged
 from tests.support.policies import small_tokenizer
 

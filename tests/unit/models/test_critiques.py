@@ -12,8 +12,7 @@ from models.config.rewards import ScoringConfig
 from models.config.training import WarmupConfig
 from models.judges.checks import check_judge, check_judges
 from models.judges.prompts import judge_examples, question_text, template_of
-from models.judges.protocol import Answer
-from models.judges.verdicts import Critique, Judgement, flag_weights, read_critique, read_verdict, worst
+from models.judges.verdicts import Answer, Critique, Judgement, flag_weights, read_critique, read_verdict, worst
 from models.judges.votes import Ballot, Judged, step_values
 from models.text.steps import StepValues
 

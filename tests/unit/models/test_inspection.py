@@ -19,8 +19,7 @@ from models.config.objectives import Cispo, Gspo, LoraConfig, PolicyGradient, Pp
 from models.config.policy import ScratchPolicy
 from models.data.problems import load_problems
 from models.engines.protocol import check_class
-from models.inspection.decoder import DecoderSizes
-from models.inspection.directory import inspect_directory
+from models.inspection.directory import DecoderSizes, inspect_directory
 from models.modeling.adapters import outline
 from models.modeling.critic import classifier_of
 from models.modeling.directory import check_directory, meta_policy

@@ -23,8 +23,7 @@ from models.config.objectives import (
 )
 from models.objectives.importance import correct, mismatch
 from models.objectives.loss_inputs import LossInputs, MetricSums
-from models.objectives.losses import kl_estimate, policy_loss
-from models.objectives.update_loss import tally_mismatch, update_loss
+from models.objectives.losses import kl_estimate, policy_loss, tally_mismatch, update_loss
 from tests.support.losses import LOSSES, NAMES, doubles, pass_tokens
 
 MOST = 485165195.40979028

@@ -7,8 +7,7 @@ import torch
 
 from models.config.objectives import ConstantMean, SequenceMean, TokenMean
 from models.objectives.importance import mismatch
-from models.objectives.losses import kl_estimate
-from models.objectives.update_loss import token_weights
+from models.objectives.losses import kl_estimate, token_weights
 from models.training.trainer import learning_rate
 
 

@@ -12,8 +12,7 @@ from models.config.engines import SamplingConfig
 from models.config.judges import ScoreVerdict
 from models.engines.protocol import Completion, Engine, Request, build_engine
 from models.judges.local import LocalJudge
-from models.judges.protocol import Question
-from models.judges.verdicts import read_verdict
+from models.judges.verdicts import Question, read_verdict
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion

@@ -21,7 +21,7 @@ from models.config.objectives import (
 )
 from models.objectives.importance import correct, needs_old
 from models.objectives.loss_inputs import LossInputs, MetricSums
-from models.objectives.update_loss import tally_mismatch, update_loss
+from models.objectives.losses import tally_mismatch, update_loss
 from tests.support.losses import LOSSES, NAMES, doubles, moved, pass_tokens, random_tokens
 
 TRUNCATED, MASKED, NONE = TruncatedImportance(cap=1.5), MaskedImportance(low=0.5, high=2.0), NoCorrection()

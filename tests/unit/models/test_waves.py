@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.rollouts.dynamic_sampling import DynamicSamplingState, another_wave, next_ema, wave_size
+from models.data.curriculum import DynamicSamplingState, another_wave, next_ema, wave_size
 
 
 @pytest.mark.parametrize(

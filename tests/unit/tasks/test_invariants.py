@@ -17,11 +17,10 @@ from models.config.engines import SamplingConfig
 from models.config.reward_terms import RegexReward
 from models.config.rewards import ScoringConfig
 from models.config.rollout import DynamicSampling, PartialRollout, RolloutConfig
-from models.data.curriculum import take
+from models.data.curriculum import DynamicSamplingState, another_wave, take, wave_size
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, bundles_of
 from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
-from models.rollouts.dynamic_sampling import DynamicSamplingState, another_wave, wave_size
 from models.workers.rollout import RolloutWorker
 from models.workers.scoring import ScoringWorker
 from tasks.run.batch import BatchPlan
