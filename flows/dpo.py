@@ -6,8 +6,7 @@ from flows.measurement import measured
 from flows.session import hold
 from flows.sft import fine_tuning
 from tasks.config.run import RunConfig, measured_by_rules, require_part
-from tasks.offline_training import is_fine_tuned, prefer
-from tasks.preparation import begin
+from tasks.preparation import begin, is_fine_tuned, prefer
 from tasks.reporting import TrainedPolicy, report_policy
 from tasks.run.keys import BASE, DPO, SFT
 from tasks.run.session import RunRef, session_of

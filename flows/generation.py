@@ -6,8 +6,7 @@ from flows.controllers import launch
 from flows.rollout import rollout
 from flows.scoring import scoring
 from placement.records import Plan
-from tasks.placement.rebalance import correct_placement
-from tasks.placement.stage import learn, place_stage, place_turn
+from tasks.placement.stage import correct_placement, learn, place_stage, place_turn
 from tasks.run.batch import Batch, slice_shards
 from tasks.run.session import Session
 

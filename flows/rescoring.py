@@ -7,7 +7,7 @@ from prefect import flow
 
 from flows.scoring import follow
 from flows.session import reopened
-from tasks.offline_training import make_reward_model, train_reward_model
+from tasks.preparation import make_reward_model, train_reward_model
 from tasks.rescoring import (
     adopt_reward_models,
     begin_recredit,

@@ -6,8 +6,7 @@ from flows.dpo import preference_learning
 from flows.session import hold
 from flows.sft import fine_tuning
 from tasks.config.run import RunConfig, require_part
-from tasks.offline_training import begin_with, is_fine_tuned, is_preferring, make_reward_model, train_reward_model
-from tasks.preparation import begin
+from tasks.preparation import begin, begin_with, is_fine_tuned, is_preferring, make_reward_model, train_reward_model
 from tasks.reporting import TrainedRewards, report_rewards
 from tasks.run.session import RunRef, session_of
 

@@ -5,8 +5,7 @@ from prefect import flow
 from flows.measurement import measured
 from flows.session import hold
 from tasks.config.run import RunConfig, measured_by_rules, require_part
-from tasks.offline_training import fine_tune
-from tasks.preparation import begin
+from tasks.preparation import begin, fine_tune
 from tasks.reporting import TrainedPolicy, report_policy
 from tasks.run.keys import BASE, SFT
 from tasks.run.session import RunRef, session_of

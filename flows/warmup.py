@@ -6,8 +6,7 @@ from flows.dpo import preference_learning
 from flows.reward_modelling import reward_modelling
 from flows.sft import fine_tuning
 from tasks.auxiliary import has_critic, holds_teacher, make_critic, make_teacher
-from tasks.offline_training import begin_with, is_fine_tuned, is_preferring
-from tasks.preparation import begin, release_preparation
+from tasks.preparation import begin, begin_with, is_fine_tuned, is_preferring, release_preparation
 from tasks.run.session import RunRef, session_of
 
 

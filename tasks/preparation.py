@@ -1,17 +1,29 @@
-"""What every run has first: checked inputs, the initial policy and the tokenized prompts, each made once per run.
+"""What every run has first: checked inputs, the initial policy, the tokenized prompts, and training on data alone.
 
-The check is a task, so that a run started from anywhere else than the command line is checked too.
+Each is made once per run: the policy's stages, one from another, and reward models. The check is a task, so that a run
+started from anywhere else than the command line is checked too.
 """
+
+import logging
 
 from pydantic import BaseModel
 
 from infra.store.manifests import Manifest
 from models.records.versions import policy_of
-from models.records.work import PolicyWork, PromptWork
-from tasks.run.keys import BASE, PROMPTS, StageKey
+from models.records.work import (
+    PolicyWork,
+    PreferenceWork,
+    PromptWork,
+    RewardModelPreparation,
+    WarmupWork,
+    order_training,
+)
+from tasks.run.keys import BASE, DPO, PROMPTS, SFT, StageKey
 from tasks.run.preflight import preflight
 from tasks.run.session import Session
-from tasks.run.stages import once, stage
+from tasks.run.stages import once, record, stage
+
+logger = logging.getLogger(__name__)
 
 
 @stage("initial policy", retries=2)
@@ -61,3 +73,102 @@ async def begin(session: Session) -> None:
     base = await make_policy(session)
     await make_prompts(session, base, "train")
     await make_prompts(session, base, "heldout")
+
+
+SHOWN_LOSSES = 6
+
+
+def is_fine_tuned(session: Session) -> bool:
+    """Whether the policy imitates worked examples first."""
+    return session.settings.warmup is not None
+
+
+def is_preferring(session: Session) -> bool:
+    """Whether the policy learns from preferences directly."""
+    return session.settings.dpo is not None
+
+
+@stage("fine-tuning of the policy", retries=2)
+async def fine_tune(session: Session) -> Manifest:
+    """Commit the policy after its supervised warm-up."""
+    settings = session.settings
+    assert settings.warmup is not None, "fine_tune where is_fine_tuned"
+    base = session.run.require(BASE)
+    work = WarmupWork(policy=policy_of(base), data=settings.data, warmup=settings.warmup, seed=settings.seed)
+    logger.info("warm-up: %d steps of %d examples", settings.warmup.steps, settings.warmup.batch_size)
+    tuned = await once(session, SFT, role="update", method="warmup", work=work, parents=[base])
+    logger.info("warm-up: %s", losses_line(tuned))
+    return tuned
+
+
+@stage("preferences of the policy", retries=2)
+async def prefer(session: Session) -> Manifest:
+    """Commit the policy after direct preference optimisation."""
+    settings = session.settings
+    assert settings.dpo is not None and settings.preferences is not None, "prefer where is_preferring"
+    start = session.run.require(SFT if is_fine_tuned(session) else BASE)
+    work = PreferenceWork(
+        policy=policy_of(start),
+        data=settings.data,
+        preferences=settings.preferences,
+        dpo=settings.dpo,
+        seed=settings.seed,
+    )
+    logger.info("DPO: %d steps of %d pairs", settings.dpo.steps, settings.dpo.batch_size)
+    preferring = await once(session, DPO, role="update", method="prefer", work=work, parents=[start])
+    logger.info("DPO: %s", losses_line(preferring))
+    return preferring
+
+
+@stage("policy 0")
+async def begin_with(session: Session) -> Manifest:
+    """Commit version 0: the policy after all its training on data alone."""
+    trained = session.run.require(DPO if is_preferring(session) else SFT if is_fine_tuned(session) else BASE)
+    return record(session, StageKey.policy(0), parents=[trained], bundles=trained.bundles, detail={"version": 0})
+
+
+def losses_line(trained: Manifest) -> str:
+    """The course of the loss, and what was right of held-out pairs, as one line."""
+    losses, metrics = losses_of(trained), trained.metrics
+    stride = -(-len(losses) // SHOWN_LOSSES)
+    course = " ".join(f"{loss:.3f}" for loss in [*losses[:-1:stride], losses[-1]])
+    pairs = ""
+    if "heldout_accuracy" in metrics:
+        right, count = metrics["heldout_accuracy"], metrics["heldout_pairs"]
+        pairs = f"; {right:.3f} of {count:.0f} held-out pairs right, margin {metrics['heldout_margin']:.2f}"
+    return f"loss {course} after {trained.provenance.seconds['stage']:.0f} s{pairs}"
+
+
+def losses_of(trained: Manifest) -> list[float]:
+    """The course of the loss in few points."""
+    losses = trained.detail["losses"]
+    assert isinstance(losses, list)
+    return [loss for loss in losses if isinstance(loss, float)]
+
+
+@stage("{term}", retries=2)
+async def make_reward_model(session: Session, term: str, prefix: str = "") -> Manifest:
+    """Build or copy the model of a served reward; `prefix` is that of a re-scoring's manifests."""
+    settings = session.settings
+    reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term, made=True).below(prefix)
+    if term in settings.scoring.trained_reward_models:  # it begins as the policy
+        policy = session.run.require(StageKey.policy(0))
+        return record(session, key, parents=[policy], bundles=policy.bundles, detail={"version": 0})
+    work = RewardModelPreparation(reward=reward, data=settings.data, seed=settings.seed)
+    return await once(session, key, role="preparation", method="make_reward_model", work=work)
+
+
+@stage("{term} training", retries=2)
+async def train_reward_model(session: Session, term: str, base: Manifest, prefix: str = "") -> Manifest:
+    """Commit the model of a served reward: `base`, or what its training makes of it where the run trains it."""
+    settings = session.settings
+    reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term).below(prefix)
+    work = order_training(
+        policy_of(base), reward, data=settings.data, preferences=settings.preferences, seed=settings.seed
+    )
+    if work is None:
+        return record(session, key, parents=[base], bundles=base.bundles, detail={"version": 0})
+    logger.info("%s: %s", term, work.course)
+    trained = await once(session, key, role="update", method=work.method, work=work, parents=[base])
+    logger.info("%s: %s", term, losses_line(trained))
+    return trained

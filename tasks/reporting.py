@@ -18,7 +18,7 @@ from infra.store.manifests import Manifest
 from models.records.versions import directory_of, policy_of
 from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import Excerpts, RolloutPreview
-from tasks.offline_training import losses_of
+from tasks.preparation import losses_of
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, artifact_key, iteration_key, iterations_among
 from tasks.run.session import Session

@@ -9,8 +9,7 @@ from models.rollouts.preview import RolloutPreview
 from placement.records import PlanInputs
 from tasks.views.metrics import shown, small
 from tasks.views.placement import DecisionLine
-from tasks.views.rescorings import RecreditedIteration, RescoredIteration
-from tasks.views.runs import RunDescription, RunLine
+from tasks.views.runs import RecreditedIteration, RescoredIteration, RunDescription, RunLine
 
 Rows = list[dict[str, str]]
 

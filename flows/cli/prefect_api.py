@@ -1,11 +1,14 @@
 """Prefect's API as a command uses it: found, or served behind a password for as long as the command lasts.
 
+Here, too, is how a command runs a flow to its end: what signals and a dead server do to it, and which error is told.
+
 Two privates of Prefect are replaced, and nothing else; its version is pinned exactly because of them:
 
 - `AioSqliteConfiguration.begin_sqlite_stmt`, by flows/cli/server.py: write transactions wait for each other;
-- `prefect.utilities.engine._prefect_sigterm_handler`, by flows/cli/run_flow.py: SIGTERM cancels a flow as Ctrl-C does.
+- `prefect.utilities.engine._prefect_sigterm_handler`, by `run_flow`: SIGTERM cancels a flow as Ctrl-C does.
 """
 
+import asyncio
 import contextlib
 import importlib
 import logging
@@ -16,23 +19,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import psutil
 from cyclopts import Parameter
 
 from flows.cli.options import PACKAGES
-from infra.errors import ApiFailed
-from infra.processes.watch import ASK_SECONDS, END_SECONDS, LOOK_SECONDS, WatchedServer
+from infra.errors import ApiFailed, first_cause
+from infra.processes.watch import ASK_SECONDS, END_SECONDS, LOOK_SECONDS, Ending, Watch, WatchedServer, on_signals
 from infra.terminal import write
 
 if TYPE_CHECKING:
     from prefect.settings.legacy import Setting
 
 logger = logging.getLogger(__name__)
+R = TypeVar("R")
+
 
 PROFILE: Final = "rheostat"
 """Profile of Prefect that names the server which `rheostat server` started last, and its password."""
@@ -249,3 +254,91 @@ def _listen(preferred: int) -> socket.socket:
         listener.bind(("127.0.0.1", 0))
     listener.listen(2048)  # uvicorn's own backlog
     return listener
+
+
+CANCEL_SECONDS = 1.0
+
+
+def run_flow(flow: "Coroutine[object, object, R]") -> R:
+    """Run a flow to its end; of the errors that its controllers ended with together, raise the first of ours.
+
+    SIGTERM cancels it as Ctrl-C does; it ends in a KeyboardInterrupt with the signal's number.
+    """
+    numbers: list[int] = []
+    ending, serving = Ending(), own_server()
+
+    def signalled(number: int) -> None:
+        numbers.append(number)
+        ending.begin(128 + number, "rheostat: interrupted; the same command continues")
+
+    def failed(problem: str) -> None:
+        ending.begin(1, f"rheostat: {_api_failed(problem)}")
+
+    try:
+        with on_signals(signalled):
+            return asyncio.run(_cancellable(flow, serving, signalled=signalled, failed=failed))
+    except BaseException as error:
+        if numbers or isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(*(numbers[:1] or error.args)) from None
+        named = _named(error, serving)
+        if named is error:
+            raise
+        raise named from error
+    finally:
+        ending.over()
+
+
+async def _cancellable(
+    flow: "Coroutine[object, object, R]",
+    serving: WatchedServer | None,
+    *,
+    signalled: Callable[[int], None],
+    failed: Callable[[str], None],
+) -> R:
+    """Await a flow until SIGTERM or the failure of the job's own server cancels it."""
+    from prefect.utilities import engine
+
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        if not task.done():
+            task.cancel()
+            if serving is not None and serving.problem is not None:  # flows tell their end to nobody, one by one
+                loop.call_later(CANCEL_SECONDS, cancel)
+
+    def interrupt(number: int, _: object) -> None:
+        signalled(number)
+        loop.call_soon_threadsafe(cancel)
+
+    def end(problem: str) -> None:
+        failed(problem)
+        loop.call_soon_threadsafe(cancel)
+
+    # Prefect's own raises wherever the process is at that moment, often inside a task that another waits for.
+    engine._prefect_sigterm_handler = interrupt  # type: ignore[assignment]
+    watch = Watch(lambda: [] if serving is None else [serving], end)
+    try:
+        return await flow
+    finally:
+        watch.stop()
+
+
+def _named(error: BaseException, serving: WatchedServer | None) -> BaseException:
+    """The error that a command tells: the API's where that has failed, else the first cause."""
+    import httpx
+    from prefect.exceptions import PrefectException
+
+    if serving is not None and serving.failure() is not None:
+        return _api_failed(str(serving.problem))
+    leaf = first_cause(error)
+    if isinstance(leaf, httpx.HTTPStatusError) and leaf.response.status_code == httpx.codes.UNAUTHORIZED:
+        told = f"{leaf.request.url.copy_with(path='/api', query=None)} asks for a password"
+        return ApiFailed(f"the Prefect API {told}: set PREFECT_API_AUTH_STRING=NAME:PASSWORD")
+    if isinstance(leaf, PrefectException | httpx.HTTPError):
+        return _api_failed(f"{type(leaf).__name__}: {leaf}")
+    return leaf
+
+
+def _api_failed(problem: str) -> ApiFailed:
+    return ApiFailed(f"the Prefect API failed, the same command continues: {problem}")

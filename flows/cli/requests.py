@@ -13,8 +13,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from flows.cli.prefect_api import prefect_api
-from flows.cli.run_flow import run_flow
+from flows.cli.prefect_api import prefect_api, run_flow
 from infra.config import PoolsConfig
 from infra.errors import BadInput
 from infra.plugins import find_targets_in
@@ -27,8 +26,8 @@ from models.config.job import Job, reasons_against
 from models.config.objectives import UpdateConfig
 from models.config.rewards import ScoringConfig
 from tasks.config.run import RunConfig, override_config
-from tasks.run.carry_over import carry_over_before
 from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
+from tasks.run.iteration import carry_over_before
 from tasks.run.keys import StageKey
 from tasks.run.preflight import preflight
 from tasks.run.rescorings import (

@@ -54,7 +54,7 @@ def rescore(
     from flows.cli.output import rescored_rows
     from flows.cli.requests import request_rescoring, rescore_here
     from tasks.run.rescorings import Derived
-    from tasks.views.rescorings import rescored_iterations
+    from tasks.views.runs import rescored_iterations
 
     log_progress(quiet=as_json)
     request = request_rescoring(store, run, rewards=rewards, name=name, iterations=iterations, overrides=overrides)
@@ -78,7 +78,7 @@ def recredit(
     from flows.cli.output import recredited_rows
     from flows.cli.requests import recredit_here, request_recredit
     from tasks.run.rescorings import Derived
-    from tasks.views.rescorings import recredited_iterations
+    from tasks.views.runs import recredited_iterations
 
     log_progress(quiet=as_json)
     request = request_recredit(

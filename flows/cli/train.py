@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, Config, Named, Overrides, StoredIn, log_progress
-from flows.cli.prefect_api import prefect_api
-from flows.cli.run_flow import run_flow
+from flows.cli.prefect_api import prefect_api, run_flow
 from flows.cli.runs import added_to, export_command
 from infra.errors import BadInput
 from infra.plugins import find_targets_in

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from infra.errors import BadInput, ClusterFailed, NodeLost, RheostatError, WorkerLost
-from infra.pools.assignment import Assignment, Change, assign_fewer, changes
 from infra.pools.launcher import SlotCount, SlotLauncher
 from infra.pools.pool import Pool
-from infra.pools.slot import SlotState, WorkerSlot
+from infra.pools.slot import Assignment, Change, SlotState, WorkerSlot, assign_fewer, changes
 from infra.pools.worker import PoolSpec, together
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,20 @@ from infra.errors import BadInput
 from infra.plugins import nearest_name
 from infra.terminal import Json, command_app, run_command, table, write
 from placement.records import MeasuredRun
-from placement.simulator.cells import POLICIES, REGIMES, CellResult, Load, evaluate_cell, load_of, recorded_load
-from placement.simulator.report import AIMS, AimResult, Ratio, paired_ratio, verdicts
+from placement.simulator.cells import (
+    AIMS,
+    POLICIES,
+    REGIMES,
+    AimResult,
+    CellResult,
+    Load,
+    Ratio,
+    evaluate_cell,
+    load_of,
+    paired_ratio,
+    recorded_load,
+    verdicts,
+)
 from placement.simulator.workload import KNOWN, SCENARIOS
 
 MOST_WORKERS = 4096

@@ -13,7 +13,7 @@ import pyarrow.dataset as ds
 import pytest
 
 from flows.cli.app import main
-from flows.cli.run_flow import run_flow
+from flows.cli.prefect_api import run_flow
 from infra.errors import ApiFailed, Damaged
 from infra.store.runs import create_run
 from tasks.views.runs import RunDescription

@@ -18,9 +18,8 @@ import pytest_asyncio
 from infra.errors import BadInput, ClusterFailed, WorkerFailed, WorkerLost
 from infra.pools.cluster import Preload, RayCluster
 from infra.pools.launcher import SlotCount
-from infra.pools.machines import Machines
 from infra.pools.placement_group import ReservedSlots
-from infra.pools.worker import PoolSpec
+from infra.pools.worker import Machines, PoolSpec
 from tests.support.fleet_workers import Served
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.system]
@@ -472,7 +471,7 @@ async def test_workers_of_all_roles_see_the_gpus_of_their_slots():
     """On GPUs that are only said to be there: Ray counts them, nobody opens one."""
     program = """
 import asyncio, ray
-from infra.pools.machines import Machines
+from infra.pools.worker import Machines
 from infra.pools.placement_group import SLOT, ReservedSlots
 from infra.pools.fleet import Fleet
 from infra.pools.launcher import SlotCount

@@ -16,8 +16,7 @@ import pytest_asyncio
 
 from infra.errors import ClusterFailed, Damaged, WorkerFailed, WorkerLost, WorkerStalled
 from infra.pools.cluster import RayCluster
-from infra.pools.machines import Machines
-from infra.pools.worker import PoolSpec
+from infra.pools.worker import Machines, PoolSpec
 from infra.processes.guard import processes_of
 from tests.support.servers import guards_of
 

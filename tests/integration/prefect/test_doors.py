@@ -29,8 +29,7 @@ from prefect.settings import (
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from flows.cli.prefect_api import PROFILE, keep_password, kept_password, own_password, tell_password
-from flows.cli.run_flow import run_flow
+from flows.cli.prefect_api import PROFILE, keep_password, kept_password, own_password, run_flow, tell_password
 from infra.errors import ApiFailed
 from tests.support.jobs import PASSWORD, RHEOSTAT, ROOT, copy_prefect_database, kill, wait_for
 

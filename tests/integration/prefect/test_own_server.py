@@ -17,7 +17,7 @@ PROGRAM = """
 import asyncio, signal, sys
 from infra.errors import ApiFailed
 from flows.cli.prefect_api import prefect_api
-from flows.cli.run_flow import run_flow
+from flows.cli.prefect_api import run_flow
 async def waits():
     print("runs", flush=True)
     await asyncio.sleep(600)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.errors import BadInput
-from infra.pools.assignment import Assignment, assign_fewer, assign_slots, changes
+from infra.pools.slot import Assignment, assign_fewer, assign_slots, changes
 
 WIDTHS = {"rollout": 1, "judge": 2, "model": 3}
 

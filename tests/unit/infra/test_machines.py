@@ -1,15 +1,15 @@
 import socket
 
-from infra.pools import machines
+from infra.pools import worker
 
 
 async def test_a_port_that_is_closed_or_silent_does_not_listen(monkeypatch):
-    monkeypatch.setattr(machines, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(worker, "PROBE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert await machines.listens("127.0.0.1", port)
-    assert not await machines.listens("127.0.0.1", port)
+        assert await worker.listens("127.0.0.1", port)
+    assert not await worker.listens("127.0.0.1", port)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = full.getsockname()
         with socket.create_connection(address):  # nobody accepts: the next one gets no answer, as from a dead machine
-            assert not await machines.listens(*address)
+            assert not await worker.listens(*address)

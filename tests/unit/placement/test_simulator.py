@@ -23,8 +23,7 @@ from placement.simulator.baselines import (
     split_run,
     split_seconds,
 )
-from placement.simulator.cells import REGIMES, evaluate_cell, load_of, recorded_load
-from placement.simulator.report import interval, paired_ratio
+from placement.simulator.cells import REGIMES, evaluate_cell, interval, load_of, paired_ratio, recorded_load
 from placement.simulator.runs import play
 from placement.simulator.stage import Stage
 from placement.simulator.workers import unit_steps

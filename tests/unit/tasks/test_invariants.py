@@ -24,8 +24,7 @@ from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWor
 from models.workers.rollout import RolloutWorker
 from models.workers.scoring import ScoringWorker
 from tasks.run.batch import BatchPlan
-from tasks.run.carry_over import CarryOver
-from tasks.run.iteration import Iteration, carry_over_after
+from tasks.run.iteration import CarryOver, Iteration, carry_over_after
 from tasks.run.keys import StageKey, iteration_key
 from tasks.verification.invariants import check_invariants
 from tests.support.policies import small_tokenizer, write_policy
