@@ -47,6 +47,7 @@ async def closing(session: Session, number: int, thread: Executor) -> None:
     """
     this = Iteration(session.run, number)
     with within(this.key):
+        await session.settled()
         await asyncio.get_running_loop().run_in_executor(thread, _seal, session, this)
         await report_iteration(session, number)
 

@@ -50,7 +50,7 @@ def adapted(measured: Mapping[str, float], *, adaptive: AdaptiveKl, discarded: b
 
 @stage("{iteration.key} update", retries=2)
 async def update_policy(session: Session, iteration: Iteration) -> Manifest:
-    """Have the update ranks learn from the iteration's samples and commit the new policy version.
+    """Have the update ranks learn from the iteration's samples; the new policy is committed when it is durable.
 
     Its state comes later; if it is lost, its samples and those since the state before lead there again.
     """
@@ -65,7 +65,7 @@ async def update_policy(session: Session, iteration: Iteration) -> Manifest:
         past=tuple(replace(_work(session, each), keeps_state=bool(states_of(each.update))) for each in past),
     )
     parents = [iteration.policy, iteration.credit]
-    return await once(session, key, role="update", method="update", work=work, parents=parents)
+    return await once(session, key, role="update", method="update", work=work, parents=parents, early=True)
 
 
 def _work(session: Session, iteration: Iteration) -> UpdateWork:

@@ -1,6 +1,8 @@
 """Bundles: immutable directories (policies, optimizer state), named by the digest of their table of contents."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -87,33 +89,48 @@ def describe_bundle(directory: Path, *, written: Mapping[str, BundledFile] = Map
 
 
 def publish_bundle(
-    store: Store, directory: Path, *, prefix: str, written: Mapping[str, BundledFile] = MappingProxyType({})
+    store: Store,
+    directory: Path,
+    *,
+    prefix: str,
+    written: Mapping[str, BundledFile] = MappingProxyType({}),
+    durable: bool = True,
 ) -> BundleRef:
     """Put a directory into the store; the same files give the same reference.
 
     Files of a scratch directory of the store become those of the bundle, others are copied. bundle.json is put last: a
-    bundle without it does not exist. A damaged copy that has the name is replaced.
+    bundle without it does not exist. A damaged copy that has the name is replaced. What is not `durable` may be used,
+    and is to be named by no manifest before `sync_bundle`.
     """
     contents = describe_bundle(directory, written=written)
     ref = contents.ref(prefix)
     for name in contents.files:
-        put_bundled(store, ref, contents, name, directory / name)
-    complete_bundle(store, ref, contents)
+        put_bundled(store, ref, contents, name, directory / name, durable=durable)
+    complete_bundle(store, ref, contents, durable=durable)
     _known[store.uri, ref.key] = _stamp(store, ref)
     return ref
 
 
-def put_bundled(store: Store, ref: BundleRef, contents: Contents, name: str, data: bytes | Path) -> None:
+def put_bundled(
+    store: Store, ref: BundleRef, contents: Contents, name: str, data: bytes | Path, *, durable: bool = True
+) -> None:
     """Put one file of a bundle, which several processes may make together."""
-    _put(store, f"{ref.key}/{name}", data, digest=contents.files[name].digest)
+    _put(store, f"{ref.key}/{name}", data, digest=contents.files[name].digest, durable=durable)
 
 
-def complete_bundle(store: Store, ref: BundleRef, contents: Contents) -> bool:
+def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable: bool = True) -> bool:
     """Have the bundle exist from now on, unless a file of it is not there yet."""
     if not all(store.exists(f"{ref.key}/{name}") for name in contents.files):
         return False
-    _put(store, f"{ref.key}/{CONTENTS}", contents.encode(), digest=ref.digest)
+    _put(store, f"{ref.key}/{CONTENTS}", contents.encode(), digest=ref.digest, durable=durable)
     return True
+
+
+def sync_bundle(store: Store, ref: BundleRef) -> None:
+    """Have a bundle survive a power cut, whoever put it; a process that does not know it proves it first."""
+    fetch_bundle(store, ref)
+    for entry in store.entries(f"{ref.key}/"):
+        store.sync(entry.key)
 
 
 def has_bundle(store: Store, ref: BundleRef) -> bool:
@@ -123,12 +140,35 @@ def has_bundle(store: Store, ref: BundleRef) -> bool:
 
 def fetch_bundle(store: Store, ref: BundleRef) -> Path:
     """Return a local directory with exactly the bundle's files, verified unless this process knows them."""
-    known = _known.get((store.uri, ref.key))
-    if known is None or not has_bundle(store, ref) or known != _stamp(store, ref):
+    if not _is_known(store, ref):
         before = _stamp(store, ref)
         verify_bundle(store, ref)
         _known[store.uri, ref.key] = before
     return store.local(f"{ref.key}/{CONTENTS}").parent
+
+
+@contextmanager
+def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]:
+    """Have a bundle's directory, of which files whose names end with `large` are verified beside what is done with it.
+
+    Each byte is so read from the disk once. What was made of the files counts only if no Damaged ends this context.
+    """
+    if _is_known(store, ref):
+        yield fetch_bundle(store, ref)
+        return
+    before = _stamp(store, ref)
+    files = _verified_names(store, ref)
+    beside = {name: digest for name, digest in files.items() if name.endswith(large)}
+    for name in files.keys() - beside.keys():
+        _verify_file(store, ref, name, files[name])
+    with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
+        proofs = [thread.submit(_verify_file, store, ref, name, digest) for name, digest in beside.items()]
+        try:
+            yield store.local(f"{ref.key}/{CONTENTS}").parent
+        finally:  # a torn file explains what loading it raised
+            for proof in proofs:
+                proof.result()
+    _known[store.uri, ref.key] = before
 
 
 def fetch_file(store: Store, ref: BundleRef, name: str) -> Path:
@@ -139,14 +179,18 @@ def fetch_file(store: Store, ref: BundleRef, name: str) -> Path:
     contents = _contents(store, ref)
     if name not in contents.files:
         raise BadInput(f"{where}: expected a file {name!r}, found {', '.join(sorted(contents.files))}")
-    found = _digest(store.local(f"{ref.key}/{name}"))
-    if found != contents.files[name].digest:
-        raise Damaged(f"{where}: {name!r}: expected digest {contents.files[name].digest}, found {found}")
+    _verify_file(store, ref, name, contents.files[name].digest)
     return store.local(f"{ref.key}/{name}")
 
 
 def verify_bundle(store: Store, ref: BundleRef) -> None:
     """Raise Damaged unless the bundle has exactly the files that the reference names, and their bytes."""
+    for name, digest in _verified_names(store, ref).items():
+        _verify_file(store, ref, name, digest)
+
+
+def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
+    """Digests of a bundle's files by name; raise Damaged unless it has exactly these, of their sizes."""
     where = f"bundle {ref.key!r} in {store.uri}"
     if not has_bundle(store, ref):
         raise Damaged(f"{where}: {_absence(store, ref)}")
@@ -157,10 +201,13 @@ def verify_bundle(store: Store, ref: BundleRef) -> None:
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):  # a file too many could be loaded in place of one that was verified
             raise Damaged(f"{where}: {name!r}: expected {_size(expected.get(name))}, found {_size(found.get(name))}")
-    for name, file in contents.files.items():
-        digest = _digest(store.local(f"{ref.key}/{name}"))
-        if digest != file.digest:
-            raise Damaged(f"{where}: {name!r}: expected digest {file.digest}, found {digest}")
+    return {name: file.digest for name, file in contents.files.items()}
+
+
+def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
+    found = _digest(store.local(f"{ref.key}/{name}"))
+    if found != digest:
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {name!r}: expected digest {digest}, found {found}")
 
 
 def delete_bundle(store: Store, ref: BundleRef) -> None:
@@ -193,12 +240,14 @@ def _contents(store: Store, ref: BundleRef) -> Contents:
         raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is no table of contents: {error}") from error
 
 
-def _put(store: Store, key: str, data: bytes | Path, *, digest: str) -> None:
-    if store.put(key, data):
+def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bool) -> None:
+    if store.put(key, data, durable=durable):
         return
     if _digest(store.local(key)) != digest:
         store.delete(key)
-        store.put(key, data)
+        store.put(key, data, durable=durable)
+    elif durable:
+        store.sync(key)  # whoever put it may not have
 
 
 def _files(directory: Path) -> dict[str, Path]:
@@ -227,6 +276,12 @@ def _stamp(store: Store, ref: BundleRef) -> Stamp:
         (path.relative_to(directory).as_posix(), status.st_ino, status.st_mtime_ns, status.st_size)
         for path, status in found
     )
+
+
+def _is_known(store: Store, ref: BundleRef) -> bool:
+    """Whether this process has published or verified the bundle as it is now."""
+    known = _known.get((store.uri, ref.key))
+    return known is not None and has_bundle(store, ref) and known == _stamp(store, ref)
 
 
 def _plain_dir(path: Path) -> bool:

@@ -100,19 +100,21 @@ def _close_held() -> None:
         os.close(_held.pop())
 
 
-def publish_file(path: Path, data: bytes | Path, *, root: Path) -> bool:
+def publish_file(path: Path, data: bytes | Path, *, root: Path, durable: bool = True) -> bool:
     """Write a temporary file in the root and link it under its name; False if another writer was first.
 
-    A file of a scratch directory of the root is linked as it is.
+    A file of a scratch directory of the root is linked as it is. One that is not `durable` is whole for every process,
+    whoever is killed, but may be torn after a power cut that comes before it is synced.
     """
     if isinstance(data, Path) and _is_scratch(data, root=root):
-        return _link_whole(data, path)
+        return _link_whole(data, path, durable=durable)
     descriptor, temporary = open_temporary(root)
     try:
         with os.fdopen(descriptor, "wb") as file:
             _write(data, file)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
             os.link(temporary, path)
     except FileExistsError:
         return False
@@ -125,15 +127,13 @@ def _is_scratch(path: Path, *, root: Path) -> bool:
     return path.is_relative_to(root) and path.relative_to(root).parts[0].startswith(TEMPORARY)
 
 
-def _link_whole(file: Path, path: Path) -> bool:
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _link_whole(file: Path, path: Path, *, durable: bool) -> bool:
+    if durable:
+        sync(file)
     try:
-        os.fsync(descriptor)
         os.link(file, path)
     except FileExistsError:
         return False
-    finally:
-        os.close(descriptor)
     return True
 
 
@@ -202,11 +202,12 @@ def make_directory(path: Path) -> None:
         return
     make_directory(path.parent)
     path.mkdir(exist_ok=True)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Have a file, or what a directory names, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -52,6 +52,8 @@ class Run:
         self._lease: Lease | None = None
         self._known: OrderedDict[str, Manifest] = OrderedDict()
         """Those that were last asked for: manifests never change, and need not be read and verified each time."""
+        self._expected: dict[str, Manifest] = {}
+        """Those that this process will commit, in order."""
 
     @property
     def name(self) -> str:
@@ -90,7 +92,10 @@ class Run:
         return Run(self.store, self.record, epoch=epoch)
 
     def find(self, key: str) -> Manifest | None:
-        """Return the committed manifest of that key, if there is one."""
+        """Return the manifest of that key, if it is committed, or expected in this process."""
+        return self._expected.get(key) or self._committed(key)
+
+    def _committed(self, key: str) -> Manifest | None:
         known = self._known.pop(key, None)
         if known is not None:
             return self._remember(known)
@@ -98,8 +103,8 @@ class Run:
         return self.load(key) if self.store.exists(path) else None
 
     def has(self, key: str) -> bool:
-        """Whether a manifest of that key is committed; it is not read."""
-        return key in self._known or self.store.exists(f"{_MANIFESTS}{key}.json")
+        """Whether a manifest of that key is committed, or expected in this process; it is not read."""
+        return key in self._expected or key in self._known or self.store.exists(f"{_MANIFESTS}{key}.json")
 
     def require(self, key: str) -> Manifest:
         """The manifest under `key`, which must be there. Raises Damaged if it is gone."""
@@ -121,6 +126,20 @@ class Run:
         """
         return self.store.children(f"{_MANIFESTS}{under}".rstrip("/"))
 
+    def expect(self, manifest: Manifest) -> Manifest:
+        """Have a manifest found in this process from now on; it is to be committed, and before what follows from it."""
+        expected = manifest.model_copy(update={"run": self.record.fingerprint})
+        self._expected[manifest.key] = expected
+        return expected
+
+    def expected(self) -> list[Manifest]:
+        """Manifests that are found in this process and not committed yet, in the order in which they are to be."""
+        return list(self._expected.values())
+
+    def expects(self, parents: Collection[str]) -> bool:
+        """Whether one of these digests is of a manifest that is not committed yet."""
+        return any(manifest.digest in parents for manifest in self.expected())
+
     def commit(self, manifest: Manifest, *, promised: Collection[str] = ()) -> Manifest:
         """Publish a manifest and return the one that stands: this, or an equal one that another committed first.
 
@@ -128,15 +147,18 @@ class Run:
         Conflict if a different result has the key, Fenced if a newer epoch began, Damaged if a part is not stored.
         """
         self._check_lease()
+        assert not self.expects(manifest.parents), f"{manifest.key}: expected a commit after those of its parents"
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
-        winner = self.find(manifest.key)
+        winner = self._committed(manifest.key)
         if winner is None:
             self._check_parts(manifest, promised)
             provenance = manifest.provenance.model_copy(update={"epoch": self.epoch})
             manifest = manifest.model_copy(update={"provenance": provenance})
             if self.store.put(f"{_MANIFESTS}{manifest.key}.json", manifest.encode()):
+                self._expected.pop(manifest.key, None)
                 return self._remember(manifest)
             winner = self.load(manifest.key)
+        self._expected.pop(manifest.key, None)
         if winner.digest != manifest.digest:
             raise Conflict(
                 f"manifest {manifest.key!r} of run {self.name!r}: {winner.digest} was committed "

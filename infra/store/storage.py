@@ -23,7 +23,7 @@ from infra.store.disk import (
     remove_empty,
     scratch_directory,
     sweep,
-    sync_directory,
+    sync,
     walk_files,
 )
 
@@ -47,11 +47,16 @@ class Objects(Protocol):
         """Opens the same store in another process."""
         ...
 
-    def put(self, key: str, data: bytes | Path) -> bool:
-        """Write durably if the name is free; False, with nothing changed, if it is taken.
+    def put(self, key: str, data: bytes | Path, *, durable: bool = True) -> bool:
+        """Write if the name is free; False, with nothing changed, if it is taken.
 
-        A file of a scratch directory of the store becomes the object itself: nothing is copied.
+        A file of a scratch directory of the store becomes the object itself: nothing is copied. What is not put durably
+        is whole for all processes, and may be torn after a power cut unless it is synced before.
         """
+        ...
+
+    def sync(self, key: str) -> None:
+        """Have an object survive a power cut."""
         ...
 
     def read(self, key: str) -> bytes:
@@ -170,18 +175,26 @@ class LocalStore:
     def uri(self) -> str:
         return self.root.as_uri()
 
-    def put(self, key: str, data: bytes | Path) -> bool:
+    def put(self, key: str, data: bytes | Path, *, durable: bool = True) -> bool:
         path = self._own_path(key)
         with self._failures(f"cannot write {key!r}"):
             try:
                 make_directory(path.parent)
-                won = not path.exists() and publish_file(path, data, root=self.root)
+                won = not path.exists() and publish_file(path, data, root=self.root, durable=durable)
             except FileNotFoundError:
                 if path.parent.is_dir():
                     raise
-                return self.put(key, data)  # its folder was empty, and has been removed meanwhile
-            sync_directory(path.parent)  # also for the loser: what it is told exists must survive a power cut
+                # Its folder was empty, and has been removed meanwhile.
+                return self.put(key, data, durable=durable)
+            if durable:
+                sync(path.parent)  # also for the loser: what it is told exists must survive a power cut
             return won
+
+    def sync(self, key: str) -> None:
+        path = self.local(key)
+        with self._failures(f"cannot sync {key!r}"):
+            sync(path)
+            sync(path.parent)
 
     def read(self, key: str) -> bytes:
         with self._failures(f"cannot read {key!r}"):
@@ -228,7 +241,7 @@ class LocalStore:
                 path.unlink()
             except FileNotFoundError:
                 return
-            sync_directory(remove_empty(path.parent, root=self.root))
+            sync(remove_empty(path.parent, root=self.root))
 
     @contextmanager
     def hold(self, key: str) -> Iterator[Lease | None]:

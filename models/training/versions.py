@@ -29,10 +29,17 @@ _VERSION = TypeAdapter(ModelVersion)
 
 
 def publish_version(
-    store: Store, trainer: Trainer, *, version: int, parent: ModelVersion, ranks: Ranks, put: bool = True
+    store: Store,
+    trainer: Trainer,
+    *,
+    version: int,
+    parent: ModelVersion,
+    ranks: Ranks,
+    put: Literal["durable", "early", "not"],
 ) -> ModelVersion:
     """Publish from rank 0 and tell all ranks what there is now, without a state; or only say what it would be.
 
+    What is put `early` may be used, and is to be synced before a manifest names it.
     Where adapters are trained, the new version has its parent's weights and an adapter of its own.
     """
     with store.scratch() as scratch:
@@ -42,10 +49,10 @@ def publish_version(
             prefix = "adapters" if trainer.trains_adapters else parent.weights.key.rpartition("/")[0]
             if not trainer.trains_adapters:
                 _copy_beside_weights(fetch_bundle(store, parent.weights), scratch)
-            if put:
-                bundle = publish_bundle(store, scratch, prefix=prefix, written=written)
-            else:
+            if put == "not":
                 bundle = describe_bundle(scratch, written=written).ref(prefix)
+            else:
+                bundle = publish_bundle(store, scratch, prefix=prefix, written=written, durable=put == "durable")
             part = {"adapter" if trainer.trains_adapters else "weights": bundle}
             encoded = _VERSION.dump_json(replace(parent, version=version, state=None, **part))
         return _VERSION.validate_json(broadcast_bytes(encoded, ranks))
@@ -116,15 +123,15 @@ class Learner:
             load_state(trainer, fetch_bundle(self._store, version.state), update=self._config, ranks=self._ranks)
         return trainer
 
-    def publish(self, parent: ModelVersion, *, version: int) -> ModelVersion:
+    def publish(self, parent: ModelVersion, *, version: int, put: Literal["durable", "early"]) -> ModelVersion:
         """Publish what was learnt since `parent`, without a state."""
-        published = self._published(parent, version=version, put=True)
+        published = self._published(parent, version=version, put=put)
         self._at = _name(published)
         return published
 
     def describe(self, parent: ModelVersion, *, version: int) -> ModelVersion:
         """Say what `publish` would return; nothing is put into the store."""
-        return self._published(parent, version=version, put=False)
+        return self._published(parent, version=version, put="not")
 
     def follow(self, parent: ModelVersion, following: ModelVersion) -> None:
         """Take the next version for its parent, which has all that it has."""
@@ -137,7 +144,9 @@ class Learner:
             self._trainer.close()
         self._trainer = self._at = None
 
-    def _published(self, parent: ModelVersion, *, version: int, put: bool) -> ModelVersion:
+    def _published(
+        self, parent: ModelVersion, *, version: int, put: Literal["durable", "early", "not"]
+    ) -> ModelVersion:
         return publish_version(self._store, self.trainer, version=version, parent=parent, ranks=self._ranks, put=put)
 
 

@@ -114,7 +114,7 @@ class OfflineTrainer:
         loaded = clock()
         learnt = learn(trainer)
         stepped = clock()
-        policy = learner.publish(model, version=model.version)
+        policy = learner.publish(model, version=model.version, put="durable")
         learner.close()
         timings = {"load": loaded - begun, "steps": stepped - loaded, "save": clock() - stepped}
         return Outcome(model=policy, metrics=learnt.metrics, detail={"losses": [*learnt.curve()]}, timings=timings)

@@ -7,8 +7,8 @@ import pyarrow as pa
 import torch
 from pydantic import JsonValue
 
-from infra.errors import BadInput
-from infra.store.bundles import fetch_bundle
+from infra.errors import BadInput, Damaged
+from infra.store.bundles import fetch_bundle, proved_beside
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.engines import EngineConfig
@@ -19,6 +19,9 @@ from models.records.work import RolloutWork
 from models.rollouts.groups import Group, fresh_groups, groups_of, table_of
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS = ".safetensors"
+"""How the files end that are proved while an engine loads them."""
 
 
 class RolloutWorker:
@@ -57,7 +60,12 @@ class RolloutWorker:
             return
         started = time.perf_counter()
         adapter = None if policy.adapter is None else fetch_bundle(self._store, policy.adapter)
-        self._moved_bytes += self._engine.load(fetch_bundle(self._store, policy.weights), policy, adapter=adapter)
+        try:
+            with proved_beside(self._store, policy.weights, large=WEIGHTS) as directory:
+                self._moved_bytes += self._engine.load(directory, policy, adapter=adapter)
+        except Damaged:
+            self._engine.sleep()  # it may have loaded what is not the policy
+            raise
         self._moving_seconds += time.perf_counter() - started
         logger.info("loaded policy %s", policy.digest)
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from infra.errors import BadInput, Damaged
-from infra.store.bundles import fetch_bundle
+from infra.store.bundles import BundleRef, fetch_bundle, sync_bundle
 from infra.store.storage import open_store
 from models.config.algorithms import AlgorithmConfig
 from models.config.objectives import UpdateConfig
@@ -112,6 +112,7 @@ class UpdateWorker:
     def update(self, work: UpdateWork) -> Outcome:
         """Take one iteration's steps and publish the next version of the policy, and of its critic if it has one.
 
+        What is published is whole and may be used, but survives no power cut before it is asked to `sync`.
         Their states are named, and written while the worker does something else: they are there when the next update
         ends. Without a token to learn from, or where anything was not finite, the next versions have their parents'
         very weights and state; so has a policy that does not learn yet.
@@ -148,15 +149,15 @@ class UpdateWorker:
         return outcome
 
     def _published(self, work: UpdateWork, laps: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
-        """Publish what was learnt, and begin to write its states."""
+        """Publish what was learnt, for engines to take at once, and begin to write its states."""
         models, following = self._joined(), work.policy.version + 1
         model, critic = _next(work.policy), None
         if work.learns:
-            model = models.policy.publish(work.policy, version=following)
+            model = models.policy.publish(work.policy, version=following, put="early")
         else:
             models.policy.follow(work.policy, model)
         if work.critic is not None:
-            critic = models.critic.publish(work.critic, version=following)
+            critic = models.critic.publish(work.critic, version=following, put="early")
         laps.end("save")
         models.states.settle()
         if work.keeps_state and work.learns:
@@ -167,6 +168,13 @@ class UpdateWorker:
             models.states.settle()
         laps.end("state")
         return model, critic
+
+    def sync(self, bundles: Sequence[BundleRef]) -> Outcome:
+        """Have weights that were published survive a power cut; a manifest may name them then."""
+        for bundle in bundles if self._joined().ranks.rank == 0 else ():
+            sync_bundle(self._store, bundle)
+            self._on_progress()
+        return Outcome()
 
     def warmup(self, work: WarmupWork) -> Outcome:
         """Imitate worked examples and publish a policy without optimizer state."""

@@ -5,7 +5,7 @@ A flow is handed a `RunRef`, small and serialisable; `session_of` finds the open
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -140,6 +140,7 @@ class Session:
         self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}
         self._fleet: asyncio.Task[Fleet] | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._settling: asyncio.Task[None] | None = None
 
     def reward_model(self, term: str, *, prefix: str = "") -> Manifest:
         """What committed the model behind a reward; `prefix` is that of a re-scoring's manifests."""
@@ -207,17 +208,27 @@ class Session:
         elsewhere = tuple(reward_model_role(term) for term in served if reward_model_role(term) not in self.slot_roles)
         return {"rollout": (), "scoring": ("scoring", *elsewhere)}.get(controller, (controller,))
 
+    def settle(self, committing: Coroutine[object, object, None]) -> None:
+        """Begin to commit what is expected, beside what goes on."""
+        self._settling = asyncio.create_task(committing, name="settle")
+
+    async def settled(self) -> None:
+        """Wait until all that was expected is committed; raise what kept it from that."""
+        if self._settling is not None:
+            await asyncio.shield(self._settling)
+
     async def release(self, role: str) -> None:
         """Close the pool of a role that no later stage needs."""
         if role in self._pools:
             await (await self._pools.pop(role)).close()
 
     async def close(self) -> None:
-        """Stop starting pools; those that are open end with the cluster."""
-        starting = [task for task in (*self._pools.values(), self._fleet, self._starting) if task is not None]
-        for task in starting:
+        """Stop starting pools; those that are open end with the cluster. What is not committed now is made again."""
+        begun = (*self._pools.values(), self._fleet, self._starting, self._settling)
+        tasks = [task for task in begun if task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*starting, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 PRELOADED = (
@@ -254,6 +265,7 @@ async def open_session(
         session = _OPEN[store, run.name] = Session(run, settings, cluster, store=store, over=over)
         try:
             yield session
+            await session.settled()
         finally:
             del _OPEN[store, run.name]
             await session.close()

@@ -90,11 +90,12 @@ async def once(
     method: str,
     work: object,
     parents: Sequence[Manifest] = (),
-    detail: Mapping[str, JsonValue] | None = None,
+    early: bool = False,
 ) -> Manifest:
     """Return the manifest under `key`, or have a worker of `role` do the work and commit what it made.
 
-    Optimizers' states may still be on their way to the store.
+    Optimizers' states may still be on their way to the store. With `early` the manifest is returned at once, and
+    committed when the role has synced the bundles: rollouts begin with weights that are not durable yet.
     """
     done_before = session.run.find(key)
     if done_before is not None:
@@ -103,22 +104,32 @@ async def once(
     done = await session.perform(role, method, work)
     outcome = done.result
     waited = {"worker": done.seconds, "stage": time.monotonic() - start}
-    return _commit(
-        session,
-        Manifest(
-            key=key,
-            shards=outcome.shards,
-            bundles=_bundles(outcome),
-            parents=tuple(parent.digest for parent in parents),
-            metrics=outcome.metrics or {},
-            detail={**_version(outcome), **(outcome.detail or {}), **(detail or {})},
-            provenance=provenance_here(
-                worker=f"{done.worker} pid {done.pid}",
-                seconds={**(outcome.timings or {}), **waited},
-            ),
+    manifest = Manifest(
+        key=key,
+        shards=outcome.shards,
+        bundles=_bundles(outcome),
+        parents=tuple(parent.digest for parent in parents),
+        metrics=outcome.metrics or {},
+        detail={**_version(outcome), **(outcome.detail or {})},
+        provenance=provenance_here(
+            worker=f"{done.worker} pid {done.pid}",
+            seconds={**(outcome.timings or {}), **waited},
         ),
-        promised=STATES,
     )
+    if session.run.expects(manifest.parents):
+        await session.settled()
+    if not early:
+        return _commit(session, manifest, promised=STATES)
+    expected = session.run.expect(manifest)
+    session.settle(_settle(session, role, expected))
+    return expected
+
+
+async def _settle(session: Session, role: str, made: Manifest) -> None:
+    """Have a role sync the bundles that it made, and commit what was expected meanwhile."""
+    await session.perform(role, "sync", [bundle for name, bundle in made.bundles.items() if name not in STATES])
+    for expected in session.run.expected():
+        _commit(session, expected, promised=STATES)
 
 
 def _commit(session: Session, manifest: Manifest, *, promised: Collection[str] = ()) -> Manifest:
@@ -137,18 +148,18 @@ def record(
     detail: Mapping[str, JsonValue] | None = None,
     seconds: Mapping[str, float] | None = None,
 ) -> Manifest:
-    """Return the manifest under `key`, or commit a decision that needed no worker."""
-    return session.run.find(key) or _commit(
-        session,
-        Manifest(
-            key=key,
-            bundles=dict(bundles or {}),
-            parents=tuple(parent.digest for parent in parents),
-            metrics=dict(metrics or {}),
-            detail=dict(detail or {}),
-            provenance=provenance_here(worker=f"controller pid {os.getpid()}", seconds=seconds),
-        ),
+    """Return the manifest under `key`, or commit a decision that needed no worker: after its parents, if these wait."""
+    if (done_before := session.run.find(key)) is not None:
+        return done_before
+    manifest = Manifest(
+        key=key,
+        bundles=dict(bundles or {}),
+        parents=tuple(parent.digest for parent in parents),
+        metrics=dict(metrics or {}),
+        detail=dict(detail or {}),
+        provenance=provenance_here(worker=f"controller pid {os.getpid()}", seconds=seconds),
     )
+    return session.run.expect(manifest) if session.run.expects(manifest.parents) else _commit(session, manifest)
 
 
 def finish(session: Session, part: str) -> None:

@@ -156,7 +156,7 @@ def attempt(home: Path, api: str, strike: Strike | None, overrides: Sequence[str
     numbers, lock, run = count(1), Lock(), home / "store/tiny"
     (home / "writes").write_text("")
 
-    def publish(path: Path, data: bytes | Path, *, root: Path) -> bool:
+    def publish(path: Path, data: bytes | Path, *, root: Path, durable: bool = True) -> bool:
         name = path.relative_to(run).as_posix()
         with lock:
             number = next(numbers)
@@ -165,7 +165,7 @@ def attempt(home: Path, api: str, strike: Strike | None, overrides: Sequence[str
         here = strike if strike is not None and strike.write in (number, name) else None
         if here is not None and here.moment != "after":
             here.happen(path, data, root=root)
-        won = publish_file(path, data, root=root)
+        won = publish_file(path, data, root=root, durable=durable)
         if here is not None and here.moment == "after":
             here.happen(path, data, root=root)
         return won

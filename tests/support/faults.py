@@ -87,11 +87,11 @@ class Planted:
     def _is_at(self, fault: Fault, moment: str, what: str) -> bool:
         return fault.role == self.role and fault.moment == moment and re.search(fault.at, what) is not None
 
-    def _publish(self, path: Path, data: bytes | Path, *, root: Path) -> bool:
+    def _publish(self, path: Path, data: bytes | Path, *, root: Path, durable: bool = True) -> bool:
         what = path.as_posix()
         self.reach("before", what)
         self.reach("during", what, first=lambda: _write_half(root, data))
-        won = publish_file(path, data, root=root)
+        won = publish_file(path, data, root=root, durable=durable)
         if self.role == "driver" and won:
             self.log(f"put {what}")
         self.reach("after", what)
