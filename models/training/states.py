@@ -35,6 +35,9 @@ from models.training.trainer import Moments, Trainer, zero_stage
 _LAYOUT = "state.json"
 _FILE = TypeAdapter(BundledFile)
 
+HostCopy = tuple[Moments, BundledFile]
+"""A rank's part of a state in host memory, and what its file will be."""
+
 
 class StateLayout(Settings):
     """How the state was spread; only ranks that are spread alike can continue with it."""
@@ -58,10 +61,14 @@ class StateWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
         self._under_way: list[tuple[Future[None], BundleRef, Contents]] = []
 
-    def begin(self, trainer: Trainer) -> BundleRef:
-        """Copy this rank's part, begin to write it, and say what the state is; the trainer may go on."""
-        moments = {name: value.detach().to("cpu", copy=True) for name, value in trainer.moments().items()}
-        contents = self._contents(describe_pieces(tensor_pieces(moments)))
+    def copy(self, trainer: Trainer) -> "Future[HostCopy]":
+        """Begin to copy this rank's part and to hash it, beside what only reads the trainer."""
+        return self._thread.submit(_copied, trainer.moments())
+
+    def begin(self, copying: "Future[HostCopy]") -> BundleRef:
+        """Begin to write what was copied, and say what the state is; the trainer may go on."""
+        moments, mine = copying.result()
+        contents = self._contents(mine)
         ref = contents.ref("states")
         self._under_way.append((self._thread.submit(self._write, moments, ref, contents), ref, contents))
         return ref
@@ -115,6 +122,11 @@ def load_state(trainer: Trainer, directory: Path, *, update: UpdateConfig, ranks
     except SafetensorError as error:
         raise Damaged(f"optimizer state {directory.name}, rank {ranks.rank}: {error}") from error
     trainer.load_moments(moments)
+
+
+def _copied(moments: Moments) -> HostCopy:
+    copied = {name: value.detach().to("cpu", copy=True) for name, value in moments.items()}
+    return copied, describe_pieces(tensor_pieces(copied))
 
 
 def _layout(update: UpdateConfig, ranks: Ranks) -> bytes:

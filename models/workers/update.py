@@ -152,6 +152,11 @@ class UpdateWorker:
         """Publish what was learnt, for engines to take at once, and begin to write its states."""
         models, following = self._joined(), work.policy.version + 1
         model, critic = _next(work.policy), None
+        state = critic_state = None  # copied while weights are written
+        if work.keeps_state and work.learns:
+            state = models.states.copy(models.policy.trainer)
+        if work.keeps_state and work.critic is not None:
+            critic_state = models.states.copy(models.critic.trainer)
         if work.learns:
             model = models.policy.publish(work.policy, version=following, put="early")
         else:
@@ -160,10 +165,10 @@ class UpdateWorker:
             critic = models.critic.publish(work.critic, version=following, put="early")
         laps.end("save")
         models.states.settle()
-        if work.keeps_state and work.learns:
-            model = replace(model, state=models.states.begin(models.policy.trainer))
-        if work.keeps_state and critic is not None:
-            critic = replace(critic, state=models.states.begin(models.critic.trainer))
+        if state is not None:
+            model = replace(model, state=models.states.begin(state))
+        if critic is not None and critic_state is not None:
+            critic = replace(critic, state=models.states.begin(critic_state))
         if work.is_last:
             models.states.settle()
         laps.end("state")
@@ -248,7 +253,7 @@ class UpdateWorker:
         laps: StageTimer,
     ) -> Trainer:
         """Return a trainer at the last of the versions: the one that is there, or one that takes the past again."""
-        trainer = learner.leave(versions[-1])
+        trainer, states = learner.leave(versions[-1]), self._joined().states
         if trainer is None:
             trainer = learner.load(versions[0])
             laps.end("load")
@@ -257,7 +262,7 @@ class UpdateWorker:
                 learn(update, trainer)
                 found = learner.describe(versions[0], version=expected.version)
                 if update.keeps_state:
-                    found = replace(found, state=self._joined().states.begin(trainer))
+                    found = replace(found, state=states.begin(states.copy(trainer)))
                 _check_arrival(update, found, expected)
             laps.end("again")
         laps.end("load")

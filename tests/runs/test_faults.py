@@ -197,7 +197,7 @@ def test_a_random_schedule_of_kills_makes_the_same_run(reference, tmp_path):
     ended = job.train()
     assert ended.code == 0, (seed, ended.output)
     undisturbed(job, reference)
-    assert begun_again(job) <= 2 * struck, seed
+    assert begun_again(job) <= 3 * struck, seed  # an update that is not durable, and two shards made with it
 
 
 @pytest.mark.slow

@@ -130,12 +130,13 @@ class Faulty:
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         method = getattr(self._worker, name)
-        if name not in WORKS:
+        if name not in WORKS and not self._planted.plans("begin", name):
             return method
 
         def perform(work: object) -> object:
             what = f"{name} {work}"
-            self._planted.log(what)
+            if name in WORKS:
+                self._planted.log(what)
             self._planted.reach("begin", what)
             with self._watched(what):
                 return method(work)

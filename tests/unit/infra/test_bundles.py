@@ -8,13 +8,16 @@ import pytest
 from blake3 import blake3
 
 from infra.errors import BadInput, Damaged
+from infra.store import bundles
 from infra.store.bundles import (
     BundledFile,
     BundleRef,
     delete_bundle,
     fetch_bundle,
     fetch_file,
+    proved_beside,
     publish_bundle,
+    sync_bundle,
     write_hashed,
 )
 from infra.store.storage import open_store
@@ -99,6 +102,68 @@ def test_what_was_hashed_while_it_was_written_is_not_read_again(store, policy):
     ref = publish_bundle(store, policy, prefix="policies", written=written)
     assert fetch_bundle(store, ref).is_dir()
     assert "expected digest" in in_a_fresh_process(store, ref)
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Inodes that this process has synced, in order."""
+    inodes, fsync = [], os.fsync
+
+    def noted(descriptor):
+        inodes.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    return inodes
+
+
+def inodes_of(store, ref):
+    return {path.stat().st_ino for path in store.local(f"{ref.key}/bundle.json").parent.rglob("*")}
+
+
+def test_a_bundle_that_is_published_early_is_whole_for_all_and_durable_once_it_is_synced(store, policy, synced):
+    early = publish_bundle(store, policy, prefix="policies", durable=False)
+    assert in_a_fresh_process(store, early) == "" and not inodes_of(store, early) & set(synced)
+    sync_bundle(store, early)
+    assert inodes_of(store, early) <= set(synced)
+
+
+def test_publishing_a_bundle_durably_syncs_what_another_published_early(store, policy, synced):
+    early = publish_bundle(store, policy, prefix="policies", durable=False)
+    assert publish_bundle(store, policy, prefix="policies") == early
+    assert inodes_of(store, early) <= set(synced)
+
+
+def test_a_process_that_did_not_publish_a_bundle_proves_it_before_it_syncs(store, policy, synced, monkeypatch):
+    early = publish_bundle(store, policy, prefix="policies", durable=False)
+    monkeypatch.setattr(bundles, "_known", {})
+    store.local(f"{early.key}/model.safetensors").write_bytes(b"torn")
+    with pytest.raises(Damaged, match=r"model\.safetensors"):
+        sync_bundle(store, early)
+    assert not inodes_of(store, early) & set(synced)
+
+
+def test_large_files_are_proved_beside_what_is_done_with_them_and_small_ones_before(store, policy, monkeypatch):
+    ref = publish_bundle(store, policy, prefix="policies")
+    monkeypatch.setattr(bundles, "_known", {})
+    with proved_beside(store, ref, large=".safetensors") as directory:
+        assert files_of(directory).keys() == {*FILES, "bundle.json"}
+    monkeypatch.setattr(bundles, "_digest", lambda path: pytest.fail(f"{path} is known, and read again"))
+    with proved_beside(store, ref, large=".safetensors"):
+        pass
+
+
+def test_damage_ends_what_is_done_with_a_bundle_and_explains_what_it_raised(store, policy, monkeypatch):
+    ref = publish_bundle(store, policy, prefix="policies")
+    monkeypatch.setattr(bundles, "_known", {})
+    store.local(f"{ref.key}/model.safetensors").write_bytes(bytes(len(FILES["model.safetensors"])))
+    with pytest.raises(Damaged, match=r"model\.safetensors"), proved_beside(store, ref, large=".safetensors"):
+        raise ValueError("no safetensors")
+    with pytest.raises(Damaged, match=r"model\.safetensors"), proved_beside(store, ref, large=".safetensors"):
+        pass
+    (store.local(f"{ref.key}/config.json")).write_bytes(b"[]")
+    with pytest.raises(Damaged, match="config"), proved_beside(store, ref, large=".safetensors"):
+        pytest.fail("its configuration was to be proved first")
 
 
 def test_another_byte_or_name_gives_another_reference(store, policy, tmp_path):

@@ -117,6 +117,20 @@ def test_a_committed_manifest_is_found_by_everyone(tmp_path):
     assert len(reader.manifests()) == 3 and reader.manifests("it-0003/") == []
 
 
+def test_an_expected_manifest_is_found_here_alone_and_nothing_is_committed_before_its_parents(tmp_path):
+    with make(tmp_path).hold() as run:
+        parent = run.expect(Manifest(key="it-0001/update"))
+        child = run.expect(Manifest(key="it-0002/plan", parents=(parent.digest,)))
+        assert [run.find(made.key) for made in (parent, child)] == run.expected() == [parent, child]
+        elsewhere = open_run(str(tmp_path), "first")
+        assert run.has(parent.key) and not elsewhere.has(parent.key) and run.manifests() == []
+        assert run.expects([parent.digest]) and not run.expects(["another"])
+        with pytest.raises(AssertionError, match="after those of its parents"):
+            run.commit(child)
+        assert [run.commit(made).digest for made in (parent, child)] == [parent.digest, child.digest]
+        assert not run.expected() and elsewhere.find(child.key) == run.find(child.key)
+
+
 def test_a_second_equal_result_adopts_the_first(tmp_path):
     """As after a lost acknowledgement, or when one attempt runs twice."""
     with make(tmp_path).hold() as run:
