@@ -7,6 +7,9 @@ code with the product. The run's workers are threads of its process, which a SIG
 single processes are `--on ray`'s, where the workers are processes and each start of the job has several faults: kills
 of workers within their work and around their writes, and of the driver, whose command is then given again. `--every`
 goes through the moments of all writes instead of drawing.
+
+What a first SIGKILL leaves is taken from one run for all schedules: it is stopped (SIGSTOP) at each moment, with all of
+its threads, its directory is copied, and it goes on. Faults after the first strike the process itself.
 """
 
 import argparse
@@ -16,12 +19,14 @@ import random
 import shutil
 import signal
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -71,16 +76,69 @@ class Strike:
     def happen(self, path: Path, data: bytes | Path, *, root: Path) -> None:
         """Leave half of a temporary file, if so; then the process is dead, or its disk is full."""
         if self.moment == "during":
-            whole = data if isinstance(data, bytes) else data.read_bytes()
-            descriptor, _ = open_temporary(root)
-            os.write(descriptor, whole[: len(whole) // 2])
-            os.close(descriptor)
+            write_half(data, root=root)
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.kill(os.getpid(), signal.SIGKILL)
 
     def __str__(self) -> str:
         return f"{'disk full' if self.full else 'killed'} {self.moment} write {self.write}"
+
+
+def write_half(data: bytes | Path, *, root: Path) -> Path:
+    """Leave the temporary file of a write that came half-way."""
+    whole = data if isinstance(data, bytes) else data.read_bytes()
+    descriptor, half = open_temporary(root)
+    os.write(descriptor, whole[: len(whole) // 2])
+    os.close(descriptor)
+    return half
+
+
+@dataclass(frozen=True)
+class Stops:
+    """Has a run stop at moments of its writes, so that what a SIGKILL there would leave can be copied."""
+
+    wanted: frozenset[tuple[int, str]]
+    """Numbers and moments of writes."""
+    home: Path
+    """Of the run that stops."""
+    copies: Path
+    """A directory for each moment, as `12-after`."""
+
+    def stop(self, write: int, moment: str, data: bytes | Path, *, root: Path) -> None:
+        """Stop this process until it has been copied, if it shall be; called by one thread at a time."""
+        if (write, moment) not in self.wanted:
+            return
+        half = write_half(data, root=root) if moment == "during" else None
+        self._asked.write_text(f"{write}-{moment}")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        while self._asked.exists():  # this thread may be the last that the signal reaches
+            time.sleep(0.001)
+        if half is not None:
+            half.unlink()
+
+    def follow(self, child: BaseProcess) -> None:
+        """Copy the run's home whenever the run has stopped, and let it go on, until it ends."""
+        while child.is_alive():
+            if child.pid is not None and self._asked.exists() and has_stopped(child.pid):
+                shutil.copytree(self.home, self.copies / self._asked.read_text(), ignore=lambda *_: {self._asked.name})
+                self._asked.unlink()
+                os.kill(child.pid, signal.SIGCONT)
+            time.sleep(0.001)
+
+    def copy_to(self, home: Path, first: Strike) -> None:
+        """Make a home what a fault of the first start leaves."""
+        shutil.copytree(self.copies / f"{first.write}-{first.moment}", home)
+
+    @property
+    def _asked(self) -> Path:
+        return self.home / "stopped"
+
+
+def has_stopped(pid: int) -> bool:
+    """Whether every thread of a process is stopped."""
+    states = [task.read_text().rpartition(") ")[2][:1] for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
 
 
 WORKERS: dict[tuple[str, str], tuple[tuple[str, int], ...]] = {
@@ -151,9 +209,15 @@ def schedule_of(seed: int, writes: int) -> list[Strike]:
     return strikes
 
 
-def attempt(home: Path, api: str, strike: Strike | None, overrides: Sequence[str]) -> None:
+def attempt(home: Path, api: str, strike: Strike | None, overrides: Sequence[str], stops: Stops | None = None) -> None:
     """Run the job in this process to its end or to its fault; tell its writes and the works of its workers."""
-    numbers, lock, run = count(1), Lock(), home / "store/tiny"
+    numbers, lock, one_stop, run = count(1), Lock(), Lock(), home / "store/tiny"
+
+    def stop(number: int, moment: str, data: bytes | Path, root: Path) -> None:
+        if stops is not None:
+            with one_stop:
+                stops.stop(number, moment, data, root=root)
+
     (home / "writes").write_text("")
 
     def publish(path: Path, data: bytes | Path, *, root: Path, durable: bool = True) -> bool:
@@ -163,9 +227,12 @@ def attempt(home: Path, api: str, strike: Strike | None, overrides: Sequence[str
             with (home / "writes").open("a") as writes:
                 writes.write(f"{name}\n")
         here = strike if strike is not None and strike.write in (number, name) else None
+        for moment in ("before", "during"):
+            stop(number, moment, data, root)
         if here is not None and here.moment != "after":
             here.happen(path, data, root=root)
         won = publish_file(path, data, root=root, durable=durable)
+        stop(number, "after", data, root)
         if here is not None and here.moment == "after":
             here.happen(path, data, root=root)
         return won
@@ -190,6 +257,15 @@ def run_once(home: Path, api: str, strike: Strike | None, overrides: Sequence[st
     return -1000 if code is None else code
 
 
+def record(home: Path, api: str, wanted: Iterable[Strike], overrides: Sequence[str]) -> Stops:
+    """Start the job and keep what a SIGKILL leaves at the moments of some strikes."""
+    stops = Stops(frozenset((int(at.write), at.moment) for at in wanted if not at.full), home, home.parent / "copies")
+    home.mkdir()
+    with process(attempt, home, api, None, overrides, stops) as child:
+        stops.follow(child)
+    return stops
+
+
 def writes_of(home: Path) -> list[str]:
     """Names of the files that the last start wrote, in order."""
     return (home / "writes").read_text().splitlines()
@@ -211,11 +287,15 @@ def problems_after(
     overrides: Sequence[str] = (),
     *,
     start: Callable[[Path, str, S | None, Sequence[str]], int],
+    struck: int = 0,
 ) -> list[str]:
-    """Start a job with one fault after another, then without, and say what is not as if there had been none."""
+    """Start a job with one fault after another, then without, and say what is not as if there had been none.
+
+    Where some have struck already, the home is what they left.
+    """
     home.mkdir(parents=True, exist_ok=True)
     code, attempts = -1, max(ATTEMPTS, len(strikes) + 1)
-    for number in range(attempts):
+    for number in range(struck, attempts):
         code = start(home, api, strikes[number] if number < len(strikes) else None, overrides)
         if code == 0:
             break
@@ -241,13 +321,15 @@ def main() -> int:
     parser.add_argument("--on", choices=("threads", "ray"), default="threads", help="what the run's workers are")
     parser.add_argument("--every", type=int, metavar="N", help="one kill at every N-th write and each of its moments")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="change the job")
-    parser.add_argument("--side-by-side", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time")
+    parser.add_argument(
+        "--side-by-side", type=int, default=(os.cpu_count() or 1) + 1, metavar="N", help="runs at a time"
+    )
     asked = parser.parse_args()
     first, _, last = asked.seeds.partition("..")
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         home = Path(folder)
         (home / "prefect").mkdir()
-        with prefect_server(home / "prefect") as api:
+        with prefect_server(home / "prefect", keeps_tasks=False) as api:
             (home / "whole").mkdir()
             start = start_on_ray if asked.on == "ray" else run_once
             code = start(home / "whole", api, None, asked.override)
@@ -267,8 +349,17 @@ def main() -> int:
                 schedules = {f"{at} {moment}": [Strike(at, moment)] for at in places for moment in MOMENTS}
             else:
                 schedules = {f"seed {seed}": schedule_of(seed, writes) for seed in seeds}
+            firsts = (strikes[0] for strikes in schedules.values())
+            stops = record(home / "stopping", api, firsts, asked.override)
             find = partial(problems_after, api=api, whole=whole, overrides=asked.override, start=run_once)
-            return judge(schedules, home, find, asked)
+
+            def find_from_copy(strikes: Sequence[Strike], place: Path) -> list[str]:
+                if strikes[0].full:
+                    return find(strikes, place)
+                stops.copy_to(place, strikes[0])
+                return find(strikes, place, struck=1)
+
+            return judge(schedules, home, find_from_copy, asked)
 
 
 def judge(

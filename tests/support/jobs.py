@@ -315,10 +315,14 @@ FRUGAL = {
 
 
 @contextmanager
-def prefect_server(home: Path) -> Iterator[str]:
-    """Serve a Prefect API that several jobs share: starting one takes as long as a small job."""
+def prefect_server(home: Path, *, keeps_tasks: bool = True) -> Iterator[str]:
+    """Serve a Prefect API that several jobs share: starting one takes as long as a small job.
+
+    Keeping task runs is half of the server's work for a small job.
+    """
     environment = os.environ | {"PREFECT_HOME": str(home)} | FRUGAL
     environment |= {"PREFECT_SERVER_API_AUTH_STRING": ":".join(PASSWORD)}
+    environment |= {"PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_ENABLED": str(keeps_tasks).lower()}
     with socket.create_server(("127.0.0.1", 0)) as listener, (home / "output").open("wb") as output:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(
