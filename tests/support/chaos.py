@@ -32,11 +32,22 @@ from threading import Lock
 from typing import TypeVar
 
 import infra.store.storage
+from flows.cli.app import main as command
 from infra.store.disk import open_temporary, publish_file
 from infra.terminal import write
-from tests.support import checker
+from tests.support import checker, faults
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import SMALLEST, Fault, Job, leftovers_of, manifests_of, prefect_server, shards_of, works_of
+from tests.support.jobs import (
+    PATIENCE,
+    SMALLEST,
+    Fault,
+    Job,
+    leftovers_of,
+    manifests_of,
+    prefect_server,
+    shards_of,
+    works_of,
+)
 from tests.support.processes import preload, process
 
 ROLES = ("preparation", "rollout", "scoring", "update")
@@ -192,10 +203,32 @@ def _worker_fault(choose: random.Random) -> Fault:
 def start_on_ray(home: Path, api: str, storm: Storm | None, overrides: Sequence[str] = ()) -> int:
     """Start the job with its workers in processes of Ray; return its exit code."""
     job = Job(home, api, counts_works=True)
-    ended = job.train(*JOB, *overrides, faults=() if storm is None else storm.faults)
+    job.plant(() if storm is None else storm.faults)
+    with process(drive, job, overrides) as driver:
+        driver.join(PATIENCE)
+        code = driver.exitcode
     with (home / "struck").open("a") as struck:
         struck.write("x" * job.struck())
-    return ended.code
+    return -1000 if code is None else code
+
+
+def drive(job: Job, overrides: Sequence[str]) -> None:
+    """Be the command that trains, in a process that has imported what it needs."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(job.environment())
+    write_to(job.home / "output")
+    faults.Planted("driver")
+    with InProcessJob(job.home, str(job.api)).prefect(), faults.planted(job.home):
+        code = command(["train", str(job.configured()), *JOB, *overrides, "--store", str(job.store)])
+    os._exit(code)
+
+
+def write_to(output: Path) -> None:
+    """Have this process append to a file what it says."""
+    with output.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def schedule_of(seed: int, writes: int) -> list[Strike]:
@@ -238,9 +271,7 @@ def attempt(home: Path, api: str, strike: Strike | None, overrides: Sequence[str
         return won
 
     infra.store.storage.publish_file = publish
-    with (home / "output").open("ab") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
+    write_to(home / "output")
     try:
         InProcessJob(home, api, counts_works=True).train(*JOB, *overrides)
     except Exception:

@@ -133,11 +133,10 @@ class Job:
     @contextmanager
     def started(self, *overrides: str, faults: Sequence[Fault] = ()) -> Iterator["subprocess.Popen[bytes]"]:
         """Start the job in a process group of its own; it is dead afterwards."""
-        self.home.mkdir(parents=True, exist_ok=True)
-        (self.home / "tiny.toml").write_text(self.document)
-        self._plant(faults)
+        configured = self.configured()
+        self.plant(faults)
         command = [sys.executable, "-m", "tests.support.faults"] if faults or self.counts_works else [RHEOSTAT]
-        command += ["train", str(self.home / "tiny.toml"), *overrides, "--store", str(self.store)]
+        command += ["train", str(configured), *overrides, "--store", str(self.store)]
         with (self.home / "output").open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -160,9 +159,14 @@ class Job:
 
     def part(self, command: str, *overrides: str) -> Ended:
         """Run the job a part of the way: `sft`, `dpo` or `reward-model`."""
+        return self._call(command, str(self.configured()), *overrides)
+
+    def configured(self) -> Path:
+        """Write the configuration file; return its path."""
         self.home.mkdir(parents=True, exist_ok=True)
-        (self.home / "tiny.toml").write_text(self.document)
-        return self._call(command, str(self.home / "tiny.toml"), *overrides)
+        path = self.home / "tiny.toml"
+        path.write_text(self.document)
+        return path
 
     def refused(self, *overrides: str) -> Ended:
         """Give the job's command where it cannot be followed, beside a started job."""
@@ -170,12 +174,13 @@ class Job:
 
     def command(self, name: str, *arguments: str, faults: Sequence[Fault] = ()) -> Ended:
         """Run a command about the run."""
-        self._plant(faults)
+        self.plant(faults)
         return self._call(
             name, "tiny", *arguments, program=[sys.executable, "-m", "tests.support.faults"] if faults else None
         )
 
-    def _plant(self, faults: Sequence[Fault]) -> None:
+    def plant(self, faults: Sequence[Fault]) -> None:
+        """Have these faults happen in the next start of the job or in the next command."""
         for struck in self.home.glob("struck-*"):
             struck.unlink()
         (self.home / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
