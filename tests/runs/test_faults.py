@@ -83,6 +83,36 @@ def test_a_missing_policy_file_stops_by_name(reference, tmp_path):
 
 
 @pytest.mark.slow
+def test_one_damaged_bit_in_the_weights_to_be_served_stops_by_name(reference, tmp_path):
+    stages = ("rollout/*", "scoring/*", "credit", "update", "seal")
+    job = stopped_inside(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])
+    [policy] = bundles_of(job, "it-0002/update")
+    weights = job.run / policy / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    ended = job.train()
+    assert ended.code == 1
+    assert policy in ended.output.splitlines()[-1]
+    assert "model.safetensors" in ended.output.splitlines()[-1]
+    assert not list(job.run.glob("manifests/it-0003/rollout/*"))
+    weights.write_bytes(whole)
+    assert job.train().code == 0
+    undisturbed(job, reference)
+
+
+@pytest.mark.slow
+def test_workers_that_die_whenever_they_start_end_the_job_by_name_and_leave_nothing(reference, tmp_path):
+    job = Job(tmp_path, reference.api)
+    ended = job.train(faults=[Fault("rollout", "start", "")] * 40)
+    assert ended.code == 1
+    assert "rollout" in ended.output.splitlines()[-1]
+    assert "Traceback" not in ended.output
+    assert not list(job.run.glob("manifests/*/rollout/*"))
+    assert job.train().code == 0
+    undisturbed(job, reference)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "ignored"),
     [(signal.SIGINT, ()), (signal.SIGTERM, ()), (signal.SIGTERM, (signal.SIGINT,))],

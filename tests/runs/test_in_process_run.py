@@ -17,6 +17,7 @@ def test_a_run_in_threads_leaves_no_temporary_file(reference):
     assert leftovers_of(reference.run) == []
 
 
+@pytest.mark.system
 def test_the_tasks_of_an_iteration_are_found_by_its_tag(reference, prefect_api):
     def names() -> set[str]:
         """Of the task runs with both tags, in any job of that name."""
