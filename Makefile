@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo test test-system test-slow chaos faults test-vllm vllm check bench bench-vllm bench-gpu reality curves docs site format
+.PHONY: demo test test-system test-slow test-s3 chaos faults test-vllm vllm check bench bench-vllm bench-gpu reality curves docs site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -40,6 +40,10 @@ test-system: $(VENV)/.dev  ## real clusters, ranks and servers, most of them kil
 
 test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seeds, GSM8K
 	@$(BIN)/python -m pytest -m "slow and not vllm and not gpu" $(ARGS)
+
+test-s3: export RHEOSTAT_REQUIRE_S3 := 1
+test-s3: $(VENV)/.dev  ## the store's promises on S3 servers: moto's, and Ceph's, which it installs where it may
+	@$(BIN)/python -m pytest -m s3 $(ARGS)
 
 SEEDS := 1..20
 chaos: $(VENV)/.dev  ## kills and full disks at random writes of a small run, by seeds; a failing one is named

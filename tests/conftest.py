@@ -58,6 +58,15 @@ def reference(together, prefect_api):
     return job
 
 
+@pytest.fixture(scope="session")
+def s3_servers(tmp_path_factory):
+    """S3 servers by kind, which start when they are first asked for and end with the session."""
+    from tests.support.s3_servers import S3Servers
+
+    with ExitStack() as stack:
+        yield S3Servers(tmp_path_factory.mktemp("s3"), stack)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Have PyTorch compute on one thread, as workers do: sums depend on it."""

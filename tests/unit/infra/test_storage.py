@@ -5,6 +5,7 @@ import random
 import resource
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,19 +16,36 @@ from hypothesis import strategies as st
 from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.storage import check_key, open_store
 from tests.support.processes import CONTEXT, kill, preload, process
+from tests.support.s3_servers import Place
 
 preload(__name__)
 
 
-@pytest.fixture(params=["path", "file_uri"])
-def uri(request, tmp_path):
-    """Address of an empty store; a store of another kind joins the suite here."""
+KINDS = [
+    "path",
+    "file_uri",
+    pytest.param("moto", marks=pytest.mark.s3),
+    pytest.param("rgw", marks=pytest.mark.s3),
+]
+
+
+@pytest.fixture(params=KINDS)
+def place(request, tmp_path, s3_servers):
+    """An empty store; one of another kind joins the suite here."""
     root = tmp_path / "a store"
-    return str(root) if request.param == "path" else root.as_uri()
+    if request.param in ("path", "file_uri"):
+        return Place(str(root) if request.param == "path" else root.as_uri())
+    return s3_servers.start(request.param).place()
 
 
-def test_an_object_reads_back_as_it_was_put_from_bytes_or_a_file(uri, tmp_path):
-    store = open_store(uri)
+@pytest.fixture
+def uri(tmp_path):
+    """Address of an empty store on disk."""
+    return str(tmp_path / "a store")
+
+
+def test_an_object_reads_back_as_it_was_put_from_bytes_or_a_file(place, tmp_path):
+    store = place.open()
     source = tmp_path / "source"
     source.write_bytes(bytes(range(256)) * 10_000)
     assert store.put("a/bytes", b"\0payload") and store.put("a/file", source) and store.put("a/empty", b"")
@@ -37,24 +55,24 @@ def test_an_object_reads_back_as_it_was_put_from_bytes_or_a_file(uri, tmp_path):
     assert store.buffer("a/empty").to_pybytes() == store.read("a/empty") == b""
 
 
-def test_a_name_that_is_taken_keeps_its_first_object(uri):
-    store = open_store(uri)
+def test_a_name_that_is_taken_keeps_its_first_object(place):
+    store = place.open()
     assert store.put("name", b"first")
     assert not store.put("name", b"second")
     assert not store.put("name", b"first")
     assert store.read("name") == b"first"
 
 
-def test_a_missing_object_is_damage_that_names_it(uri):
-    store = open_store(uri)
+def test_a_missing_object_is_damage_that_names_it(place):
+    store = place.open()
     for read in (store.read, store.buffer, store.local):
         with pytest.raises(Damaged, match=r"shards/none\.arrow"):
             read("shards/none.arrow")
     assert not store.exists("shards/none.arrow")
 
 
-def test_listings_are_recursive_sorted_and_by_prefix(uri):
-    store = open_store(uri)
+def test_listings_are_recursive_sorted_and_by_prefix(place):
+    store = place.open()
     for key in ("b/2", "a", "b/10", "b/deep/er/1", "bb/1"):
         store.put(key, key.encode())
     assert [entry.key for entry in store.entries("")] == ["a", "b/10", "b/2", "b/deep/er/1", "bb/1"]
@@ -66,8 +84,8 @@ def test_listings_are_recursive_sorted_and_by_prefix(uri):
     assert store.entries("nothing/here/") == store.children("nothing") == []
 
 
-def test_a_deleted_object_is_gone_and_its_name_is_free(uri):
-    store = open_store(uri)
+def test_a_deleted_object_is_gone_and_its_name_is_free(place):
+    store = place.open()
     store.put("a/name", b"first")
     store.delete("a/name")
     store.delete("a/name")
@@ -81,16 +99,17 @@ def test_reading_writes_nothing(tmp_path):
     assert not (tmp_path / "never").exists()
 
 
-def test_the_uri_of_a_store_opens_the_same_store(uri):
-    open_store(open_store(uri).uri).put("name", b"payload")
-    assert open_store(uri).read("name") == b"payload"
+def test_the_uri_of_a_store_opens_the_same_store(place):
+    store = place.open()
+    replace(place, uri=store.uri).open().put("name", b"payload")
+    assert store.read("name") == b"payload"
 
 
 @pytest.mark.parametrize(
     "bad", ["", "..", "a/../b", "/a", "a/", "a//b", ".tmp-1", "a/.hidden", "a\n", "a b", "a\0", "~"]
 )
-def test_a_key_that_could_leave_the_store_is_refused(uri, bad):
-    store = open_store(uri)
+def test_a_key_that_could_leave_the_store_is_refused(place, bad):
+    store = place.open()
     for use in (store.read, store.exists, store.delete, lambda key: store.put(key, b"")):
         with pytest.raises(BadInput, match="expected segments"):
             use(bad)
@@ -120,8 +139,8 @@ def test_an_address_that_is_no_local_store_is_bad_input(bad, reason):
         open_store(bad)
 
 
-def _race(uri, number, start, results):
-    store = open_store(uri)
+def _race(place, number, start, results):
+    store = place.open()
     wins = []
     for round_ in range(3):
         start.wait()
@@ -129,10 +148,9 @@ def _race(uri, number, start, results):
     results.put((number, wins))
 
 
-def test_of_sixteen_racing_processes_exactly_one_wins_each_name(tmp_path):
-    uri = str(tmp_path)
+def test_of_sixteen_racing_processes_exactly_one_wins_each_name(place):
     start, results = CONTEXT.Barrier(16), CONTEXT.Queue()
-    racers = [CONTEXT.Process(target=_race, args=(uri, number, start, results)) for number in range(16)]
+    racers = [CONTEXT.Process(target=_race, args=(place, number, start, results)) for number in range(16)]
     try:
         for racer in racers:
             racer.start()
@@ -140,33 +158,33 @@ def test_of_sixteen_racing_processes_exactly_one_wins_each_name(tmp_path):
     finally:
         for racer in racers:
             kill(racer)
-    store = open_store(uri)
+    store = place.open()
     for round_ in range(3):
         (winner,) = [number for number, wins in outcomes.items() if wins[round_]]
         assert store.read(f"race/{round_}") == str(winner).encode() * 100_000
     assert [entry.key for entry in store.entries("")] == [f"race/{round_}" for round_ in range(3)]
 
 
-def _write_for_ever(uri, attempt, ready):
-    store = open_store(uri)
+def _write_for_ever(place, attempt, ready):
+    store = place.open()
+    store.put(f"ready/{attempt}", b"")
     ready.set()
     for number in range(1_000_000):
         data = os.urandom(3_000_000)
         store.put(f"shards/{attempt}-{number}-{blake3(data).hexdigest()}", data)
 
 
-def test_nothing_torn_is_ever_listed_when_writers_are_killed_in_the_middle_of_a_put(tmp_path):
-    uri = str(tmp_path)
+def test_nothing_torn_is_ever_listed_when_writers_are_killed_in_the_middle_of_a_put(place):
     seed = random.randrange(2**32)
     print(f"seed {seed}")  # noqa: T201  shown by pytest when the test fails
     delays = random.Random(seed)
-    store = open_store(uri)
+    store = place.open()
     for attempt in range(10):
         ready = CONTEXT.Event()
-        with process(_write_for_ever, uri, attempt, ready):
+        with process(_write_for_ever, place, attempt, ready):
             ready.wait(30)
             time.sleep(delays.uniform(0, 0.05))
-    for entry in store.entries(""):
+    for entry in store.entries("shards/"):
         assert entry.bytes == 3_000_000 and blake3(store.read(entry.key)).hexdigest() == entry.key.rpartition("-")[2]
 
 
@@ -281,27 +299,38 @@ def test_a_medium_that_refuses_to_write_is_a_named_error_that_leaves_nothing(tmp
     assert open_store(str(tmp_path)).put("shards/big", bytes(1_000_000))
 
 
-def _hold(uri, ready):
-    with open_store(uri).hold("lock") as held:
+def _hold(place, ready):
+    with place.open().hold("lock") as held:
         assert held
         ready.set()
         time.sleep(600)
 
 
-def test_a_held_name_is_refused_until_its_holder_is_dead_even_if_it_is_only_stopped(uri):
+def test_a_held_name_is_refused_until_its_holder_is_dead(place):
+    ready, store = CONTEXT.Event(), place.open()
+    with process(_hold, place, ready) as holder:
+        assert ready.wait(30)
+        with store.hold("lock") as held:
+            assert held is None
+        assert str(holder.pid).encode() in store.read("lock")
+    with store.hold("lock") as held, place.open().hold("lock") as twice:
+        assert held is not None and twice is None
+        held.check()
+    with store.hold("lock") as again:
+        assert again is not None
+
+
+def test_a_held_name_on_disk_is_refused_even_if_its_holder_is_only_stopped(uri):
     ready = CONTEXT.Event()
-    with process(_hold, uri, ready) as holder:
+    with process(_hold, Place(uri), ready) as holder:
         assert ready.wait(30)
         os.kill(holder.pid, signal.SIGSTOP)
         with open_store(uri).hold("lock") as held:
-            assert not held
-        assert str(holder.pid).encode() in open_store(uri).read("lock")
-    with open_store(uri).hold("lock") as held, open_store(uri).hold("lock") as twice:
-        assert held is not None and twice is None
+            assert held is None
 
 
-def _hold_and_fork(uri, results):
-    with open_store(uri).hold("lock"):
+def _hold_and_fork(place, results):
+    with place.open().hold("lock"):
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
@@ -312,13 +341,13 @@ def _hold_and_fork(uri, results):
         time.sleep(600)
 
 
-def test_a_forked_child_that_outlives_the_holder_does_not_keep_the_name(uri):
+def test_a_forked_child_that_outlives_the_holder_does_not_keep_the_name(place):
     results = CONTEXT.Queue()
-    with process(_hold_and_fork, uri, results):
+    with process(_hold_and_fork, place, results):
         child = results.get(timeout=30)
     try:
         os.kill(child, 0)
-        with open_store(uri).hold("lock") as held:
+        with place.open().hold("lock") as held:
             assert held
     finally:
         os.kill(child, signal.SIGKILL)

@@ -1,0 +1,295 @@
+"""A bucket of S3, or of any server that speaks it, asked with patience: an answer, or what was tried.
+
+An answer may be lost after the server has written. So every conditional write carries a token of its own, and one whose
+condition fails looks whose token stands there before it says that it has lost.
+"""
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from configparser import ConfigParser
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, PreconditionError
+from obstore.exceptions import UnauthenticatedError as Unauthenticated
+from obstore.store import S3Store as Client
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
+
+from infra.errors import BadInput, StoreFailed
+
+if TYPE_CHECKING:  # what obstore has for type checkers alone
+    from obstore import GetResult
+    from obstore.store import S3Config
+
+TEMPORARY: Final = ".tmp"
+"""Folder of what is no object of a store: probes."""
+_WRITER: Final = "rheostat-writer"
+_PART_BYTES: Final = 16 << 20
+_RACERS: Final = 4
+_STATUS = re.compile(r"status code: (\d{3})")
+_PASSING = {408, 409, 429, 500, 502, 503, 504}
+"""Answers after which the same request may succeed."""
+
+T = TypeVar("T")
+
+_quotes: dict[tuple[str, str], bool] = {}
+"""Whether tags in conditions wear quotes, by endpoint and bucket: of those that this process has tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait for a server."""
+
+    answer_seconds: float = 60
+    """For one answer, or the next bytes of one."""
+    total_seconds: float = 120
+    """For an answer to one question, however often it is asked."""
+
+
+PATIENCE: Final = Patience()
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What stands under a name now."""
+
+    bytes: int
+    tag: str
+    """Changes with the content."""
+    modified: datetime
+    """By the server's own clock, which cuts it to seconds."""
+    writer: str = ""
+    """Token of the conditional write that made it."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Names below a prefix of a bucket."""
+
+    uri: str
+    client: Client = field(repr=False, compare=False)
+    patience: Patience = PATIENCE
+
+    def create(self, name: str, body: bytes | Path) -> str | None:
+        """Write in one request if the name is free, and return the tag; None if it is taken."""
+        return self._write(name, body, version="")
+
+    def replace(self, name: str, body: bytes, *, version: str) -> str | None:
+        """Write in place of what has this tag, and return the new one; None if something else stands there."""
+        return self._write(name, body, version=version if self.quotes_tags() else version.strip('"'))
+
+    def upload(self, name: str, path: Path) -> None:
+        """Write a large file in parts; it appears whole, in place of what stood there."""
+        self._ask(
+            f"cannot write {name!r}",
+            lambda: obstore.put(self.client, name, path, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=4),
+        )
+
+    def find(self, name: str) -> Stored | None:
+        """Look what stands under a name."""
+        return self._ask(f"cannot look for {name!r}", lambda: self._find(name))
+
+    def read(self, name: str) -> tuple[bytes, Stored] | None:
+        """Return the bytes under a name, and what they are."""
+
+        def attempt() -> tuple[bytes, Stored] | None:
+            try:
+                answer = obstore.get(self.client, name)
+                return answer.bytes().to_bytes(), _stored(answer)
+            except FileNotFoundError:
+                return None
+
+        return self._ask(f"cannot read {name!r}", attempt)
+
+    def download(self, name: str, path: Path) -> Stored | None:
+        """Write the bytes under a name to a file, and return what they are."""
+
+        def attempt() -> Stored | None:
+            try:
+                answer = obstore.get(self.client, name)
+            except FileNotFoundError:
+                return None
+            with path.open("wb") as file:
+                for piece in answer.stream():
+                    file.write(piece)
+                if file.tell() != answer.meta["size"]:
+                    raise BaseError(f"expected {answer.meta['size']} bytes, found {file.tell()}")
+            return _stored(answer)
+
+        return self._ask(f"cannot read {name!r}", attempt)
+
+    def names(self, folder: str) -> Iterator[tuple[str, int]]:
+        """List names and sizes of all that is below a folder, page by page."""
+        found = self._ask(f"cannot list {folder!r}", lambda: obstore.list(self.client, folder or None).collect())
+        return ((each["path"], each["size"]) for each in found)
+
+    def children(self, folder: str) -> list[str]:
+        """List the names directly below a folder."""
+        found = self._ask(f"cannot list {folder!r}", lambda: obstore.list_with_delimiter(self.client, folder or None))
+        paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
+        return [path.rpartition("/")[2] for path in paths]
+
+    def delete(self, name: str) -> None:
+        """Free a name; one that is free already is fine."""
+        self._ask(f"cannot delete {name!r}", lambda: obstore.delete(self.client, name))
+
+    def now(self) -> datetime:
+        """Ask the server what time it is: that of something written now."""
+        name = f"{TEMPORARY}/{secrets.token_hex(8)}"
+        self.create(name, b"")
+        found = self.find(name)
+        self.delete(name)
+        if found is None:
+            raise StoreFailed(f"store {self.uri}: {name!r} was written and is gone")
+        return found.modified
+
+    def quotes_tags(self) -> bool:
+        """Whether tags in conditions wear quotes, as the standard has it and some servers do not.
+
+        Raises BadInput unless conditional writes hold, which is tried, once in a process, and not believed.
+        """
+        where = (str(self.client.config.get("endpoint")), str(self.client.config.get("bucket")))
+        if where not in _quotes:
+            _quotes[where] = self._try_conditions()
+        return _quotes[where]
+
+    def _try_conditions(self) -> bool:
+        name = f"{TEMPORARY}/{secrets.token_hex(8)}"
+        bodies = [bytes([number]) for number in range(_RACERS)]
+        with ThreadPoolExecutor(_RACERS) as racers:
+            won = list(racers.map(lambda body: self._write(name, body, version="") is not None, bodies))
+        found = self.read(name)
+        if won.count(True) != 1 or found is None or found[0] != bodies[won.index(True)]:
+            raise self._refusal(f"of {_RACERS} writers of one free name {won.count(True)} won")
+        tag = found[1].tag
+        if self._write(name, b"stale", version='"00000000000000000000000000000000"') is not None:
+            raise self._refusal("If-Match with another tag did not stop a write")
+        forms = {True: tag, False: tag.strip('"')}
+        quotes = next((quotes for quotes, form in forms.items() if self._write(name, b"new", version=form)), None)
+        if quotes is None:
+            raise self._refusal("If-Match with the right tag stopped a write")
+        self.delete(name)
+        return quotes
+
+    def _refusal(self, found: str) -> BadInput:
+        return BadInput(f"store {self.uri}: expected a server that honours conditional puts, found that {found}")
+
+    def _write(self, name: str, body: bytes | Path, *, version: str) -> str | None:
+        """Write if the name is free, or if what stands there has that version; return the new tag if so."""
+        token = secrets.token_hex(16)
+
+        def attempt() -> str | None:
+            try:
+                done = obstore.put(
+                    self.client,
+                    name,
+                    body,
+                    mode={"e_tag": version} if version else "create",
+                    attributes={_WRITER: token},
+                    use_multipart=False,
+                )
+                return done["e_tag"] or ""
+            except (AlreadyExistsError, PreconditionError) as error:
+                found = self._find(name)
+                if found is not None and found.writer == token:
+                    return found.tag
+                unchanged = found.tag.strip('"') == version.strip('"') if found is not None else not version
+                if isinstance(error, AlreadyExistsError) and unchanged:  # 409: of writers at the same time none won
+                    raise _Unsettled(f"{name!r} is as it was, and the write was refused") from error
+                return None
+
+        return self._ask(f"cannot write {name!r}", attempt)
+
+    def _find(self, name: str) -> Stored | None:
+        try:
+            return _stored(obstore.get(self.client, name, options={"head": True}))
+        except FileNotFoundError:
+            return None
+
+    def _ask(self, what: str, attempt: Callable[[], T]) -> T:
+        retrying = Retrying(
+            retry=retry_if_exception(_may_pass),
+            wait=wait_exponential_jitter(initial=0.1, max=10),
+            stop=stop_after_delay(self.patience.total_seconds),
+            reraise=True,
+        )
+        started = monotonic()
+        try:
+            return retrying(attempt)
+        except (BaseError, OSError) as error:
+            times = retrying.statistics["attempt_number"]
+            raise StoreFailed(
+                f"store {self.uri}: {what}: asked {times} time{'s' * (times > 1)} in {monotonic() - started:.1f} s: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+
+class _Unsettled(BaseError):
+    """The server could not decide between two writes."""
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same question may be answered if it is asked again."""
+    if not isinstance(error, BaseError) or isinstance(error, PermissionDeniedError | Unauthenticated):
+        return False
+    status = _STATUS.search(str(error))
+    return status is None or int(status[1]) in _PASSING
+
+
+def _stored(answer: "GetResult") -> Stored:
+    meta = answer.meta
+    writer = str(answer.attributes.get(_WRITER, ""))
+    return Stored(bytes=meta["size"], tag=meta["e_tag"] or "", modified=meta["last_modified"], writer=writer)
+
+
+def open_bucket(bucket: str, prefix: str, *, patience: Patience) -> Bucket:
+    """Find a bucket by what the environment, or the profile that it names, says of endpoint, region and credentials."""
+    config = _profile(os.environ)
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+        config["endpoint"] = endpoint
+    client = Client(
+        bucket,
+        prefix=prefix or None,
+        config=config,
+        client_options={
+            "allow_http": config.get("endpoint", "").startswith("http://"),
+            "connect_timeout": timedelta(seconds=min(5, patience.answer_seconds)),
+            "read_timeout": timedelta(seconds=patience.answer_seconds),
+            "timeout": timedelta(seconds=10 * patience.answer_seconds),
+        },
+        retry_config={"max_retries": 0},
+    )
+    return Bucket(f"s3://{bucket}/{prefix}".rstrip("/"), client, patience)
+
+
+def _profile(environment: Mapping[str, str]) -> "S3Config":
+    """Read the profile that the environment names in the files of AWS's tools; credentials beside it come first."""
+    name = environment.get("AWS_PROFILE")
+    if not name or "AWS_ACCESS_KEY_ID" in environment:
+        return {}
+    home = Path.home() / ".aws"
+    config_path = environment.get("AWS_CONFIG_FILE", str(home / "config"))
+    credentials_path = environment.get("AWS_SHARED_CREDENTIALS_FILE", str(home / "credentials"))
+    files = ConfigParser(interpolation=None)
+    files.read([config_path, credentials_path])
+    found = {key: value for part in (f"profile {name}", name) if part in files for key, value in files[part].items()}
+    if "aws_access_key_id" not in found:
+        raise BadInput(f"AWS_PROFILE {name!r}: expected its aws_access_key_id in {credentials_path} or {config_path}")
+    config: S3Config = {
+        "access_key_id": found["aws_access_key_id"],
+        "secret_access_key": found.get("aws_secret_access_key", ""),
+    }
+    if "aws_session_token" in found:
+        config["session_token"] = found["aws_session_token"]
+    if "region" in found:
+        config["region"] = found["region"]
+    if "endpoint_url" in found:
+        config["endpoint"] = found["endpoint_url"]
+    return config

@@ -1,0 +1,135 @@
+"""A run store in a bucket of S3, or of any server that speaks it and honours conditional puts."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+from blake3 import blake3
+
+from infra.errors import BadInput, Damaged, StoreFailed
+from infra.store.bucket import PATIENCE, TEMPORARY, Bucket, Patience, open_bucket
+from infra.store.cache import Cache, open_cache
+from infra.store.disk import make_directory, scratch_directory, sweep
+from infra.store.lease import LEASE_SECONDS, BucketLease, hold_lease
+from infra.store.storage import Entry, check_key, is_key
+
+WHOLE_BYTES = 128 << 20
+"""Larger files go in parts, which no server makes conditional that can be trusted: none of them commits anything.
+
+They are files of bundles, whose names hold a digest of what is in them: to write one twice is to write the same.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class S3Store:
+    """A store in a bucket: one conditional put per object; files come from a cache on this machine."""
+
+    bucket: Bucket
+    cache: Cache
+    lease_seconds: float = LEASE_SECONDS
+
+    @property
+    def uri(self) -> str:
+        return self.bucket.uri
+
+    def put(self, key: str, data: bytes | Path) -> bool:
+        check_key(key)
+        self.bucket.quotes_tags()
+        if isinstance(data, bytes) or data.stat().st_size <= WHOLE_BYTES:
+            return self.bucket.create(key, data) is not None
+        if self.exists(key):
+            return False
+        self.bucket.upload(key, data)
+        return True
+
+    def read(self, key: str) -> bytes:
+        check_key(key)
+        found = self.bucket.read(key)
+        if found is None:
+            raise self._missing(key)
+        return found[0]
+
+    def entries(self, prefix: str) -> list[Entry]:
+        if prefix:
+            check_key(prefix.removesuffix("/"))
+        names = self.bucket.names(prefix.rpartition("/")[0])
+        return sorted(
+            (Entry(name, size) for name, size in names if name.startswith(prefix) and is_key(name)),
+            key=lambda entry: entry.key,
+        )
+
+    def children(self, folder: str) -> list[str]:
+        if folder:
+            check_key(folder)
+        return sorted(name for name in self.bucket.children(folder) if is_key(name))
+
+    def strays(self) -> list[str]:
+        names = (name for name, _ in self.bucket.names(""))
+        return sorted(name for name in names if not is_key(name) and not name.startswith(f"{TEMPORARY}/"))
+
+    def exists(self, key: str) -> bool:
+        check_key(key)
+        return self.bucket.find(key) is not None
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        self._cached(key).unlink(missing_ok=True)
+        self.bucket.delete(key)
+
+    def local(self, key: str) -> Path:
+        check_key(key)
+        path = self._cached(key)
+        found = self.bucket.find(key)
+        if found is None:
+            raise self._missing(key)
+        if self.cache.holds(path, found.bytes, found.modified):
+            return path
+        with self.scratch() as scratch:
+            fetched = self.bucket.download(key, scratch / "object")
+            if fetched is None:
+                raise self._missing(key)
+            with self._disk_failures():
+                self.cache.enter(scratch / "object", path, fetched.modified)
+        return path
+
+    def buffer(self, key: str) -> pa.Buffer:
+        path = self.local(key)
+        with self._disk_failures():
+            # An empty file cannot be mapped.
+            return pa.memory_map(str(path)).read_buffer() if path.stat().st_size else pa.py_buffer(b"")
+
+    def hold(self, key: str) -> AbstractContextManager[BucketLease | None]:
+        check_key(key)
+        with self._disk_failures():
+            sweep(self.cache.root)
+        return hold_lease(self.bucket, key, seconds=self.lease_seconds)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        with self._disk_failures():
+            make_directory(self.cache.root)
+        with scratch_directory(self.cache.root) as directory:
+            yield directory
+
+    def _cached(self, key: str) -> Path:
+        return self.cache.root / blake3(self.uri.encode()).hexdigest()[:16] / key
+
+    def _missing(self, key: str) -> Damaged:
+        return Damaged(f"{key!r} is missing from {self.uri}")
+
+    @contextmanager
+    def _disk_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreFailed(f"store {self.uri}: its cache in {self.cache.root}: {error}") from error
+
+
+def open_s3(uri: str, *, patience: Patience = PATIENCE, lease_seconds: float = LEASE_SECONDS) -> S3Store:
+    """Open the store of an address `s3://bucket/prefix`; the server is asked at the first use."""
+    bucket, _, prefix = uri.removeprefix("s3://").strip("/").partition("/")
+    if not uri.startswith("s3://") or not bucket or not all(map(is_key, (bucket, prefix or "none"))):
+        raise BadInput(f"store {uri!r}: expected s3://bucket/prefix")
+    return S3Store(open_bucket(bucket, prefix, patience=patience), open_cache(), lease_seconds)

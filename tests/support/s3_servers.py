@@ -1,0 +1,238 @@
+"""Stores of every kind for tests: on disk, and on real S3 servers on loopback.
+
+moto answers as AWS does; the gateway of a Ceph cluster is what many run themselves, and checks every signature.
+"""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import httpx
+import obstore
+import pytest
+from obstore.store import S3Store as Client
+
+from infra.store.bucket import PATIENCE, Patience
+from infra.store.s3 import open_s3
+from infra.store.storage import Store, open_store
+
+ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
+BUCKET = "rheostat"
+CEPH = ("ceph-mon", "ceph-osd", "radosgw")
+"""Programs, and the packages of Debian that have them."""
+INSTALL_SECONDS, START_SECONDS = 300, 60
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a store is, for any process of a test."""
+
+    uri: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What S3 servers are found by."""
+    lease_seconds: float = 3
+    patience: Patience = PATIENCE
+
+    def open(self) -> Store:
+        """Open the store; the environment of this process stays changed."""
+        os.environ.update(self.environment)
+        if not self.uri.startswith("s3://"):
+            return open_store(self.uri)
+        return open_s3(self.uri, patience=self.patience, lease_seconds=self.lease_seconds)
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A server that runs, with an empty bucket."""
+
+    endpoint: str
+    cache: Path
+    """Where this machine keeps what it has fetched."""
+
+    def place(self, *, endpoint: str = "") -> Place:
+        """Find a store that nobody has used, by way of the server or of another that asks it."""
+        environment = {
+            "AWS_ENDPOINT_URL": endpoint or self.endpoint,
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_REGION": "us-east-1",
+            "RHEOSTAT_CACHE": str(self.cache),
+        }
+        return Place(f"s3://{BUCKET}/{secrets.token_hex(4)}/a-store", environment)
+
+
+class S3Servers:
+    """The servers of a test session, each started when it is first asked for."""
+
+    def __init__(self, home: Path, stack: ExitStack) -> None:
+        self._home, self._stack = home, stack
+        self._running: dict[str, S3Server] = {}
+
+    def start(self, kind: str) -> S3Server:
+        """Have the server of a kind; a test that cannot have Ceph's is skipped, or fails where it must not be."""
+        if kind not in self._running:
+            if kind == "rgw" and (missing := missing_ceph()):
+                (pytest.fail if os.environ.get("RHEOSTAT_REQUIRE_S3") else pytest.skip)(missing)
+            home = self._home / kind
+            home.mkdir()
+            self._running[kind] = self._stack.enter_context((rgw if kind == "rgw" else moto)(home))
+        return self._running[kind]
+
+
+@contextmanager
+def moto(home: Path) -> Iterator[S3Server]:
+    """Run moto's server; it checks neither credentials nor digests of bodies."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with _running(command, home / "log"):
+        yield _ready(f"http://127.0.0.1:{port}", home)
+
+
+def missing_ceph() -> str:
+    """Say what keeps Ceph from running here, after an attempt to install it where that is allowed; "" if nothing."""
+    missing = [name for name in CEPH if shutil.which(name) is None]
+    if not missing:
+        return ""
+    if os.geteuid() or shutil.which("apt-get") is None:
+        return f"{', '.join(missing)} not found: as root, apt-get install {' '.join(CEPH)}"
+    command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *CEPH]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    if done.returncode:
+        return f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-300:]}"
+    return ""
+
+
+@contextmanager
+def rgw(home: Path) -> Iterator[S3Server]:
+    """Run a monitor, an object store in memory and the S3 gateway of Ceph in a directory, on loopback alone."""
+    with ExitStack() as stack:
+        cluster = _Cluster(home, mon_port=free_port(), port=free_port())
+        cluster.configure()
+        stack.enter_context(_running(cluster.ceph("ceph-mon", "-i", "a", "-f"), home / "mon.out"))
+        cluster.run("ceph", "osd", "new", osd := str(uuid.uuid4()))
+        cluster.run("ceph-osd", "-i", "0", "--mkfs", "--no-mon-config", "--osd-uuid", osd)
+        stack.enter_context(_running(cluster.ceph("ceph-osd", "-i", "0", "-f"), home / "osd.out"))
+        stack.enter_context(_running(cluster.ceph("radosgw", "-n", "client.rgw", "-f"), home / "rgw.out"))
+        user = ["user", "create", "--uid=test", "--display-name=test"]
+        cluster.run("radosgw-admin", *user, f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}")
+        yield _ready(f"http://127.0.0.1:{cluster.port}", home)
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    home: Path
+    mon_port: int
+    port: int
+
+    def ceph(self, program: str, *arguments: str) -> list[str]:
+        return [program, "-c", str(self.home / "ceph.conf"), *arguments]
+
+    def run(self, program: str, *arguments: str) -> None:
+        _run(self.ceph(program, *arguments))
+
+    def configure(self) -> None:
+        """Write the configuration, the keys and the monitor's map, and make the monitor's store."""
+        home, fsid = self.home, str(uuid.uuid4())
+        for name in ("mon", "osd", "rgw", "run"):
+            (home / name).mkdir(parents=True)
+        settings = {
+            "fsid": fsid,
+            "mon host": f"[v2:127.0.0.1:{self.mon_port}/0]",
+            "ms bind msgr1": "false",
+            "public network": "127.0.0.0/8",
+            "cluster network": "127.0.0.0/8",
+            "auth cluster required": "cephx",
+            "auth service required": "cephx",
+            "auth client required": "cephx",
+            "keyring": home / "keyring",
+            "osd pool default size": 1,
+            "osd pool default min size": 1,
+            "osd pool default pg num": 1,
+            "osd pool default pg autoscale mode": "off",
+            "mon allow pool size one": "true",
+            "osd crush chooseleaf type": 0,
+            "osd objectstore": "memstore",
+            "memstore device bytes": 4 << 30,
+            "mon data": home / "mon",
+            "osd data": home / "osd",
+            "rgw data": home / "rgw",
+            "run dir": home / "run",
+            "log file": home / "$name.log",
+            "pid file": home / "run/$name.pid",
+            "admin socket": home / "run/$name.asok",
+            "mon data avail crit": 1,
+            "mon data avail warn": 2,
+            "rgw frontends": f"beast endpoint=127.0.0.1:{self.port}",
+            "rgw enable apis": "s3",
+        }
+        lines = [f"{name} = {value}" for name, value in settings.items()]
+        (home / "ceph.conf").write_text("\n".join(["[global]", *lines, ""]))
+        everything = ["mon", "allow *", "osd", "allow *", "mgr", "allow *"]
+        self._key("mon.", "mon", "allow *")
+        self._key("client.admin", *everything)
+        self._key("client.rgw", *everything)
+        self._key("osd.0", "mon", "allow profile osd", "osd", "allow *")
+        monitor_map = str(home / "monmap")
+        _run(["monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[v2:127.0.0.1:{self.mon_port}]", monitor_map])
+        keyring = str(home / "keyring")
+        self.run("ceph-mon", "--mkfs", "-i", "a", "--monmap", monitor_map, "--keyring", keyring)
+
+    def _key(self, name: str, *capabilities: str) -> None:
+        keyring = self.home / "keyring"
+        create = [] if keyring.exists() else ["--create-keyring"]
+        pairs = zip(capabilities[::2], capabilities[1::2], strict=True)
+        caps = [part for service, rights in pairs for part in ("--cap", service, rights)]
+        _run(["ceph-authtool", *create, str(keyring), "--gen-key", "-n", name, *caps])
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS)
+    assert not done.returncode, f"{command}: {done.stdout}{done.stderr}"
+
+
+@contextmanager
+def _running(command: list[str], log: Path) -> Iterator[None]:
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def _ready(endpoint: str, home: Path) -> S3Server:
+    """Wait until a server answers, and make its bucket."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            httpx.get(endpoint, trust_env=False)
+            break
+        except httpx.TransportError as error:
+            assert time.monotonic() < deadline, f"{endpoint}: {error}"
+            time.sleep(0.1)
+    server = S3Server(endpoint, home / "cache")
+    client = Client(
+        BUCKET,
+        endpoint=endpoint,
+        access_key_id=ACCESS_KEY,
+        secret_access_key=SECRET_KEY,
+        client_options={"allow_http": True},
+    )
+    address = obstore.sign(client, "PUT", "", expires_in=timedelta(minutes=1))  # of no object: of the bucket itself
+    httpx.put(address, trust_env=False).raise_for_status()
+    return server
