@@ -20,7 +20,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, PreconditionError
 from obstore.exceptions import UnauthenticatedError as Unauthenticated
 from obstore.store import S3Store as Client
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from infra.errors import BadInput, StoreFailed
 
@@ -216,7 +216,7 @@ class Bucket:
     def _ask(self, what: str, attempt: Callable[[], T]) -> T:
         retrying = Retrying(
             retry=retry_if_exception(_may_pass),
-            wait=wait_exponential_jitter(initial=0.1, max=10),
+            wait=wait_random_exponential(multiplier=0.2, max=10),
             stop=stop_after_delay(self.patience.total_seconds),
             reraise=True,
         )

@@ -1,0 +1,143 @@
+"""A proxy that stands between a store and an S3 server and does what networks and servers do on bad days."""
+
+import http.client
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from email.utils import format_datetime, parsedate_to_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+ERRORS = ("500", "503", "403")
+"""Answers in the server's place: it never hears of the request."""
+FAULTS = (*ERRORS[:2], "lost answer", "500 after", "duplicate", "cut answer", "cut request", "slow")
+"""What a bad day may bring, and a store has to bear."""
+STALL_SECONDS = 2
+
+Answer = tuple[int, list[tuple[str, str]], bytes]
+
+
+@dataclass
+class Fault:
+    """What happens to requests whose `METHOD /path` has the pattern: to each, or to so many of them."""
+
+    kind: str
+    pattern: str = ""
+    times: int = 10**9
+
+
+@dataclass
+class Weather:
+    """What a proxy does at present; tests change it while it runs."""
+
+    faults: list[Fault] = field(default_factory=list)
+    share: float = 0
+    """Of all requests, that any of FAULTS strikes."""
+    seed: int = 0
+    clock: timedelta = timedelta()
+    """How far the server's clock is ahead."""
+    deaf_to: tuple[str, ...] = ()
+    """Headers that the server does not know."""
+    seen: list[str] = field(default_factory=list)
+    """`METHOD /path` of all requests."""
+
+    def __post_init__(self) -> None:
+        self._turn, self._random = threading.Lock(), random.Random(self.seed)
+
+    def strike(self, request: str) -> str:
+        """Say what happens to a request; "" if nothing."""
+        with self._turn:
+            self.seen.append(request)
+            for fault in self.faults:
+                if fault.times and re.search(fault.pattern, request):
+                    fault.times -= 1
+                    return fault.kind
+            return self._random.choice(FAULTS) if self._random.random() < self.share else ""
+
+
+@contextmanager
+def s3_proxy(upstream: str) -> Iterator[tuple[str, Weather]]:
+    """Run a proxy before a server; yields its address and its weather."""
+    weather = Weather()
+    host = urlsplit(upstream).netloc
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def serve(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self._answer(weather.strike(f"{self.command} {self.path}"), body)
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = serve
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+        def _answer(self, fault: str, body: bytes) -> None:
+            if fault in ERRORS:
+                return self._send((int(fault), [], b"<Error/>"))
+            if fault == "slow":
+                time.sleep(STALL_SECONDS)
+            answer = self._forward(body, sent=len(body) // 2 if fault == "cut request" else len(body))
+            if fault == "duplicate":
+                answer = self._forward(body, sent=len(body))
+            if fault == "500 after":
+                answer = (500, [], b"<Error/>")
+            if answer is None or fault == "lost answer":
+                self.close_connection = True
+                return None
+            return self._send(answer, cut=fault == "cut answer")
+
+        def _forward(self, body: bytes, *, sent: int) -> Answer | None:
+            """Ask the server; a request that is cut has no answer."""
+            connection = http.client.HTTPConnection(host, timeout=60)
+            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in weather.deaf_to:
+                    connection.putheader(name, value)
+            connection.endheaders()
+            connection.send(body[:sent])
+            if sent < len(body):
+                connection.close()
+                return None
+            response = connection.getresponse()
+            content = response.read()
+            connection.close()
+            return response.status, [self._later(*header) for header in response.getheaders()], content
+
+        def _later(self, name: str, value: str) -> tuple[str, str]:
+            if name.lower() in ("date", "last-modified"):
+                return name, format_datetime(parsedate_to_datetime(value) + weather.clock, usegmt=True)
+            return name, value
+
+        def _send(self, answer: Answer, *, cut: bool = False) -> None:
+            status, headers, content = answer
+            lengths = [value for name, value in headers if name.lower() == "content-length"]
+            length = lengths[0] if self.command == "HEAD" and lengths else str(len(content))
+            self.send_response_only(status)
+            for name, value in headers:
+                if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                    self.send_header(name, value)
+            if status not in (204, 304):
+                self.send_header("Content-Length", length)
+            self.close_connection = self.close_connection or cut
+            with suppress(OSError):  # nobody waits any more
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content[: len(content) // 2] if cut else content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    serving = threading.Thread(target=server.serve_forever, daemon=True)
+    serving.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", weather
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
