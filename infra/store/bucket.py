@@ -20,18 +20,19 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, PreconditionError
 from obstore.exceptions import UnauthenticatedError as Unauthenticated
 from obstore.store import S3Store as Client
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
 from infra.errors import BadInput, StoreFailed
 
 if TYPE_CHECKING:  # what obstore has for type checkers alone
     from obstore import GetResult
-    from obstore.store import S3Config
+    from obstore.store import ClientConfig, RetryConfig, S3Config
 
 TEMPORARY: Final = ".tmp"
 """Folder of what is no object of a store: probes."""
 _WRITER: Final = "rheostat-writer"
 _PART_BYTES: Final = 16 << 20
+_PART_RETRIES: Final = 10
 _RACERS: Final = 4
 _STATUS = re.compile(r"status code: (\d{3})")
 _PASSING = {408, 409, 429, 500, 502, 503, 504}
@@ -75,6 +76,8 @@ class Bucket:
 
     uri: str
     client: Client = field(repr=False, compare=False)
+    parts: Client = field(repr=False, compare=False)
+    """Asks again by itself for parts of what is large, which is not begun anew for one of them."""
     patience: Patience = PATIENCE
 
     def create(self, name: str, body: bytes | Path) -> str | None:
@@ -87,10 +90,28 @@ class Bucket:
 
     def upload(self, name: str, path: Path) -> None:
         """Write a large file in parts; it appears whole, in place of what stood there."""
-        self._ask(
-            f"cannot write {name!r}",
-            lambda: obstore.put(self.client, name, path, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=4),
-        )
+        token = secrets.token_hex(16)
+
+        def attempt() -> None:
+            try:
+                obstore.put(
+                    self.parts,
+                    name,
+                    path,
+                    attributes={_WRITER: token},
+                    use_multipart=True,
+                    chunk_size=_PART_BYTES,
+                    max_concurrency=4,
+                )
+            except (BaseError, FileNotFoundError) as error:
+                found = self._find(name)
+                if found is not None and found.writer == token:
+                    return
+                if "NoSuchUpload" in str(error):  # what became of it nobody knows
+                    raise _Unsettled(f"the upload of {name!r} is gone") from error
+                raise
+
+        self._ask(f"cannot write {name!r}", attempt)
 
     def find(self, name: str) -> Stored | None:
         """Look what stands under a name."""
@@ -113,7 +134,7 @@ class Bucket:
 
         def attempt() -> Stored | None:
             try:
-                answer = obstore.get(self.client, name)
+                answer = obstore.get(self.parts, name)
             except FileNotFoundError:
                 return None
             with path.open("wb") as file:
@@ -217,7 +238,7 @@ class Bucket:
         retrying = Retrying(
             retry=retry_if_exception(_may_pass),
             wait=wait_random_exponential(multiplier=0.2, max=10),
-            stop=stop_after_delay(self.patience.total_seconds),
+            stop=stop_before_delay(self.patience.total_seconds),
             reraise=True,
         )
         started = monotonic()
@@ -254,19 +275,18 @@ def open_bucket(bucket: str, prefix: str, *, patience: Patience) -> Bucket:
     config = _profile(os.environ)
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         config["endpoint"] = endpoint
-    client = Client(
-        bucket,
-        prefix=prefix or None,
-        config=config,
-        client_options={
-            "allow_http": config.get("endpoint", "").startswith("http://"),
-            "connect_timeout": timedelta(seconds=min(5, patience.answer_seconds)),
-            "read_timeout": timedelta(seconds=patience.answer_seconds),
-            "timeout": timedelta(seconds=10 * patience.answer_seconds),
-        },
-        retry_config={"max_retries": 0},
-    )
-    return Bucket(f"s3://{bucket}/{prefix}".rstrip("/"), client, patience)
+    options: ClientConfig = {
+        "allow_http": config.get("endpoint", "").startswith("http://"),
+        "connect_timeout": timedelta(seconds=min(5, patience.answer_seconds)),
+        "read_timeout": timedelta(seconds=patience.answer_seconds),
+        "timeout": timedelta(seconds=10 * patience.answer_seconds),
+    }
+
+    def client(retries: int) -> Client:
+        within: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience.total_seconds)}
+        return Client(bucket, prefix=prefix or None, config=config, client_options=options, retry_config=within)
+
+    return Bucket(f"s3://{bucket}/{prefix}".rstrip("/"), client(0), client(_PART_RETRIES), patience)
 
 
 def _profile(environment: Mapping[str, str]) -> "S3Config":

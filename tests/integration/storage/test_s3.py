@@ -6,12 +6,19 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 
+import pyarrow as pa
 import pytest
+from blake3 import blake3
 
-from infra.errors import BadInput, Fenced, StoreFailed
+import infra.store.s3
+from infra.errors import BadInput, Damaged, Fenced, StoreFailed
 from infra.store.bucket import Patience
+from infra.store.bundles import delete_bundle, fetch_bundle, publish_bundle
+from infra.store.checksums import seal
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, RunRecord
+from infra.store.shards import read_shard, write_shard
+from infra.store.verify import stray_files, verify_store
 from tests.support.processes import CONTEXT, kill, preload, process
 from tests.support.s3_proxy import Fault, s3_proxy
 
@@ -101,6 +108,82 @@ def test_a_server_without_conditional_puts_is_refused_before_anything_is_written
         with pytest.raises(BadInput, match="conditional puts"), store.hold("lock"):
             pass
         assert store.entries("") == []
+
+
+def test_a_file_beyond_one_request_goes_in_parts_and_reads_back(far, tmp_path, monkeypatch):
+    place, weather = far
+    store, source = place.open(), tmp_path / "weights"
+    source.write_bytes(os.urandom(40 << 20))
+    monkeypatch.setattr(infra.store.s3, "WHOLE_BYTES", 1 << 20)
+    store.put("warm", b"")
+    weather.faults = [Fault("503", "PUT .*partNumber=2", times=1), Fault("lost answer", "POST .*uploadId", times=1)]
+    assert store.put("states/0/weights", source) and not store.put("states/0/weights", source)
+    assert blake3().update_mmap(store.local("states/0/weights")).digest() == blake3(source.read_bytes()).digest()
+    sent = [sum(f"partNumber={part}" in request for request in weather.seen) for part in (1, 2, 3)]
+    assert sent == [1, 2, 1]
+
+
+def test_a_file_of_the_cache_is_fetched_once_and_again_when_its_object_is_another(far):
+    place, weather = far
+    store = place.open()
+    store.put("name", b"first")
+    path = store.local("name")
+    weather.seen.clear()
+    assert store.local("name") == path and [request.partition(" ")[0] for request in weather.seen] == ["HEAD"]
+    other = replace(place, environment={**place.environment, "RHEOSTAT_CACHE": str(path.parent / "elsewhere")}).open()
+    other.delete("name")
+    with pytest.raises(Damaged, match="'name' is missing"):
+        store.local("name")
+    other.put("name", b"second")
+    assert store.local("name").read_bytes() == b"second"
+
+
+def test_credentials_and_endpoint_come_from_the_profile_that_the_environment_names(server, tmp_path, monkeypatch):
+    place = server.place()
+    given = place.environment
+    place.open()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    (tmp_path / "config").write_text(
+        f"[profile team]\nregion = us-east-1\nendpoint_url = {given['AWS_ENDPOINT_URL']}\n"
+    )
+    bare = replace(place, environment={})
+    with pytest.raises(BadInput, match=r"AWS_PROFILE 'team': expected its aws_access_key_id in .*credentials"):
+        bare.open()
+    (tmp_path / "credentials").write_text(
+        f"[team]\naws_access_key_id = {given['AWS_ACCESS_KEY_ID']}\n"
+        f"aws_secret_access_key = {given['AWS_SECRET_ACCESS_KEY']}\n"
+    )
+    assert bare.open().put("name", b"") and bare.open().exists("name")
+
+
+def test_shards_bundles_and_manifests_stand_on_it_and_verify(server, tmp_path):
+    place = server.place()
+    run, table = _run(place), pa.table({"tokens": [[1, 2], [3]]})
+    (tmp_path / "deep").mkdir()
+    for name in ("config.json", "deep/weights"):
+        (tmp_path / name).write_bytes(name.encode() * 1000)
+    run.store.put("run.json", seal(run.record.model_dump(mode="json")))
+    with run.hold():
+        shard = write_shard(run.store, table, kind="test", metadata={})
+        bundle = publish_bundle(run.store, tmp_path, prefix="policies")
+        assert publish_bundle(run.store, tmp_path, prefix="policies") == bundle
+        made = run.commit(Manifest(key="it-0001/rollout", shards=(shard,), bundles={"weights": bundle}))
+        run.note("it-0001/timing", {"seconds": 1})
+    reader = _run(place)
+    assert reader.require("it-0001/rollout") == made and reader.journal() == {"it-0001/timing": {"seconds": 1}}
+    assert read_shard(reader.store, shard).equals(table)
+    fetched = fetch_bundle(reader.store, bundle)
+    assert (fetched / "deep/weights").read_bytes() == (tmp_path / "deep/weights").read_bytes()
+    assert verify_store(reader) == [] and stray_files(reader) == []
+    delete_bundle(reader.store, bundle)
+    (problem,) = verify_store(reader)
+    assert bundle.key in problem
+    with pytest.raises(Damaged, match="never completely published"):
+        fetch_bundle(reader.store, bundle)
 
 
 def _write_all(place, number, names, start, results):
