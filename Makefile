@@ -43,7 +43,7 @@ test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seed
 
 test-s3: export RHEOSTAT_REQUIRE_S3 := 1
 test-s3: $(VENV)/.dev  ## the store's promises on S3 servers: moto's, and Ceph's, which it installs where it may
-	@$(BIN)/python -m pytest -m s3 $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) -m s3 $(ARGS)
 
 SEEDS := 1..20
 chaos: $(VENV)/.dev  ## kills and full disks at random writes of a small run, by seeds; a failing one is named

@@ -3,12 +3,14 @@
 moto answers as AWS does; the gateway of a Ceph cluster is what many run themselves, and checks every signature.
 """
 
+import io
 import os
 import secrets
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -40,7 +42,7 @@ class Place:
     uri: str
     environment: Mapping[str, str] = field(default_factory=dict)
     """What S3 servers are found by."""
-    lease_seconds: float = 3
+    lease_seconds: float = 4
     patience: Patience = PATIENCE
 
     def open(self) -> Store:
@@ -93,9 +95,23 @@ class S3Servers:
 def moto(home: Path) -> Iterator[S3Server]:
     """Run moto's server; it checks neither credentials nor digests of bodies."""
     port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with _running(command, home / "log"):
+    with _running([sys.executable, "-m", __name__, str(port)], home / "log", directory=Path(__file__).parents[2]):
         yield _ready(f"http://127.0.0.1:{port}", home)
+
+
+def serve_moto(port: int) -> None:
+    """Serve one request at a time: between a condition and its write moto would let another writer pass."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import run_simple
+
+    application, turn = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+    def one_at_a_time(environment, start_response):
+        body = environment["wsgi.input"].read(int(environment.get("CONTENT_LENGTH") or 0))
+        with turn:
+            return application({**environment, "wsgi.input": io.BytesIO(body)}, start_response)
+
+    run_simple("127.0.0.1", port, one_at_a_time, threaded=True)
 
 
 def missing_ceph() -> str:
@@ -207,8 +223,8 @@ def _run(command: list[str]) -> None:
 
 
 @contextmanager
-def _running(command: list[str], log: Path) -> Iterator[None]:
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+def _running(command: list[str], log: Path, *, directory: Path | None = None) -> Iterator[None]:
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, cwd=directory) as process:
         try:
             yield
         finally:
@@ -236,3 +252,7 @@ def _ready(endpoint: str, home: Path) -> S3Server:
     address = obstore.sign(client, "PUT", "", expires_in=timedelta(minutes=1))  # of no object: of the bucket itself
     httpx.put(address, trust_env=False).raise_for_status()
     return server
+
+
+if __name__ == "__main__":
+    serve_moto(int(sys.argv[1]))

@@ -273,7 +273,7 @@ def test_a_driver_that_cannot_renew_its_lease_knows_it_before_another_takes_it(s
             lease.check()
             with place.open().hold("lock") as taken:
                 assert taken is not None
-                with pytest.raises(Fenced, match="was not renewed for 3 s"):
+                with pytest.raises(Fenced, match="was not renewed for 4 s"):
                     lease.check()
                 weather.faults = []
                 time.sleep(place.lease_seconds)
