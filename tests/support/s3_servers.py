@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,6 +60,8 @@ class S3Server:
     endpoint: str
     cache: Path
     """Where this machine keeps what it has fetched."""
+    restart: Callable[[], None] = lambda: None
+    """SIGKILLs what answers requests, and starts it again; what it has said was written stays."""
 
     def place(self, *, endpoint: str = "") -> Place:
         """Find a store that nobody has used, by way of the server or of another that asks it."""
@@ -138,10 +140,16 @@ def rgw(home: Path) -> Iterator[S3Server]:
         cluster.run("ceph", "osd", "new", osd := str(uuid.uuid4()))
         cluster.run("ceph-osd", "-i", "0", "--mkfs", "--no-mon-config", "--osd-uuid", osd)
         stack.enter_context(_running(cluster.ceph("ceph-osd", "-i", "0", "-f"), home / "osd.out"))
-        stack.enter_context(_running(cluster.ceph("radosgw", "-n", "client.rgw", "-f"), home / "rgw.out"))
+        gateway = stack.enter_context(ExitStack())
+
+        def restart() -> None:
+            gateway.close()
+            gateway.enter_context(_running(cluster.ceph("radosgw", "-n", "client.rgw", "-f"), home / "rgw.out"))
+
+        restart()
         user = ["user", "create", "--uid=test", "--display-name=test"]
         cluster.run("radosgw-admin", *user, f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}")
-        yield _ready(f"http://127.0.0.1:{cluster.port}", home)
+        yield replace(_ready(f"http://127.0.0.1:{cluster.port}", home), restart=restart)
 
 
 @dataclass(frozen=True)

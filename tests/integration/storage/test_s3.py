@@ -2,7 +2,9 @@
 
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
@@ -213,6 +215,29 @@ def test_on_a_bad_day_each_name_has_one_winner_who_knows_it(far, seed):
         (winner,) = [number for number, wins in outcomes.items() if wins[name]]
         assert store.read(f"race/{name}") == f"{winner}".encode() * 50_000
     assert len(store.entries("race/")) == names
+
+
+def test_a_gateway_that_is_killed_and_comes_back_loses_nothing_that_it_acknowledged(s3_servers):
+    server = s3_servers.start("rgw")
+    store, stop, written = server.place().open(), threading.Event(), []
+
+    def write() -> None:
+        while not stop.is_set():
+            name = f"shards/{len(written)}"
+            assert store.put(name, name.encode() * 100_000)
+            written.append(name)
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        for _ in range(2):
+            seen = len(written)
+            server.restart()
+            while len(written) < seen + 5 and not writing.done():
+                time.sleep(0.05)
+        stop.set()
+        writing.result()
+    assert {entry.key for entry in store.entries("shards/")} == set(written)
+    assert all(store.read(name) == name.encode() * 100_000 for name in written)
 
 
 def _run(place):
