@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -319,12 +320,19 @@ FRUGAL = {
 """Nobody asks the tests' server for old events, which take time to keep; workers listen for those that cancel a run."""
 
 
+MADE_DATABASE = ROOT / "build" / f"prefect-{version('prefect')}.db"
+"""As the first server of this checkout has made it, in 13 CPU seconds; those of later servers begin as copies."""
+
+
 @contextmanager
 def prefect_server(home: Path, *, keeps_tasks: bool = True) -> Iterator[str]:
     """Serve a Prefect API that several jobs share: starting one takes as long as a small job.
 
     Keeping task runs is half of the server's work for a small job.
     """
+    database = home / "prefect.db"
+    if MADE_DATABASE.exists() and not database.exists():
+        _copy_database(MADE_DATABASE, database)
     environment = os.environ | {"PREFECT_HOME": str(home)} | FRUGAL
     environment |= {"PREFECT_SERVER_API_AUTH_STRING": ":".join(PASSWORD)}
     environment |= {"PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_ENABLED": str(keeps_tasks).lower()}
@@ -341,17 +349,27 @@ def prefect_server(home: Path, *, keeps_tasks: bool = True) -> Iterator[str]:
         )
     try:
         assert wait_for(lambda: _answers(f"{url}/health"), seconds=120)
+        if not MADE_DATABASE.exists():
+            _copy_database(database, MADE_DATABASE)
         yield url
     finally:
         kill(server)
 
 
 def copy_prefect_database(home: Path, other: Path) -> None:
-    """Begin a Prefect home with the database of a server that serves: making a new one takes 13 CPU seconds."""
+    """Begin a Prefect home with the database of a server that serves."""
     other.mkdir(parents=True, mode=0o700)
-    with sqlite3.connect(home / "prefect.db") as made, sqlite3.connect(other / "prefect.db") as copy:
+    _copy_database(home / "prefect.db", other / "prefect.db")
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    """Copy a database that may be in use; others see the copy whole."""
+    target.parent.mkdir(exist_ok=True)
+    half = target.with_suffix(f".{os.getpid()}")
+    with sqlite3.connect(source) as made, sqlite3.connect(half) as copy:
         made.backup(copy)
-    (other / "prefect.db").chmod(0o600)
+    half.chmod(0o600)
+    half.replace(target)
 
 
 def _answers(url: str) -> bool:
