@@ -67,6 +67,14 @@ def whole(tmp_path_factory, prefect_api):
     return home / "store/tiny"
 
 
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory, prefect_api):
+    """A run with a critic that keeps every second state, never disturbed."""
+    home = tmp_path_factory.mktemp("ppo")
+    assert run_once(home, prefect_api, None, PPO) == 0
+    return home / "store/tiny"
+
+
 def test_rollouts_are_generated_before_their_weights_are_durable_and_committed_after_them(whole, tmp_path, prefect_api):
     assert problems_after([], tmp_path, prefect_api, whole, start=on_slow_disk) == []
     writes = writes_of(tmp_path)
@@ -100,21 +108,18 @@ def test_a_rank_that_is_killed_before_its_weights_are_durable_is_replaced_by_one
 
 @pytest.mark.parametrize("start", [run_once, on_slow_disk], ids=["soon durable", "late durable"])
 def test_kills_around_every_update_of_a_policy_and_its_critic_with_few_states_change_no_bit(
-    tmp_path, prefect_api, start
+    ppo, tmp_path, prefect_api, start
 ):
-    (tmp_path / "whole").mkdir()
-    assert run_once(tmp_path / "whole", prefect_api, None, PPO) == 0
-    whole = tmp_path / "whole/store/tiny"
-    stored = ["critic_state" in manifest(whole, f"it-000{number}/update")["bundles"] for number in (1, 2, 3, 4)]
+    stored = ["critic_state" in manifest(ppo, f"it-000{number}/update")["bundles"] for number in (1, 2, 3, 4)]
     assert stored == [False, True, False, True]
-    weights = manifest(whole, "it-0003/update")["bundles"]
+    weights = manifest(ppo, "it-0003/update")["bundles"]
     strikes = [
         Strike("manifests/it-0001/update.json", "after"),
         Strike("manifests/it-0002/update.json", "before"),
         Strike(f"{weights['weights']['key']}/bundle.json", "after"),
         Strike(f"{weights['critic']['key']}/bundle.json", "before"),
         Strike("manifests/it-0003/update.json", "after"),
-        Strike(first_shard(whole, 4), "after"),
+        Strike(first_shard(ppo, 4), "after"),
         Strike("manifests/it-0004/update.json", "after"),
     ]
-    assert problems_after(strikes, tmp_path / "killed", prefect_api, whole, PPO, start=start) == []
+    assert problems_after(strikes, tmp_path / "killed", prefect_api, ppo, PPO, start=start) == []
