@@ -1,5 +1,6 @@
 """A run store in a bucket of S3, or of any server that speaks it and honours conditional puts."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from infra.store.bucket import PATIENCE, TEMPORARY, Bucket, Patience, open_bucke
 from infra.store.cache import Cache, open_cache
 from infra.store.disk import make_directory, scratch_directory, sweep
 from infra.store.lease import LEASE_SECONDS, BucketLease, hold_lease
-from infra.store.storage import Entry, check_key, is_key
+from infra.store.storage import Entry, Store, check_key, is_key
 
 WHOLE_BYTES = 128 << 20
 """Larger files go in parts, which no server makes conditional that can be trusted: none of them commits anything.
@@ -34,15 +35,21 @@ class S3Store:
     def uri(self) -> str:
         return self.bucket.uri
 
-    def put(self, key: str, data: bytes | Path) -> bool:
+    def put(self, key: str, data: bytes | Path, *, durable: bool = True) -> bool:
         check_key(key)
         self.bucket.quotes_tags()
-        if isinstance(data, bytes) or data.stat().st_size <= WHOLE_BYTES:
+        if isinstance(data, bytes):
             return self.bucket.create(key, data) is not None
-        if self.exists(key):
-            return False
-        self.bucket.upload(key, data)
-        return True
+        if data.stat().st_size <= WHOLE_BYTES:
+            won = self.bucket.create(key, data) is not None
+        elif won := not self.exists(key):
+            self.bucket.upload(key, data)
+        if won:
+            self._keep(key, data)
+        return won
+
+    def sync(self, key: str) -> None:
+        check_key(key)  # what a server has acknowledged is safe
 
     def read(self, key: str) -> bytes:
         check_key(key)
@@ -113,6 +120,16 @@ class S3Store:
         with scratch_directory(self.cache.root) as directory:
             yield directory
 
+    def _keep(self, key: str, data: Path) -> None:
+        """Have a file that was put stand for its object: who made it need not fetch it."""
+        if found := self.bucket.find(key):
+            with self.scratch() as scratch, self._disk_failures():
+                try:
+                    (scratch / "object").hardlink_to(data)
+                except OSError:  # on another disk
+                    shutil.copyfile(data, scratch / "object")
+                self.cache.enter(scratch / "object", self._cached(key), found.modified)
+
     def _cached(self, key: str) -> Path:
         return self.cache.root / blake3(self.uri.encode()).hexdigest()[:16] / key
 
@@ -127,7 +144,7 @@ class S3Store:
             raise StoreFailed(f"store {self.uri}: its cache in {self.cache.root}: {error}") from error
 
 
-def open_s3(uri: str, *, patience: Patience = PATIENCE, lease_seconds: float = LEASE_SECONDS) -> S3Store:
+def open_s3(uri: str, *, patience: Patience = PATIENCE, lease_seconds: float = LEASE_SECONDS) -> Store:
     """Open the store of an address `s3://bucket/prefix`; the server is asked at the first use."""
     bucket, _, prefix = uri.removeprefix("s3://").strip("/").partition("/")
     if not uri.startswith("s3://") or not bucket or not all(map(is_key, (bucket, prefix or "none"))):

@@ -172,6 +172,7 @@ def test_shards_bundles_and_manifests_stand_on_it_and_verify(server, tmp_path):
     with run.hold():
         shard = write_shard(run.store, table, kind="test", metadata={})
         bundle = publish_bundle(run.store, tmp_path, prefix="policies")
+        assert (fetch_bundle(run.store, bundle) / "deep/weights").read_bytes() == b"deep/weights" * 1000
         assert publish_bundle(run.store, tmp_path, prefix="policies") == bundle
         made = run.commit(Manifest(key="it-0001/rollout", shards=(shard,), bundles={"weights": bundle}))
         run.note("it-0001/timing", {"seconds": 1})
