@@ -62,9 +62,12 @@ def _nanoseconds(moment: datetime) -> int:
 
 
 def open_cache() -> Cache:
-    """Find the cache that the environment names; RHEOSTAT_CACHE is its directory, RHEOSTAT_CACHE_GB its limit."""
+    """Find the cache that the environment names; RHEOSTAT_CACHE is its directory, RHEOSTAT_CACHE_GB its limit.
+
+    The directory is its own: whatever lies there may be removed to make room.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     limit = os.environ.get("RHEOSTAT_CACHE_GB", "100")
     if not limit.isdecimal():
         raise BadInput(f"RHEOSTAT_CACHE_GB={limit!r}: expected a whole number")
-    return Cache(Path(os.environ.get("RHEOSTAT_CACHE") or home / "rheostat"), int(limit) * 10**9)
+    return Cache(Path(os.environ.get("RHEOSTAT_CACHE") or home / "rheostat" / "objects"), int(limit) * 10**9)

@@ -41,6 +41,9 @@ def test_beyond_its_limit_a_cache_drops_what_was_used_longest_ago_and_nothing_th
 
 
 def test_the_environment_says_where_the_cache_is_and_how_large(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("RHEOSTAT_CACHE", raising=False)
+    assert open_cache().root == tmp_path / "rheostat" / "objects", "engines and checks lie beside it"
     monkeypatch.setenv("RHEOSTAT_CACHE", str(tmp_path))
     monkeypatch.setenv("RHEOSTAT_CACHE_GB", "3")
     assert open_cache() == Cache(tmp_path, 3 * 10**9)
