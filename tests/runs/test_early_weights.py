@@ -7,7 +7,6 @@ import pytest
 
 import models.workers.update
 from tasks.verification.invariants import verify_run
-from tests.support import checker
 from tests.support.chaos import Storm, Strike, attempt, problems_after, run_once, start_on_ray, writes_of
 from tests.support.jobs import Fault, wait_for
 from tests.support.processes import process
@@ -93,7 +92,6 @@ def test_a_kill_between_weights_taken_and_weights_durable_leaves_nothing_torn_an
     weights = manifest(whole, "it-0001/update")["bundles"]["weights"]["key"]
     assert (run / weights / "bundle.json").exists(), "the weights were there, and a shard was made of them"
     assert not any((run / f"manifests/{key}.json").exists() for key in ("it-0001/update", "it-0002/plan"))
-    assert checker.problems_of(run) == []
     assert verify_run(str(home / "store"), "tiny") == []
     assert problems_after([], home, prefect_api, whole, start=run_once) == []
 

@@ -185,7 +185,7 @@ class Storm:
 def storms_of(seed: int, writes: int) -> list[Storm]:
     """The faults of a seed for a run on Ray whose driver writes so much; the last start has none of the driver's."""
     choose, storms = random.Random(seed), []
-    for last in [False] * choose.choices((0, 1, 2), (6, 3, 1))[0] + [True]:
+    for last in [False] * choose.choices((0, 1), (3, 1))[0] + [True]:
         workers = [_worker_fault(choose) for _ in range(choose.randint(1, 3))]
         driver = Fault("driver", choose.choice(MOMENTS), "/tiny/", count=choose.randint(1, max(1, writes)))
         storms.append(Storm((*workers, *([] if last else [driver]))))
@@ -235,7 +235,7 @@ def schedule_of(seed: int, writes: int) -> list[Strike]:
     """The faults of a seed for a run of so many writes; later attempts have fewer left, and may end before theirs."""
     choose = random.Random(seed)
     strikes, left = [], writes
-    for _ in range(choose.choices((1, 2, 3), (7, 2, 1))[0]):
+    for _ in range(choose.choices((1, 2, 3), (16, 3, 1))[0]):
         at = choose.randint(1, max(1, left))
         strikes.append(Strike(at, choose.choice(MOMENTS), full=choose.random() < 0.2))
         left -= at
