@@ -44,12 +44,14 @@ def begun_again(job):
 
 
 def stopped_inside(reference, home, *, without):
-    """Copy a run as it was before some of its stages: their manifests are gone."""
+    """Copy a run as it was before some stages of its third iteration: without their manifests and what tells of them."""
     job = Job(home, reference.api)
     shutil.copytree(reference.store, job.store)
     for pattern in (*without, "retention/*", "eval-0003/**/*"):
         for path in job.run.glob(f"manifests/{pattern}.json"):
             path.unlink()
+    for path in (*job.run.glob("chain/*-it-0003.json"), *job.run.glob("chain/*-eval-0003.json")):
+        path.unlink()
     return job
 
 
