@@ -44,7 +44,7 @@ def begun_again(job):
 
 
 def stopped_inside(reference, home, *, without):
-    """Copy a run as it was before some stages of its third iteration: without their manifests and what tells of them."""
+    """Copy a run as it was before some stages of its last iteration: without their manifests and what tells of them."""
     job = Job(home, reference.api)
     shutil.copytree(reference.store, job.store)
     for pattern in (*without, "retention/*", "eval-0003/**/*"):
