@@ -128,12 +128,15 @@ def _is_scratch(path: Path, *, root: Path) -> bool:
 
 
 def _link_whole(file: Path, path: Path, *, durable: bool) -> bool:
-    if durable:
-        sync(file)
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        if durable:
+            os.fsync(descriptor)
         os.link(file, path)
     except FileExistsError:
         return False
+    finally:
+        os.close(descriptor)
     return True
 
 

@@ -147,9 +147,12 @@ class Stops:
 
 
 def has_stopped(pid: int) -> bool:
-    """Whether every thread of a process is stopped."""
-    states = [task.read_text().rpartition(") ")[2][:1] for task in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return set(states) == {"T"}
+    """Whether every thread of a process is stopped; not while one is about to end."""
+    try:
+        states = {task.read_text().rpartition(") ")[2][:1] for task in Path(f"/proc/{pid}/task").glob("*/stat")}
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return states == {"T"}
 
 
 WORKERS: dict[tuple[str, str], tuple[tuple[str, int], ...]] = {

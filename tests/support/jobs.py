@@ -328,7 +328,7 @@ MADE_DATABASE = ROOT / "build" / f"prefect-{version('prefect')}.db"
 def prefect_server(home: Path, *, keeps_tasks: bool = True) -> Iterator[str]:
     """Serve a Prefect API that several jobs share: starting one takes as long as a small job.
 
-    Keeping task runs is half of the server's work for a small job.
+    Keeping task runs is two fifths of the server's work for a small job.
     """
     database = home / "prefect.db"
     if MADE_DATABASE.exists() and not database.exists():

@@ -83,7 +83,7 @@ def start_server(
     launch = Launch(
         what=f"vLLM for {directory}",
         command=lambda port: command(config, directory, python=python, platform=platform, port=port, lora_rank=rank),
-        environment=environment(key, compiles=_compiles(config, platform)),
+        environment=environment(key, platform=platform),
         ready=lambda port: ServerClient(f"http://{LOOPBACK}:{port}", key).ready(),
         start_seconds=config.start_seconds,
         explain=_explain,
@@ -134,7 +134,7 @@ def command(
         "enable-prefix-caching" if config.prefix_caching else "no-enable-prefix-caching": True,
         "disable-uvicorn-access-log": True,
         "disable-log-stats": True,  # they cost more than all else beside the model; the gateway counts steps itself
-        "enforce-eager": not _compiles(config, platform),
+        "enforce-eager": config.eager or platform == "cpu",
         # After a part of a prompt a seeded generator is wound back, which a CPU's cannot: the engine would die of it.
         "no-enable-chunked-prefill": platform == "cpu",
         "enable-sleep-mode": platform == "cuda",
@@ -161,19 +161,15 @@ def _words(options: dict[str, str | int | float | bool]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _compiles(config: VllmEngine, platform: Platform) -> bool:
-    return platform != "cpu" and not config.eager
-
-
-def environment(key: str, *, compiles: bool) -> dict[str, str]:
+def environment(key: str, *, platform: Platform) -> dict[str, str]:
     """Return the environment of vLLM's processes: this one's, with its threads and devices, less what is ours alone.
 
-    Where vLLM compiles no graph, nothing compiles: small functions of it alone would call g++ for 8 s at every start.
+    On a CPU nothing is compiled: no graph is, and small functions alone would call g++ for 8 s at every start.
     """
     unwanted = re.compile(r"RAY_|PYTHON|VIRTUAL_ENV$|VLLM_(SERVER_DEV_MODE|CPU_KVCACHE_SPACE|PORT|API_KEY)$")
     kept = {name: value for name, value in os.environ.items() if not unwanted.match(name)}
     return {
-        **({} if compiles else {"TORCH_COMPILE_DISABLE": "1"}),
+        **({"TORCH_COMPILE_DISABLE": "1"} if platform == "cpu" else {}),
         **kept,
         "PYTHONPATH": str(PLUGIN),
         "PYTHONSAFEPATH": "1",

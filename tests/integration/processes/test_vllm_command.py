@@ -100,7 +100,7 @@ def test_vllm_sees_our_threads_and_devices_and_nothing_else_of_ours(monkeypatch)
     monkeypatch.setenv("RHEOSTAT_CLUSTER", "/tmp/cluster")
     for name in ("RAY_ADDRESS", "VIRTUAL_ENV", "PYTHONHOME", "VLLM_SERVER_DEV_MODE", "VLLM_CPU_KVCACHE_SPACE"):
         monkeypatch.setenv(name, "1")
-    found = environment("the-key", compiles=True)
+    found = environment("the-key", platform="cuda")
     assert found["OMP_NUM_THREADS"] == "3"
     assert found["CUDA_VISIBLE_DEVICES"] == "5"
     assert found["RHEOSTAT_CLUSTER"] == "/tmp/cluster"
@@ -111,10 +111,10 @@ def test_vllm_sees_our_threads_and_devices_and_nothing_else_of_ours(monkeypatch)
     assert not set(strangers) & set(found)
 
 
-def test_nothing_is_compiled_where_vllm_compiles_no_graph(monkeypatch):
+def test_nothing_is_compiled_on_a_cpu(monkeypatch):
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
-    assert environment("the-key", compiles=False)["TORCH_COMPILE_DISABLE"] == "1"
-    assert "TORCH_COMPILE_DISABLE" not in environment("the-key", compiles=True)
+    assert environment("the-key", platform="cpu")["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in environment("the-key", platform="cuda")
 
 
 @pytest.mark.parametrize(

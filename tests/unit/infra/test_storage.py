@@ -55,6 +55,16 @@ def test_an_object_reads_back_as_it_was_put_from_bytes_or_a_file(place, tmp_path
     assert store.buffer("a/empty").to_pybytes() == store.read("a/empty") == b""
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_link_in_a_scratch_directory_becomes_no_object(uri, tmp_path, durable):
+    (tmp_path / "elsewhere").write_bytes(b"of somebody else")
+    store = open_store(uri)
+    with store.scratch() as scratch, pytest.raises(StoreFailed, match="cannot write 'name'"):
+        (scratch / "file").symlink_to(tmp_path / "elsewhere")
+        store.put("name", scratch / "file", durable=durable)
+    assert not store.exists("name")
+
+
 def test_a_name_that_is_taken_keeps_its_first_object(place):
     store = place.open()
     assert store.put("name", b"first")
