@@ -251,9 +251,18 @@ def await_answer(what: str, command: Sequence[str], given: bytes) -> tuple[int, 
                 return process.returncode, answer, errors
             except subprocess.TimeoutExpired:
                 feed = None
-                if (problem := server.failure()) is not None and process.poll() is None:
-                    process.kill()
-                    raise WorkerFailed(problem) from None
+                if (problem := server.failure()) is not None:
+                    return _last_answer(process, problem)
             except BaseException:
                 process.kill()
                 raise
+
+
+def _last_answer(process: "subprocess.Popen[bytes]", problem: str) -> tuple[int, bytes, bytes]:
+    """Wait for a failed command's answer all the same: one that ends is dead before its last thread is."""
+    try:
+        answer, errors = process.communicate(timeout=EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise WorkerFailed(problem) from None
+    return process.returncode, answer, errors

@@ -7,6 +7,7 @@ import json
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,25 +74,33 @@ class InProcessJob:
     @contextmanager
     def prefect(self) -> Iterator[None]:
         """Have flows of this process use the job's Prefect API."""
-        from prefect.events.worker import EventsWorker
-        from prefect.settings import (
-            PREFECT_API_AUTH_STRING,
-            PREFECT_API_TLS_INSECURE_SKIP_VERIFY,
-            PREFECT_API_URL,
-            PREFECT_LOGGING_TO_API_ENABLED,
-            PREFECT_RESULTS_LOCAL_STORAGE_PATH,
-            temporary_settings,
-        )
+        from prefect.settings import PREFECT_RESULTS_LOCAL_STORAGE_PATH, temporary_settings
 
-        settings = {
-            PREFECT_API_URL: self.api,
-            PREFECT_API_AUTH_STRING: ":".join(PASSWORD),
-            PREFECT_API_TLS_INSECURE_SKIP_VERIFY: True,  # it is on this machine; each client would load all authorities
-            PREFECT_LOGGING_TO_API_ENABLED: False,  # nobody reads the logs of these flows there
-            PREFECT_RESULTS_LOCAL_STORAGE_PATH: str(self.home / "results"),
-        }
-        with temporary_settings(settings):
-            try:
-                yield
-            finally:
-                EventsWorker.drain_all(timeout=30)  # the server may end before this process does
+        with prefect_at(self.api), temporary_settings({PREFECT_RESULTS_LOCAL_STORAGE_PATH: str(self.home / "results")}):
+            yield
+
+
+@contextmanager
+def prefect_at(api: str) -> Iterator[None]:
+    """Have flows of this process use a Prefect API, and it alone: what sends their events would keep to the first."""
+    from prefect.events.worker import EventsWorker
+    from prefect.settings import (
+        PREFECT_API_AUTH_STRING,
+        PREFECT_API_TLS_INSECURE_SKIP_VERIFY,
+        PREFECT_API_URL,
+        PREFECT_LOGGING_TO_API_ENABLED,
+        temporary_settings,
+    )
+
+    settings = {
+        PREFECT_API_URL: api,
+        PREFECT_API_AUTH_STRING: ":".join(PASSWORD),
+        PREFECT_API_TLS_INSECURE_SKIP_VERIFY: True,  # it is on this machine; each client would load all authorities
+        PREFECT_LOGGING_TO_API_ENABLED: False,  # nobody reads the logs of these flows there
+    }
+    with temporary_settings(settings):
+        try:
+            yield
+        finally:
+            with ThreadPoolExecutor(1) as aside:  # a loop that runs here would be given something to await
+                aside.submit(EventsWorker.drain_all, 30).result()

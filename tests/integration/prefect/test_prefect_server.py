@@ -17,12 +17,6 @@ import psutil
 import pytest
 import yaml
 from prefect import flow, task
-from prefect.settings import (
-    PREFECT_API_AUTH_STRING,
-    PREFECT_API_URL,
-    PREFECT_LOGGING_TO_API_ENABLED,
-    temporary_settings,
-)
 
 from flows.cli.prefect_api import PROFILE
 from flows.retrain import dated
@@ -31,6 +25,7 @@ from infra.store.runs import open_run
 from tasks.config.run import RunConfig, load_config
 from tasks.run.stages import is_transient
 from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
+from tests.support.in_process import prefect_at
 from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, TINY, Job, alive, family_of, kill, manifests_of, wait_for
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))
@@ -231,8 +226,7 @@ async def test_a_task_is_tried_again_when_the_world_failed_and_never_when_its_wo
     async def pipeline():
         await stage()
 
-    api = {PREFECT_API_URL: prefect_api, PREFECT_API_AUTH_STRING: ":".join(PASSWORD)}
-    with temporary_settings({**api, PREFECT_LOGGING_TO_API_ENABLED: False}), pytest.raises(type(error)):
+    with prefect_at(prefect_api), pytest.raises(type(error)):
         await pipeline()
     assert len(counted) == runs
 

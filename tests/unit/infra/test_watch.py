@@ -9,8 +9,9 @@ import time
 import psutil
 import pytest
 
+from infra.errors import WorkerFailed
 from infra.processes import watch
-from infra.processes.watch import LOOK_SECONDS, Watch, WatchedServer
+from infra.processes.watch import LOOK_SECONDS, Watch, WatchedServer, await_answer
 from tests.support.jobs import wait_for
 
 IDLE = "import time; time.sleep(600)"
@@ -93,7 +94,6 @@ def test_a_watch_tells_once_what_has_failed(started):
 def test_a_signal_ends_a_process_whose_main_thread_waits_inside_a_library():
     program = """
 import ctypes, signal
-from infra.processes import watch
 watch.END_SECONDS = 0.2
 signal.signal(signal.SIGTERM, lambda *_: None)
 ending = watch.Ending()
@@ -109,3 +109,25 @@ with watch.on_signals(lambda number: ending.begin(128 + number, "interrupted")):
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (143, b"interrupted\n")
+
+
+def test_a_command_whose_first_thread_has_ended_still_answers():
+    """Where a process has threads, its end takes a moment in which it counts as dead and cannot be waited for yet."""
+    program = f"""
+import ctypes, os, threading, time
+
+def answer():
+    time.sleep({3 * LOOK_SECONDS})
+    os.write(1, b"done")
+    os._exit(3)
+
+threading.Thread(target=answer).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    assert await_answer("the command", [sys.executable, "-S", "-c", program], b"") == (3, b"done", b"")
+
+
+def test_a_command_that_is_stopped_has_failed():
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    with pytest.raises(WorkerFailed, match=r"the command \(pid \d+\) is stopped"):
+        await_answer("the command", [sys.executable, "-S", "-c", program], b"")
