@@ -94,6 +94,7 @@ def test_a_watch_tells_once_what_has_failed(started):
 def test_a_signal_ends_a_process_whose_main_thread_waits_inside_a_library():
     program = """
 import ctypes, signal
+from infra.processes import watch
 watch.END_SECONDS = 0.2
 signal.signal(signal.SIGTERM, lambda *_: None)
 ending = watch.Ending()
