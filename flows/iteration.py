@@ -55,6 +55,7 @@ async def closing(session: Session, number: int, thread: Executor) -> None:
 def _seal(session: Session, iteration: Iteration) -> None:
     seal_iteration(session, iteration)
     retire_policies(session, iteration)
+    session.run.forget()
 
 
 async def generated(beside: asyncio.TaskGroup, session: Session, numbers: Sequence[int]) -> AsyncIterator[int]:

@@ -1,5 +1,6 @@
 """Which process holds a run, and who joins it there."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_run, next_iteration
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
-from tasks.run.stages import within
+from tasks.run.stages import recover, within
 
 Work = Callable[[Session, Batch, Sequence[int]], Awaitable[object]]
 """What a role does with some of a batch's shards."""
@@ -46,6 +47,7 @@ async def hold(
         dependencies = dependencies_of(config, begun)
         run = create_run(config.store, config.name, config.identity())
         with run.hold():
+            await asyncio.to_thread(recover, run)
             record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accept_change)
             over = last in linked_parts(run)
             opening = open_session(run, scope or config, store=config.store, whole=True, over=over)

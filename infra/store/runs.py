@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import count
 
 from pydantic import JsonValue, ValidationError
 
@@ -20,6 +21,8 @@ from infra.store.storage import Lease, Objects, Store, open_store
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _RECORD, _LOCK, _LEASES, _MANIFESTS, _JOURNAL = "run.json", "lock", "lease/", "manifests/", "journal/"
+_EXPECTED = "expected/"
+_NUMBERS = count(1)
 _LEASE = re.compile(r"(\d{6,})\.json")
 
 KNOWN_MANIFESTS = 4096
@@ -54,6 +57,8 @@ class Run:
         """Those that were last asked for: manifests never change, and need not be read and verified each time."""
         self._expected: dict[str, Manifest] = {}
         """Those that this process will commit, in order."""
+        self._kept: dict[str, str] = {}
+        """Where it keeps them meanwhile, in case it is killed."""
 
     @property
     def name(self) -> str:
@@ -127,10 +132,31 @@ class Run:
         return self.store.children(f"{_MANIFESTS}{under}".rstrip("/"))
 
     def expect(self, manifest: Manifest) -> Manifest:
-        """Have a manifest found in this process from now on; it is to be committed, and before what follows from it."""
+        """Have a manifest found in this process from now on; it is to be committed, and before what follows from it.
+
+        If this process is killed before, the next one finds it under `left`, a power cut aside.
+        """
         expected = manifest.model_copy(update={"run": self.record.fingerprint})
         self._expected[manifest.key] = expected
+        kept = f"{_EXPECTED}{next(_NUMBERS):06d}/{manifest.key}.json"
+        if self._lease is not None and self.store.put(kept, expected.encode(), durable=False):
+            self._kept[kept] = manifest.key
         return expected
+
+    def left(self) -> Iterator[Manifest]:
+        """Go through what a process before this one expected and did not commit, in order; Damaged if one is torn."""
+        for path in records(self.store, _EXPECTED):
+            if path not in self._kept:
+                key = path.removeprefix(_EXPECTED).partition("/")[2].removesuffix(".json")
+                if not self.has(key):
+                    yield decode_manifest(self.store.read(path), key=key)
+
+    def forget(self, *, left: bool = False) -> None:
+        """Delete the copies of manifests that were expected and are committed, or of all that were `left`."""
+        for path in records(self.store, _EXPECTED) if left else list(self._kept):
+            if self._kept.get(path) not in self._expected:
+                self.store.delete(path)
+                self._kept.pop(path, None)
 
     def expected(self) -> list[Manifest]:
         """Manifests that are found in this process and not committed yet, in the order in which they are to be."""

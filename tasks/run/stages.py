@@ -17,10 +17,12 @@ from prefect.context import TaskRunContext
 from prefect.tasks import Task
 from pydantic import JsonValue
 
-from infra.errors import WorkerLost, WorkerStalled
-from infra.store.bundles import BundleRef
+from infra.errors import Damaged, WorkerLost, WorkerStalled
+from infra.store.bundles import BundleRef, sync_bundle
 from infra.store.dependencies import DEPENDENCIES
 from infra.store.manifests import Manifest, provenance_here
+from infra.store.runs import Run
+from infra.store.shards import verify_shard
 from models.records.versions import Outcome, bundles_of, critic_bundles_of
 from tasks.run.session import Session
 from tasks.run.states import STATES
@@ -130,6 +132,21 @@ async def _settle(session: Session, role: str, made: Manifest) -> None:
     await session.perform(role, "sync", [bundle for name, bundle in made.bundles.items() if name not in STATES])
     for expected in session.run.expected():
         _commit(session, expected, promised=STATES)
+
+
+def recover(run: Run) -> None:
+    """Commit what the last holder of a run had made and expected when it was killed, as far as it is whole."""
+    try:
+        for made in run.left():
+            for shard in made.shards:
+                verify_shard(run.store, shard)
+            for name, bundle in made.bundles.items():
+                if name not in STATES:
+                    sync_bundle(run.store, bundle)
+            run.commit(made, promised=STATES)
+    except Damaged as error:  # such as after a power cut: it is made again, and so is what follows from it
+        logger.warning("run %s: %s; it is made again", run.name, error)
+    run.forget(left=True)
 
 
 def _commit(session: Session, manifest: Manifest, *, promised: Collection[str] = ()) -> Manifest:

@@ -1,6 +1,7 @@
 """Rollouts of weights that are not durable yet: none is committed before them, and a kill in between changes no bit."""
 
 import json
+import os
 import signal
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import models.workers.update
 from tasks.verification.invariants import verify_run
 from tests.support.chaos import Storm, Strike, attempt, problems_after, run_once, start_on_ray, writes_of
-from tests.support.jobs import Fault, wait_for
+from tests.support.jobs import Fault, wait_for, works_of
 from tests.support.processes import process
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(2000)]
@@ -82,8 +83,9 @@ def test_rollouts_are_generated_before_their_weights_are_durable_and_committed_a
     assert order == sorted(order)
 
 
-def test_a_kill_between_weights_taken_and_weights_durable_leaves_nothing_torn_and_changes_no_bit(
-    whole, tmp_path, prefect_api
+@pytest.mark.parametrize("torn", [False, True], ids=["whole", "torn"])
+def test_a_kill_between_weights_taken_and_weights_durable_costs_no_update_and_changes_no_bit(
+    whole, tmp_path, prefect_api, torn
 ):
     home, strike = tmp_path / "killed", Strike(first_shard(whole, 2), "after")
     home.mkdir()
@@ -93,7 +95,12 @@ def test_a_kill_between_weights_taken_and_weights_durable_leaves_nothing_torn_an
     assert (run / weights / "bundle.json").exists(), "the weights were there, and a shard was made of them"
     assert not any((run / f"manifests/{key}.json").exists() for key in ("it-0001/update", "it-0002/plan"))
     assert verify_run(str(home / "store"), "tiny") == []
+    if torn:
+        os.truncate(run / weights / "model.safetensors", 1000)
     assert problems_after([], home, prefect_api, whole, start=run_once) == []
+    assert not (run / "expected").exists()
+    updates = sum(count for work, count in works_of(home).items() if work.startswith("update "))
+    assert updates == 2 + torn, "what was made is not made again, unless a power cut tore it"
 
 
 def test_a_rank_that_is_killed_before_its_weights_are_durable_is_replaced_by_one_that_proves_them(
