@@ -1,10 +1,13 @@
 """The base of every configuration model, bounds that many fields share, and the configuration of the worker pools."""
 
+import os
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_serializer, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+
+from infra.errors import BadInput
 
 
 class Settings(BaseModel):
@@ -98,3 +101,11 @@ class PoolsConfig(Settings):
 Positive = Annotated[int, Field(ge=1)]
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def whole_number(variable: str, default: float) -> float:
+    """Read a setting of the machine from the environment."""
+    text = os.environ.get(variable) or f"{default:g}"
+    if not text.isdecimal():
+        raise BadInput(f"{variable}={text!r}: expected a whole number")
+    return int(text)

@@ -6,8 +6,6 @@ started from anywhere else than the command line is checked too.
 
 import logging
 
-from pydantic import BaseModel
-
 from infra.store.manifests import Manifest
 from models.records.versions import policy_of
 from models.records.work import (
@@ -18,6 +16,7 @@ from models.records.work import (
     WarmupWork,
     order_training,
 )
+from tasks.config.run import RunConfig
 from tasks.run.keys import BASE, DPO, PROMPTS, SFT, StageKey
 from tasks.run.preflight import preflight
 from tasks.run.session import Session
@@ -63,7 +62,7 @@ async def release_preparation(session: Session) -> None:
 
 
 @stage("check inputs")
-async def check_inputs(config: BaseModel) -> dict[str, float]:
+async def check_inputs(config: RunConfig) -> dict[str, float]:
     """Return what the check found out (sizes and memory estimates). Raises BadInput in one line."""
     return await preflight(config)
 

@@ -109,7 +109,7 @@ async def report_run(session: Session) -> RunSummary:
         policy=directory_of(run, last.adapter or last.weights),
         base=directory_of(run, last.weights) if last.adapter else None,
         digest=last.digest,
-        plot=str(run.store.local(plot_key)),
+        plot=run.store.locate(plot_key),
     )
     samples = await _excerpts(session, Iteration(run, len(reports))) if reports else []
     key = artifact_key(run.name)
@@ -313,7 +313,7 @@ def _trained(session: Session, name: str, manifest: Manifest) -> TrainedModel:
     weights = manifest.bundles["weights"]
     return TrainedModel(
         name=name,
-        path=str(session.run.store.local(f"{weights.key}/config.json").parent),
+        path=directory_of(session.run, weights),
         digest=weights.digest,
         losses=losses_of(manifest),
         pair_accuracy=manifest.metrics.get("heldout_accuracy"),
@@ -323,10 +323,10 @@ def _trained(session: Session, name: str, manifest: Manifest) -> TrainedModel:
 
 
 def _path(session: Session) -> str:
-    return str(session.run.store.local("run.json").parent)
+    return session.run.store.locate("run.json").rpartition("/")[0]
 
 
 def _plot(session: Session, key: str, models: list[TrainedModel]) -> str:
     store, name = session.run.store, f"report/loss-{key.rpartition('/')[2]}.png"
     store.put(name, loss_curves(f"Run {session.run.name}: {key}", {model.name: model.losses for model in models}))
-    return str(store.local(name))
+    return store.locate(name)

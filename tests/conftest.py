@@ -60,12 +60,13 @@ def reference(together, prefect_api):
 
 
 @pytest.fixture(scope="session")
-def s3_servers(tmp_path_factory):
-    """S3 servers by kind, which start when they are first asked for and end with the session."""
+def s3_servers(together, pytestconfig):
+    """S3 servers by kind, which start when they are first asked for and serve until no test process uses them."""
     from tests.support.s3_servers import S3Servers
 
-    with ExitStack() as stack:
-        yield S3Servers(tmp_path_factory.mktemp("s3"), stack)
+    stack = ExitStack()
+    pytestconfig.add_cleanup(stack.close)
+    return S3Servers(together / "s3", stack)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ def _known_runs(context: CompletionContext) -> list[str]:
 
 
 RunName = Annotated[str, Parameter(name="RUN", help="name of the run", completer=_known_runs)]
-Store = Annotated[str, Parameter(help="where runs lie")]
+Store = Annotated[str, Parameter(help="where runs lie: a directory, or s3://bucket/prefix")]
 Config = Annotated[Path, Parameter(name="CONFIG", help="TOML file")]
 Overrides = Annotated[
     str,

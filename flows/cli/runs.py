@@ -95,7 +95,7 @@ def export(run: RunName, /, *, scores: Scores = None, store: Store = DEFAULT_STO
     """Copy a run's sealed iterations to Parquet, and print the paths."""
     from tasks.views.export import export_run
 
-    paths = [str(path) for path in export_run(store, run, scores=scores)]
+    paths = export_run(store, run, scores=scores)
     write(json.dumps(paths, indent=2) if as_json else "\n".join(paths))
 
 

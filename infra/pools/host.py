@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import socket
 import threading
 import time
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, cast
 
 import psutil
@@ -22,6 +24,10 @@ WATCH = "watch"
 """Concurrency group of one thread that answers while the other is busy."""
 LIFE = "life"
 """Concurrency group of one thread that never answers: the call fails when the process ends."""
+
+_AWS = "AWS_"
+_OF_STORES = re.compile(r"AWS_(?!CONTAINER_|WEB_IDENTITY_)|RHEOSTAT_(CACHE|S3_|LEASE_)")
+"""Variables of stores; those left out are of one machine, or of one container."""
 
 
 class Hosted(Protocol):
@@ -85,11 +91,17 @@ class Host:
             job=context.get_job_id(),
         )
 
-    def construct(self, target: str, options: Mapping[str, object]) -> Returned | Raised:
-        """Construct the worker in the thread that will run its methods, unless another controller already has."""
+    def construct(
+        self, target: str, options: Mapping[str, object], variables: Mapping[str, str] = MappingProxyType({})
+    ) -> Returned | Raised:
+        """Construct the worker in the thread that will run its methods, unless another controller already has.
+
+        The variables are what its controller finds stores by, which this process has from now on.
+        """
 
         def load() -> None:
             if self._worker is None:
+                _take_over(variables)
                 module, _, attribute = target.partition(":")
                 self._worker = getattr(importlib.import_module(module), attribute)(**options)
 
@@ -175,6 +187,20 @@ def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> di
     offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
     targets = {TARGETS: os.environ[TARGETS]} if TARGETS in os.environ else {}
     return {"TOKENIZERS_PARALLELISM": "false", **limits, **accelerator, **offline, **targets}
+
+
+def store_variables() -> dict[str, str]:
+    """What this process finds stores by, for workers on other machines: they are told in a call, which no log shows."""
+    return {name: value for name, value in os.environ.items() if _OF_STORES.match(name)}
+
+
+def _take_over(variables: Mapping[str, str]) -> None:
+    """Find stores as a controller does, whose keys do not mix with others'; what is said of this machine stays."""
+    if any(name.startswith(_AWS) for name in variables):
+        for name in [name for name in os.environ if name.startswith(_AWS) and _OF_STORES.match(name)]:
+            del os.environ[name]
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 @contextmanager

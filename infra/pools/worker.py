@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import psutil
 
 from infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
-from infra.pools.host import LIFE, WATCH, WORK, Host, ProcessPlace, Raised, Returned, thread_variables
+from infra.pools.host import LIFE, WATCH, WORK, Host, ProcessPlace, Raised, Returned, store_variables, thread_variables
 from infra.processes.watch import apart, aside
 
 if TYPE_CHECKING:
@@ -281,7 +281,9 @@ async def start_worker(
         async with asyncio.timeout(spec.start_seconds):
             actor = await asyncio.shield(making)
             place: ProcessPlace = await _ask(actor.place.options(concurrency_group=WATCH).remote(), what)
-            constructing = actor.construct.options(concurrency_group=WORK).remote(spec.target, spec.options)
+            constructing = actor.construct.options(concurrency_group=WORK).remote(
+                spec.target, spec.options, store_variables()
+            )
             outcome = await _ask(constructing, what)
             unwrapped(outcome, f"{spec.role}: {spec.target}(...)", place.pid)
     except TimeoutError:

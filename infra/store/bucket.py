@@ -35,6 +35,9 @@ _PART_BYTES: Final = 16 << 20
 _PART_RETRIES: Final = 10
 _RACERS: Final = 4
 _STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_MACHINE_CREDENTIALS = "169.254."
+"""Where a cloud's own machines are told who they are: asked where nothing else says it."""
 _PASSING = {408, 409, 429, 500, 502, 503, 504}
 """Answers after which the same request may succeed."""
 
@@ -245,10 +248,18 @@ class Bucket:
         try:
             return retrying(attempt)
         except (BaseError, OSError) as error:
-            times = retrying.statistics["attempt_number"]
+            times, said = retrying.statistics["attempt_number"], str(error)
+            code = _CODE.search(said)
+            if code is not None and code[1] == "NoSuchBucket":
+                raise BadInput(f"store {self.uri}: expected a bucket that exists, found none of its name") from error
+            if _MACHINE_CREDENTIALS in said:
+                raise BadInput(
+                    f"store {self.uri}: expected credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in the "
+                    "profile that AWS_PROFILE names; found none, and none that are this machine's own"
+                ) from error
             raise StoreFailed(
                 f"store {self.uri}: {what}: asked {times} time{'s' * (times > 1)} in {monotonic() - started:.1f} s: "
-                f"{str(error).splitlines()[0]}"
+                f"{said.splitlines()[0].partition(': <')[0]}{f': {code[1]}' if code is not None else ''}"
             ) from error
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from infra.errors import BadInput
+from infra.config import whole_number
 from infra.store.disk import walk_files
 
 KEPT_SECONDS = 600
@@ -67,7 +67,5 @@ def open_cache() -> Cache:
     The directory is its own: whatever lies there may be removed to make room.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    limit = os.environ.get("RHEOSTAT_CACHE_GB", "100")
-    if not limit.isdecimal():
-        raise BadInput(f"RHEOSTAT_CACHE_GB={limit!r}: expected a whole number")
-    return Cache(Path(os.environ.get("RHEOSTAT_CACHE") or home / "rheostat" / "objects"), int(limit) * 10**9)
+    root = Path(os.environ.get("RHEOSTAT_CACHE") or home / "rheostat" / "objects")
+    return Cache(root, int(whole_number("RHEOSTAT_CACHE_GB", 100)) * 10**9)

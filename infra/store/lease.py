@@ -94,7 +94,7 @@ def _try(lease: BucketLease, *, seconds: float) -> None:
 
 def _take(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
     bucket.quotes_tags()
-    first, free_at = "", 0.0
+    first, free_at, told = "", 0.0, False
     while True:
         began = time.monotonic()
         found = bucket.read(key)
@@ -109,6 +109,9 @@ def _take(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
             if term and stored.tag != first:  # it was renewed meanwhile
                 return None
             if term and began < free_at:
+                if not told:
+                    logger.info("%s in %s: waiting %.0f s at most for who holds it", key, bucket.uri, free_at - began)
+                told = True
                 time.sleep(min(free_at - began, term / _RENEWALS / 2))
                 continue
             version = bucket.replace(key, _content(seconds), version=stored.tag)

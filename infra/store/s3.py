@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 from blake3 import blake3
 
+from infra.config import whole_number
 from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.bucket import PATIENCE, TEMPORARY, Bucket, Patience, open_bucket
 from infra.store.cache import Cache, open_cache
@@ -75,6 +76,14 @@ class S3Store:
     def strays(self) -> list[str]:
         names = (name for name, _ in self.bucket.names(""))
         return sorted(name for name in names if not is_key(name) and not name.startswith(f"{TEMPORARY}/"))
+
+    def locate(self, key: str) -> str:
+        if not self.exists(key):
+            raise self._missing(key)
+        return f"{self.uri}/{key}"
+
+    def check(self) -> None:
+        self.bucket.quotes_tags()
 
     def exists(self, key: str) -> bool:
         check_key(key)
@@ -144,8 +153,16 @@ class S3Store:
             raise StoreFailed(f"store {self.uri}: its cache in {self.cache.root}: {error}") from error
 
 
-def open_s3(uri: str, *, patience: Patience = PATIENCE, lease_seconds: float = LEASE_SECONDS) -> Store:
-    """Open the store of an address `s3://bucket/prefix`; the server is asked at the first use."""
+def open_s3(uri: str, *, patience: Patience | None = None, lease_seconds: float | None = None) -> Store:
+    """Open the store of an address `s3://bucket/prefix`; the server is asked at the first use.
+
+    How long servers and leases are waited for is what RHEOSTAT_S3_SECONDS and RHEOSTAT_LEASE_SECONDS say otherwise.
+    """
+    if patience is None:
+        total = whole_number("RHEOSTAT_S3_SECONDS", PATIENCE.total_seconds)
+        patience = Patience(answer_seconds=min(PATIENCE.answer_seconds, total / 2), total_seconds=total)
+    if lease_seconds is None:
+        lease_seconds = whole_number("RHEOSTAT_LEASE_SECONDS", LEASE_SECONDS)
     bucket, _, prefix = uri.removeprefix("s3://").strip("/").partition("/")
     if not uri.startswith("s3://") or not bucket or not all(map(is_key, (bucket, prefix or "none"))):
         raise BadInput(f"store {uri!r}: expected s3://bucket/prefix")

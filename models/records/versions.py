@@ -96,5 +96,5 @@ def critic_bundles_of(critic: ModelVersion) -> dict[str, BundleRef]:
 
 
 def directory_of(run: Run, bundle: BundleRef) -> str:
-    """Where a bundle's files lie."""
-    return str(run.store.local(f"{bundle.key}/{CONTENTS}").parent)
+    """Where a bundle's files lie: a path, or an address."""
+    return run.store.locate(f"{bundle.key}/{CONTENTS}").rpartition("/")[0]

@@ -47,7 +47,7 @@ class RunConfig(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Root of every random choice of the run."""
     store: str = "./runs"
-    """Where runs lie: a directory, or a file:// URI."""
+    """Where runs lie: a directory, a file:// URI, or s3://bucket/prefix."""
     iterations: Annotated[int, Field(ge=0, le=1_000_000)] = 24
     """Iterations of rollout, scoring and update; a finished run goes on when this grows."""
     data: DataConfig = ArithmeticData()

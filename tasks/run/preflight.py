@@ -11,20 +11,24 @@ from asyncio.subprocess import PIPE
 from typing import Literal
 
 import psutil
-from pydantic import BaseModel
 
 from infra.errors import BadInput, WorkerFailed
-from infra.processes.watch import LOOK_SECONDS, STILL_SECONDS, WatchedServer
+from infra.processes.watch import LOOK_SECONDS, STILL_SECONDS, WatchedServer, apart
+from infra.store.storage import open_store
+from tasks.config.run import RunConfig
 
 PREFLIGHT = (sys.executable, "-P", "-m", "models.commands.preflight")
 """`-P`: a user's models.py in the working directory is not ours."""
 
 
-async def preflight(config: BaseModel, *, part: Literal["run", "plan", "scoring"] = "run") -> dict[str, float]:
+async def preflight(config: RunConfig, *, part: Literal["run", "plan", "scoring"] = "run") -> dict[str, float]:
     """Check data, policy directory, rewards and lengths; or the rewards alone, where rollouts are stored already.
 
-    For a plan nothing is written, not even what the check would know the next time.
+    A store is asked to show that it keeps what stores promise. For a plan nothing is written, neither for that nor what
+    the check would know the next time.
     """
+    if part != "plan":
+        await apart(open_store(config.store).check)
     command, given = [*PREFLIGHT, part], config.model_dump_json().encode()
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     checking = asyncio.ensure_future(process.communicate(given))

@@ -31,8 +31,8 @@ from tasks.views.metrics import sealed_iterations
 from tasks.views.runs import known_rescoring, open_known_run
 
 
-def export_run(store: str, name: str, *, scores: str | None = None) -> list[Path]:
-    """Write one Parquet file per sealed iteration: rollouts with their scores; return the files.
+def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]:
+    """Write one Parquet file per sealed iteration: rollouts with their scores; return where they are.
 
     `scores` names a re-scoring: then its iterations, with its scores.
     """
@@ -52,8 +52,8 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[Path
     ]
 
 
-def export_parquet(run: Run, tables: Iterable[pa.Table], key: str) -> Path:
-    """Write `export/<key>.parquet` from tables of one schema, unless it is there, and return a local path of it.
+def export_parquet(run: Run, tables: Iterable[pa.Table], key: str) -> str:
+    """Write `export/<key>.parquet` from tables of one schema, unless it is there, and say where it is.
 
     Tables are taken one at a time, so a generator never holds more than one in memory.
     """
@@ -63,7 +63,7 @@ def export_parquet(run: Run, tables: Iterable[pa.Table], key: str) -> Path:
             path = scratch / "export.parquet"
             _write_tables(tables, path, key=key)
             run.store.put(target, path)
-    return run.store.local(target)
+    return run.store.locate(target)
 
 
 def _scored(run: Run, number: int, *, prefix: str = "") -> Iterator[pa.Table]:

@@ -27,6 +27,8 @@ class InProcessJob:
     """A Prefect API that several jobs share."""
     counts_works: bool = False
     """Log every piece of work that workers begin."""
+    address: str = ""
+    """Of the store; none has it lie in the home."""
 
     @property
     def store(self) -> Path:
@@ -41,7 +43,7 @@ class InProcessJob:
         """Run the job to its end."""
         self.home.mkdir(parents=True, exist_ok=True)
         (self.home / "tiny.toml").write_text(TINY)
-        here = (f"store={self.store}", "pools.cluster=threads")
+        here = (f"store={self.address or self.store}", "pools.cluster=threads")
         config = override_config(tomllib.loads(TINY), [*overrides, *here], source="tiny")
         with self.prefect(), self._counted():
             from flows.train import train
@@ -53,7 +55,7 @@ class InProcessJob:
         """Give a command about the run; one that starts workers is given `pools.cluster=threads`."""
         output = io.StringIO()
         with self.prefect(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            code = main([name, "tiny", *arguments, "--store", str(self.store)])
+            code = main([name, "tiny", *arguments, "--store", self.address or str(self.store)])
         return Ended(code, output.getvalue())
 
     def works(self) -> Counter[str]:

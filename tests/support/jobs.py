@@ -116,6 +116,8 @@ class Job:
     """Signals that the job ignores from its start on."""
     path: Path = ROOT
     """Where modules are that are not installed: rewards of tests, and what users bring."""
+    address: str = ""
+    """Of the store; none has it lie in the home."""
 
     @property
     def store(self) -> Path:
@@ -137,7 +139,7 @@ class Job:
         configured = self.configured()
         self.plant(faults)
         command = [sys.executable, "-m", "tests.support.faults"] if faults or self.counts_works else [RHEOSTAT]
-        command += ["train", str(configured), *overrides, "--store", str(self.store)]
+        command += ["train", str(configured), *overrides, "--store", self.address or str(self.store)]
         with (self.home / "output").open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -187,7 +189,7 @@ class Job:
         (self.home / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
 
     def _call(self, *arguments: str, program: Sequence[str] | None = None) -> Ended:
-        command = [*(program or [RHEOSTAT]), *arguments, "--store", str(self.store)]
+        command = [*(program or [RHEOSTAT]), *arguments, "--store", self.address or str(self.store)]
         done = subprocess.run(
             command, cwd=ROOT, env=self.environment(), capture_output=True, text=True, timeout=PATIENCE
         )

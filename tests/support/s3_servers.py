@@ -3,7 +3,9 @@
 moto answers as AWS does; the gateway of a Ceph cluster is what many run themselves, and checks every signature.
 """
 
+import fcntl
 import io
+import json
 import os
 import secrets
 import shutil
@@ -13,9 +15,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -52,16 +54,19 @@ class Place:
             return open_store(self.uri)
         return open_s3(self.uri, patience=self.patience, lease_seconds=self.lease_seconds)
 
+    def manifests(self, run: str = "tiny") -> dict[str, str]:
+        """Read key and digest of every manifest of a run."""
+        store, folder = self.open(), f"{run}/manifests/"
+        keys = [entry.key for entry in store.entries(folder)]
+        return {key.removeprefix(folder).removesuffix(".json"): json.loads(store.read(key))["digest"] for key in keys}
+
 
 @dataclass(frozen=True)
 class S3Server:
     """A server that runs, with an empty bucket."""
 
     endpoint: str
-    cache: Path
-    """Where this machine keeps what it has fetched."""
-    restart: Callable[[], None] = lambda: None
-    """SIGKILLs what answers requests, and starts it again; what it has said was written stays."""
+    home: Path
 
     def place(self, *, endpoint: str = "") -> Place:
         """Find a store that nobody has used, by way of the server or of another that asks it."""
@@ -70,15 +75,19 @@ class S3Server:
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             "AWS_REGION": "us-east-1",
-            "RHEOSTAT_CACHE": str(self.cache),
+            "RHEOSTAT_CACHE": str(self.home / "cache"),
         }
         return Place(f"s3://{BUCKET}/{secrets.token_hex(4)}/a-store", environment)
 
 
 class S3Servers:
-    """The servers of a test session, each started when it is first asked for."""
+    """The servers that all processes of a test session share, each started when one first asks for it.
+
+    It serves until no process of the session uses it.
+    """
 
     def __init__(self, home: Path, stack: ExitStack) -> None:
+        home.mkdir(exist_ok=True)
         self._home, self._stack = home, stack
         self._running: dict[str, S3Server] = {}
 
@@ -87,10 +96,24 @@ class S3Servers:
         if kind not in self._running:
             if kind == "rgw" and (missing := missing_ceph()):
                 (pytest.fail if os.environ.get("RHEOSTAT_REQUIRE_S3") else pytest.skip)(missing)
-            home = self._home / kind
-            home.mkdir()
-            self._running[kind] = self._stack.enter_context((rgw if kind == "rgw" else moto)(home))
+            with (self._home / f"{kind}-lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._running[kind] = self._share(kind, self._home / kind)
         return self._running[kind]
+
+    def _share(self, kind: str, home: Path) -> S3Server:
+        home.mkdir(exist_ok=True)
+        using, told = (home / "users").open("a"), home / "endpoint"
+        self._stack.callback(using.close)
+        fcntl.flock(using, fcntl.LOCK_SH)  # waits where the server is being ended
+        if told.exists():
+            server = S3Server(told.read_text(), home)
+        else:
+            server = self._stack.enter_context((rgw if kind == "rgw" else moto)(home))
+            told.write_text(server.endpoint)
+            self._stack.callback(fcntl.flock, using, fcntl.LOCK_EX)  # done before it ends: waits for all users
+            self._stack.callback(told.unlink)
+        return server
 
 
 @contextmanager
@@ -134,29 +157,32 @@ def missing_ceph() -> str:
 def rgw(home: Path) -> Iterator[S3Server]:
     """Run a monitor, an object store in memory and the S3 gateway of Ceph in a directory, on loopback alone."""
     with ExitStack() as stack:
-        cluster = _Cluster(home, mon_port=free_port(), port=free_port())
-        cluster.configure()
+        cluster = _Cluster(home)
+        cluster.configure(mon_port=free_port())
         stack.enter_context(_running(cluster.ceph("ceph-mon", "-i", "a", "-f"), home / "mon.out"))
         cluster.run("ceph", "osd", "new", osd := str(uuid.uuid4()))
         cluster.run("ceph-osd", "-i", "0", "--mkfs", "--no-mon-config", "--osd-uuid", osd)
         stack.enter_context(_running(cluster.ceph("ceph-osd", "-i", "0", "-f"), home / "osd.out"))
-        gateway = stack.enter_context(ExitStack())
-
-        def restart() -> None:
-            gateway.close()
-            gateway.enter_context(_running(cluster.ceph("radosgw", "-n", "client.rgw", "-f"), home / "rgw.out"))
-
-        restart()
+        port = free_port()
+        stack.enter_context(gateway(home, port))
         user = ["user", "create", "--uid=test", "--display-name=test"]
         cluster.run("radosgw-admin", *user, f"--access-key={ACCESS_KEY}", f"--secret-key={SECRET_KEY}")
-        yield replace(_ready(f"http://127.0.0.1:{cluster.port}", home), restart=restart)
+        yield _ready(f"http://127.0.0.1:{port}", home)
+
+
+@contextmanager
+def gateway(home: Path, port: int) -> Iterator[str]:
+    """Run one more gateway of a Ceph cluster; its end is a SIGKILL."""
+    words = ["radosgw", "-n", "client.rgw", "-f", f"--rgw-frontends=beast endpoint=127.0.0.1:{port}"]
+    with _running(_Cluster(home).ceph(*words), home / f"rgw-{port}.out"):
+        address = f"http://127.0.0.1:{port}"
+        _await(address)
+        yield address
 
 
 @dataclass(frozen=True)
 class _Cluster:
     home: Path
-    mon_port: int
-    port: int
 
     def ceph(self, program: str, *arguments: str) -> list[str]:
         return [program, "-c", str(self.home / "ceph.conf"), *arguments]
@@ -164,14 +190,14 @@ class _Cluster:
     def run(self, program: str, *arguments: str) -> None:
         _run(self.ceph(program, *arguments))
 
-    def configure(self) -> None:
+    def configure(self, *, mon_port: int) -> None:
         """Write the configuration, the keys and the monitor's map, and make the monitor's store."""
         home, fsid = self.home, str(uuid.uuid4())
         for name in ("mon", "osd", "rgw", "run"):
             (home / name).mkdir(parents=True)
         settings = {
             "fsid": fsid,
-            "mon host": f"[v2:127.0.0.1:{self.mon_port}/0]",
+            "mon host": f"[v2:127.0.0.1:{mon_port}/0]",
             "ms bind msgr1": "false",
             "public network": "127.0.0.0/8",
             "cluster network": "127.0.0.0/8",
@@ -196,7 +222,6 @@ class _Cluster:
             "admin socket": home / "run/$name.asok",
             "mon data avail crit": 1,
             "mon data avail warn": 2,
-            "rgw frontends": f"beast endpoint=127.0.0.1:{self.port}",
             "rgw enable apis": "s3",
         }
         lines = [f"{name} = {value}" for name, value in settings.items()]
@@ -207,7 +232,7 @@ class _Cluster:
         self._key("client.rgw", *everything)
         self._key("osd.0", "mon", "allow profile osd", "osd", "allow *")
         monitor_map = str(home / "monmap")
-        _run(["monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[v2:127.0.0.1:{self.mon_port}]", monitor_map])
+        _run(["monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[v2:127.0.0.1:{mon_port}]", monitor_map])
         keyring = str(home / "keyring")
         self.run("ceph-mon", "--mkfs", "-i", "a", "--monmap", monitor_map, "--keyring", keyring)
 
@@ -241,15 +266,8 @@ def _running(command: list[str], log: Path, *, directory: Path | None = None) ->
 
 def _ready(endpoint: str, home: Path) -> S3Server:
     """Wait until a server answers, and make its bucket."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            httpx.get(endpoint, trust_env=False)
-            break
-        except httpx.TransportError as error:
-            assert time.monotonic() < deadline, f"{endpoint}: {error}"
-            time.sleep(0.1)
-    server = S3Server(endpoint, home / "cache")
+    _await(endpoint)
+    server = S3Server(endpoint, home)
     client = Client(
         BUCKET,
         endpoint=endpoint,
@@ -260,6 +278,17 @@ def _ready(endpoint: str, home: Path) -> S3Server:
     address = obstore.sign(client, "PUT", "", expires_in=timedelta(minutes=1))  # of no object: of the bucket itself
     httpx.put(address, trust_env=False).raise_for_status()
     return server
+
+
+def _await(endpoint: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            httpx.get(endpoint, trust_env=False)
+            return
+        except httpx.TransportError as error:
+            assert time.monotonic() < deadline, f"{endpoint}: {error}"
+            time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.verify import stray_files, verify_store
 from tests.support.processes import CONTEXT, kill, preload, process
 from tests.support.s3_proxy import Fault, s3_proxy
+from tests.support.s3_servers import free_port, gateway
 
 preload(__name__)
 
@@ -219,8 +220,8 @@ def test_on_a_bad_day_each_name_has_one_winner_who_knows_it(far, seed):
 
 
 def test_a_gateway_that_is_killed_and_comes_back_loses_nothing_that_it_acknowledged(s3_servers):
-    server = s3_servers.start("rgw")
-    store, stop, written = server.place().open(), threading.Event(), []
+    server, port = s3_servers.start("rgw"), free_port()
+    store, stop, written = server.place(endpoint=f"http://127.0.0.1:{port}").open(), threading.Event(), []
 
     def write() -> None:
         while not stop.is_set():
@@ -229,14 +230,15 @@ def test_a_gateway_that_is_killed_and_comes_back_loses_nothing_that_it_acknowled
             written.append(name)
 
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(write)
-        for _ in range(2):
-            seen = len(written)
-            server.restart()
-            while len(written) < seen + 5 and not writing.done():
-                time.sleep(0.05)
-        stop.set()
-        writing.result()
+        for life in range(3):
+            with gateway(server.home, port):
+                writing = pool.submit(write) if not life else writing
+                seen = len(written)
+                while len(written) < seen + 5 and not writing.done():
+                    time.sleep(0.05)
+                if life == 2:
+                    stop.set()
+                    writing.result()
     assert {entry.key for entry in store.entries("shards/")} == set(written)
     assert all(store.read(name) == name.encode() * 100_000 for name in written)
 

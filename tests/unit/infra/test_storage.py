@@ -138,7 +138,8 @@ def test_every_accepted_key_stays_inside_its_root(key):
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ("s3://bucket/runs", "s3:// is not available yet: expected a path or file://"),
+        ("gs://bucket/runs", "expected a path, file:// or s3://bucket/prefix"),
+        ("s3://", "expected s3://bucket/prefix"),
         ("simplecache::file:///tmp", "without '::' chains"),
         ("file://elsewhere/runs", "names no host"),
         ("", "expected a path"),

@@ -1,0 +1,36 @@
+"""Whole runs in buckets: the run on disk to the bit, whatever happens on the way."""
+
+import json
+
+import pytest
+
+from tests.support.in_process import InProcessJob
+from tests.support.jobs import manifests_of
+from tests.support.s3_proxy import s3_proxy
+
+pytestmark = [pytest.mark.s3, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    """Places change the environment of this process, which is as it was afterwards."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "RHEOSTAT_CACHE"):
+        monkeypatch.setenv(name, "")
+
+
+@pytest.mark.parametrize("kind", ["moto", "rgw"])
+def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefect_api, tmp_path):
+    server = s3_servers.start(kind)
+    with s3_proxy(server.endpoint) as (endpoint, weather):
+        place = server.place(endpoint=endpoint)
+        place.open()
+        job = InProcessJob(tmp_path, prefect_api, address=place.uri)
+        job.train()
+        assert place.manifests() == manifests_of(reference.run)
+        verified = job.command("verify")
+        assert verified.code == 0, verified.output
+        shown = json.loads(job.command("show", "--json").output)
+        assert shown["policy"].startswith(f"{place.uri}/tiny/policies/")
+        again = len(weather.seen)
+        job.train()
+        assert not [request for request in weather.seen[again:] if request.startswith("PUT") and "manifests" in request]
