@@ -1,6 +1,8 @@
 """Whole runs in buckets: the run on disk to the bit, whatever happens on the way."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,9 @@ from tests.support.s3_proxy import s3_proxy
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(1200)]
 
 
+SECRET = "a-secret-of-this-test"
+
+
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
     """Places change the environment of this process, which is as it was afterwards."""
@@ -18,12 +23,18 @@ def _environment(monkeypatch):
         monkeypatch.setenv(name, "")
 
 
+def files_below(*homes: Path) -> list[Path]:
+    return [path for home in homes for path in home.rglob("*") if path.is_file()]
+
+
 @pytest.mark.parametrize("kind", ["moto", "rgw"])
-def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefect_api, tmp_path):
+def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefect_api, together, tmp_path):
     server = s3_servers.start(kind)
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place(endpoint=endpoint)
-        place.open()
+        if kind == "moto":  # which takes any
+            place = replace(place, environment={**place.environment, "AWS_SECRET_ACCESS_KEY": SECRET})
+        store = place.open()
         job = InProcessJob(tmp_path, prefect_api, address=place.uri)
         job.train()
         assert place.manifests() == manifests_of(reference.run)
@@ -31,6 +42,8 @@ def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefe
         assert verified.code == 0, verified.output
         shown = json.loads(job.command("show", "--json").output)
         assert shown["policy"].startswith(f"{place.uri}/tiny/policies/")
+        assert all(SECRET.encode() not in store.read(entry.key) for entry in store.entries(""))
+        assert all(SECRET.encode() not in path.read_bytes() for path in files_below(tmp_path, together / "prefect"))
         again = len(weather.seen)
         job.train()
         assert not [request for request in weather.seen[again:] if request.startswith("PUT") and "manifests" in request]

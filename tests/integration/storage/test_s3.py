@@ -13,6 +13,7 @@ import pytest
 from blake3 import blake3
 
 import infra.store.s3
+from flows.cli.app import main
 from infra.errors import BadInput, Damaged, Fenced, StoreFailed
 from infra.store.bucket import Patience
 from infra.store.bundles import delete_bundle, fetch_bundle, publish_bundle
@@ -21,6 +22,7 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run, RunRecord
 from infra.store.shards import read_shard, write_shard
 from infra.store.verify import stray_files, verify_store
+from tests.support.jobs import TINY
 from tests.support.processes import CONTEXT, kill, preload, process
 from tests.support.s3_proxy import Fault, s3_proxy
 from tests.support.s3_servers import free_port, gateway
@@ -111,6 +113,28 @@ def test_a_server_without_conditional_puts_is_refused_before_anything_is_written
         with pytest.raises(BadInput, match="conditional puts"), store.hold("lock"):
             pass
         assert store.entries("") == []
+
+
+def test_a_store_that_no_run_can_be_in_is_one_line_and_nothing_is_written(s3_servers, tmp_path, monkeypatch, capsys):
+    (tmp_path / "tiny.toml").write_text(TINY)
+
+    def refused(uri: str) -> str:
+        assert main(["train", str(tmp_path / "tiny.toml"), "--store", uri]) == 2
+        return capsys.readouterr().err
+
+    server = s3_servers.start("moto")
+    with s3_proxy(server.endpoint) as (endpoint, weather):
+        place = server.place(endpoint=endpoint)
+        weather.deaf_to = ("if-none-match",)
+        store = place.open()
+        assert "expected a server that honours conditional puts, found that" in refused(place.uri)
+        assert store.entries("") == []
+        assert "expected a bucket that exists, found none" in refused("s3://no-such-bucket/runs")
+    assert "expected s3://bucket/prefix" in refused("s3://")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://169.254.169.254")
+    assert "expected credentials in AWS_ACCESS_KEY_ID" in refused("s3://no-such-bucket/runs")
 
 
 def test_a_file_beyond_one_request_goes_in_parts_and_reads_back(far, tmp_path, monkeypatch):
@@ -221,7 +245,8 @@ def test_on_a_bad_day_each_name_has_one_winner_who_knows_it(far, seed):
 
 def test_a_gateway_that_is_killed_and_comes_back_loses_nothing_that_it_acknowledged(s3_servers):
     server, port = s3_servers.start("rgw"), free_port()
-    store, stop, written = server.place(endpoint=f"http://127.0.0.1:{port}").open(), threading.Event(), []
+    place, stop, written = server.place(endpoint=f"http://127.0.0.1:{port}"), threading.Event(), []
+    store = place.open()
 
     def write() -> None:
         while not stop.is_set():
@@ -230,15 +255,16 @@ def test_a_gateway_that_is_killed_and_comes_back_loses_nothing_that_it_acknowled
             written.append(name)
 
     with ThreadPoolExecutor(1) as pool:
-        for life in range(3):
+        writing = pool.submit(write)
+        for is_last in (False, False, True):
             with gateway(server.home, port):
-                writing = pool.submit(write) if not life else writing
                 seen = len(written)
                 while len(written) < seen + 5 and not writing.done():
                     time.sleep(0.05)
-                if life == 2:
+                if is_last:
                     stop.set()
                     writing.result()
+    store = replace(place, environment={**place.environment, "AWS_ENDPOINT_URL": server.endpoint}).open()
     assert {entry.key for entry in store.entries("shards/")} == set(written)
     assert all(store.read(name) == name.encode() * 100_000 for name in written)
 
@@ -279,10 +305,9 @@ def test_a_stopped_driver_is_relieved_and_commits_nothing_when_it_wakes(server):
             run.commit(Manifest(key="epoch-2/last"))
 
 
-@pytest.mark.parametrize("ahead", [timedelta(hours=1), timedelta(hours=-1)])
-def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(far, ahead):
+def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(far, server):
     place, weather = far
-    weather.clock = ahead
+    weather.clock = timedelta(hours=1 if server.home.name == "rgw" else -1)
     near, far_end = CONTEXT.Pipe()
     with process(_drive, place, far_end) as first:
         assert near.recv() == 1

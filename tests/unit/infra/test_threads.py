@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 
 from infra.errors import BadInput, Damaged, WorkerFailed
+from infra.pools.host import Host, store_variables
 from infra.pools.launcher import SlotCount
 from infra.pools.threads import ThreadCluster
 from infra.pools.worker import PoolSpec
@@ -134,3 +135,19 @@ async def test_workers_find_their_environment_and_the_process_keeps_its_own(monk
 def test_threads_need_no_ray():
     program = "import sys, infra.pools.threads, tasks.run.session; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_worker_elsewhere_finds_stores_by_its_controllers_keys_alone_and_keeps_its_own_cache(monkeypatch):
+    def found_with(**variables: str) -> dict[str, str]:
+        for name in store_variables():
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return store_variables()
+
+    told = found_with(AWS_ACCESS_KEY_ID="ours", AWS_WEB_IDENTITY_TOKEN_FILE="/a/file", RHEOSTAT_CACHE="/here")
+    assert told == {"AWS_ACCESS_KEY_ID": "ours", "RHEOSTAT_CACHE": "/here"}
+    own = found_with(AWS_ACCESS_KEY_ID="theirs", AWS_SESSION_TOKEN="theirs", RHEOSTAT_CACHE="/there")
+    for variables, found in (({}, own), (told, told | {"RHEOSTAT_CACHE": "/there"})):
+        Host().construct(COUNTING, {}, variables)
+        assert store_variables() == found
