@@ -5,7 +5,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,8 +27,10 @@ class Fault:
     """What happens to requests whose `METHOD /path` has the pattern: to each, or to so many of them."""
 
     kind: str
+    """One of FAULTS or ERRORS; or `before` or `after` the server hears of it, where something else is done."""
     pattern: str = ""
     times: int = 10**9
+    does: Callable[[], object] = lambda: None
 
 
 @dataclass
@@ -49,15 +51,15 @@ class Weather:
     def __post_init__(self) -> None:
         self._turn, self._random = threading.Lock(), random.Random(self.seed)
 
-    def strike(self, request: str) -> str:
-        """Say what happens to a request; "" if nothing."""
+    def strike(self, request: str) -> Fault:
+        """Say what happens to a request."""
         with self._turn:
             self.seen.append(request)
             for fault in self.faults:
                 if fault.times and re.search(fault.pattern, request):
                     fault.times -= 1
-                    return fault.kind
-            return self._random.choice(FAULTS) if self._random.random() < self.share else ""
+                    return fault
+            return Fault(self._random.choice(FAULTS) if self._random.random() < self.share else "")
 
 
 @contextmanager
@@ -78,12 +80,17 @@ def s3_proxy(upstream: str) -> Iterator[tuple[str, Weather]]:
         def log_message(self, *_: object) -> None:
             """Say nothing."""
 
-        def _answer(self, fault: str, body: bytes) -> None:
+        def _answer(self, struck: Fault, body: bytes) -> None:
+            fault = struck.kind
+            if fault == "before":
+                struck.does()
             if fault in ERRORS:
                 return self._send((int(fault), [], b"<Error/>"))
             if fault == "slow":
                 time.sleep(STALL_SECONDS)
             answer = self._forward(body, sent=len(body) // 2 if fault == "cut request" else len(body))
+            if fault == "after":
+                struck.does()
             if fault == "duplicate":
                 answer = self._forward(body, sent=len(body))
             if fault == "500 after":

@@ -1,0 +1,90 @@
+"""Runs in a bucket whose drivers die, stop and wake, or whose server has bad days: the same bits, and named errors."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+from tests.support.jobs import Job, manifests_of, wait_for
+from tests.support.s3_proxy import Fault, s3_proxy
+
+pytestmark = [pytest.mark.s3, pytest.mark.timeout(1200)]
+
+THREADS = "pools.cluster=threads"
+MOMENTS = (
+    ("after", "/lease/000001"),
+    ("before", "/shards/"),
+    ("after", "/manifests/it-0001/rollout/"),
+    ("before", r"/policies/\w+/bundle.json"),
+    ("before", "/manifests/it-0002/seal"),
+)
+"""Writes of a run before or after which its driver is killed, each in a start of its own."""
+
+
+@pytest.fixture
+def far(s3_servers):
+    """Where a run's store is, behind a proxy with its weather, in the environment of this process for once."""
+    before = dict(os.environ)
+    server = s3_servers.start("moto")
+    with s3_proxy(server.endpoint) as (endpoint, weather):
+        place = server.place(endpoint=endpoint)
+        place.open()
+        os.environ["RHEOSTAT_LEASE_SECONDS"] = "8"
+        yield place, weather
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def job(far, prefect_api, tmp_path):
+    return Job(tmp_path / "first", prefect_api, address=far[0].uri)
+
+
+def test_a_driver_that_is_killed_at_any_write_and_a_server_that_goes_away_lose_nothing(far, job, reference):
+    place, weather = far
+    for when, write in MOMENTS:
+        with job.started(THREADS) as process:
+            weather.faults = [moment := Fault(when, f"^PUT .*{write}", times=1, does=process.kill)]
+            assert process.wait(300) == -signal.SIGKILL, job.ended(process).output
+            assert not moment.times
+    weather.faults = [
+        Fault("before", "^PUT .*/manifests/it-0003/rollout", times=1, does=lambda: weather.faults.append(Fault("503")))
+    ]
+    os.environ["RHEOSTAT_S3_SECONDS"] = "4"
+    ended = job.train(THREADS)
+    assert ended.code == 1 and f"store {place.uri}/tiny: cannot" in ended.output and "503" in ended.output
+    weather.faults = []
+    ended = job.train(THREADS)
+    assert ended.code == 0, ended.output
+    assert place.manifests() == manifests_of(reference.run)
+    assert job.command("verify").code == 0
+
+
+def test_a_driver_that_stopped_wakes_to_a_run_that_another_has_finished(far, job, reference):
+    place, weather = far
+    second = replace(job, home=job.home.parent / "second")
+    with job.started(THREADS) as process:
+        stopped = []
+
+        def stop() -> None:
+            process.send_signal(signal.SIGSTOP)
+            stopped.append(process.pid)
+
+        weather.faults = [Fault("before", "^PUT .*/manifests/it-0002/rollout", times=1, does=stop)]
+        assert wait_for(lambda: stopped or process.poll() is not None) and stopped
+        ended = second.train(THREADS)
+        assert ended.code == 0, ended.output
+        process.send_signal(signal.SIGCONT)
+        woken = job.ended(process)
+    assert woken.code == 1 and ("has lost its lease" in woken.output or "has taken the run" in woken.output)
+    assert place.manifests() == manifests_of(reference.run)
+
+
+def test_on_a_bad_day_a_run_is_the_run_of_a_good_one(far, job, reference):
+    place, weather = far
+    weather.share, weather.seed = 0.05, 1
+    ended = job.train(THREADS)
+    assert ended.code == 0, ended.output
+    weather.share = 0
+    assert place.manifests() == manifests_of(reference.run)
