@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
+import boto3
 import pyarrow as pa
 import pytest
 from blake3 import blake3
@@ -185,6 +186,15 @@ def test_credentials_and_endpoint_come_from_the_profile_that_the_environment_nam
         f"aws_secret_access_key = {given['AWS_SECRET_ACCESS_KEY']}\n"
     )
     assert bare.open().put("name", b"") and bare.open().exists("name")
+
+
+def test_objects_are_encrypted_as_the_environment_asks(s3_servers, monkeypatch):
+    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "AES256")
+    place = s3_servers.start("moto").place()
+    place.open().put("name", b"")
+    bucket, _, prefix = place.uri.removeprefix("s3://").partition("/")
+    client = boto3.client("s3", endpoint_url=place.environment["AWS_ENDPOINT_URL"], region_name="us-east-1")
+    assert client.head_object(Bucket=bucket, Key=f"{prefix}/name")["ServerSideEncryption"] == "AES256"
 
 
 def test_shards_bundles_and_manifests_stand_on_it_and_verify(server, tmp_path):
