@@ -187,7 +187,7 @@ async def test_a_worker_without_progress_is_killed_and_its_work_done_elsewhere(c
 
 async def test_a_stall_that_repeats_is_named_so(cluster):
     pool = await cluster.pool(spec(stall_seconds=0.5, max_restarts=0))
-    with pytest.raises(WorkerStalled, match=r"no progress for 0\.5 s"):
+    with pytest.raises(WorkerStalled, match=r"no (sign of )?progress for 0\.5 s"):
         await pool.run("pid", 60, returns=int)
     await pool.close()
 
