@@ -46,7 +46,7 @@ async def hold(
         begun = find_run(config, accept_change=accept_change)
         dependencies = dependencies_of(config, begun)
         run = create_run(config.store, config.name, config.identity())
-        with run.hold():
+        with run.hold(alone=config.controllers.where == "nested"):
             await asyncio.to_thread(recover, run)
             record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accept_change)
             over = last in linked_parts(run)

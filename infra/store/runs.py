@@ -28,6 +28,9 @@ _LEASE = re.compile(r"(\d{6,})\.json")
 KNOWN_MANIFESTS = 4096
 """Manifests that a process remembers of a run, some 10 kB each: those of a few iterations; others are read again."""
 
+KNOWN_FOLDERS = 64
+"""Folders of manifests of which a process remembers what is in them."""
+
 
 class RunRecord(Settings):
     """run.json: what a run is, written once when it is made."""
@@ -55,6 +58,10 @@ class Run:
         self._lease: Lease | None = None
         self._known: OrderedDict[str, Manifest] = OrderedDict()
         """Those that were last asked for: manifests never change, and need not be read and verified each time."""
+        self._alone = False
+        """Whether nobody else commits under this epoch."""
+        self._folders: OrderedDict[str, set[str]] = OrderedDict()
+        """Keys of those folders that were last looked into, where nobody else adds any."""
         self._expected: dict[str, Manifest] = {}
         """Those that this process will commit, in order."""
         self._kept: dict[str, str] = {}
@@ -78,16 +85,20 @@ class Run:
                 raise RunHeld(f"run {self.name!r} in {self.store.uri} is held by {_holder(self.store)}")
 
     @contextmanager
-    def hold(self) -> Iterator["Run"]:
-        """Take the run for this process and the next epoch; RunHeld if another live process has it."""
+    def hold(self, *, alone: bool = False) -> Iterator["Run"]:
+        """Take the run for this process and the next epoch; RunHeld if another live process has it.
+
+        Who commits `alone`, with no process that joins, need not look for every manifest that is not there yet.
+        """
         with self.store.hold(_LOCK) as lease:
             if lease is None:
                 raise RunHeld(f"run {self.name!r} in {self.store.uri} is held by {_holder(self.store)}")
-            self._lease, self.epoch = lease, self._next_epoch()
+            self._lease, self.epoch, self._alone = lease, self._next_epoch(), alone
             try:
                 yield self
             finally:
-                self._lease, self.epoch = None, 0
+                self._lease, self.epoch, self._alone = None, 0, False
+                self._folders.clear()
 
     def join(self, epoch: int) -> "Run":
         """Return the run for a process beside the holder: it commits under the holder's epoch until that is over."""
@@ -104,12 +115,28 @@ class Run:
         known = self._known.pop(key, None)
         if known is not None:
             return self._remember(known)
-        path = f"{_MANIFESTS}{key}.json"
-        return self.load(key) if self.store.exists(path) else None
+        if self._is_absent(key):
+            return None
+        content = self.store.find(f"{_MANIFESTS}{key}.json")
+        return None if content is None else self._checked(key, content)
 
     def has(self, key: str) -> bool:
         """Whether a manifest of that key is committed, or expected in this process; it is not read."""
-        return key in self._expected or key in self._known or self.store.exists(f"{_MANIFESTS}{key}.json")
+        if key in self._expected or key in self._known:
+            return True
+        return not self._is_absent(key) and self.store.exists(f"{_MANIFESTS}{key}.json")
+
+    def _is_absent(self, key: str) -> bool:
+        """Whether nobody can have committed it, as is known of those that lie deep: a batch has one for every shard."""
+        folder = key.rpartition("/")[0]
+        if not self._alone or "/" not in folder:
+            return False
+        if folder not in self._folders:
+            paths = records(self.store, f"{_MANIFESTS}{folder}/")
+            self._folders[folder] = {path.removeprefix(_MANIFESTS).removesuffix(".json") for path in paths}
+            while len(self._folders) > KNOWN_FOLDERS:
+                self._folders.popitem(last=False)
+        return key not in self._folders[folder]
 
     def require(self, key: str) -> Manifest:
         """The manifest under `key`, which must be there. Raises Damaged if it is gone."""
@@ -175,9 +202,12 @@ class Run:
         self._check_lease()
         assert not self.expects(manifest.parents), f"{manifest.key}: expected a commit after those of its parents"
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
-        winner = self._committed(manifest.key)
+        absent = self._absent_part(manifest, promised)
+        winner = self._known.get(manifest.key) if absent is None else self._committed(manifest.key)
         if winner is None:
-            self._check_parts(manifest, promised)
+            if absent is not None:
+                where = f"manifest {manifest.key!r} of run {self.name!r}"
+                raise Damaged(f"{where}: its part {absent!r} is not in the store")
             provenance = manifest.provenance.model_copy(update={"epoch": self.epoch})
             manifest = manifest.model_copy(update={"provenance": provenance})
             if self.store.put(f"{_MANIFESTS}{manifest.key}.json", manifest.encode()):
@@ -213,7 +243,8 @@ class Run:
     def noted(self, key: str) -> dict[str, JsonValue] | None:
         """Return the journal's entry of that key, if there is one."""
         path = f"{_JOURNAL}{key}.json"
-        return self._noted(path) if self.store.exists(path) else None
+        content = self.store.find(path)
+        return None if content is None else unseal(content, where=f"run {self.name!r}: {path}")
 
     def journal(self, prefix: str = "") -> dict[str, dict[str, JsonValue]]:
         """Return the journal's entries whose key starts with the prefix, sorted by key."""
@@ -225,7 +256,10 @@ class Run:
 
     def load(self, key: str) -> Manifest:
         """Read a manifest's file and check it. Raises Damaged where it is another run's, or not what was written."""
-        manifest = decode_manifest(self.store.read(f"{_MANIFESTS}{key}.json"), key=key)
+        return self._checked(key, self.store.read(f"{_MANIFESTS}{key}.json"))
+
+    def _checked(self, key: str, content: bytes) -> Manifest:
+        manifest = decode_manifest(content, key=key)
         if manifest.run not in ("", self.record.fingerprint):
             raise Damaged(
                 f"manifest {key!r} of run {self.name!r}: it was made under the configuration {manifest.run}, "
@@ -236,12 +270,14 @@ class Run:
     def _remember(self, manifest: Manifest) -> Manifest:
         """Forget others in its favour, those first that were asked for longest ago."""
         self._known[manifest.key] = manifest
+        if (folder := self._folders.get(manifest.key.rpartition("/")[0])) is not None:
+            folder.add(manifest.key)
         while len(self._known) > KNOWN_MANIFESTS:
             self._known.popitem(last=False)
         return manifest
 
     def _newest_epoch(self) -> int:
-        names = self.store.children(_LEASES.rstrip("/"))  # asked at each commit, so none is looked at
+        names = self.store.children(_LEASES.rstrip("/"))
         return max((int(lease[1]) for name in names if (lease := _LEASE.fullmatch(name))), default=0)
 
     def _next_epoch(self) -> int:
@@ -249,7 +285,7 @@ class Run:
             epoch = self._newest_epoch() + 1
             here = provenance_here()
             lease = seal({"epoch": epoch, "host": here.host, "created": here.created})
-            if self.store.put(f"{_LEASES}{epoch:06d}.json", lease):
+            if self.store.put(_lease_key(epoch), lease):
                 return epoch
 
     def _check_lease(self) -> None:
@@ -257,16 +293,18 @@ class Run:
             raise BadInput(f"run {self.name!r} is open for reading: hold() or join() it before commits")
         if self._lease is not None:
             self._lease.check()
-        newest = self._newest_epoch()
-        if newest != self.epoch:
+        if self.store.exists(_lease_key(self.epoch + 1)) or not self.store.exists(_lease_key(self.epoch)):
+            newest = self._newest_epoch()
             raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, epoch {newest} has taken the run")
 
-    def _check_parts(self, manifest: Manifest, promised: Collection[str]) -> None:
+    def _absent_part(self, manifest: Manifest, promised: Collection[str]) -> str | None:
         parts = [shard.key for shard in manifest.shards]
         parts += [f"{bundle.key}/bundle.json" for name, bundle in manifest.bundles.items() if name not in promised]
-        for key in parts:
-            if not self.store.exists(key):
-                raise Damaged(f"manifest {manifest.key!r} of run {self.name!r}: its part {key!r} is not in the store")
+        return next((key for key in parts if not self.store.exists(key)), None)
+
+
+def _lease_key(epoch: int) -> str:
+    return f"{_LEASES}{epoch:06d}.json"
 
 
 def records(store: Objects, prefix: str) -> list[str]:

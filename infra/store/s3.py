@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
 from blake3 import blake3
 
 from infra.config import whole_number
@@ -52,12 +51,16 @@ class S3Store:
     def sync(self, key: str) -> None:
         check_key(key)  # what a server has acknowledged is safe
 
-    def read(self, key: str) -> bytes:
+    def find(self, key: str) -> bytes | None:
         check_key(key)
         found = self.bucket.read(key)
+        return None if found is None else found[0]
+
+    def read(self, key: str) -> bytes:
+        found = self.find(key)
         if found is None:
             raise self._missing(key)
-        return found[0]
+        return found
 
     def entries(self, prefix: str) -> list[Entry]:
         if prefix:
@@ -109,12 +112,6 @@ class S3Store:
             with self._disk_failures():
                 self.cache.enter(scratch / "object", path, fetched.modified)
         return path
-
-    def buffer(self, key: str) -> pa.Buffer:
-        path = self.local(key)
-        with self._disk_failures():
-            # An empty file cannot be mapped.
-            return pa.memory_map(str(path)).read_buffer() if path.stat().st_size else pa.py_buffer(b"")
 
     def hold(self, key: str) -> AbstractContextManager[BucketLease | None]:
         check_key(key)

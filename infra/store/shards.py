@@ -54,32 +54,36 @@ def write_shard(store: Store, table: pa.Table, *, kind: str, metadata: Mapping[s
 
 def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
     """Open a shard, mapped into memory where the store is local; its digest is verified at the first read."""
-    if (store.uri, ref.key) not in _verified:
-        verify_shard(store, ref)
+    if (store.uri, ref.key) in _verified:
+        table = _decode(store, ref, _sized(store, ref))
+    else:
+        table = verify_shard(store, ref)
         if len(_verified) >= MOST_VERIFIED:
             _verified.clear()
         _verified.add((store.uri, ref.key))
-    table = _decode(store, ref)
     return table if columns is None else table.select(list(columns))
 
 
 def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
     """Return what a shard says of itself; for that its digest is not verified, nor its rows read."""
-    return {key.decode(): value.decode() for key, value in (_decode(store, ref).schema.metadata or {}).items()}
+    return {
+        key.decode(): value.decode()
+        for key, value in (_decode(store, ref, _sized(store, ref)).schema.metadata or {}).items()
+    }
 
 
-def verify_shard(store: Store, ref: ShardRef) -> None:
-    """Raise Damaged unless the stored bytes are the ones that the reference names."""
-    where = f"shard {ref.key!r} in {store.uri}"
-    _sized(store, ref)
-    found = _digest(store.local(ref.key))
+def verify_shard(store: Store, ref: ShardRef) -> pa.Table:
+    """Return the table of a shard. Raises Damaged unless the stored bytes are the ones that the reference names."""
+    where, path = f"shard {ref.key!r} in {store.uri}", _sized(store, ref)
+    found = _digest(path)
     if found != ref.digest:
         raise Damaged(f"{where}: expected digest {ref.digest}, found {found}")
-    table = _decode(store, ref)
+    table = _decode(store, ref, path)
     own = table.schema.metadata or {}
     check_version(own.get(b"rheostat.schema_version", b"none").decode(), where=where)
     if table.num_rows != ref.rows:
         raise Damaged(f"{where}: expected {ref.rows} rows, found {table.num_rows}")
+    return table
 
 
 def quarantine(store: Store, ref: ShardRef) -> bool:
@@ -112,16 +116,16 @@ def _digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def _sized(store: Store, ref: ShardRef) -> pa.Buffer:
-    data = store.buffer(ref.key)
-    if data.size != ref.bytes:
-        raise Damaged(f"shard {ref.key!r} in {store.uri}: expected {ref.bytes} bytes, found {data.size}")
-    return data
+def _sized(store: Store, ref: ShardRef) -> Path:
+    path = store.local(ref.key)  # which a store elsewhere is asked for, once
+    if (size := path.stat().st_size) != ref.bytes:
+        raise Damaged(f"shard {ref.key!r} in {store.uri}: expected {ref.bytes} bytes, found {size}")
+    return path
 
 
-def _decode(store: Store, ref: ShardRef) -> pa.Table:
+def _decode(store: Store, ref: ShardRef, path: Path) -> pa.Table:
     try:
-        return pa.ipc.open_file(_sized(store, ref)).read_all()
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except pa.ArrowInvalid as error:
         raise Damaged(f"shard {ref.key!r} in {store.uri}: its digest is right but it is no Arrow file") from error
 

@@ -12,8 +12,6 @@ from typing import Protocol
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-import pyarrow as pa
-
 from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.disk import (
     TEMPORARY,
@@ -59,6 +57,10 @@ class Objects(Protocol):
         """Have an object survive a power cut."""
         ...
 
+    def find(self, key: str) -> bytes | None:
+        """Return the object, if there is one."""
+        ...
+
     def read(self, key: str) -> bytes:
         """Return the object, or raise Damaged if there is none."""
         ...
@@ -97,10 +99,6 @@ class LocalFiles(Protocol):
 
     def local(self, key: str) -> Path:
         """Return a local file with the object's bytes; objects that share a folder share one here too."""
-        ...
-
-    def buffer(self, key: str) -> pa.Buffer:
-        """Return the object mapped into memory, or raise Damaged if there is none."""
         ...
 
     def scratch(self) -> AbstractContextManager[Path]:
@@ -211,15 +209,12 @@ class LocalStore:
             sync(path)
             sync(path.parent)
 
+    def find(self, key: str) -> bytes | None:
+        return self.read(key) if self.exists(key) else None
+
     def read(self, key: str) -> bytes:
         with self._failures(f"cannot read {key!r}"):
             return self.local(key).read_bytes()
-
-    def buffer(self, key: str) -> pa.Buffer:
-        path = self.local(key)
-        with self._failures(f"cannot read {key!r}"):
-            # An empty file cannot be mapped.
-            return pa.memory_map(str(path)).read_buffer() if path.stat().st_size else pa.py_buffer(b"")
 
     def local(self, key: str) -> Path:
         path = self._path(key)

@@ -36,8 +36,11 @@ R = TypeVar("R")
 TRANSIENT = (WorkerLost, OSError)
 """Errors after which trying again can help: a lost worker, or the outside world."""
 
-LOOK_SECONDS = (0.02, 0.25)
-"""Pauses between looks for what another process is to commit: they grow from the first to the last."""
+LOOK_SECONDS = {"nested": (1, 30), "deployment": (0.02, 0.25)}
+"""Pauses between looks for what another process is to commit, by where controllers are: they grow from the first to the
+last. What this process commits wakes who waits for it."""
+LOOKS_LATE = 40
+"""Who has waited for long looks that often in as much time again."""
 
 _BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
 
@@ -122,7 +125,7 @@ async def once(
         await session.settled()
     if not early:
         return _commit(session, manifest, promised=STATES)
-    expected = session.run.expect(manifest)
+    expected = _expect(session, manifest)
     session.settle(_settle(session, role, expected))
     return expected
 
@@ -155,6 +158,12 @@ def _commit(session: Session, manifest: Manifest, *, promised: Collection[str] =
     return committed
 
 
+def _expect(session: Session, manifest: Manifest) -> Manifest:
+    expected = session.run.expect(manifest)
+    session.commits.announce(manifest.key)
+    return expected
+
+
 def record(
     session: Session,
     key: str,
@@ -176,7 +185,7 @@ def record(
         detail=dict(detail or {}),
         provenance=provenance_here(worker=f"controller pid {os.getpid()}", seconds=seconds),
     )
-    return session.run.expect(manifest) if session.run.expects(manifest.parents) else _commit(session, manifest)
+    return _expect(session, manifest) if session.run.expects(manifest.parents) else _commit(session, manifest)
 
 
 def finish(session: Session, part: str) -> None:
@@ -211,13 +220,15 @@ async def committed(session: Session, key: str) -> Manifest:
 
     Raises WorkerStalled when so long as is configured nothing at all was committed that this process could see.
     """
-    silence, began, pause = session.settings.controllers.silence_seconds, time.monotonic(), LOOK_SECONDS[0]
+    silence, began = session.settings.controllers.silence_seconds, time.monotonic()
+    pause, longest = LOOK_SECONDS[session.settings.controllers.where]
     while (manifest := session.run.find(key)) is None:
-        left = max(began, session.commits.newest) + silence - time.monotonic()
+        now = time.monotonic()
+        left = max(began, session.commits.newest) + silence - now
         if left <= 0:
             raise WorkerStalled(f"{key}: expected a commit within {silence:g} s, none came")
         await session.commits.wait(key, seconds=min(pause, left))
-        pause = min(2 * pause, LOOK_SECONDS[1])
+        pause = min(2 * pause, max(longest, (now - began) / LOOKS_LATE))
     session.commits.announce(key)  # of another process it is news, which shows that the others are alive
     return manifest
 

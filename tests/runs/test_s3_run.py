@@ -13,6 +13,8 @@ from tests.support.s3_proxy import s3_proxy
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(1200)]
 
 
+LEAST_REQUESTS, SHARD_REQUESTS = 110, 18
+"""Of an iteration, and of each of its shards from the prompts to the update: what docs/s3.md tells."""
 SECRET = "a-secret-of-this-test"
 
 
@@ -38,6 +40,9 @@ def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefe
         job = InProcessJob(tmp_path, prefect_api, address=place.uri)
         job.train()
         assert place.manifests() == manifests_of(reference.run)
+        asked = weather.between("^PUT .*/manifests/it-0001/seal", "^PUT .*/manifests/it-0002/seal")
+        lists = [request for request in asked if "list-type" in request]
+        assert len(asked) <= LEAST_REQUESTS + SHARD_REQUESTS * 3 and len(lists) <= 12, asked
         verified = job.command("verify")
         assert verified.code == 0, verified.output
         shown = json.loads(job.command("show", "--json").output)

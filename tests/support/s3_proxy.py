@@ -51,6 +51,11 @@ class Weather:
     def __post_init__(self) -> None:
         self._turn, self._random = threading.Lock(), random.Random(self.seed)
 
+    def between(self, first: str, last: str) -> list[str]:
+        """Requests from after the first one of a pattern to the first of another."""
+        begin, end = (next(i for i, each in enumerate(self.seen) if re.search(key, each)) for key in (first, last))
+        return self.seen[begin + 1 : end + 1]
+
     def strike(self, request: str) -> Fault:
         """Say what happens to a request."""
         with self._turn:

@@ -13,8 +13,9 @@ import infra.store.runs
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
 from infra.store.checksums import seal, unseal
 from infra.store.manifests import Manifest, Provenance
-from infra.store.runs import create_run, list_runs, open_run
+from infra.store.runs import Run, create_run, list_runs, open_run
 from infra.store.shards import ShardRef, write_shard
+from infra.store.storage import LocalStore
 from tests.support.processes import CONTEXT, kill, preload, process
 
 preload(__name__)
@@ -170,6 +171,35 @@ def test_of_one_attempt_run_by_eight_processes_at_once_there_is_one_manifest(tmp
                 kill(racer)
     (manifest,) = open_run(str(tmp_path), "first").manifests()
     assert winners == {manifest.provenance.worker}
+
+
+class Asked(LocalStore):
+    """A store that tells what it was asked for."""
+
+    def find(self, key: str) -> bytes | None:
+        ASKED.append(key)
+        return super().find(key)
+
+
+ASKED: list[str] = []
+
+
+def test_who_commits_alone_looks_for_no_shard_that_is_not_there(tmp_path):
+    run = create_run(str(tmp_path), "first", {})
+    with run.hold():
+        run.commit(Manifest(key="it-0001/rollout/0000"))
+    again = Run(Asked(tmp_path / "first"), run.record)
+    keys = [f"it-0001/rollout/{number:04d}" for number in range(3)]
+    with again.hold(alone=True):
+        ASKED.clear()
+        assert [again.find(key) is None for key in keys] == [again.has(key) is False for key in keys]
+        assert again.has(keys[0]) and not again.has(keys[1])
+        made = again.commit(Manifest(key=keys[1]))
+        assert again.find(keys[1]) == made and again.has(keys[1])
+        assert [f"manifests/{keys[0]}.json"] == ASKED
+        other = open_run(str(tmp_path), "first").join(again.epoch)  # whom nobody expected
+        assert again.commit(Manifest(key=keys[2])).digest == other.commit(Manifest(key=keys[2])).digest
+    assert again.find("it-0001/plan") is None and len(ASKED) == 2
 
 
 def test_a_run_open_for_reading_cannot_commit(tmp_path):

@@ -51,8 +51,8 @@ def test_an_object_reads_back_as_it_was_put_from_bytes_or_a_file(place, tmp_path
     assert store.put("a/bytes", b"\0payload") and store.put("a/file", source) and store.put("a/empty", b"")
     assert store.read("a/bytes") == b"\0payload"
     assert store.read("a/file") == source.read_bytes() == store.local("a/file").read_bytes()
-    assert store.buffer("a/file").to_pybytes() == source.read_bytes()
-    assert store.buffer("a/empty").to_pybytes() == store.read("a/empty") == b""
+    assert store.find("a/file") == source.read_bytes() and store.find("a/none") is None
+    assert store.local("a/empty").read_bytes() == store.read("a/empty") == b""
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -75,7 +75,7 @@ def test_a_name_that_is_taken_keeps_its_first_object(place):
 
 def test_a_missing_object_is_damage_that_names_it(place):
     store = place.open()
-    for read in (store.read, store.buffer, store.local):
+    for read in (store.read, store.local, store.locate):
         with pytest.raises(Damaged, match=r"shards/none\.arrow"):
             read("shards/none.arrow")
     assert not store.exists("shards/none.arrow")

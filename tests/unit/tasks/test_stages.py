@@ -72,7 +72,7 @@ async def test_who_stops_waiting_for_works_ends_them():
 
 
 async def test_a_commit_of_this_process_wakes_who_waits_for_it(session, monkeypatch):
-    monkeypatch.setattr("tasks.run.stages.LOOK_SECONDS", (1000.0, 1000.0))  # nobody looks again by itself
+    monkeypatch.setattr("tasks.run.stages.LOOK_SECONDS", {"nested": (1000, 1000)})  # nobody looks again by itself
     session.commits.newest += 1000
     waiting = [asyncio.ensure_future(committed(session, "it-0001/plan")) for _ in range(2)]
     await asyncio.sleep(0.05)
