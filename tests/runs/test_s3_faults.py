@@ -13,7 +13,6 @@ pytestmark = [pytest.mark.s3, pytest.mark.timeout(1200)]
 
 THREADS = "pools.cluster=threads"
 MOMENTS = (
-    ("after", "/lease/000001"),
     ("before", "/shards/"),
     ("after", "/manifests/it-0001/rollout/"),
     ("before", r"/policies/\w+/bundle.json"),

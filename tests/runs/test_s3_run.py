@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from infra.processes.guard import CLUSTER
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import manifests_of
-from tests.support.s3_proxy import s3_proxy
+from tests.support.jobs import Job, family_of, manifests_of
+from tests.support.s3_proxy import Fault, s3_proxy
+from tests.support.s3_servers import SECRET_KEY
 
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(1200)]
 
@@ -52,3 +54,25 @@ def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefe
         again = len(weather.seen)
         job.train()
         assert not [request for request in weather.seen[again:] if request.startswith("PUT") and "manifests" in request]
+
+
+def test_processes_of_ray_make_the_same_run_and_write_no_key_anywhere(s3_servers, reference, prefect_api, tmp_path):
+    server, told = s3_servers.start("rgw"), []
+    with s3_proxy(server.endpoint) as (endpoint, weather):
+        place = server.place(endpoint=endpoint)
+        place.open()
+        job = Job(tmp_path, prefect_api, address=place.uri)
+        with job.started() as process:
+
+            def look() -> None:
+                family = family_of(process.pid)
+                clusters = {member.environ().get(CLUSTER) for member in family} - {None}
+                told.extend(" ".join(member.cmdline()).encode() for member in family)
+                told.extend(path.read_bytes() for path in files_below(*map(Path, clusters)))
+
+            weather.faults = [Fault("before", "^PUT .*/manifests/it-0002/update", times=1, does=look)]
+            ended = job.ended(process)
+        assert ended.code == 0, ended.output
+        assert place.manifests() == manifests_of(reference.run)
+    told.extend(path.read_bytes() for path in files_below(tmp_path))
+    assert len(told) > 20 and not [text for text in told if SECRET_KEY.encode() in text]
