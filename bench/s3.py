@@ -1,4 +1,7 @@
-"""The store in S3 beside plain boto3: a shard of 64 MB put, its manifest committed, the shard got back."""
+"""The store in S3 beside plain boto3: a shard of 64 MB put, its manifest committed, the shard got back.
+
+And what an iteration of many shards asks a server for, counted in a whole run, with the price of it.
+"""
 
 import os
 import resource
@@ -6,6 +9,7 @@ import secrets
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,10 +20,18 @@ from botocore.config import Config
 
 from bench.tables import Table
 from infra.errors import BadInput
+from tests.support.in_process import InProcessJob
+from tests.support.jobs import prefect_server
+from tests.support.s3_proxy import s3_proxy
 from tests.support.s3_servers import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, missing_ceph, moto, rgw
 
 ROUNDS = 9
 SHARD, MANIFEST = 64_000_000, 2_000
+
+SHARDS = 256
+"""Of the iteration whose requests are counted."""
+PRICES = {"PUT": 5.0, "POST": 5.0, "LIST": 5.0, "GET": 0.4, "HEAD": 0.4, "DELETE": 0.0}
+"""US dollars for a million requests of S3 Standard in us-east-1 (aws.amazon.com/s3/pricing)."""
 
 Do = Callable[[str, bytes, bytes], None]
 
@@ -33,7 +45,38 @@ def measure() -> list[Table]:
         homes = {name: Path(directory, name.partition(" ")[0]) for name in servers}
         for home in homes.values():
             home.mkdir()
-        return [_table(name, stack.enter_context(serve(homes[name]))) for name, serve in servers.items()]
+        running = {name: stack.enter_context(serve(homes[name])) for name, serve in servers.items()}
+        return [_requests(running["moto"], Path(directory)), *(_table(name, each) for name, each in running.items())]
+
+
+def _requests(server: S3Server, home: Path) -> Table:
+    """Count what the second of two iterations asks for."""
+    overrides = {
+        "iterations": 2,
+        "data.train_problems": 4 * SHARDS,
+        "rollout.prompts": SHARDS,
+        "rollout.shard_prompts": 1,
+        "rollout.group_size": 2,
+        "rollout.sampling.max_new_tokens": 4,
+        "evaluation.problems": 1,
+    }
+    (home / "prefect").mkdir()
+    with s3_proxy(server.endpoint) as (endpoint, weather), prefect_server(home / "prefect") as api:
+        place = server.place(endpoint=endpoint)
+        place.open()
+        InProcessJob(home / "job", api, address=place.uri).train(
+            *(f"{key}={value}" for key, value in overrides.items())
+        )
+    asked = weather.between("^PUT .*/manifests/it-0001/seal", "^PUT .*/manifests/it-0002/seal")
+    counts = Counter("LIST" if "list-type" in request else request.partition(" ")[0] for request in asked)
+    priced = {kind: (count, count * PRICES[kind] / 1000) for kind, count in counts.most_common()}
+    total = sum(counts.values()), sum(price for _, price in priced.values())
+    return Table(
+        title=f"S3: requests of an iteration of {SHARDS} shards, rollout to update",
+        columns=("", "requests", "for each shard", "US$ for 1,000 iterations"),
+        rows=tuple((kind, count, count / SHARDS, price) for kind, (count, price) in (*priced.items(), ("all", total))),
+        notes=("of the driver and its workers, on one machine whose cache has room; leases are renewed besides",),
+    )
 
 
 def _table(name: str, server: S3Server) -> Table:

@@ -1,9 +1,20 @@
-"""The base of every configuration model, bounds that many fields share, and the configuration of the worker pools."""
+"""The base of every configuration model, what tells two configurations apart, and that of the worker pools."""
 
+import hashlib
+import json
 import os
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    JsonValue,
+    model_serializer,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -109,3 +120,24 @@ def whole_number(variable: str, default: float) -> float:
     if not text.isdecimal():
         raise BadInput(f"{variable}={text!r}: expected a whole number")
     return int(text)
+
+
+def fingerprint_of(config: Mapping[str, JsonValue]) -> str:
+    """Digest of a configuration, 16 hex digits."""
+    return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def difference(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, shown: int = 5) -> str:
+    """Name the settings that differ, with both values."""
+    before, after = dict(_dotted(old)), dict(_dotted(new))
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    parts = [f"{key} was {before.get(key, 'absent')}, is {after.get(key, 'absent')}" for key in keys[:shown]]
+    return "; ".join(parts) + (f"; and {len(keys) - shown} more" if len(keys) > shown else "")
+
+
+def _dotted(value: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _dotted(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(item, sort_keys=True)

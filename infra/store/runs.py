@@ -1,6 +1,5 @@
 """Runs: one directory of the store each, with one controller at a time and manifests that never change."""
 
-import hashlib
 import json
 import platform
 import re
@@ -13,7 +12,7 @@ from itertools import count
 
 from pydantic import JsonValue, ValidationError
 
-from infra.config import Settings
+from infra.config import Settings, difference, fingerprint_of
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
 from infra.store.checksums import seal, unseal
 from infra.store.manifests import Manifest, decode_manifest, provenance_here
@@ -353,11 +352,6 @@ def open_run(store_uri: str, name: str) -> Run:
     return Run(store, record)
 
 
-def fingerprint_of(config: Mapping[str, JsonValue]) -> str:
-    """Digest of a configuration, 16 hex digits."""
-    return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
 def list_runs(store_uri: str) -> list[str]:
     """Return the names of the runs in a store."""
     store = open_store(store_uri)
@@ -387,22 +381,6 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             versions[package] = "none"
     return versions
-
-
-def difference(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, shown: int = 5) -> str:
-    """Name the settings that differ, with both values."""
-    before, after = dict(_dotted(old)), dict(_dotted(new))
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    parts = [f"{key} was {before.get(key, 'absent')}, is {after.get(key, 'absent')}" for key in keys[:shown]]
-    return "; ".join(parts) + (f"; and {len(keys) - shown} more" if len(keys) > shown else "")
-
-
-def _dotted(value: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            yield from _dotted(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(item, sort_keys=True)
 
 
 def _some(names: list[str]) -> str:

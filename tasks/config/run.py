@@ -10,9 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from infra.config import PoolsConfig, Settings
+from infra.config import PoolsConfig, Settings, fingerprint_of
 from infra.errors import BadInput
-from infra.store.runs import fingerprint_of
 from infra.validation_errors import explain, nearest
 from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.data import ArithmeticData, DataConfig, PreferencesConfig

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from infra.config import Settings
+from infra.config import Settings, difference
 from infra.errors import RunChanged
 from infra.store.manifests import Manifest
-from infra.store.runs import Run, difference
+from infra.store.runs import Run
 from models.config.algorithms import AlgorithmConfig
 from models.config.rewards import ScoringConfig
 from models.config.teachers import TeacherConfig
