@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from prefect import flow
+from prefect.client.schemas.objects import State
 
 from flows.controllers import controller_name
 from flows.session import control
@@ -13,18 +14,16 @@ from tasks.scoring import judge_shards, score_shards
 
 
 @flow(name="scoring", flow_run_name=controller_name, persist_result=True, result_serializer="json")
-async def scoring(
-    run: RunRef, batch: str | None = None, controller: int = 0, shards: tuple[int, ...] | None = None
-) -> int:
-    """Have shards of planned batches scored as soon as they are generated; return how many shards, or batches.
+async def scoring(run: RunRef, batch: str | None = None, controller: int = 0, first: int = 1) -> int | State[int]:
+    """Have shards of planned batches scored as soon as they are generated; return of how many batches.
 
     Args:
         run: The run; without an epoch this flow takes it over.
-        batch: `it-0003` or `eval-0010`, whose plan is in the store; none has it follow the run for some iterations.
+        batch: `it-0003` or `eval-0010`, whose plan is in the store; none has it follow the orders of the run's holder.
         controller: Number of this controller among its peers.
-        shards: Numbers of the shards; none means all.
+        first: Number of the iteration that it follows the run from.
     """
-    return await control(run, batch, shards=shards, work=follow)
+    return await control(run, batch, work=follow)
 
 
 async def follow(session: Session, batch: Batch, shards: Sequence[int]) -> None:

@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from prefect import tags
+from prefect.client.schemas.objects import State
 from prefect.runtime import deployment
+from prefect.states import Crashed
 
-from flows.controllers import Shards, controllers, serve
-from infra.errors import first_cause
+from flows.controllers import controllers, serve
+from infra.errors import BadInput, HolderLost, first_cause
 from infra.store.chain import linked_parts
 from infra.store.dependencies import check_dependencies, record_dependencies
 from infra.store.runs import create_run, open_run
@@ -18,6 +20,7 @@ from tasks.config.run import RunConfig, parse_config
 from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_run, next_iteration
+from tasks.run.orders import Shards
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
 from tasks.run.stages import recover, within
 
@@ -51,7 +54,7 @@ async def hold(
             record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accept_change)
             over = last in linked_parts(run)
             opening = open_session(run, scope or config, store=config.store, whole=True, over=over)
-            async with opening as session, controllers(span=config.controllers.span):
+            async with opening as session, controllers(session):
                 yield session
 
 
@@ -81,21 +84,30 @@ async def joined(ref: RunRef) -> AsyncIterator[Session]:
         raise first_cause(several) from several
 
 
-async def control(run: RunRef, batch: str | None, *, shards: Shards, work: Work) -> int:
-    """Do a role's part of a batch, or of every batch that the run asks for; return how many shards, or batches."""
-    async with joined(run) as session:
-        if batch is None:
-            return await serve(partial(_carry_out, session, work))
-        return await _carry_out(session, work, batch, shards)
+async def control(run: RunRef, batch: str | None, *, work: Work) -> int | State[int]:
+    """Do a role's part of one batch, or of all that the run's holder asks for; return of how many.
+
+    A flow run that no longer hears of the holder ends as crashed, which has the holder, if there still is one, begin a
+    successor.
+    """
+    if batch is None and run.epoch is None and not is_open(run):
+        raise BadInput("expected a batch, such as it-0003: a controller without one is for who holds a run to start")
+    try:
+        async with joined(run) as session:
+            perform = partial(_carry_out, session, work)
+            if batch is None:
+                return await serve(session, perform)
+            await perform(batch, None)
+            return 1
+    except HolderLost as lost:
+        return Crashed(message=f"{type(lost).__name__}: {lost}")
 
 
-async def _carry_out(session: Session, work: Work, batch: str, shards: Shards) -> int:
-    """Do it with some shards of a planned batch, by default all; return how many."""
+async def _carry_out(session: Session, work: Work, batch: str, shards: Shards) -> None:
+    """Do it with some shards of a planned batch, by default all."""
     planned = Batch.read(session.run, batch)
-    mine = planned.shards if shards is None else shards
     with within(batch):
-        await work(session, planned, mine)
-    return len(mine)
+        await work(session, planned, planned.shards if shards is None else shards)
 
 
 @asynccontextmanager
@@ -106,8 +118,8 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
     _log_progress()
     run = open_run(ref.store, ref.name)
     config = parse_config({**run.record.config, "name": ref.name, "store": ref.store}, source=f"run {ref.name}")
-    if ref.pools is not None:
-        config = config.model_copy(update={"pools": ref.pools})
+    ours = {"pools": ref.pools, "controllers": ref.controllers}
+    config = config.model_copy(update={name: part for name, part in ours.items() if part is not None})
     with tags(ref.name):
         if ref.epoch is None:
             check_dependencies(run, dependencies_of(config, run))
@@ -115,7 +127,9 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
                 async with open_session(run, config, store=ref.store) as here:
                     yield here
         else:
-            async with open_session(run.join(ref.epoch), config, store=ref.store, join=ref.cluster) as here:
+            run = run.join(ref.epoch)
+            run.check_lease()
+            async with open_session(run, config, store=ref.store, join=ref.cluster) as here:
                 yield here
 
 

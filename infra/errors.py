@@ -7,6 +7,7 @@ RheostatError
 ├── Damaged             an artefact is missing, torn or not what its digest says
 ├── StoreFailed         the store's medium fails: disk full, read-only, I/O error; resume when it is mended
 ├── Fenced              a newer controller has taken the run over
+├── HolderLost          a controller in a process of its own no longer hears of the one that holds the run
 ├── Conflict            two different results were committed under one name
 ├── ClusterFailed       the cluster that hosts the workers did not start, cannot be reached, or failed
 ├── ApiFailed           the Prefect API did not start or cannot be reached
@@ -47,6 +48,10 @@ class StoreFailed(RheostatError):
 
 class Fenced(RheostatError):
     """A newer controller epoch has taken the run over; this one may not commit."""
+
+
+class HolderLost(RheostatError):
+    """The process that holds a run has let a controller in another process hear nothing for too long."""
 
 
 class Conflict(RheostatError):

@@ -198,7 +198,7 @@ class Run:
         Bundles that are promised, by their names in it, may come later: whoever needs one can make it again.
         Conflict if a different result has the key, Fenced if a newer epoch began, Damaged if a part is not stored.
         """
-        self._check_lease()
+        self.check_lease()
         assert not self.expects(manifest.parents), f"{manifest.key}: expected a commit after those of its parents"
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
         absent = self._absent_part(manifest, promised)
@@ -221,13 +221,23 @@ class Run:
             )
         return winner
 
+    def check_lease(self) -> None:
+        """Raise Fenced once another process may have taken the run, so that this one may write no more."""
+        if not self.epoch:
+            raise BadInput(f"run {self.name!r} is open for reading: hold() or join() it before commits")
+        if self._lease is not None:
+            self._lease.check()
+        if self.store.exists(_lease_key(self.epoch + 1)) or not self.store.exists(_lease_key(self.epoch)):
+            newest = self._newest_epoch()
+            raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, epoch {newest} has taken the run")
+
     def note(self, key: str, entry: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Write an entry of the journal and return the one that stands under the key: this, or an earlier one.
 
         The journal keeps what was measured and decided on the way. Results do not depend on it, so entries may differ
         between runs of the same digests.
         """
-        self._check_lease()
+        self.check_lease()
         path = f"{_JOURNAL}{key}.json"
         if self.store.put(path, seal(dict(entry))):
             return dict(entry)
@@ -235,7 +245,7 @@ class Run:
 
     def put_record(self, key: str, record: Mapping[str, JsonValue]) -> None:
         """Write a sealed record outside manifests and journal. Raises Conflict if another one has the key."""
-        self._check_lease()
+        self.check_lease()
         if not self.store.put(key, seal(dict(record))) and self.store.read(key) != seal(dict(record)):
             raise Conflict(f"{key!r} of run {self.name!r}: another record was written first")
 
@@ -286,15 +296,6 @@ class Run:
             lease = seal({"epoch": epoch, "host": here.host, "created": here.created})
             if self.store.put(_lease_key(epoch), lease):
                 return epoch
-
-    def _check_lease(self) -> None:
-        if not self.epoch:
-            raise BadInput(f"run {self.name!r} is open for reading: hold() or join() it before commits")
-        if self._lease is not None:
-            self._lease.check()
-        if self.store.exists(_lease_key(self.epoch + 1)) or not self.store.exists(_lease_key(self.epoch)):
-            newest = self._newest_epoch()
-            raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, epoch {newest} has taken the run")
 
     def _absent_part(self, manifest: Manifest, promised: Collection[str]) -> str | None:
         parts = [shard.key for shard in manifest.shards]

@@ -26,7 +26,7 @@ from models.config.judges import ServedReward
 from models.records.versions import Outcome
 from placement.measurements import Measurements
 from placement.records import Memory, Plan, Policy
-from tasks.config.run import RunConfig
+from tasks.config.run import ControllersConfig, RunConfig
 from tasks.run.keys import StageKey, reward_model_role
 
 
@@ -113,6 +113,8 @@ class RunRef(Settings):
     """Address of the Ray cluster that hosts the holder's pools; none has the run open pools of its own."""
     pools: PoolsConfig | None = None
     """The holder's worker processes, which who joins it shares; none takes those that the run was made with."""
+    controllers: ControllersConfig | None = None
+    """The holder's controllers; none takes those that the run was made with."""
 
 
 class Session:
@@ -125,7 +127,14 @@ class Session:
         self.run, self.settings, self.cluster = run, settings, cluster
         self.is_over = over
         """Whether nothing is left to make, but to tell of it."""
-        self.ref = RunRef(store=store, name=run.name, epoch=run.epoch, cluster=cluster.address, pools=settings.pools)
+        self.ref = RunRef(
+            store=store,
+            name=run.name,
+            epoch=run.epoch,
+            cluster=cluster.address,
+            pools=settings.pools,
+            controllers=settings.controllers,
+        )
         """What flows are handed."""
         self.chain = Chain(run)
         """Where finished parts are recorded."""

@@ -1,0 +1,207 @@
+"""Controllers in processes of their own: runs of their deployments, which follow the orders of the run's holder."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from uuid import UUID
+
+from prefect import get_client
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.deployments import arun_deployment
+from prefect.states import Cancelling
+
+from infra.errors import WorkerFailed, WorkerLost
+from tasks.run.keys import StageKey
+from tasks.run.orders import SILENT_SECONDS, BatchOrder, Letter, Outbox, Tenure, orders_folder, pause_seconds
+from tasks.run.session import Session
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+"""How often Prefect is asked which controllers have ended, all in one question."""
+END_SECONDS = 60.0
+"""How long a controller may take to end after its last order."""
+CANCEL_SECONDS = 10.0
+"""How long Prefect may take to take down that one is cancelled."""
+
+ENDS = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
+
+
+@dataclass(slots=True)
+class FlowRuns:
+    """Flow runs of controllers that this process has started, and what Prefect says of their ends."""
+
+    client: PrefectClient
+    _open: set[UUID] = field(default_factory=set)
+    _ended: dict[UUID, FlowRun] = field(default_factory=dict)
+    _asked: float = field(default_factory=time.monotonic)
+
+    @asynccontextmanager
+    async def started(self, deployment: str, parameters: dict[str, object], *, tag: str) -> AsyncIterator[FlowRun]:
+        """Start a run of a deployment; who is through with it before it has ended cancels it."""
+        child = await arun_deployment(deployment, client=self.client, parameters=parameters, tags=[tag], timeout=0)
+        self._open.add(child.id)
+        try:
+            yield child
+        finally:
+            self._open.discard(child.id)
+            if self._ended.pop(child.id, None) is None:
+                await self._cancel(child)
+
+    async def ended(self, child: FlowRun) -> FlowRun | None:
+        """The flow run at its end, if it has ended; whoever asks first after a while asks for all."""
+        if time.monotonic() - self._asked > POLL_SECONDS:
+            self._asked = time.monotonic()
+            which = FlowRunFilterId(any_=[*(self._open - self._ended.keys())])
+            ends = FlowRunFilterState(type=FlowRunFilterStateType(any_=[*ENDS]))
+            found = await self.client.read_flow_runs(flow_run_filter=FlowRunFilter(id=which, state=ends))
+            self._ended |= {run.id: run for run in found if run.id in self._open}
+        return self._ended.get(child.id)
+
+    async def _cancel(self, child: FlowRun) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_SECONDS):
+                state = (await self.client.read_flow_run(child.id)).state
+                if state is None or not state.is_final():
+                    await self.client.set_flow_run_state(child.id, Cancelling())
+
+
+@asynccontextmanager
+async def flow_runs() -> AsyncIterator[FlowRuns]:
+    """Connect to Prefect, which starts flow runs."""
+    async with get_client() as client:
+        yield FlowRuns(client)
+
+
+@dataclass(slots=True)
+class _Undone:
+    """An order, and the manifests that are missing of what it asks for, the first one last."""
+
+    order: BatchOrder
+    missing: list[StageKey]
+
+
+class DeployedController:
+    """A controller's time as the holder of the run sees it: one flow run, and another after each that is lost."""
+
+    def __init__(self, role: str, session: Session, number: int | None, *, tenure: Tenure, started: FlowRuns) -> None:
+        self._role, self._session, self._number = role, session, number
+        self._tenure, self._started = tenure, started
+        self._undone: list[_Undone] = []
+        self._moved = time.monotonic()
+        """When it was last asked for something, or found to have done a part of it."""
+        self._parts = 0
+        """How much it has done."""
+        self._is_over = False
+        """Whether no order will come any more."""
+
+    async def serve(self) -> None:
+        """Have all orders carried out. Raises WorkerFailed if one fails, WorkerLost if flow run after run is lost."""
+        lost_runs, parts, most = 0, 0, self._session.settings.pools.max_restarts
+        while self._undone or not self._is_over:
+            try:
+                await self._follow()
+            except WorkerLost as lost:
+                lost_runs, parts = 1 if self._parts > parts else lost_runs + 1, self._parts
+                if lost_runs > most:
+                    raise WorkerLost(f"{lost}; given up after attempt {lost_runs}") from lost
+                logger.warning("%s; attempt %d of %d was lost", lost, lost_runs, most + 1)
+
+    async def _follow(self) -> None:
+        """Hand the orders to one flow run until it has ended."""
+        session = self._session
+        for pool in session.pools_of(self._role):  # workers end with the process that started them: this one
+            await session.ready(pool)
+        share = {} if self._number is None else {"controller": self._number}
+        parameters: dict[str, object] = {"run": session.ref, "first": self._first(), **share}
+        async with self._started.started(f"{self._role}/controller", parameters, tag=session.run.name) as child:
+            outbox = Outbox(session.run, orders_folder(session.run, child.id))
+            try:
+                for undone in self._undone:
+                    outbox.put(_order(undone.order))
+                if self._is_over:
+                    outbox.put(Letter(kind="end"))
+                while not await self._has_ended(child, outbox):
+                    self._look()
+                    await self._hand_on(outbox)
+            finally:
+                outbox.close()
+
+    def _first(self) -> int:
+        """Number of the iteration that a flow run begins with."""
+        return max(self._tenure.first, *(_iteration(undone.order) for undone in self._undone[:1]), 1)
+
+    def _look(self) -> None:
+        """Find what was done since the last look, and tell who waits for it."""
+        for undone in self._undone:
+            before = len(undone.missing)
+            while undone.missing and self._session.run.has(undone.missing[-1]):
+                undone.missing.pop()
+            if len(undone.missing) < before:
+                self._parts, self._moved = self._parts + 1, time.monotonic()
+            if not undone.missing:
+                undone.order.tell()
+        self._undone = [undone for undone in self._undone if undone.missing]
+
+    async def _hand_on(self, outbox: Outbox) -> None:
+        """Wait a while for the next order; hand it on."""
+        pause = pause_seconds(time.monotonic() - self._moved) if self._undone or self._is_over else POLL_SECONDS
+        if self._is_over:
+            await asyncio.sleep(pause)
+            return
+        with suppress(TimeoutError):
+            order = await asyncio.wait_for(self._tenure.orders.get(), pause)
+            self._moved = time.monotonic()
+            if order is None:
+                self._is_over = True
+                outbox.put(Letter(kind="end"))
+            else:
+                self._undone.append(_Undone(order, self._keys(order)))
+                outbox.put(_order(order))
+
+    def _keys(self, order: BatchOrder) -> list[StageKey]:
+        """Keys of the manifests that an order asks for, the first one last."""
+        if order.shards is None:
+            return [StageKey.of(order.batch, self._role)]
+        return [StageKey.of(order.batch, self._role, shard) for shard in reversed(order.shards)]
+
+    async def _has_ended(self, child: FlowRun, outbox: Outbox) -> bool:
+        """Whether its time is over and it has ended. Raises WorkerLost if it is lost, WorkerFailed if it failed."""
+        outbox.look()
+        ended = await self._started.ended(child)
+        if ended is None:
+            self._require_life(child, outbox)
+            return False
+        assert ended.state is not None
+        self._look()
+        done = self._is_over and not self._undone
+        if done and ended.state.is_completed():
+            return True
+        outcome = (
+            f"controller {self._role}/controller ({ended.name}) ended as {ended.state.name}: {ended.state.message}"
+        )
+        raise WorkerLost(outcome) if ended.state.is_crashed() or ended.state.is_completed() else WorkerFailed(outcome)
+
+    def _require_life(self, child: FlowRun, outbox: Outbox) -> None:
+        """Raise WorkerLost if it has not begun for too long, reads its orders no more, or does not end."""
+        what, silent = f"controller {self._role}/controller ({child.name})", outbox.silent_seconds
+        start_seconds = self._session.settings.controllers.silence_seconds
+        if outbox.unread and not outbox.has_begun and silent > start_seconds:
+            raise WorkerFailed(f"{what} was not started within {start_seconds:g} s; does a worker serve its work pool?")
+        if outbox.unread and outbox.has_begun and silent > SILENT_SECONDS:
+            raise WorkerLost(f"{what} has read no order for {silent:.0f} s")
+        if self._is_over and not (outbox.unread or self._undone) and silent > END_SECONDS:
+            raise WorkerLost(f"{what} has not ended within {END_SECONDS:g} s")
+
+
+def _order(order: BatchOrder) -> Letter:
+    return Letter(kind="order", batch=order.batch, shards=order.shards)
+
+
+def _iteration(order: BatchOrder) -> int:
+    return StageKey.of(order.batch, "plan").after
