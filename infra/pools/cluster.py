@@ -31,7 +31,7 @@ from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
 from infra.pools.worker import Machines, PoolSpec
 from infra.processes.guard import CLUSTER, GIVE_UP_SECONDS, reap, start_guard
-from infra.processes.watch import ASK_SECONDS, LOOK_SECONDS, Watch, WatchedServer, apart, exit_soon
+from infra.processes.watch import ASK_SECONDS, LOOK_SECONDS, Watch, WatchedPort, WatchedServer, apart, exit_soon
 
 if TYPE_CHECKING:
     from ray.job_config import JobConfig
@@ -113,7 +113,7 @@ class RayCluster:
             what, directory = f"the Ray cluster at {address!r}", None
             connection = _connected(address, namespace, log_to_driver=log_to_driver)
         async with (
-            _ended_with(directory) as watch,
+            _ended_with(_servers(directory) if address is None else _elsewhere(address)) as watch,
             _in_thread(connection, what=what, start_seconds=start_seconds, watch=watch) as reached,
         ):
             machines = Machines(alone=address is None, within_reach=not reached.startswith("ray://"))
@@ -252,7 +252,7 @@ def _job_config() -> "JobConfig":
 
 
 @contextlib.asynccontextmanager
-async def _ended_with(directory: Path | None) -> AsyncIterator[Watch]:
+async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPort]]") -> AsyncIterator[Watch]:
     """Raise ClusterFailed as soon as a server of an embedded cluster has failed, whatever the task waits for then."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None, "a cluster is opened in a task"
@@ -266,7 +266,7 @@ async def _ended_with(directory: Path | None) -> AsyncIterator[Watch]:
     def failed(_: str) -> None:
         loop.call_soon_threadsafe(cancel)
 
-    watch = Watch(_servers(directory), failed)
+    watch = Watch(servers, failed)
     inside = True
     try:
         yield watch
@@ -280,6 +280,13 @@ async def _ended_with(directory: Path | None) -> AsyncIterator[Watch]:
     finally:
         inside = False
         watch.stop()
+
+
+def _elsewhere(address: str) -> Callable[[], Sequence[WatchedPort]]:
+    """Find the control server of an embedded cluster that another process of this machine keeps."""
+    host, _, port = address.rpartition(":")
+    found = [WatchedPort(f"the Ray cluster at {address!r}", (host, int(port)))] if host.startswith("127.") else []
+    return lambda: found
 
 
 def _servers(directory: Path | None) -> Callable[[], Sequence[WatchedServer]]:

@@ -95,10 +95,31 @@ class WatchedServer:
         return True
 
 
+@dataclass(slots=True)
+class WatchedPort:
+    """A server that another process has started, which lives as long as its port takes connections."""
+
+    what: str
+    """Its name in messages."""
+    address: tuple[str, int]
+    _asked: float = field(default_factory=time.monotonic)
+    _heard: float = field(default_factory=time.monotonic)
+
+    def failure(self) -> str | None:
+        """Ask it, unless it was asked just now, and say what is wrong; none while it takes connections."""
+        if time.monotonic() - self._asked >= ASK_SECONDS:
+            with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=ASK_SECONDS):
+                self._heard = time.monotonic()
+            self._asked = time.monotonic()
+        return f"{self.what} is gone" if self._asked - self._heard > 2 * ASK_SECONDS else None
+
+
 class Watch:
     """Look at servers from a thread, and tell once when one has failed."""
 
-    def __init__(self, servers: Callable[[], Sequence[WatchedServer]], failed: Callable[[str], None]) -> None:
+    def __init__(
+        self, servers: Callable[[], Sequence[WatchedServer | WatchedPort]], failed: Callable[[str], None]
+    ) -> None:
         """Begin to look at those that there are at each look."""
         self.problem: str | None = None
         """What has failed, once something has."""
