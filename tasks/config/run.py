@@ -31,11 +31,11 @@ class ControllersConfig(Settings):
     count: Annotated[int, Field(ge=1, le=256)] = 2
     """Controllers per role; each owns a slice of the iteration's shards."""
     where: Literal["nested", "deployment"] = "nested"
-    """Sub-flows of this process, or runs of the deployments `rollout/controller` and `scoring/controller`."""
+    """Sub-flows of this process, or runs of the deployments `rollout/controller`, `scoring/controller` and so on."""
     span: Annotated[int, Field(ge=1)] = 50
-    """Iterations after which a sub-flow of a role ends and a successor takes over, so that its page stays readable."""
+    """Iterations after which a role's flow run ends and a successor takes over, so that its page stays readable."""
     silence_seconds: Annotated[float, Field(gt=0)] = 900
-    """Longest time a scoring controller waits while nothing at all is committed, in seconds."""
+    """Longest wait of a scoring controller while nothing is committed, and for a deployed one to start, in seconds."""
 
 
 class RunConfig(Settings):

@@ -8,7 +8,7 @@ HOME = Path(__file__).parents[2]
 ROOMS = ("flows", "tasks", "models", "placement", "infra")
 
 BOUNDED = {
-    "flows/controllers.py: orders.get": "a controller, which ends with its run",
+    "flows/controllers.py: tenure.orders.get": "a controller, which ends with its run",
     "infra/processes/guard.py: guard.communicate": "a guard that is told to end, and kills what is left within limits",
     "tasks/run/preflight.py: process.communicate": "the loop below it looks at the process",
     "tasks/run/preflight.py: checking.result": "is done",
