@@ -302,18 +302,99 @@ def test_a_killed_run_is_crashed_and_triggered_again_ends_with_the_same_digests(
     assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
 
 
+def deployed(store: Path, **controllers: object) -> dict[str, object]:
+    return tiny(store, controllers={"where": "deployment", **controllers})
+
+
+def ends_of_controllers(server: Server, run: str) -> dict[str, str]:
+    """How each controller of a run ended, by its name, in the order in which they began."""
+    found = [child for child in server.below(run) if child["deployment_id"]]
+    found.sort(key=lambda child: child["created"])
+    return {child["name"]: child["state_name"] for child in found}
+
+
+def controller(server: Server, worker: "subprocess.Popen[bytes]", name: str) -> psutil.Process:
+    """The process of the controller of that name."""
+    for process in psutil.Process(worker.pid).children():
+        run = process.environ().get("PREFECT__FLOW_RUN_ID")
+        if run is not None and server.get(f"/flow_runs/{run}")["name"] == name:
+            return process
+    raise AssertionError(f"expected a process of the flow run {name!r}")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_controllers_as_deployments_of_their_own_commit_the_same_manifests(server, worker, reference, tmp_path):
-    run = server.trigger("train/train", tiny(tmp_path, iterations=1, controllers={"where": "deployment"}))
+def test_deployed_controllers_commit_the_same_manifests_and_are_as_many_as_there_are_spans(
+    server, worker, reference, tmp_path
+):
+    run = server.trigger("train/train", deployed(tmp_path, span=2))
     assert server.ends(run) == "Completed"
-    made, expected = manifests_of(tmp_path / "tiny"), manifests_of(reference.run)
-    later = ("it-0002", "it-0003", "eval-0003", "retention/")
-    first = {key: digest for key, digest in expected.items() if not key.startswith(later)}
-    assert {key: made[key] for key in made if key in expected} == first
-    controllers = [child for child in server.below(run) if child["deployment_id"]]
-    assert {"it-0001 rollout 1", "it-0001 scoring 1", "it-0001 update"} < {child["name"] for child in controllers}
-    assert {child["state_name"] for child in controllers} == {"Completed"}
+    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
+    roles = ("rollout 0", "rollout 1", "scoring 0", "scoring 1", "update")
+    names = {f"{role}{later}" for role in roles for later in ("", " from it-0003")}
+    assert ends_of_controllers(server, run) == dict.fromkeys(names, "Completed")
+    assert not (tmp_path / "tiny/orders").exists()
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+def test_a_killed_controller_has_a_successor_and_the_run_ends_with_the_same_digests(
+    server, worker, reference, tmp_path
+):
+    run = server.trigger("train/train", deployed(tmp_path, count=1))
+    assert wait_for((tmp_path / "tiny/manifests/it-0002/plan.json").exists)
+    controller(server, worker, "rollout 0").kill()
+    assert server.ends(run) == "Completed"
+    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
+    ends = ends_of_controllers(server, run)
+    assert sorted(name.partition(" from ")[0] for name in ends) == ["rollout 0", "rollout 0", "scoring 0", "update"]
+    assert [end for name, end in ends.items() if name.startswith("rollout")] == ["Crashed", "Completed"]
+    assert {end for name, end in ends.items() if not name.startswith("rollout")} == {"Completed"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("moment", ["it-0001/credit", "it-0002/credit"])
+def test_an_update_controller_that_is_killed_at_work_has_a_successor(server, worker, reference, tmp_path, moment):
+    run = server.trigger("train/train", deployed(tmp_path, count=1))
+    assert wait_for((tmp_path / f"tiny/manifests/{moment}.json").exists)
+    assert wait_for(lambda: any(name.startswith("update") for name in ends_of_controllers(server, run)))
+    controller(server, worker, "update").kill()
+    assert server.ends(run) == "Completed"
+    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
+    ends = ends_of_controllers(server, run)
+    assert [end for name, end in ends.items() if name.startswith("update")] == ["Crashed", "Completed"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_controllers_of_a_killed_driver_end_by_name_and_the_run_goes_on_with_others(
+    server, worker, reference, tmp_path
+):
+    run = server.trigger("train/train", deployed(tmp_path))
+    assert wait_for((tmp_path / "tiny/manifests/it-0002/plan.json").exists)
+    controller(server, worker, "tiny").kill()
+    assert server.ends(run) == "Crashed"
+    assert wait_for(lambda: not controllers_below(worker), seconds=60)
+    ended = [child["state"] for child in server.below(run) if child["deployment_id"]]
+    assert {state["name"] for state in ended} == {"Failed"}
+    assert all("ClusterFailed: the Ray cluster at" in state["message"] for state in ended)
+
+    again = server.trigger("train/train", deployed(tmp_path))
+    assert server.ends(again) == "Completed"
+    assert manifests_of(tmp_path / "tiny") == manifests_of(reference.run)
+    assert not (tmp_path / "tiny/orders").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_cancelling_a_run_cancels_its_deployed_controllers(server, worker, tmp_path):
+    run = server.trigger("train/train", tiny(tmp_path, iterations=500, controllers={"where": "deployment"}))
+    assert wait_for((tmp_path / "tiny/manifests/it-0002/seal.json").exists)
+    server.cancel(run)
+    assert server.ends(run) == "Cancelled"
+    assert wait_for(lambda: not controllers_below(worker), seconds=60), controllers_below(worker)
+    open_run(str(tmp_path), "tiny").check_free()
 
 
 @pytest.mark.slow

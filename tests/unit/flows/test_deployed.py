@@ -1,0 +1,180 @@
+"""Controllers in other processes as the holder of a run sees them; here a flow run is a task that does or does not."""
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+from prefect.states import Cancelled, Completed, Crashed, Failed
+
+from flows import deployed
+from flows.deployed import DeployedController
+from infra.errors import WorkerFailed, WorkerLost
+from infra.store.manifests import Manifest, provenance_here
+from infra.store.runs import create_run, open_run
+from tasks.config.run import RunConfig
+from tasks.run import orders
+from tasks.run.keys import StageKey
+from tasks.run.orders import BatchOrder, Tenure, letters, orders_folder
+
+REWARDS = {"rewards": [{"kind": "numeric"}]}
+
+
+class Starter:
+    """Starts tasks where Prefect starts processes; each is told by a body of its own what to do with its orders."""
+
+    def __init__(self, tmp_path, held, bodies):
+        self._home, self._held, self._bodies = tmp_path, held, iter(bodies)
+        self.begun, self.cancelled, self._ends = [], [], {}
+
+    @asynccontextmanager
+    async def started(self, deployment, parameters, *, tag):
+        child = SimpleNamespace(id=uuid4(), name=deployment, state=None)
+        joined = open_run(str(self._home), tag).join(self._held.epoch)
+        self.begun.append(parameters["first"])
+        running = asyncio.ensure_future(self._run(child, joined, next(self._bodies)))
+        try:
+            yield child
+        finally:
+            if child.id not in self._ends:
+                self.cancelled.append(child.id)
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+    async def ended(self, child):
+        return self._ends.get(child.id)
+
+    async def _run(self, child, run, body):
+        child.state = await body(run, letters(run, orders_folder(run, child.id)))
+        self._ends[child.id] = child
+
+
+def commit(run, batch, shard):
+    run.commit(Manifest(key=StageKey.of(batch, "rollout", shard), provenance=provenance_here()))
+
+
+async def obey(run, asked):
+    """Commit all that is asked for."""
+    async for letter in asked:
+        for shard in letter.shards:
+            commit(run, letter.batch, shard)
+    return Completed()
+
+
+def until(batch, shards, state):
+    """Obey until so many shards of a batch are committed; then end in a state."""
+
+    async def body(run, asked):
+        async for letter in asked:
+            for shard in letter.shards:
+                if letter.batch == batch and shard >= shards:
+                    return state
+                commit(run, letter.batch, shard)
+        raise AssertionError(f"{batch} was never asked for")
+
+    return body
+
+
+async def sulk(run, asked):
+    """Read the first order and nothing more."""
+    await anext(asked)
+    await asyncio.Event().wait()
+
+
+@pytest.fixture
+def held(tmp_path):
+    run = create_run(str(tmp_path), "run", {})
+    with run.hold():
+        yield run
+
+
+@pytest.fixture
+def serve(tmp_path, held):
+    """Have three iterations' rollouts ordered of a controller whose flow runs have these bodies."""
+
+    async def serve(*bodies, **controllers):
+        config = RunConfig.model_validate({"scoring": REWARDS, "controllers": controllers})
+        session = SimpleNamespace(run=held, settings=config, ref=None, pools_of=lambda role: ())
+        starter, tenure = Starter(tmp_path, held, bodies), Tenure(1, 3)
+        controller = DeployedController("rollout", session, 0, tenure=tenure, started=starter)
+        asked = [BatchOrder(f"it-{number:04d}", (0, 1, 2)) for number in (1, 2, 3)]
+
+        async def ask():
+            for order in asked:
+                tenure.orders.put_nowait(order)
+                await order.done
+            tenure.orders.put_nowait(None)
+
+        async with asyncio.timeout(60):
+            asking = asyncio.ensure_future(ask())
+            try:
+                await controller.serve()
+                await asking
+            finally:
+                asking.cancel()
+        return starter
+
+    return serve
+
+
+def rollouts(run):
+    return [manifest.key for manifest in run.manifests() if "rollout" in manifest.key]
+
+
+async def test_one_flow_run_serves_a_span_of_iterations(held, serve):
+    starter = await serve(obey)
+    assert (starter.begun, starter.cancelled, len(rollouts(held))) == ([1], [], 9)
+    assert held.store.entries("orders/") == []
+
+
+async def test_a_successor_of_a_crashed_controller_is_asked_for_what_is_not_done(held, serve):
+    batches = []
+
+    async def note(run, asked):
+        async for letter in asked:
+            batches.append(letter.batch)
+            for shard in letter.shards:
+                commit(run, letter.batch, shard)
+        return Completed()
+
+    starter = await serve(until("it-0002", 1, Crashed(message="SIGKILL")), note)
+    assert (starter.begun, batches, len(rollouts(held))) == ([1, 2], ["it-0002", "it-0003"], 9)
+
+
+async def test_controllers_that_crash_again_and_again_without_doing_anything_end_the_run(held, serve):
+    crash = until("it-0001", 0, Crashed(message="out of memory"))
+    with pytest.raises(WorkerLost, match="ended as Crashed: out of memory; given up after attempt 4"):
+        await serve(*[crash] * 9)
+
+
+async def test_controllers_that_crash_but_go_on_are_succeeded_without_a_limit(held, serve):
+    def crash(batch, shards):
+        return until(batch, shards, Crashed(message="SIGKILL"))
+
+    bodies = [crash(f"it-{number:04d}", shards) for number in (1, 2, 3) for shards in (1, 2)]
+    starter = await serve(*bodies, obey)
+    assert (len(starter.begun), len(rollouts(held))) == (7, 9)
+
+
+@pytest.mark.parametrize("state", [Failed(message="planted"), Cancelled(message="planted")])
+async def test_a_controller_that_fails_or_is_cancelled_ends_the_run_by_its_message(held, serve, state):
+    with pytest.raises(WorkerFailed, match=f"ended as {state.name}: planted"):
+        await serve(until("it-0002", 1, state))
+
+
+async def test_a_controller_that_reads_no_orders_any_more_is_cancelled_and_has_a_successor(held, serve, monkeypatch):
+    for module in (orders, deployed):
+        monkeypatch.setattr(module, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(orders, "WORD_SECONDS", 0.05)
+    starter = await serve(sulk, obey)
+    assert (len(starter.begun), len(starter.cancelled), len(rollouts(held))) == (2, 1, 9)
+
+
+async def test_a_controller_that_nobody_starts_ends_the_run_with_a_question(held, serve):
+    async def wait(run, asked):
+        await asyncio.Event().wait()
+
+    with pytest.raises(WorkerFailed, match=r"was not started within 0\.2 s; does a worker serve"):
+        await serve(wait, silence_seconds=0.2)
