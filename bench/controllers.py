@@ -97,7 +97,7 @@ def run_job(place: Place, controllers: int, payload: int, *, iterations: int) ->
         manifests = directory / "bench" / "manifests"
         driver = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment(place))
         try:
-            with watching(lambda: _processes(driver.pid, place), marker=marker) as seen:
+            with watching(lambda: processes_of(driver.pid, place), marker=marker) as seen:
                 wait_for(manifests / "it-0001/plan.json", lambda: driver.poll() is not None)
                 before = cpu_seconds(driver.pid)
                 wait_for(manifests / f"it-{iterations:04d}/seal.json", lambda: driver.poll() is not None)
@@ -118,7 +118,7 @@ def _payload(marker: bytes, size: int) -> str:
     return (head + line * (size // len(line)))[:size]
 
 
-def _processes(driver: int, place: Place) -> dict[int, str]:
+def processes_of(driver: int, place: Place) -> dict[int, str]:
     """The driver, its workers, and the controllers below Prefect's worker."""
     try:
         below = psutil.Process(driver).children(recursive=True)

@@ -1,22 +1,45 @@
-"""Controllers in processes of their own: the job of the part `controllers`, by deployments and a real worker."""
+"""Controllers in processes of their own: the job of the part `controllers`, by deployments and a real worker.
+
+A second job, of several iterations, tells what one iteration costs beside its workers, with sub-flows and deployments.
+"""
 
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 
-from bench.controllers import HITS, NOTES, PAYLOADS, SAMPLES, Measured, Place, environment, hits, peak, ratio, run_job
+from bench.controllers import (
+    HITS,
+    NOTES,
+    PAYLOADS,
+    SAMPLES,
+    Measured,
+    Place,
+    environment,
+    hits,
+    peak,
+    processes_of,
+    ratio,
+    run_job,
+)
+from bench.inputs import write_inputs
+from bench.processes import wait_for as wait_for_file
+from bench.processes import watching
 from bench.tables import Table
-from tests.support.jobs import AUTH, PASSWORD, ROOT, kill, prefect_server, wait_for
+from tests.support.jobs import AUTH, PASSWORD, RHEOSTAT, ROOT, kill, prefect_server, wait_for
 
 DEPLOYED = (8,)
 ITERATIONS = 1
+ITERATIONS_OF_COST, PAIRS = 8, 2
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 
 
@@ -28,7 +51,77 @@ def measure() -> list[Table]:
             for controllers in DEPLOYED
             for payload in PAYLOADS
         ]
-    return [_table(runs)]
+        costs = [_cost(place, where) for _ in range(PAIRS) for where in ("nested", "deployment")]
+    return [_table(runs), _costs(costs)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a job cost, from its first plan to its last seal."""
+
+    where: str
+    flow_runs: int
+    """Processes of controllers."""
+    cpu_seconds: Mapping[str, float]
+    """By kind of process."""
+    seconds: float
+
+
+def _cost(place: Place, where: str) -> Cost:
+    """Run a job and add up what its processes computed meanwhile."""
+    sys.stderr.write(f"{ITERATIONS_OF_COST} iterations, {where}\n")
+    with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
+        directory = Path(name)
+        inputs = write_inputs(directory, shape={}, max_new_tokens=16)
+        overrides = [f"iterations={ITERATIONS_OF_COST}", f"controllers.where={where}"]
+        command = [RHEOSTAT, "train", str(inputs.config), *overrides, "--run", "bench", "--store", name]
+        manifests = directory / "bench" / "manifests"
+        driver = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment(place))
+        try:
+            with watching(lambda: _flow_processes(driver.pid, place)) as seen:
+                wait_for_file(manifests / "it-0001/plan.json", lambda: driver.poll() is not None)
+                began = time.monotonic()
+                before = {pid: process.cpu_seconds for pid, process in seen.items()}
+                wait_for_file(manifests / f"it-{ITERATIONS_OF_COST:04d}/seal.json", lambda: driver.poll() is not None)
+                seconds = time.monotonic() - began
+                used = Counter[str]()
+                for pid, process in seen.items():
+                    used[process.kind] += process.cpu_seconds - before.get(pid, 0.0)
+                driver.wait()
+        finally:
+            kill(driver)
+    return Cost(where, sum(process.kind == "controller" for process in seen.values()), used, seconds)
+
+
+def _flow_processes(driver: int, place: Place) -> dict[int, str]:
+    """The driver, the controllers, the server and the worker of Prefect."""
+    assert place.worker is not None
+    found = {pid: kind for pid, kind in processes_of(driver, place).items() if kind != "worker"}
+    served = {child.pid: "server" for child in psutil.Process().children() if "flows.cli.server" in child.cmdline()}
+    return {**found, **served, place.worker: "Prefect's worker"}
+
+
+def _costs(costs: Sequence[Cost]) -> Table:
+    kinds = ("driver", "server", "Prefect's worker", "controller")
+
+    def each(value: float) -> float:
+        return value / ITERATIONS_OF_COST
+
+    return Table(
+        title=f"CPU seconds per iteration beside the workers: {ITERATIONS_OF_COST} iterations, 2 controllers per role",
+        columns=("controllers", "processes of them", *kinds, "all", "seconds per iteration"),
+        rows=tuple(
+            (
+                cost.where,
+                cost.flow_runs,
+                *(each(cost.cpu_seconds.get(kind, 0.0)) for kind in kinds),
+                each(sum(cost.cpu_seconds.values())),
+                each(cost.seconds),
+            )
+            for cost in costs
+        ),
+        notes=("from the first plan to the last seal, by turns; the final evaluation is not in it",),
+    )
 
 
 @contextmanager

@@ -90,8 +90,8 @@ def _resident(pid: int) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def watching(find: Callable[[], dict[int, str]], *, marker: bytes) -> Iterator[dict[int, Watched]]:
-    """Look at the processes that `find` names, with their kinds, and search their memory in turns, until the end."""
+def watching(find: Callable[[], dict[int, str]], *, marker: bytes = b"") -> Iterator[dict[int, Watched]]:
+    """Look at the processes that `find` names, with their kinds, until the end; search their memory for a marker."""
     seen: dict[int, Watched] = {}
     ended = Event()
 
@@ -112,7 +112,7 @@ def watching(find: Callable[[], dict[int, str]], *, marker: bytes) -> Iterator[d
         while not ended.wait(SEARCH_SECONDS):
             each(lambda process: process.search(marker))
 
-    threads = [Thread(target=body, daemon=True) for body in (look, search)]
+    threads = [Thread(target=body, daemon=True) for body in ((look, search) if marker else (look,))]
     for thread in threads:
         thread.start()
     try:
