@@ -19,4 +19,4 @@ async def rollout(run: RunRef, batch: str | None = None, controller: int = 0, fi
         controller: Number of this controller among its peers.
         first: Number of the iteration that it follows the run from.
     """
-    return await control(run, batch, work=generate_shards)
+    return await control(run, batch, work=generate_shards, slots="rollout")

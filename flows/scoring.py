@@ -23,7 +23,7 @@ async def scoring(run: RunRef, batch: str | None = None, controller: int = 0, fi
         controller: Number of this controller among its peers.
         first: Number of the iteration that it follows the run from.
     """
-    return await control(run, batch, work=follow)
+    return await control(run, batch, work=follow, slots="scoring")
 
 
 async def follow(session: Session, batch: Batch, shards: Sequence[int]) -> None:

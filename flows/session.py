@@ -16,7 +16,9 @@ from infra.errors import BadInput, HolderLost, first_cause
 from infra.store.chain import linked_parts
 from infra.store.dependencies import check_dependencies, record_dependencies
 from infra.store.runs import create_run, open_run
+from placement.measurements import Role
 from tasks.config.run import RunConfig, parse_config
+from tasks.placement.stage import place_alone
 from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_run, next_iteration
@@ -84,9 +86,10 @@ async def joined(ref: RunRef) -> AsyncIterator[Session]:
         raise first_cause(several) from several
 
 
-async def control(run: RunRef, batch: str | None, *, work: Work) -> int | State[int]:
+async def control(run: RunRef, batch: str | None, *, work: Work, slots: Role | None = None) -> int | State[int]:
     """Do a role's part of one batch, or of all that the run's holder asks for; return of how many.
 
+    `slots` is the role that has workers in the slots, which are awake where another process deals them.
     A flow run that no longer hears of the holder ends as crashed, which has the holder, if there still is one, begin a
     successor.
     """
@@ -97,6 +100,8 @@ async def control(run: RunRef, batch: str | None, *, work: Work) -> int | State[
             perform = partial(_carry_out, session, work)
             if batch is None:
                 return await serve(session, perform)
+            if slots is not None and run.epoch is None:
+                await place_alone(session, Batch.read(session.run, batch), slots)
             await perform(batch, None)
             return 1
     except HolderLost as lost:

@@ -63,6 +63,14 @@ async def place_turn(session: Session, batch: Batch, role: Role) -> None:
     await arrange(session, batch, placing.current, turn=role)
 
 
+async def place_alone(session: Session, batch: Batch, role: Role) -> None:
+    """Have the workers of one role awake for a batch, where it is all that this process does with the run."""
+    if role == "rollout" or session.settings.scoring.hosted_rewards:
+        placed = await place_stage(session, batch)
+        if role == "scoring" and placed.mode == "colocated":
+            await place_turn(session, batch, role)
+
+
 @asynccontextmanager
 async def machines_of_update(session: Session, iteration: Iteration) -> AsyncIterator[None]:
     """Have machines for the update: its own, or those of the slots, whose workers are put to sleep meanwhile."""
