@@ -248,19 +248,21 @@ def _ended(summary: "RunSummary", config: "RunConfig") -> str:
 
 
 def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> "RunConfig":
+    from infra.store.inputs import has_run, is_remote, written
     from infra.store.runs import open_run
     from models.config.policy import DirectoryPolicy
     from tasks.config.run import override_config
 
-    if (policy / "run.json").is_file():
-        raise BadInput(f"{policy} is a run, expected one of its policies: see `rheostat show {policy.resolve().name}`")
+    place = policy if is_remote(policy) else policy.resolve()
+    if has_run(place):
+        raise BadInput(f"{written(policy)} is a run, expected one of its policies: see `rheostat show {place.name}`")
     if config_path is not None:
         config = JobArguments(config_path, tuple(overrides), None, None).load()
     else:
-        home = next((p for p in policy.resolve().parents if (p / "run.json").is_file()), None)
+        home = next((parent for parent in place.parents if has_run(parent)), None)
         if home is None:
-            raise BadInput(f"policy {policy} does not lie in a run: name its problems with --config CONFIG")
-        record = open_run(str(home.parent), home.name).record
+            raise BadInput(f"policy {written(policy)} does not lie in a run: name its problems with --config CONFIG")
+        record = open_run(written(home.parent), home.name).record
         config = override_config(record.config, overrides, source=f"run {home.name}")
     directory = DirectoryPolicy(path=policy)
     return config.model_copy(update={"name": "evaluate", "policy": directory, "warmup": None, "iterations": 0})

@@ -17,6 +17,8 @@ from typing import Final
 from blake3 import blake3
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from infra.store.inputs import fetched
+
 KEPT: Final = 200
 """Answers, the newest ones; each has about a kilobyte."""
 LIBRARIES: Final = ("jinja2", "peft", "pydantic", "safetensors", "tokenizers", "torch", "transformers")
@@ -78,7 +80,7 @@ def _paths(value: object) -> Iterator[Path]:
     """Find every path that settings name."""
     match value:
         case Path():
-            yield value.absolute()
+            yield fetched(value).absolute()
         case BaseModel():
             for _, part in value:
                 yield from _paths(part)

@@ -1,12 +1,12 @@
 """Configuration of problems and of preferences between completions. Torch-free."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from infra.config import Positive
+from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
 
 
@@ -54,9 +54,9 @@ class FileData(DataSource):
     implementation = "models.data.files:file_problems"
 
     kind: Literal["file"] = "file"
-    path: Path
-    """Training problems: .jsonl, .parquet or .arrow."""
-    heldout_path: Path | None = None
+    path: Location
+    """Training problems: .jsonl, .parquet or .arrow, of this machine or at s3://bucket/name."""
+    heldout_path: Location | None = None
     """Evaluation problems; none keeps `heldout_fraction` of the training file back."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of problems kept for evaluation when there is no second file, chosen by a hash of the prompt."""
@@ -117,9 +117,9 @@ class FilePreferences(Preferences):
     implementation = "models.data.examples:file_preferences"
 
     kind: Literal["file"] = "file"
-    path: Path
+    path: Location
     """Training pairs."""
-    heldout_path: Path | None = None
+    heldout_path: Location | None = None
     """Evaluation pairs; none keeps `heldout_fraction` of the training file back."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of pairs kept for evaluation when there is no second file, chosen by a hash of the prompt."""

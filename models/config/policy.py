@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from infra.config import Positive
+from infra.store.inputs import Location
 from infra.variants import Variant
 
 
@@ -59,8 +59,8 @@ class DirectoryPolicy(PolicySource):
     inspection = "models.inspection.directory:inspect_import"
 
     kind: Literal["directory"] = "directory"
-    path: Path
-    """Directory with config.json, safetensors and tokenizer."""
+    path: Location
+    """Directory with config.json, safetensors and tokenizer, of this machine or at s3://bucket/name."""
 
 
 PolicyConfig = Annotated[ScratchPolicy | DirectoryPolicy, Field(discriminator="kind")]

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.errors import BadInput
+from infra.store.inputs import fetched, written
 from models.config.data import FileData
 from models.data.problems import Message, Problem, Prompt, fill_prompt, identity, is_heldout
 
@@ -24,21 +25,22 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[FileRow]:
     """Read one file in order; the columns must be there."""
     if path.suffix not in SUFFIXES:
         raise BadInput(f"{path}: unknown suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}")
-    if not path.is_file():
-        reason = "is a directory, expected a file" if path.is_dir() else "no such file"
-        raise BadInput(f"{path}: {reason} (looked in {Path.cwd()})")
+    here, name = fetched(path), written(path)
+    if not here.is_file():
+        reason = "is a directory, expected a file" if here.is_dir() else "no such file"
+        raise BadInput(f"{name}: {reason} (looked in {Path.cwd()})")
     try:
-        yield from _json_rows(path, columns) if path.suffix == ".jsonl" else _table_rows(path, columns)
+        yield from (_json_rows if path.suffix == ".jsonl" else _table_rows)(here, columns, name=name)
     except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise BadInput(f"{name}: cannot be read: {error.strerror or error}") from error
 
 
-def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[FileRow]:
+def _json_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[FileRow]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            place = f"{path}:{number}"
+            place = f"{name}:{number}"
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").strip())
             except (ValueError, RecursionError) as error:
@@ -49,16 +51,16 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[FileRow]:
             yield place, row
 
 
-def _table_rows(path: Path, columns: Sequence[str]) -> Iterator[FileRow]:
+def _table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[FileRow]:
     try:
         table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
     except pa.ArrowException as error:
-        raise BadInput(f"{path}: not a {path.suffix[1:]} file: {str(error).splitlines()[0]}") from error
-    _require_columns(str(path), columns, table.column_names)
+        raise BadInput(f"{name}: not a {path.suffix[1:]} file: {str(error).splitlines()[0]}") from error
+    _require_columns(name, columns, table.column_names)
     number = 0
     for batch in table.select(columns).to_batches(max_chunksize=4096):
         for row in batch.to_pylist():
-            yield f"{path} row {number}", row
+            yield f"{name} row {number}", row
             number += 1
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from infra.plugins import find_target
+from infra.store.inputs import fetched
 from models.admission.directory import admit
 from models.config.policy import DirectoryPolicy, ModelOutline, ModelShape, PolicySource, ScratchPolicy
 from models.data.problems import Problem
@@ -158,7 +159,7 @@ def inspect_scratch(policy: ScratchPolicy, problems: Sequence[Problem]) -> Inspe
 
 def inspect_import(policy: DirectoryPolicy, problems: Sequence[Problem]) -> Inspected:
     """Describe the directory."""
-    return inspect_directory(policy.path)
+    return inspect_directory(fetched(policy.path))
 
 
 def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -> Inspected:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from infra.errors import BadInput
+from infra.store.inputs import fetched
 from infra.variants import implementation_of
 from models.config.data import DataConfig
 from models.config.judges import (
@@ -49,7 +50,7 @@ def write_scratch(policy: ScratchPolicy, directory: Path, *, data: DataConfig, s
 
 def write_import(policy: DirectoryPolicy, directory: Path, *, data: DataConfig, seed: int) -> int:
     """Copy a directory from elsewhere."""
-    return _copy(policy.path, directory)
+    return _copy(fetched(policy.path), directory)
 
 
 class ServedModelWriter(Protocol):

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 
 from infra.plugins import target_folders
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
+from infra.store.inputs import fetched, is_remote, written
 from infra.store.runs import Run, list_runs, open_run
 from infra.variants import Variant
 from models.config.algorithms import Algorithm
@@ -60,7 +61,9 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     paths = sorted({path for place in places for path in _files(place)})
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
-    return _dependencies(variants, engines, config.scoring, data={str(path): _content(path, known) for path in paths})
+    return _dependencies(
+        variants, engines, config.scoring, data={written(path): _content(path, known) for path in paths}
+    )
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
@@ -122,7 +125,7 @@ def _files(value: object) -> Iterator[Path]:
     """Files that settings name; what is not there is left to whoever reads it."""
     match value:
         case Path():
-            if value.is_file():
+            if is_remote(value) or value.is_file():
                 yield value
         case BaseModel():
             for _, part in value:
@@ -136,11 +139,12 @@ def _files(value: object) -> Iterator[Path]:
 
 
 def _content(path: Path, known: Mapping[str, FileContent]) -> FileContent:
-    found, before = path.stat(), known.get(str(path))
+    here = fetched(path)
+    found, before = here.stat(), known.get(written(path))
     size, modified_ns = found.st_size, found.st_mtime_ns
     if before is not None and size > WHOLE_BYTES and (before.bytes, before.modified_ns) == (size, modified_ns):
         return before
-    return FileContent(digest=_digest(path, size, modified_ns), bytes=size, modified_ns=modified_ns)
+    return FileContent(digest=_digest(here, size, modified_ns), bytes=size, modified_ns=modified_ns)
 
 
 @cache

@@ -1,11 +1,16 @@
 """Whole runs in buckets: the run on disk to the bit, whatever happens on the way."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from flows.cli.app import main
+from infra.errors import RunChanged
 from infra.processes.guard import CLUSTER
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Job, family_of, manifests_of
@@ -49,6 +54,9 @@ def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefe
         assert verified.code == 0, verified.output
         shown = json.loads(job.command("show", "--json").output)
         assert shown["policy"].startswith(f"{place.uri}/tiny/policies/")
+        with job.prefect():
+            assert main(["evaluate", shown["policy"], "pools.cluster=threads"]) == 0
+            assert main(["evaluate", f"{place.uri}/tiny"]) == 2
         assert all(SECRET.encode() not in store.read(entry.key) for entry in store.entries(""))
         assert all(SECRET.encode() not in path.read_bytes() for path in files_below(tmp_path, together / "prefect"))
         again = len(weather.seen)
@@ -76,3 +84,28 @@ def test_processes_of_ray_make_the_same_run_and_write_no_key_anywhere(s3_servers
         assert place.manifests() == manifests_of(reference.run)
     told.extend(path.read_bytes() for path in files_below(tmp_path))
     assert len(told) > 20 and not [text for text in told if SECRET_KEY.encode() in text]
+
+
+def test_data_and_a_policy_in_a_bucket_are_those_of_this_machine(s3_servers, reference, prefect_api, tmp_path):
+    place = s3_servers.start("moto").place()
+    store, rows = place.open(), [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist([{"prompt": "7+7=", "answer": "14"}] * 8), tmp_path / "heldout.parquet")
+    policy = Path(json.loads(reference.command("show", "--json").output)["policy"])
+    shutil.copytree(policy, tmp_path / "policy", ignore=shutil.ignore_patterns("bundle.json"))
+    for path in files_below(tmp_path):
+        store.put(path.relative_to(tmp_path).as_posix(), path)
+
+    def trained(name: str, home: str) -> str:
+        """Train on what lies there; return the digest of the weights."""
+        data = f'data={{kind="file", path="{home}/train.jsonl", heldout_path="{home}/heldout.parquet"}}'
+        job = InProcessJob(tmp_path / name, prefect_api)
+        job.train(data, f'policy={{kind="directory", path="{home}/policy"}}', "warmup=", "iterations=1")
+        assert home in (job.run / "run.json").read_text()
+        return json.loads((job.run / "manifests/it-0001/update.json").read_text())["bundles"]["weights"]["digest"]
+
+    assert trained("far", place.uri) == trained("near", str(tmp_path))
+    store.delete("train.jsonl")
+    store.put("train.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in rows[1:]))
+    with pytest.raises(RunChanged, match=f"{place.uri}/train.jsonl"):
+        trained("far", place.uri)
