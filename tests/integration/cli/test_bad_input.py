@@ -191,7 +191,7 @@ def test_the_command_refuses_bad_settings_in_one_line(overrides, refused):
         (["--run", "../evil"], "job.toml: name: should match pattern "),
         (["--run", "a..b"], "job.toml: name: expected a name without '..', got 'a..b'"),
         (["--run", 'a"b\\'], "job.toml: name: should match pattern "),
-        (["--store", "s3://bucket"], "store 's3://bucket': s3:// is not available yet"),
+        (["--store", "gs://bucket"], "store 'gs://bucket': expected a path, file:// or s3://bucket/prefix"),
         (["--store", "job.toml"], "store '"),
         (["data.path=nowhere.jsonl", "--dry-run"], "nowhere.jsonl: no such file (looked in "),
     ],

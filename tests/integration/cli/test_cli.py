@@ -66,7 +66,7 @@ def test_the_version_is_the_packages(capsys):
         (["train", "seed=1", "configs/demo.toml"], "the configuration comes first"),
         (["evaluate", "configs"], "policy configs does not lie in a run: name its problems with --config CONFIG"),
         (["show", "a", "--store", "pyproject.toml"], "pyproject.toml': expected a directory, found a file"),
-        (["show", "a", "--store", "s3://b"], "s3:// is not available yet"),
+        (["show", "a", "--store", "gs://b"], "expected a path, file:// or s3://bucket/prefix"),
     ],
 )
 def test_a_slip_on_the_command_line_is_answered_in_one_line(arguments, expected, capsys, monkeypatch):
