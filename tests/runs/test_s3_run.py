@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.fs import S3FileSystem
 
 from flows.cli.app import main
 from infra.errors import RunChanged
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.s3, pytest.mark.timeout(1200)]
 
 LEAST_REQUESTS, SHARD_REQUESTS = 110, 18
 """Of an iteration, and of each of its shards from the prompts to the update: what docs/s3.md tells."""
+SECRET_VARIABLE = "AWS_SECRET_ACCESS_KEY"
 SECRET = "a-secret-of-this-test"
 
 
@@ -42,7 +44,7 @@ def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefe
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place(endpoint=endpoint)
         if kind == "moto":  # which takes any
-            place = replace(place, environment={**place.environment, "AWS_SECRET_ACCESS_KEY": SECRET})
+            place = replace(place, environment={**place.environment, SECRET_VARIABLE: SECRET})
         store = place.open()
         job = InProcessJob(tmp_path, prefect_api, address=place.uri)
         job.train()
@@ -54,6 +56,11 @@ def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefe
         assert verified.code == 0, verified.output
         shown = json.loads(job.command("show", "--json").output)
         assert shown["policy"].startswith(f"{place.uri}/tiny/policies/")
+        exported = json.loads(job.command("export", "--json").output)
+        keys = {"access_key": place.environment["AWS_ACCESS_KEY_ID"], "secret_key": place.environment[SECRET_VARIABLE]}
+        bucket = S3FileSystem(endpoint_override=endpoint, region="us-east-1", **keys)
+        tables = [pq.read_table(address.removeprefix("s3://"), filesystem=bucket) for address in exported]
+        assert [table["iteration"][0].as_py() for table in tables] == [1, 2, 3]
         with job.prefect():
             assert main(["evaluate", shown["policy"], "pools.cluster=threads"]) == 0
             assert main(["evaluate", f"{place.uri}/tiny"]) == 2
