@@ -24,6 +24,7 @@ PARTS = (
     "trl",
     "advantages",
     "shards",
+    "wide",
     "controllers",
     "deployments",
     "placement",

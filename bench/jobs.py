@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from infra.store.runs import Run, open_run
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs" / "demo.toml"
 NAME = "bench"
+LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,13 @@ class Job:
 
 
 @contextmanager
-def finished_job(config: Path, overrides: Sequence[str] = ()):
-    """Run `rheostat train` to its end in a store of its own, which goes when the context ends."""
+def finished_job(
+    config: Path, overrides: Sequence[str] = (), *, meanwhile: Callable[[int, Path], None] = lambda _pid, _run: None
+):
+    """Run `rheostat train` to its end in a store of its own, which goes when the context ends.
+
+    `meanwhile` is called with its process and the run's directory, again and again.
+    """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory:
         store = f"{directory}/store"
         command = [str(Path(sys.executable).with_name("rheostat")), "train", str(config), *overrides]
@@ -42,7 +48,9 @@ def finished_job(config: Path, overrides: Sequence[str] = ()):
             },  # for bench's own engines
         )
         try:
-            child.wait()
+            while child.poll() is None:
+                meanwhile(child.pid, Path(store, NAME))
+                time.sleep(LOOK_SECONDS)
         finally:
             child.terminate()
             child.wait()
