@@ -21,6 +21,9 @@ from tasks.run.keys import iteration_key
 DATA = ("load", "write", "save")
 """Timings that workers name for moving data; what is left of a worker's seconds is work."""
 
+BEFORE = "weights_seconds"
+"""All that loading weights took a worker, which does it where it wakes, just before its work, or within it."""
+
 Interval = tuple[float, float]
 
 
@@ -79,10 +82,10 @@ def _cycle(number: int, manifests: Sequence[Manifest], *, seconds: float) -> Cyc
     for manifest in manifests:
         stage, spent = manifest.key.split("/")[1], manifest.provenance.seconds
         if stage in stages:
-            end = _end(manifest)
-            busy.append((end - spent["worker"], end))
+            end, before = _end(manifest), spent.get(BEFORE, 0.0) - spent.get("load", 0.0)
+            busy.append((end - spent["worker"] - max(0.0, before), end))
             stages[stage].append(spent["worker"])
-            data[stage].append(sum(spent.get(name, 0.0) for name in DATA))
+            data[stage].append(sum(spent.get(name, 0.0) for name in DATA) + max(0.0, before))
     return Cycle(
         number=number,
         seconds=seconds,

@@ -19,6 +19,9 @@ from tasks.run.iteration import Iteration
 from tasks.run.session import Session
 from tasks.run.stages import within
 
+CLOSE_AFTER_SECONDS = 0.05
+"""So long the books wait for what is on its way to the workers, which have the processors afterwards."""
+
 
 async def generation(session: Session, number: int) -> None:
     """Have an iteration's rollouts generated and scored; what is already in the store is not done again."""
@@ -48,6 +51,7 @@ async def closing(session: Session, number: int, thread: Executor) -> None:
     this = Iteration(session.run, number)
     with within(this.key):
         await session.settled()
+        await asyncio.sleep(CLOSE_AFTER_SECONDS)
         await asyncio.get_running_loop().run_in_executor(thread, _seal, session, this)
         await report_iteration(session, number)
 
