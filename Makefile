@@ -42,7 +42,7 @@ test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seed
 	@$(BIN)/python -m pytest -m "slow and not vllm and not gpu" $(ARGS)
 
 test-s3: export RHEOSTAT_REQUIRE_S3 := 1
-test-s3: $(VENV)/.dev  ## the store's promises on S3 servers: moto's, and Ceph's, which it installs where it may
+test-s3: $(VENV)/.dev  ## the store's promises and whole runs on S3 servers: moto's, and Ceph's, which it installs where it may
 	@$(BIN)/python -m pytest $(PARALLEL) -m s3 $(ARGS)
 
 SEEDS := 1..20

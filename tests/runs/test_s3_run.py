@@ -71,6 +71,17 @@ def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefe
         assert not [request for request in weather.seen[again:] if request.startswith("PUT") and "manifests" in request]
 
 
+def test_on_a_bad_day_a_run_is_the_run_of_a_good_one(s3_servers, reference, prefect_api, tmp_path):
+    server = s3_servers.start("moto")
+    with s3_proxy(server.endpoint) as (endpoint, weather):
+        place = server.place(endpoint=endpoint)
+        place.open()
+        weather.share, weather.seed = 0.05, 1
+        InProcessJob(tmp_path, prefect_api, address=place.uri).train()
+        weather.share = 0
+        assert place.manifests() == manifests_of(reference.run)
+
+
 def test_processes_of_ray_make_the_same_run_and_write_no_key_anywhere(s3_servers, reference, prefect_api, tmp_path):
     server, told = s3_servers.start("rgw"), []
     with s3_proxy(server.endpoint) as (endpoint, weather):
