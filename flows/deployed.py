@@ -22,7 +22,7 @@ from tasks.run.session import Session
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0
+POLL_SECONDS = 0.5
 """How often Prefect is asked which controllers have ended, all in one question."""
 END_SECONDS = 60.0
 """How long a controller may take to end after its last order."""
@@ -150,7 +150,8 @@ class DeployedController:
 
     async def _hand_on(self, outbox: Outbox) -> None:
         """Wait a while for the next order; hand it on."""
-        pause = pause_seconds(time.monotonic() - self._moved) if self._undone or self._is_over else POLL_SECONDS
+        waited = time.monotonic() - self._moved
+        pause = min(pause_seconds(waited), POLL_SECONDS) if self._undone or self._is_over else POLL_SECONDS
         if self._is_over:
             await asyncio.sleep(pause)
             return
