@@ -33,6 +33,7 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (runs.export, "demo"),
     (runs.export_policy, "demo --to demo-policy"),
     (runs.verify, "demo"),
+    (runs.copy, "demo ./runs s3://bucket/runs"),
     (rescore.rescore, """demo --rewards 'rewards=[{kind="regex",pattern="####"}]' --as strict --iterations 3-7"""),
     (rescore.recredit, "demo --algorithm rloo --scores strict --iterations 3-7"),
     (train.evaluate, "path/to/model --config configs/gsm8k.toml evaluation.problems=1319"),

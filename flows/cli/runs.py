@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_STORE, Iteration, RunName, Scores, Store
+from flows.cli.options import DEFAULT_STORE, Iteration, RunName, Scores, Store, log_progress
 from infra.errors import BadInput
 from infra.terminal import Json, table, write
 
@@ -23,6 +23,8 @@ Dtype = Annotated[
         show_default="float32 where an adapter is added to its base, and as stored otherwise", help="of the weights"
     ),
 ]
+From = Annotated[str, Parameter(name="FROM", help="store that has it: a directory, or s3://bucket/prefix")]
+To = Annotated[str, Parameter(name="TO", help="store that shall have it")]
 Stages = Annotated[
     bool, Parameter(help="print what every finished batch measured, as JSON for `python -m placement.simulator`")
 ]
@@ -135,6 +137,26 @@ def verify(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = Fal
             f"{state} is not there: training learns the newest version's optimizer state again" for state in again
         ]
         write("\n".join(lines))
+    return 1 if problems else 0
+
+
+def copy(run: RunName, source: From, target: To, /, *, as_json: Json = False) -> int:
+    """Copy a run to another store and check the copy; given again, it goes on."""
+    from infra.store.copies import copy_run
+    from tasks.verification.invariants import verify_run
+    from tasks.views.runs import open_known_run
+
+    log_progress(quiet=as_json)
+    open_known_run(source, run)
+    made = copy_run(run, source, target)
+    problems = verify_run(target, run)
+    if as_json:
+        told = {"run": run, "store": made.run.store.uri, "objects": made.objects, "bytes": made.bytes}
+        write(json.dumps({**told, "found": made.found, "ok": not problems, "problems": problems}, indent=2))
+    else:
+        size = f"{made.objects:,} objects, {made.bytes / 1e6:,.1f} MB, of which {made.found:,} were there"
+        held = "every digest and every invariant holds"
+        write("\n".join([f"run {run} in {made.run.store.uri}: {size}", *(problems or [held])]))
     return 1 if problems else 0
 
 

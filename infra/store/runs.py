@@ -19,8 +19,9 @@ from infra.store.manifests import Manifest, decode_manifest, provenance_here
 from infra.store.storage import Lease, Objects, Store, open_store
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-_RECORD, _LOCK, _LEASES, _MANIFESTS, _JOURNAL = "run.json", "lock", "lease/", "manifests/", "journal/"
-_EXPECTED = "expected/"
+RECORD, LEASES, MANIFESTS, JOURNAL = "run.json", "lease/", "manifests/", "journal/"
+HELD = LOCK, EXPECTED = "lock", "expected/"
+"""What a process that holds a run keeps there for itself."""
 _NUMBERS = count(1)
 _LEASE = re.compile(r"(\d{6,})\.json")
 
@@ -79,9 +80,16 @@ class Run:
 
     def check_free(self) -> None:
         """Raise RunHeld if a live process holds the run now."""
-        with self.store.hold(_LOCK) as lease:
+        with self.still():
+            pass
+
+    @contextmanager
+    def still(self) -> Iterator[Lease]:
+        """Have nobody else hold the run meanwhile, without taking it for an epoch; RunHeld if a live process does."""
+        with self.store.hold(LOCK) as lease:
             if lease is None:
                 raise RunHeld(f"run {self.name!r} in {self.store.uri} is held by {_holder(self.store)}")
+            yield lease
 
     @contextmanager
     def hold(self, *, alone: bool = False) -> Iterator["Run"]:
@@ -89,9 +97,7 @@ class Run:
 
         Who commits `alone`, with no process that joins, need not look for every manifest that is not there yet.
         """
-        with self.store.hold(_LOCK) as lease:
-            if lease is None:
-                raise RunHeld(f"run {self.name!r} in {self.store.uri} is held by {_holder(self.store)}")
+        with self.still() as lease:
             self._lease, self.epoch, self._alone = lease, self._next_epoch(), alone
             try:
                 yield self
@@ -116,14 +122,14 @@ class Run:
             return self._remember(known)
         if self._is_absent(key):
             return None
-        content = self.store.find(f"{_MANIFESTS}{key}.json")
+        content = self.store.find(f"{MANIFESTS}{key}.json")
         return None if content is None else self._checked(key, content)
 
     def has(self, key: str) -> bool:
         """Whether a manifest of that key is committed, or expected in this process; it is not read."""
         if key in self._expected or key in self._known:
             return True
-        return not self._is_absent(key) and self.store.exists(f"{_MANIFESTS}{key}.json")
+        return not self._is_absent(key) and self.store.exists(f"{MANIFESTS}{key}.json")
 
     def _is_absent(self, key: str) -> bool:
         """Whether nobody can have committed it, as is known of those that lie deep: a batch has one for every shard."""
@@ -131,8 +137,8 @@ class Run:
         if not self._alone or "/" not in folder:
             return False
         if folder not in self._folders:
-            paths = records(self.store, f"{_MANIFESTS}{folder}/")
-            self._folders[folder] = {path.removeprefix(_MANIFESTS).removesuffix(".json") for path in paths}
+            paths = records(self.store, f"{MANIFESTS}{folder}/")
+            self._folders[folder] = {path.removeprefix(MANIFESTS).removesuffix(".json") for path in paths}
             while len(self._folders) > KNOWN_FOLDERS:
                 self._folders.popitem(last=False)
         return key not in self._folders[folder]
@@ -146,8 +152,8 @@ class Run:
 
     def manifests(self, prefix: str = "") -> list[Manifest]:
         """Return the committed manifests whose key starts with the prefix, sorted by key."""
-        paths = records(self.store, _MANIFESTS + prefix)
-        keys = sorted(path.removeprefix(_MANIFESTS).removesuffix(".json") for path in paths)
+        paths = records(self.store, MANIFESTS + prefix)
+        keys = sorted(path.removeprefix(MANIFESTS).removesuffix(".json") for path in paths)
         return [self.require(key) for key in keys]
 
     def folders(self, under: str = "") -> list[str]:
@@ -155,7 +161,7 @@ class Run:
 
         Such as `it-0003`; the last part of a key ends with `.json`.
         """
-        return self.store.children(f"{_MANIFESTS}{under}".rstrip("/"))
+        return self.store.children(f"{MANIFESTS}{under}".rstrip("/"))
 
     def expect(self, manifest: Manifest) -> Manifest:
         """Have a manifest found in this process from now on; it is to be committed, and before what follows from it.
@@ -164,22 +170,22 @@ class Run:
         """
         expected = manifest.model_copy(update={"run": self.record.fingerprint})
         self._expected[manifest.key] = expected
-        kept = f"{_EXPECTED}{next(_NUMBERS):06d}/{manifest.key}.json"
+        kept = f"{EXPECTED}{next(_NUMBERS):06d}/{manifest.key}.json"
         if self._lease is not None and self.store.put(kept, expected.encode(), durable=False):
             self._kept[kept] = manifest.key
         return expected
 
     def left(self) -> Iterator[Manifest]:
         """Go through what a process before this one expected and did not commit, in order; Damaged if one is torn."""
-        for path in records(self.store, _EXPECTED):
+        for path in records(self.store, EXPECTED):
             if path not in self._kept:
-                key = path.removeprefix(_EXPECTED).partition("/")[2].removesuffix(".json")
+                key = path.removeprefix(EXPECTED).partition("/")[2].removesuffix(".json")
                 if not self.has(key):
                     yield decode_manifest(self.store.read(path), key=key)
 
     def forget(self, *, left: bool = False) -> None:
         """Delete the copies of manifests that were expected and are committed, or of all that were `left`."""
-        for path in records(self.store, _EXPECTED) if left else list(self._kept):
+        for path in records(self.store, EXPECTED) if left else list(self._kept):
             if self._kept.get(path) not in self._expected:
                 self.store.delete(path)
                 self._kept.pop(path, None)
@@ -209,7 +215,7 @@ class Run:
                 raise Damaged(f"{where}: its part {absent!r} is not in the store")
             provenance = manifest.provenance.model_copy(update={"epoch": self.epoch})
             manifest = manifest.model_copy(update={"provenance": provenance})
-            if self.store.put(f"{_MANIFESTS}{manifest.key}.json", manifest.encode()):
+            if self.store.put(f"{MANIFESTS}{manifest.key}.json", manifest.encode()):
                 self._expected.pop(manifest.key, None)
                 return self._remember(manifest)
             winner = self.load(manifest.key)
@@ -238,7 +244,7 @@ class Run:
         between runs of the same digests.
         """
         self.check_lease()
-        path = f"{_JOURNAL}{key}.json"
+        path = f"{JOURNAL}{key}.json"
         if self.store.put(path, seal(dict(entry))):
             return dict(entry)
         return self._noted(path)
@@ -251,21 +257,21 @@ class Run:
 
     def noted(self, key: str) -> dict[str, JsonValue] | None:
         """Return the journal's entry of that key, if there is one."""
-        path = f"{_JOURNAL}{key}.json"
+        path = f"{JOURNAL}{key}.json"
         content = self.store.find(path)
         return None if content is None else unseal(content, where=f"run {self.name!r}: {path}")
 
     def journal(self, prefix: str = "") -> dict[str, dict[str, JsonValue]]:
         """Return the journal's entries whose key starts with the prefix, sorted by key."""
-        paths = records(self.store, _JOURNAL + prefix)
-        return {path.removeprefix(_JOURNAL).removesuffix(".json"): self._noted(path) for path in paths}
+        paths = records(self.store, JOURNAL + prefix)
+        return {path.removeprefix(JOURNAL).removesuffix(".json"): self._noted(path) for path in paths}
 
     def _noted(self, path: str) -> dict[str, JsonValue]:
         return unseal(self.store.read(path), where=f"run {self.name!r}: {path}")
 
     def load(self, key: str) -> Manifest:
         """Read a manifest's file and check it. Raises Damaged where it is another run's, or not what was written."""
-        return self._checked(key, self.store.read(f"{_MANIFESTS}{key}.json"))
+        return self._checked(key, self.store.read(f"{MANIFESTS}{key}.json"))
 
     def _checked(self, key: str, content: bytes) -> Manifest:
         manifest = decode_manifest(content, key=key)
@@ -286,7 +292,7 @@ class Run:
         return manifest
 
     def _newest_epoch(self) -> int:
-        names = self.store.children(_LEASES.rstrip("/"))
+        names = self.store.children(LEASES.rstrip("/"))
         return max((int(lease[1]) for name in names if (lease := _LEASE.fullmatch(name))), default=0)
 
     def _next_epoch(self) -> int:
@@ -304,7 +310,7 @@ class Run:
 
 
 def _lease_key(epoch: int) -> str:
-    return f"{_LEASES}{epoch:06d}.json"
+    return f"{LEASES}{epoch:06d}.json"
 
 
 def records(store: Objects, prefix: str) -> list[str]:
@@ -317,18 +323,18 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
 
     Raises Damaged where a run's manifests lie without its record: whose they are, nobody can say.
     """
-    store = _run_store(store_uri, name)
-    if not store.exists(_RECORD):
-        if store.children(_MANIFESTS.rstrip("/")):
+    store = run_store(store_uri, name)
+    if not store.exists(RECORD):
+        if store.children(MANIFESTS.rstrip("/")):
             raise Damaged(
-                f"run {name!r} in {store_uri}: its manifests are there and {_RECORD} is not; bring it back from a "
+                f"run {name!r} in {store_uri}: its manifests are there and {RECORD} is not; bring it back from a "
                 "copy, or choose another name"
             )
         created = datetime.now(UTC).isoformat(timespec="seconds")
         record = RunRecord(
             name=name, fingerprint=fingerprint_of(config), config=dict(config), created=created, versions=_versions()
         )
-        if store.put(_RECORD, seal(record.model_dump(mode="json"))):
+        if store.put(RECORD, seal(record.model_dump(mode="json"))):
             return Run(store, record)
     run = open_run(store_uri, name)
     run.check_identity(config)
@@ -337,10 +343,10 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
 
 def open_run(store_uri: str, name: str) -> Run:
     """Open an existing run for reading."""
-    store = _run_store(store_uri, name)
-    if not store.exists(_RECORD):
+    store = run_store(store_uri, name)
+    if not store.exists(RECORD):
         raise BadInput(f"run {name!r}: expected one in {store_uri!r}, found {_some(list_runs(store_uri))}")
-    fields = unseal(store.read(_RECORD), where=f"run {name!r}")
+    fields = unseal(store.read(RECORD), where=f"run {name!r}")
     try:
         record = RunRecord.model_validate(fields)
     except ValidationError as error:
@@ -357,10 +363,11 @@ def list_runs(store_uri: str) -> list[str]:
     """Return the names of the runs in a store."""
     store = open_store(store_uri)
     names = [name for name in store.children("") if _NAME.fullmatch(name)]
-    return [name for name in names if store.exists(f"{name}/{_RECORD}")]
+    return [name for name in names if store.exists(f"{name}/{RECORD}")]
 
 
-def _run_store(store_uri: str, name: str) -> Store:
+def run_store(store_uri: str, name: str) -> Store:
+    """Open the part of a store where a run of that name lies, or would."""
     if not _NAME.fullmatch(name) or ".." in name:
         raise BadInput(f"run name {name!r}: expected {_NAME.pattern} without '..'")
     return open_store(f"{store_uri.rstrip('/')}/{name}")
@@ -368,7 +375,7 @@ def _run_store(store_uri: str, name: str) -> Store:
 
 def _holder(store: Objects) -> str:
     try:
-        holder = json.loads(store.read(_LOCK))
+        holder = json.loads(store.read(LOCK))
         return f"process {holder['pid']} on {holder['host']}"
     except ValueError:  # it has the lock but has not written its name yet
         return "another process that is just starting"

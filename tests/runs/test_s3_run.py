@@ -14,7 +14,7 @@ from flows.cli.app import main
 from infra.errors import RunChanged
 from infra.processes.guard import CLUSTER
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import Job, family_of, manifests_of
+from tests.support.jobs import Job, family_of, files_of, manifests_of
 from tests.support.s3_proxy import Fault, s3_proxy
 from tests.support.s3_servers import SECRET_KEY
 
@@ -102,6 +102,27 @@ def test_processes_of_ray_make_the_same_run_and_write_no_key_anywhere(s3_servers
         assert place.manifests() == manifests_of(reference.run)
     told.extend(path.read_bytes() for path in files_below(tmp_path))
     assert len(told) > 20 and not [text for text in told if SECRET_KEY.encode() in text]
+
+
+def test_a_copy_in_a_bucket_goes_on_as_a_copy_on_disk_and_comes_back_to_the_byte(
+    s3_servers, reference, prefect_api, tmp_path, capsys
+):
+    place = s3_servers.start("moto").place()
+    place.open()
+    assert main(["copy", "tiny", str(reference.store), place.uri, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["found"], told["problems"]) == (True, 0, [])
+    assert main(["copy", "tiny", place.uri, str(tmp_path / "back/store")]) == 0
+    assert files_of(tmp_path / "back/store/tiny") == files_of(reference.run)
+    on_disk, in_bucket = (
+        InProcessJob(tmp_path / "back", prefect_api),
+        InProcessJob(tmp_path / "on", prefect_api, address=place.uri),
+    )
+    for job in (on_disk, in_bucket):
+        job.train("iterations=4")
+    assert place.manifests() == manifests_of(on_disk.run)
+    assert len(place.manifests()) > len(manifests_of(reference.run))
+    assert main(["copy", "tiny", str(reference.store), place.uri]) == 0
 
 
 def test_data_and_a_policy_in_a_bucket_are_those_of_this_machine(s3_servers, reference, prefect_api, tmp_path):

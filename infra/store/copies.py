@@ -1,0 +1,104 @@
+"""Copies of runs in other stores: whole and checked, or continued by the same call."""
+
+import logging
+import time
+from collections.abc import Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+
+from infra.errors import BadInput, Conflict
+from infra.store.runs import HELD, JOURNAL, LEASES, LOCK, MANIFESTS, RECORD, Run, open_run, run_store
+from infra.store.storage import Entry, Store
+
+logger = logging.getLogger(__name__)
+
+AT_A_TIME = 8
+"""Objects that are on their way together."""
+TELL_SECONDS = 5.0
+"""How often a long copy tells how far it is."""
+RECORDS = (LEASES, JOURNAL, MANIFESTS, "chain/", RECORD)
+"""Copied after all that they name, in this order; a run is there once its record is."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunCopy:
+    """What a copy of a run consists of."""
+
+    run: Run
+    """The copy."""
+    objects: int
+    bytes: int
+    found: int
+    """Objects that were there before."""
+
+
+def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
+    """Copy a run to another store, under the same name; what is there already is not copied again.
+
+    Nobody may hold either meanwhile, and nothing is overwritten: the same call goes on where one was cut short, and
+    brings over what a run has made since. Until the first copy is whole there is no run.
+    Raises BadInput where another run has the name, Conflict where an object there is another than the one to copy.
+    """
+    run, target = open_run(source_uri, name), run_store(target_uri, name)
+    if run.store.uri == target.uri:
+        raise BadInput(f"copy of run {name!r}: expected another store than {source_uri}, found {target_uri}")
+    target.check()
+    if target.exists(RECORD) and target.read(RECORD) != run.store.read(RECORD):
+        raise BadInput(f"copy of run {name!r}: {target_uri} has another run of that name")
+    with run.still(), target.hold(LOCK) as lease:
+        if lease is None:
+            raise BadInput(f"copy of run {name!r}: the one in {target_uri} is held by another process")
+        entries = [entry for entry in run.store.entries("") if not entry.key.startswith(HELD)]
+        there = {entry.key: entry.bytes for entry in target.entries("")}
+        copying = _Copying(run.store, target, entries, [entry for entry in entries if entry.key in there])
+        copying.compare(there)
+        copying.copy({entry.key for entry in copying.found})
+    whole = sum(entry.bytes for entry in entries)
+    return RunCopy(open_run(target_uri, name), len(entries), whole, len(copying.found))
+
+
+def _rank(key: str) -> int:
+    """0 for what records name, then the records by their kind."""
+    return next((rank for rank, folder in enumerate(RECORDS, start=1) if key.startswith(folder)), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    source: Store
+    target: Store
+    entries: list[Entry]
+    found: list[Entry]
+    """Those that are there already."""
+
+    def compare(self, there: Mapping[str, int]) -> None:
+        """Raise Conflict where what is there is another; parts are named by their digests, records are read."""
+
+        def differs(entry: Entry) -> bool:
+            key = entry.key
+            return there[key] != entry.bytes or (_rank(key) > 0 and self.source.read(key) != self.target.read(key))
+
+        with ThreadPoolExecutor(AT_A_TIME) as threads:
+            for entry, other in zip(self.found, threads.map(differs, self.found), strict=True):
+                if other:
+                    raise self._conflict(entry.key)
+
+    def copy(self, there: Set[str]) -> None:
+        """Copy what is not there, several at a time; the first failure ends it, and those on their way are finished."""
+        left = sorted((entry for entry in self.entries if entry.key not in there), key=lambda entry: _rank(entry.key))
+        told, done, size, whole = time.monotonic(), 0, 0, sum(entry.bytes for entry in left)
+        with ThreadPoolExecutor(AT_A_TIME) as threads:
+            for _, same in groupby(left, lambda entry: _rank(entry.key)):
+                for entry in threads.map(self._copy, same):
+                    done, size = done + 1, size + entry.bytes
+                    if time.monotonic() - told > TELL_SECONDS:
+                        told, of = time.monotonic(), f"{size / 1e6:,.0f} of {whole / 1e6:,.0f} MB"
+                        logger.info("copied %d of %d objects, %s", done, len(left), of)
+
+    def _copy(self, entry: Entry) -> Entry:
+        if not self.target.put(entry.key, self.source.local(entry.key)):
+            raise self._conflict(entry.key)
+        return entry
+
+    def _conflict(self, key: str) -> Conflict:
+        return Conflict(f"{key!r} in {self.target.uri} is another than in {self.source.uri}: nothing was overwritten")
