@@ -82,10 +82,10 @@ def _cycle(number: int, manifests: Sequence[Manifest], *, seconds: float) -> Cyc
     for manifest in manifests:
         stage, spent = manifest.key.split("/")[1], manifest.provenance.seconds
         if stage in stages:
-            end, before = _end(manifest), spent.get(BEFORE, 0.0) - spent.get("load", 0.0)
-            busy.append((end - spent["worker"] - max(0.0, before), end))
+            end, before = _end(manifest), max(0.0, spent.get(BEFORE, 0.0) - spent.get("load", 0.0))
+            busy.append((end - spent["worker"] - before, end))
             stages[stage].append(spent["worker"])
-            data[stage].append(sum(spent.get(name, 0.0) for name in DATA) + max(0.0, before))
+            data[stage].append(sum(spent.get(name, 0.0) for name in DATA) + before)
     return Cycle(
         number=number,
         seconds=seconds,

@@ -72,8 +72,8 @@ async def controllers(session: Session) -> AsyncIterator[None]:
     try:
         async with AsyncExitStack() as stack:
             deployed = None
+            sweep_orders(session.run)
             if session.settings.controllers.where == "deployment":
-                sweep_orders(session.run)
                 deployed = await stack.enter_async_context(flow_runs())
             async with asyncio.TaskGroup() as group:
                 before = _CONTROLLERS.set(opened := Controllers(group, session, deployed=deployed))

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -51,11 +51,11 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
             raise BadInput(f"copy of run {name!r}: the one in {target_uri} is held by another process")
         entries = [entry for entry in run.store.entries("") if not entry.key.startswith(HELD)]
         there = {entry.key: entry.bytes for entry in target.entries("")}
-        copying = _Copying(run.store, target, entries, [entry for entry in entries if entry.key in there])
-        copying.compare(there)
-        copying.copy({entry.key for entry in copying.found})
-    whole = sum(entry.bytes for entry in entries)
-    return RunCopy(open_run(target_uri, name), len(entries), whole, len(copying.found))
+        found = [entry for entry in entries if entry.key in there]
+        copying = _Copying(run.store, target)
+        copying.compare(found, there)
+        copying.copy([entry for entry in entries if entry.key not in there])
+    return RunCopy(open_run(target_uri, name), len(entries), sum(entry.bytes for entry in entries), len(found))
 
 
 def _rank(key: str) -> int:
@@ -67,25 +67,22 @@ def _rank(key: str) -> int:
 class _Copying:
     source: Store
     target: Store
-    entries: list[Entry]
-    found: list[Entry]
-    """Those that are there already."""
 
-    def compare(self, there: Mapping[str, int]) -> None:
-        """Raise Conflict where what is there is another; parts are named by their digests, records are read."""
+    def compare(self, found: Sequence[Entry], there: Mapping[str, int]) -> None:
+        """Raise Conflict where what is there, of so many bytes, is another; of records each byte is compared."""
 
         def differs(entry: Entry) -> bool:
             key = entry.key
             return there[key] != entry.bytes or (_rank(key) > 0 and self.source.read(key) != self.target.read(key))
 
         with ThreadPoolExecutor(AT_A_TIME) as threads:
-            for entry, other in zip(self.found, threads.map(differs, self.found), strict=True):
+            for entry, other in zip(found, threads.map(differs, found), strict=True):
                 if other:
                     raise self._conflict(entry.key)
 
-    def copy(self, there: Set[str]) -> None:
-        """Copy what is not there, several at a time; the first failure ends it, and those on their way are finished."""
-        left = sorted((entry for entry in self.entries if entry.key not in there), key=lambda entry: _rank(entry.key))
+    def copy(self, entries: Iterable[Entry]) -> None:
+        """Copy objects, several at a time; the first failure ends it, and those on their way are finished."""
+        left = sorted(entries, key=lambda entry: _rank(entry.key))
         told, done, size, whole = time.monotonic(), 0, 0, sum(entry.bytes for entry in left)
         with ThreadPoolExecutor(AT_A_TIME) as threads:
             for _, same in groupby(left, lambda entry: _rank(entry.key)):

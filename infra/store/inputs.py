@@ -42,8 +42,9 @@ def fetched(path: Path) -> Path:
         raise BadInput(f"{written(path)}: expected a file, or a directory with files, found nothing")
     files = [store.local(key) for key in keys]
     directory = files[0].parents[keys[0].count("/") - 1]
-    for stale in set(directory.rglob("*")).difference(files, *(file.parents for file in files)):
-        stale.unlink(missing_ok=True)
+    for other in directory.rglob("*"):
+        if other.is_file() and other not in files:
+            other.unlink(missing_ok=True)
     return directory
 
 

@@ -20,8 +20,8 @@ from infra.store.storage import Lease, Objects, Store, open_store
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 RECORD, LEASES, MANIFESTS, JOURNAL = "run.json", "lease/", "manifests/", "journal/"
-HELD = LOCK, EXPECTED = "lock", "expected/"
-"""What a process that holds a run keeps there for itself."""
+HELD = LOCK, EXPECTED, ORDERS = "lock", "expected/", "orders/"
+"""What a process that holds a run keeps there for itself and its controllers."""
 _NUMBERS = count(1)
 _LEASE = re.compile(r"(\d{6,})\.json")
 

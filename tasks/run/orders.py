@@ -15,14 +15,12 @@ from uuid import UUID
 from infra.config import Settings
 from infra.errors import HolderLost
 from infra.store.checksums import unseal
-from infra.store.runs import Run
+from infra.store.runs import ORDERS, Run
 
 Shards = tuple[int, ...] | None
 
 Perform = Callable[[str, Shards], Awaitable[object]]
 """What a controller does with a batch, or with some of its shards."""
-
-ORDERS = "orders/"
 
 PAUSE_SECONDS = (0.02, 1.0)
 """Between looks for what another process writes: a tenth of what was waited so far, within these."""
