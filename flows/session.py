@@ -23,6 +23,7 @@ from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_run, next_iteration
 from tasks.run.orders import Shards
+from tasks.run.secrets import take_secrets
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
 from tasks.run.stages import recover, within
 
@@ -41,7 +42,7 @@ async def hold(
     it is in the chain, no cluster is opened.
     Raises BadInput before anything is written, RunHeld if another process has it, RunChanged if it was made otherwise.
     """
-    _log_progress()
+    await _begin()
     with tags(config.name):
         if deployment.id is not None:  # the command line has checked before it started anything
             await check_inputs(config)
@@ -66,7 +67,7 @@ async def reopened(config: RunConfig) -> AsyncIterator[Session]:
 
     Raises RunHeld if another process has it.
     """
-    _log_progress()
+    await _begin()
     run = open_run(config.store, config.name)
     with tags(config.name), run.hold():
         async with open_session(run, config, store=config.store) as session:
@@ -120,7 +121,7 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
     if is_open(ref):
         yield session_of(ref)
         return
-    _log_progress()
+    await _begin()
     run = open_run(ref.store, ref.name)
     config = parse_config({**run.record.config, "name": ref.name, "store": ref.store}, source=f"run {ref.name}")
     ours = {"pools": ref.pools, "controllers": ref.controllers}
@@ -138,7 +139,8 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
                 yield here
 
 
-def _log_progress() -> None:
-    """Let our reports through to handlers, such as Prefect's, which shows them with the run."""
+async def _begin() -> None:
+    """Take keys from Prefect, and let our reports through to handlers, such as Prefect's, which shows them."""
+    await take_secrets()
     for room in ("flows", "tasks", "models", "placement", "infra"):
         logging.getLogger(room).setLevel(logging.INFO)

@@ -31,6 +31,7 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (runs.show, "demo"),
     (runs.rollouts, "demo --iteration 3 --sort reward"),
     (runs.export, "demo"),
+    (runs.query, "'select iteration, avg(reward) from rollouts group by iteration' demo"),
     (runs.export_policy, "demo --to demo-policy"),
     (runs.verify, "demo"),
     (runs.copy, "demo ./runs s3://bucket/runs"),

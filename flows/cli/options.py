@@ -20,6 +20,9 @@ def _known_runs(context: CompletionContext) -> list[str]:
 
 
 RunName = Annotated[str, Parameter(name="RUN", help="name of the run", completer=_known_runs)]
+RunNames = Annotated[
+    str, Parameter(name="RUN", show_default="all of the store", help="names of runs", completer=_known_runs)
+]
 Store = Annotated[str, Parameter(help="where runs lie: a directory, or s3://bucket/prefix")]
 Config = Annotated[Path, Parameter(name="CONFIG", help="TOML file")]
 Overrides = Annotated[

@@ -1,7 +1,7 @@
 """What commands print: one builder of rows for each table, and rollouts as text."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from infra.terminal import table
@@ -13,6 +13,8 @@ from tasks.views.runs import RecreditedIteration, RescoredIteration, RunDescript
 
 Rows = list[dict[str, str]]
 
+CELL = 60
+"""Characters of a text in a table."""
 STAGES = ("rollout", "scoring", "credit", "update", "total")
 
 
@@ -130,6 +132,18 @@ def rollout_text(sample: RolloutPreview) -> str:
         f"reward {reward}, {tokens}, {sample.finish_reason}{answer}\n"
         f"{_visible(sample.prompt)}{bold}{_visible(sample.completion)}{plain}"
     )
+
+
+def answer_rows(answer: Sequence[Mapping[str, object]]) -> Rows:
+    """A query's answer; of long texts the beginning."""
+    return [{_cell(name): _cell(value) for name, value in row.items()} for row in answer]
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:g}" if isinstance(value, float) else _visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")
+    return f"{text[: CELL - 1]}…" if len(text) > CELL else text
 
 
 def _last_line(text: str) -> str:

@@ -7,12 +7,15 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_STORE, Iteration, RunName, Scores, Store, log_progress
+from flows.cli.options import DEFAULT_STORE, Iteration, RunName, RunNames, Scores, Store, log_progress
 from infra.errors import BadInput
 from infra.terminal import Json, table, write
 
 Sort = Annotated[Literal["position", "reward", "length"], Parameter(help="as generated, best first, or longest first")]
 Shown = Annotated[int, Parameter(metavar="N", help="completions shown")]
+Sql = Annotated[
+    str, Parameter(name="SQL", help="a query, such as 'select run, avg(reward) from rollouts group by run'")
+]
 NewDirectory = Annotated[Path, Parameter(metavar="DIR", help="a directory that is not there yet")]
 PolicyIteration = Annotated[
     int | None, Parameter(metavar="N", show_default="after the last one", help="0 is the initial policy")
@@ -99,6 +102,18 @@ def export(run: RunName, /, *, scores: Scores = None, store: Store = DEFAULT_STO
 
     paths = export_run(store, run, scores=scores)
     write(json.dumps(paths, indent=2) if as_json else "\n".join(paths))
+
+
+def query(sql: Sql, /, *run: RunNames, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
+    """Ask runs in SQL, by DuckDB: tables `rollouts` and `iterations`."""
+    from flows.cli.output import answer_rows
+    from tasks.views.query import query_runs
+
+    answer = query_runs(store, sql, names=run).to_pylist()
+    if as_json:
+        write(json.dumps(answer, indent=2, ensure_ascii=False, default=str))
+    else:
+        write(table(answer_rows(answer)) or "no rows")
 
 
 def export_policy(

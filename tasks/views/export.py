@@ -41,13 +41,13 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
         numbers: Sequence[int] = [StageKey.parse(seal.key).iteration for seal in sealed_iterations(run)]
         if not numbers:
             raise BadInput(f"run {name!r} has no sealed iteration yet: nothing to export")
-        return [export_parquet(run, _scored(run, number), iteration_key(number)) for number in numbers]
+        return [export_parquet(run, exported(run, number), iteration_key(number)) for number in numbers]
     derived = known_rescoring(run, scores)
     numbers = sealed_numbers(run, derived)
     if not numbers:
         raise BadInput(f"{derived.label} of run {name!r} has no iteration that is complete: nothing to export")
     return [
-        export_parquet(run, _scored(run, number, prefix=derived.prefix), derived.iteration_key(number))
+        export_parquet(run, exported(run, number, prefix=derived.prefix), derived.iteration_key(number))
         for number in numbers
     ]
 
@@ -57,16 +57,21 @@ def export_parquet(run: Run, tables: Iterable[pa.Table], key: str) -> str:
 
     Tables are taken one at a time, so a generator never holds more than one in memory.
     """
-    target = f"export/{key}.parquet"
+    target = export_file(key)
     if not run.store.exists(target):
         with run.store.scratch() as scratch:
             path = scratch / "export.parquet"
-            _write_tables(tables, path, key=key)
+            write_export(tables, path, key=key)
             run.store.put(target, path)
     return run.store.locate(target)
 
 
-def _scored(run: Run, number: int, *, prefix: str = "") -> Iterator[pa.Table]:
+def export_file(key: str) -> str:
+    """Name the object of an exported iteration."""
+    return f"export/{key}.parquet"
+
+
+def exported(run: Run, number: int, *, prefix: str = "") -> Iterator[pa.Table]:
     """An iteration's rollouts and scores side by side, shard by shard, with run and iteration as columns."""
     for rollouts in rollouts_of(run, number):
         table = read_shard(run.store, rollouts.shards[0])
@@ -80,7 +85,8 @@ def _scored(run: Run, number: int, *, prefix: str = "") -> Iterator[pa.Table]:
         yield table.add_column(0, "run", pa.array([run.name] * table.num_rows, pa.string()))
 
 
-def _write_tables(tables: Iterable[pa.Table], path: Path, *, key: str) -> None:
+def write_export(tables: Iterable[pa.Table], path: Path, *, key: str) -> None:
+    """Write tables of one schema to a Parquet file, one at a time."""
     remaining = iter(tables)
     first = next(remaining, None)
     if first is None:

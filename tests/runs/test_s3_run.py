@@ -1,6 +1,7 @@
 """Whole runs in buckets: the run on disk to the bit, whatever happens on the way."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prefect.blocks.system import Secret
 from pyarrow.fs import S3FileSystem
 
 from flows.cli.app import main
-from infra.errors import RunChanged
+from infra.errors import BadInput, RunChanged
 from infra.processes.guard import CLUSTER
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Job, family_of, files_of, manifests_of
@@ -102,6 +104,29 @@ def test_processes_of_ray_make_the_same_run_and_write_no_key_anywhere(s3_servers
         assert place.manifests() == manifests_of(reference.run)
     told.extend(path.read_bytes() for path in files_below(tmp_path))
     assert len(told) > 20 and not [text for text in told if SECRET_KEY.encode() in text]
+
+
+def test_a_secret_block_of_prefect_has_the_keys_and_nothing_that_is_written_has_them(
+    s3_servers, prefect_api, monkeypatch, tmp_path
+):
+    place = s3_servers.start("rgw").place()
+    store = place.open()
+    keys = {name: os.environ.pop(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    job = InProcessJob(tmp_path, prefect_api, address=place.uri)
+    monkeypatch.setenv("RHEOSTAT_SECRETS", "nobody")
+    with pytest.raises(BadInput, match="RHEOSTAT_SECRETS: expected a Secret block of Prefect called 'nobody'"):
+        job.train("iterations=1")
+    with job.prefect():
+        Secret(value="a text").save("text", overwrite=True)
+        Secret(value=json.dumps(keys)).save("bucket", overwrite=True)
+    monkeypatch.setenv("RHEOSTAT_SECRETS", "text")
+    with pytest.raises(BadInput, match="expected Secret block 'text' to be a JSON object of texts by name"):
+        job.train("iterations=1")
+    monkeypatch.setenv("RHEOSTAT_SECRETS", "bucket")
+    job.train("iterations=1")
+    assert "it-0001/seal" in place.manifests()
+    assert all(SECRET_KEY.encode() not in store.read(entry.key) for entry in store.entries(""))
+    assert all(SECRET_KEY.encode() not in path.read_bytes() for path in files_below(tmp_path))
 
 
 def test_a_copy_in_a_bucket_goes_on_as_a_copy_on_disk_and_comes_back_to_the_byte(

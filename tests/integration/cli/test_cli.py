@@ -182,6 +182,34 @@ def test_export_gives_every_completion_with_its_run_iteration_and_rewards(ask, c
     assert ask("export", "tiny", "--json", store=copied)[1] == out, "a second export finds the first"
 
 
+def test_a_query_reads_what_an_export_and_the_seals_say_and_writes_nothing(ask, copied, reference):
+    before = files_of(reference.store)
+    sql = "select count(*) as completions, sum(reward) as reward, count(distinct iteration) as iterations from rollouts"
+    code, out, _ = ask("query", sql, "--json")
+    told = json.loads(ask("rollouts", "tiny", "--json", "--limit", "24", "--iteration", "1")[1])
+    (every,) = json.loads(out)
+    assert (code, every["completions"], every["iterations"]) == (0, 72, 3)
+    sums = "select iteration, sum(reward) from rollouts group by iteration order by iteration"
+    code, out, _ = ask("query", sums, "tiny")
+    assert out.splitlines()[1].split() == ["1", f"{sum(sample['reward'] for sample in told):g}"]
+    assert files_of(reference.store) == before
+    assert ask("export", "tiny", store=copied)[0] == 0
+    assert json.loads(ask("query", sql, "tiny", "--json", store=copied)[1]) == [every]
+    joined = (
+        "select avg(credit_reward_mean) as a, avg(reward) as b from rollouts join iterations using (run, iteration)"
+    )
+    (means,) = json.loads(ask("query", joined, "--json")[1])
+    assert means["a"] == pytest.approx(means["b"])
+
+
+def test_a_query_that_is_none_and_texts_of_a_policy_are_told_in_one_line(ask):
+    code, _, err = ask("query", "select rewards from rollouts")
+    assert (code, err.count("\n")) == (2, 1) and '"reward"' in err and "(tables: rollouts, iterations)" in err
+    code, out, _ = ask("query", "select chr(27) || chr(10) as a, repeat('x', 99) as b, null as c")
+    assert (code, out.splitlines()[1].split()) == (0, [r"\x1b\n", "x" * 59 + "…", "-"])
+    assert ask("query", "select 1 from rollouts where false")[:2] == (0, "no rows\n")
+
+
 def test_verify_names_what_is_damaged_and_ends_with_code_1(ask, copied):
     assert ask("verify", "tiny", store=copied) == (0, "run tiny: every digest and every invariant holds\n", "")
     shard = max((copied / "tiny" / "shards").rglob("*.arrow"), key=lambda path: path.stat().st_size)
