@@ -15,6 +15,7 @@ from flows.controllers import controllers, serve
 from infra.errors import BadInput, HolderLost, first_cause
 from infra.store.chain import linked_parts
 from infra.store.dependencies import check_dependencies, record_dependencies
+from infra.store.garbage import tag_run
 from infra.store.runs import create_run, open_run
 from placement.measurements import Role
 from tasks.config.run import RunConfig, parse_config
@@ -43,7 +44,7 @@ async def hold(
     Raises BadInput before anything is written, RunHeld if another process has it, RunChanged if it was made otherwise.
     """
     await _begin()
-    with tags(config.name):
+    with tags(config.name, *config.tags):
         if deployment.id is not None:  # the command line has checked before it started anything
             await check_inputs(config)
         if config.controllers.where == "deployment":
@@ -55,6 +56,7 @@ async def hold(
         with run.hold(alone=config.controllers.where == "nested"):
             await asyncio.to_thread(recover, run)
             record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accept_change)
+            tag_run(run, config.tags)
             over = last in linked_parts(run)
             opening = open_session(run, scope or config, store=config.store, whole=True, over=over)
             async with opening as session, controllers(session):

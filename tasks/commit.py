@@ -2,9 +2,11 @@
 
 from datetime import UTC, datetime
 
-from infra.store.bundles import BundleRef, delete_bundle, retirement_key
+from infra.store.bundles import BundleRef, delete_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
+from infra.store.shards import tombstone_key
+from infra.store.tombstones import Deleted, bury
 from models.records.versions import policy_of
 from tasks.auxiliary import auxiliary_of
 from tasks.run.iteration import Iteration, carry_over_after
@@ -72,7 +74,7 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
     newest_gone = {bundle.key for version in gone for bundle in _bundles(run, version)}
     retired = 0
     for key, bundle in old.items():
-        known = run.find(retirement_key(bundle)) is not None
+        known = run.find(tombstone_key(bundle.digest)) is not None
         if key not in used and (not known or key in newest_gone):  # the newest may have been cut short
             retire_bundle(run, bundle)
             retired += 1
@@ -82,7 +84,7 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
 
 def retire_bundle(run: Run, ref: BundleRef) -> None:
     """Delete a bundle's files for good, after a manifest that says so; doing it again finishes what was cut short."""
-    run.commit(Manifest(key=retirement_key(ref), detail={"bundle": ref.key}))
+    bury(run, ref.digest[:16], Deleted(bundle=ref.key))
     delete_bundle(run.store, ref)
 
 

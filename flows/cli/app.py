@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
 
-from flows.cli import engines, init, prefect_api, rescore, runs, train
+from flows.cli import engines, init, prefect_api, rescore, retention, runs, train
 from infra.errors import BadInput
 from infra.processes.watch import ended_by_signals
 from infra.terminal import command_app, run_command, write
@@ -35,6 +35,7 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (runs.export_policy, "demo --to demo-policy"),
     (runs.verify, "demo"),
     (runs.copy, "demo ./runs s3://bucket/runs"),
+    (retention.gc, "--older-than 30d --keep 5 --tag paper --delete"),
     (rescore.rescore, """demo --rewards 'rewards=[{kind="regex",pattern="####"}]' --as strict --iterations 3-7"""),
     (rescore.recredit, "demo --algorithm rloo --scores strict --iterations 3-7"),
     (train.evaluate, "path/to/model --config configs/gsm8k.toml evaluation.problems=1319"),

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from infra.store.tombstones import WHOLE_RUN, Tombstone
 from infra.terminal import table
 from models.rollouts.preview import RolloutPreview
 from placement.records import PlanInputs
@@ -153,3 +154,17 @@ def _last_line(text: str) -> str:
 def _visible(text: str) -> str:
     """A policy may write anything: control characters are shown, not obeyed by the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t " else f"\\x{ord(c):02x}" for c in text)
+
+
+def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:
+    """Say what was deleted of a run, one line for all that was deleted for the same reason."""
+    lines = []
+    for why, is_replaced in sorted({(stone.why, stone.is_replaced) for stone in stones}):
+        same = [stone for stone in stones if (stone.why, stone.is_replaced) == (why, is_replaced)]
+        what = f"{len(same)} shards rewritten" if is_replaced else f"deleted {_parts_text(same)}"
+        lines.append(f"{what} by {why}, the last by {max(same, key=lambda stone: stone.when).who}")
+    return lines
+
+
+def _parts_text(stones: Sequence[Tombstone]) -> str:
+    return "rollouts, samples and policies" if stones[0].what == WHOLE_RUN else f"rollouts of {len(stones)} iterations"

@@ -26,6 +26,7 @@ from models.config.job import Job, reasons_against
 from models.config.objectives import UpdateConfig
 from models.config.rewards import ScoringConfig
 from tasks.config.run import RunConfig, override_config
+from tasks.run.batch import check_rollouts_kept, with_rollouts
 from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
 from tasks.run.iteration import carry_over_before
 from tasks.run.keys import StageKey
@@ -228,12 +229,12 @@ def parse_model(document: Mapping[str, object], model: type[M], *, source: str) 
 
 
 def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
-    """Read `3`, `3-7` or `1,3-5`; none are all sealed iterations. Raises BadInput for one that is not sealed."""
+    """Read `3`, `3-7` or `1,3-5`; none are all that are sealed and have rollouts. Raises BadInput for others."""
     sealed = len(sealed_iterations(run))
     if not sealed:
         raise BadInput(f"run {run.name!r} has no sealed iteration yet")
     if text is None:
-        return tuple(range(1, sealed + 1))
+        return tuple(with_rollouts(run, range(1, sealed + 1)))
     numbers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
@@ -243,6 +244,7 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
         if first < 1 or last > sealed:
             raise BadInput(f"--iterations {text!r}: run {run.name!r} has the sealed iterations 1 to {sealed}")
         numbers.update(range(first, last + 1))
+    check_rollouts_kept(run, sorted(numbers))
     return tuple(sorted(numbers))
 
 

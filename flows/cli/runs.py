@@ -62,6 +62,10 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
     for accuracy in description.evaluations:
         write(f"held-out accuracy after iteration {accuracy.number}: {accuracy.line()}")
     write(table(iteration_rows(description)) or "no sealed iteration yet")
+    if description.tags:
+        write(f"tags {', '.join(description.tags)}")
+    if description.deleted:
+        write(f"rollouts, samples and policies deleted by {description.deleted.why} ({description.deleted.who})")
     for change in description.changes:
         write(f"from iteration {change.iteration} on: {'; '.join(change.changes)}")
     if description.policy:
@@ -138,15 +142,18 @@ def export_policy(
 
 def verify(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
     """Check every digest and every invariant of a run."""
-    from tasks.verification.invariants import ignored_files, states_to_learn_again, verify_run
+    from flows.cli.output import deletion_lines
+    from tasks.verification.invariants import deletions, ignored_files, states_to_learn_again, verify_run
 
     problems, ignored = verify_run(store, run), ignored_files(store, run)
-    again = [] if problems else states_to_learn_again(store, run)
+    again, deleted = ([], []) if problems else (states_to_learn_again(store, run), deletions(store, run))
     if as_json:
         told = {"run": run, "ok": not problems, "problems": problems, "ignored": ignored, "learnt_again": again}
+        told["deleted"] = [stone.model_dump() for stone in deleted]
         write(json.dumps(told, indent=2))
     else:
         lines = problems or [f"run {run}: every digest and every invariant holds"]
+        lines += deletion_lines(deleted)
         lines += [f"ignored {name}: it is no file of a run" for name in ignored]
         lines += [
             f"{state} is not there: training learns the newest version's optimizer state again" for state in again

@@ -149,10 +149,10 @@ class Bucket:
 
         return self._ask(f"cannot read {name!r}", attempt)
 
-    def names(self, folder: str) -> Iterator[tuple[str, int]]:
-        """List names and sizes of all that is below a folder, page by page."""
+    def names(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
+        """List names, sizes and times of change of all that is below a folder, page by page."""
         found = self._ask(f"cannot list {folder!r}", lambda: obstore.list(self.client, folder or None).collect())
-        return ((each["path"], each["size"]) for each in found)
+        return ((each["path"], each["size"], each["last_modified"]) for each in found)
 
     def children(self, folder: str) -> list[str]:
         """List the names directly below a folder."""

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
 from infra.store.checksums import canonical_json
+from infra.store.shards import RETIRED, is_retired
 from infra.store.storage import Store, check_key
 
 CONTENTS = "bundle.json"
@@ -218,14 +219,9 @@ def delete_bundle(store: Store, ref: BundleRef) -> None:
         store.delete(entry.key)
 
 
-def retirement_key(ref: BundleRef) -> str:
-    """Return the key of the manifest that says that retention deleted the bundle's files."""
-    return f"retention/{ref.digest[:16]}"
-
-
 def _absence(store: Store, ref: BundleRef) -> str:
-    if store.exists(f"manifests/{retirement_key(ref)}.json"):
-        return "retired: retention deleted its files to save space, its manifests remain"
+    if is_retired(store, ref.digest):
+        return RETIRED
     return f"expected {CONTENTS}, found none: it was never completely published, or was removed by hand"
 
 

@@ -1,9 +1,11 @@
 """Manifests: what a stage committed. Readers see only the shards and bundles that a manifest names."""
 
+import platform
 import re
 import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from importlib import metadata
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
@@ -45,6 +47,17 @@ def provenance_here(*, worker: str = "", seconds: Mapping[str, float] | None = N
     """Return the provenance of what is made on this machine now."""
     created = datetime.now(UTC).isoformat(timespec="milliseconds")
     return Provenance(worker=worker, host=socket.gethostname(), created=created, seconds=dict(seconds or {}))
+
+
+def versions_here() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that results depend on, as they are on this machine."""
+    versions = {"python": platform.python_version()}
+    for package in ("pyarrow", "torch"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "none"
+    return versions
 
 
 class Manifest(Settings):

@@ -1,13 +1,11 @@
 """Runs: one directory of the store each, with one controller at a time and manifests that never change."""
 
 import json
-import platform
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib import metadata
 from itertools import count
 
 from pydantic import JsonValue, ValidationError
@@ -15,7 +13,7 @@ from pydantic import JsonValue, ValidationError
 from infra.config import Settings, difference, fingerprint_of
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
 from infra.store.checksums import seal, unseal
-from infra.store.manifests import Manifest, decode_manifest, provenance_here
+from infra.store.manifests import Manifest, decode_manifest, provenance_here, versions_here
 from infra.store.storage import Lease, Objects, Store, open_store
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -217,6 +215,7 @@ class Run:
             manifest = manifest.model_copy(update={"provenance": provenance})
             if self.store.put(f"{MANIFESTS}{manifest.key}.json", manifest.encode()):
                 self._expected.pop(manifest.key, None)
+                self._check_overtaken(manifest, promised)
                 return self._remember(manifest)
             winner = self.load(manifest.key)
         self._expected.pop(manifest.key, None)
@@ -231,11 +230,26 @@ class Run:
         """Raise Fenced once another process may have taken the run, so that this one may write no more."""
         if not self.epoch:
             raise BadInput(f"run {self.name!r} is open for reading: hold() or join() it before commits")
-        if self._lease is not None:
-            self._lease.check()
+        self.check_held()
         if self.store.exists(_lease_key(self.epoch + 1)) or not self.store.exists(_lease_key(self.epoch)):
             newest = self._newest_epoch()
             raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, epoch {newest} has taken the run")
+
+    def check_held(self) -> None:
+        """Raise Fenced once another process may hold the run, by this process's own clock: nobody is asked."""
+        if self._lease is not None:
+            self._lease.check()
+
+    def _check_overtaken(self, manifest: Manifest, promised: Collection[str]) -> None:
+        """Take back what was committed while another process held the run, and deleted a part that nothing named."""
+        try:
+            self.check_held()
+            overtaken = self._lease is None and self.store.exists(_lease_key(self.epoch + 1))
+        except Fenced:
+            overtaken = True
+        if overtaken and (absent := self._absent_part(manifest, promised)) is not None:
+            self.store.delete(f"{MANIFESTS}{manifest.key}.json")
+            raise Fenced(f"manifest {manifest.key!r} of run {self.name!r}: its part {absent!r} was deleted meanwhile")
 
     def note(self, key: str, entry: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Write an entry of the journal and return the one that stands under the key: this, or an earlier one.
@@ -331,9 +345,8 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
                 "copy, or choose another name"
             )
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        record = RunRecord(
-            name=name, fingerprint=fingerprint_of(config), config=dict(config), created=created, versions=_versions()
-        )
+        made: dict[str, str] = {"fingerprint": fingerprint_of(config), "created": created}
+        record = RunRecord(name=name, config=dict(config), versions=versions_here(), **made)
         if store.put(RECORD, seal(record.model_dump(mode="json"))):
             return Run(store, record)
     run = open_run(store_uri, name)
@@ -379,16 +392,6 @@ def _holder(store: Objects) -> str:
         return f"process {holder['pid']} on {holder['host']}"
     except ValueError:  # it has the lock but has not written its name yet
         return "another process that is just starting"
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("pyarrow", "torch"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "none"
-    return versions
 
 
 def _some(names: list[str]) -> str:

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from blake3 import blake3
@@ -67,7 +68,7 @@ class S3Store:
             check_key(prefix.removesuffix("/"))
         names = self.bucket.names(prefix.rpartition("/")[0])
         return sorted(
-            (Entry(name, size) for name, size in names if name.startswith(prefix) and is_key(name)),
+            (Entry(*named) for named in names if named[0].startswith(prefix) and is_key(named[0])),
             key=lambda entry: entry.key,
         )
 
@@ -77,13 +78,16 @@ class S3Store:
         return sorted(name for name in self.bucket.children(folder) if is_key(name))
 
     def strays(self) -> list[str]:
-        names = (name for name, _ in self.bucket.names(""))
+        names = (name for name, *_ in self.bucket.names(""))
         return sorted(name for name in names if not is_key(name) and not name.startswith(f"{TEMPORARY}/"))
 
     def locate(self, key: str) -> str:
         if not self.exists(key):
             raise self._missing(key)
         return f"{self.uri}/{key}"
+
+    def now(self) -> datetime:
+        return self.bucket.now()
 
     def check(self) -> None:
         self.bucket.quotes_tags()

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
-from infra.store.checksums import SCHEMA_VERSION, check_version
+from infra.store.checksums import SCHEMA_VERSION, check_version, unseal
 from infra.store.storage import Store
 
 _OWN = "rheostat."  # prefix of the metadata that shards write themselves
@@ -18,6 +18,8 @@ _OWN = "rheostat."  # prefix of the metadata that shards write themselves
 HASHED_BYTES = 1 << 20
 
 MOST_VERIFIED = 2**16
+
+RETIRED = "retired: retention deleted its files to save space, its manifests remain"
 
 _verified: set[tuple[str, str]] = set()
 """(store, key) of shards whose digest this process has checked; they cannot change, so once is enough.
@@ -55,7 +57,7 @@ def write_shard(store: Store, table: pa.Table, *, kind: str, metadata: Mapping[s
 def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
     """Open a shard, mapped into memory where the store is local; its digest is verified at the first read."""
     if (store.uri, ref.key) in _verified:
-        table = _decode(store, ref, _sized(store, ref))
+        table = _decode(store, *_standing(store, ref))
     else:
         table = verify_shard(store, ref)
         if len(_verified) >= MOST_VERIFIED:
@@ -68,13 +70,14 @@ def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
     """Return what a shard says of itself; for that its digest is not verified, nor its rows read."""
     return {
         key.decode(): value.decode()
-        for key, value in (_decode(store, ref, _sized(store, ref)).schema.metadata or {}).items()
+        for key, value in (_decode(store, *_standing(store, ref)).schema.metadata or {}).items()
     }
 
 
 def verify_shard(store: Store, ref: ShardRef) -> pa.Table:
-    """Return the table of a shard. Raises Damaged unless the stored bytes are the ones that the reference names."""
-    where, path = f"shard {ref.key!r} in {store.uri}", _sized(store, ref)
+    """Return the table of a shard, or of the one in its place. Raises Damaged unless the bytes are what is named."""
+    ref, path = _standing(store, ref)
+    where = f"shard {ref.key!r} in {store.uri}"
     found = _digest(path)
     if found != ref.digest:
         raise Damaged(f"{where}: expected digest {ref.digest}, found {found}")
@@ -104,7 +107,7 @@ def open_tables(store: Store, refs: Sequence[ShardRef]) -> list[Path]:
     """Verify shards and return exactly their files, to be handed to DuckDB, Polars or datasets (never a glob)."""
     for ref in refs:
         read_shard(store, ref)
-    return [store.local(ref.key) for ref in refs]
+    return [_standing(store, ref)[1] for ref in refs]
 
 
 def _digest(path: Path) -> str:
@@ -114,6 +117,42 @@ def _digest(path: Path) -> str:
         while piece := file.read(HASHED_BYTES):
             hasher.update(piece)
     return hasher.hexdigest()
+
+
+def tombstone_key(digest: str) -> str:
+    """Return the key of the manifest that says that what had this digest was deleted on purpose."""
+    return f"retention/{digest[:16]}"
+
+
+def is_retired(store: Store, digest: str) -> bool:
+    """Whether a tombstone says that what had this digest is gone, alone or with its whole run."""
+    return any(store.exists(f"manifests/{key}.json") for key in (tombstone_key(digest), tombstone_key("run")))
+
+
+def instead_of(store: Store, ref: ShardRef) -> ShardRef | None:
+    """Return the shard that stands in the place of one that was deleted, if a tombstone says so."""
+    path = f"manifests/{tombstone_key(ref.digest)}.json"
+    content = store.find(path)
+    if content is None:
+        return None
+    shards = unseal(content, where=f"{path!r} in {store.uri}").get("shards")
+    return ShardRef.model_validate(shards[0]) if isinstance(shards, list) and shards else None
+
+
+def _standing(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
+    """Find the shard, or where it was deleted the one that stands in its place."""
+    while True:
+        try:
+            return ref, _sized(store, ref)
+        except Damaged:
+            if store.exists(ref.key):
+                raise
+            other = instead_of(store, ref)
+            if other is None and is_retired(store, ref.digest):
+                raise Damaged(f"shard {ref.key!r} in {store.uri}: {RETIRED}") from None
+            if other is None:
+                raise
+            ref = other
 
 
 def _sized(store: Store, ref: ShardRef) -> Path:

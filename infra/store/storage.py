@@ -3,10 +3,12 @@
 An object appears whole or not at all and never changes afterwards; of many writers of one name exactly one wins.
 """
 
+import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -35,6 +37,8 @@ class Entry:
 
     key: str
     bytes: int
+    modified: datetime
+    """When it was written, by the store's own clock."""
 
 
 class Objects(Protocol):
@@ -79,6 +83,10 @@ class Objects(Protocol):
 
     def locate(self, key: str) -> str:
         """Say where people find the object: a path, or an address. Raises Damaged if there is none."""
+        ...
+
+    def now(self) -> datetime:
+        """Ask the store's own clock, of which nothing but ages is to be told."""
         ...
 
     def check(self) -> None:
@@ -155,6 +163,10 @@ def _local_store(root: Path) -> "LocalStore":
     if root.exists() and not root.is_dir():
         raise BadInput(f"store {str(root)!r}: expected a directory, found a file")
     return LocalStore(root)
+
+
+def _moment(status: os.stat_result) -> datetime:
+    return datetime.fromtimestamp(status.st_mtime, UTC)
 
 
 def is_key(key: str) -> bool:
@@ -244,6 +256,10 @@ class LocalStore:
     def locate(self, key: str) -> str:
         return str(self.local(key))
 
+    def now(self) -> datetime:
+        with self._failures("cannot ask for the time"), self.scratch() as directory:
+            return _moment(directory.stat())
+
     def check(self) -> None:
         """Find nothing to complain of: a file system has links, or fails at the first put."""
 
@@ -257,7 +273,8 @@ class LocalStore:
                 path.unlink()
             except FileNotFoundError:
                 return
-            sync(remove_empty(path.parent, root=self.root))
+            with suppress(FileNotFoundError):  # another has removed that folder, and syncs the one around it
+                sync(remove_empty(path.parent, root=self.root))
 
     @contextmanager
     def hold(self, key: str) -> Iterator[Lease | None]:
@@ -312,7 +329,7 @@ class LocalStore:
                 status = path.stat()
             except FileNotFoundError:  # deleted since the directory was read
                 continue
-            yield Entry(key, status.st_size)
+            yield Entry(key, status.st_size, _moment(status))
 
     def _files(self, folder: str) -> Iterator[tuple[str, str]]:
         """Walk (directory, file name) pairs below a folder, those of writers that are at work left out."""

@@ -3,30 +3,33 @@
 from collections.abc import Callable, Collection, Iterator
 
 from infra.errors import BadInput, Damaged
-from infra.store.bundles import BundleRef, has_bundle, retirement_key, verify_bundle
+from infra.store.bundles import BundleRef, has_bundle, verify_bundle
 from infra.store.chain import check_chain
 from infra.store.checksums import unseal
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, records
 from infra.store.shards import ShardRef, verify_shard
 from infra.store.storage import Objects, Store
+from infra.store.tombstones import needed, replaced
 
 
 def verify_store(run: Run, *, promised: Callable[[list[Manifest]], Collection[BundleRef]] = lambda _: ()) -> list[str]:
     """Read the run record, leases, journal, every manifest and all that they name; return one line per problem.
 
-    Nothing read before counts: every byte is read again. Bundles that retention deleted are no problem, nor are those
-    that do not exist yet of the ones that `promised` names.
+    Nothing read before counts: every byte is read again. What a tombstone says was deleted is no problem, nor are those
+    bundles that do not exist yet of the ones that `promised` names.
     """
     manifests: list[Manifest] = []
     problems = [*_check_records(run.store), *_check_manifests(run, manifests)]
     problems = problems or [*check_chain(run), *_check_leases(run.store, manifests)]
-    keys = {manifest.key for manifest in manifests}
-    shards = {shard for manifest in manifests for shard in manifest.shards}
-    bundles = {bundle for manifest in manifests for bundle in manifest.bundles.values()}
+    there = needed(manifests)
     coming = {bundle for bundle in promised(manifests) if not has_bundle(run.store, bundle)}
-    kept = {bundle for bundle in bundles - coming if retirement_key(bundle) not in keys}
-    return [*problems, *_check_shards(run.store, shards), *_check_bundles(run.store, kept)]
+    problems += [
+        f"shard {key!r} in {run.store.uri}: forgotten and still there; give `rheostat forget` again"
+        for key in replaced(manifests)
+        if run.store.exists(key)
+    ]
+    return [*problems, *_check_shards(run.store, there.shards), *_check_bundles(run.store, there.bundles - coming)]
 
 
 def stray_files(run: Run) -> list[str]:
@@ -64,7 +67,7 @@ def _check_manifests(run: Run, found: list[Manifest]) -> Iterator[str]:
             yield str(error)
 
 
-def _check_shards(store: Store, shards: set[ShardRef]) -> Iterator[str]:
+def _check_shards(store: Store, shards: Collection[ShardRef]) -> Iterator[str]:
     for shard in sorted(shards, key=lambda ref: ref.key):
         try:
             verify_shard(store, shard)
@@ -72,7 +75,7 @@ def _check_shards(store: Store, shards: set[ShardRef]) -> Iterator[str]:
             yield str(error)
 
 
-def _check_bundles(store: Store, bundles: set[BundleRef]) -> Iterator[str]:
+def _check_bundles(store: Store, bundles: Collection[BundleRef]) -> Iterator[str]:
     for bundle in sorted(bundles, key=lambda ref: ref.key):
         try:
             verify_bundle(store, bundle)

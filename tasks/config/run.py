@@ -77,6 +77,8 @@ class RunConfig(Settings):
     """Held-out evaluation."""
     retention: RetentionConfig = RetentionConfig()
     """How long policies keep their files."""
+    tags: tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")], ...] = ()
+    """What the run is found by: in Prefect, and by `rheostat gc --tag`, which keeps it. Another list replaces them."""
 
     @field_validator("name")
     @classmethod
@@ -200,7 +202,7 @@ class RunConfig(Settings):
     def identity(self) -> dict[str, JsonValue]:
         """What results depend on: a run continues only under the same identity."""
         elsewhere: dict[str, bool | set[str]] = dict.fromkeys(
-            ("name", "store", "controllers", "retention", "pools", "placement"), True
+            ("name", "store", "controllers", "retention", "tags", "pools", "placement"), True
         )
         elsewhere["scoring"] = {"python", "sandbox"}
         if self.update.schedule == "constant":

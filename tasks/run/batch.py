@@ -3,14 +3,16 @@
 Committed first, so that every controller reads the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import ceil
 from typing import Literal, Self
 
 from infra.config import Settings
+from infra.errors import BadInput
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
+from infra.store.tombstones import WHOLE_RUN, deleted_parts, find_tombstone
 from models.config.engines import SamplingConfig
 from models.data.curriculum import Cursor
 from tasks.run.keys import PROMPTS, StageKey, iteration_key
@@ -166,3 +168,27 @@ def rollouts_of(run: Run, number: int) -> list[Manifest]:
     """Manifests of an iteration's rollouts that have been committed so far, of all its batches."""
     made = run.manifests(f"{iteration_key(number)}/")
     return [manifest for manifest in made if StageKey.parse(manifest.key).stage == "rollout"]
+
+
+def without_rollouts(run: Run, numbers: Iterable[int]) -> set[int]:
+    """Those of some iterations whose rollouts were deleted; one look at the store."""
+    gone = deleted_parts(run)
+    return {number for number in numbers if WHOLE_RUN in gone or iteration_key(number) in gone}
+
+
+def with_rollouts(run: Run, numbers: Iterable[int]) -> list[int]:
+    """The others, of which there is at least one. Raises BadInput if there is none."""
+    numbers = list(numbers)
+    gone = without_rollouts(run, numbers)
+    check_rollouts_kept(run, numbers if len(gone) == len(numbers) else ())
+    return [number for number in numbers if number not in gone]
+
+
+def check_rollouts_kept(run: Run, numbers: Iterable[int]) -> None:
+    """Raise BadInput if the rollouts of one of these iterations were deleted."""
+    for number in sorted(without_rollouts(run, numbers))[:1]:
+        stone = find_tombstone(run, iteration_key(number))
+        assert stone is not None, "a part that was deleted has a tombstone"
+        raise BadInput(
+            f"run {run.name!r}: the rollouts of iteration {number} were deleted by {stone.why} ({stone.who})"
+        )

@@ -25,6 +25,7 @@ from infra.plugins import target_folders
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.inputs import fetched, is_remote, written
 from infra.store.runs import Run, list_runs, open_run
+from infra.store.tombstones import check_not_deleted
 from infra.variants import Variant
 from models.config.algorithms import Algorithm
 from models.config.engines import EngineSettings
@@ -104,12 +105,14 @@ def _dependencies(
 def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     """The configured run where it was begun before.
 
-    RunChanged if that was by another configuration, or, unless this is accepted, with other code, data or libraries.
+    RunChanged if that was by another configuration, or, unless this is accepted, with other code, data or libraries;
+    if what it made was deleted since.
     """
     if config.name not in list_runs(config.store):
         return None
     run = open_run(config.store, config.name)
     run.check_identity(config.identity())
+    check_not_deleted(run)
     if not accept_change:
         check_dependencies(run, dependencies_of(config, run))
     return run

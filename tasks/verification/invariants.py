@@ -9,11 +9,12 @@ from infra.store.bundles import has_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
+from infra.store.tombstones import Tombstone, find_tombstone, tombstones
 from infra.store.verify import stray_files, verify_store
 from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, rewards_of
 from models.data.curriculum import DynamicSamplingState, give_back, take
-from tasks.run.batch import Batch
+from tasks.run.batch import Batch, without_rollouts
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key, reward_model_role
 from tasks.run.rescorings import Derived, derived_of, recredit_terms, rescored_batches, rescored_shards, rescoring_terms
@@ -34,9 +35,16 @@ def ignored_files(store: str, name: str) -> list[str]:
     return stray_files(open_known_run(store, name))
 
 
+def deletions(store: str, name: str) -> list[Tombstone]:
+    """Say what was deleted of a run on purpose, but for old policies, which every run gives up."""
+    return [stone for stone in tombstones(open_known_run(store, name)) if not stone.is_bundle]
+
+
 def states_to_learn_again(store: str, name: str) -> list[str]:
     """Name the optimizer's states that the newest version names and the store does not have (yet)."""
     run = open_known_run(store, name)
+    if find_tombstone(run) is not None:
+        return []
     return [state.key for state in coming_states(run.manifests()) if not has_bundle(run.store, state)]
 
 
@@ -44,7 +52,9 @@ def check_invariants(run: Run) -> list[str]:
     """Check every sealed iteration; return one line per broken promise, naming the offender."""
     digests = {manifest.digest for manifest in run.manifests()}
     problems: list[str] = []
-    for number, seal in enumerate(sealed_iterations(run), start=1):
+    seals = sealed_iterations(run)
+    gone = without_rollouts(run, range(1, len(seals) + 1))
+    for number, seal in enumerate(seals, start=1):
         expected = StageKey.of(iteration_key(number), "seal")
         if seal.key != expected:
             return [*problems, f"{seal.key}: expected {expected}, a sealed iteration is missing"]
@@ -53,15 +63,8 @@ def check_invariants(run: Run) -> list[str]:
             problems.append(f"{seal.key}: its plan is missing")
             continue
         problems += [f"{seal.key}: no manifest has the parent digest {p}" for p in seal.parents if p not in digests]
-        for check in (
-            _check_prompts,
-            _check_carry_over,
-            _check_sampling,
-            check_rollouts,
-            check_samples,
-            check_credit,
-            _check_state,
-        ):
+        row_by_row = () if number in gone else (check_rollouts, check_samples, check_credit)
+        for check in (_check_prompts, _check_carry_over, _check_sampling, *row_by_row, _check_state):
             problems += check(iteration)
     return [*problems, *check_derived(run)]
 
@@ -152,8 +155,9 @@ def check_derived(run: Run) -> Iterator[str]:
                 if parent not in digests:
                     yield f"{manifest.key}: no manifest has the parent digest {parent}"
         check = _check_rescored if line.kind == "rescore" else _check_recredited
+        gone = without_rollouts(run, line.iterations)
         for number in line.iterations:
-            yield from check(Iteration(run, number), derived)
+            yield from () if number in gone else check(Iteration(run, number), derived)
 
 
 def _check_rescored(iteration: Iteration, derived: Derived) -> Iterator[str]:

@@ -24,7 +24,7 @@ from infra.store.runs import Run
 from infra.store.shards import read_shard
 from models.records.versions import policy_of
 from models.records.work import ExportWork
-from tasks.run.batch import rollouts_of
+from tasks.run.batch import rollouts_of, with_rollouts
 from tasks.run.keys import DPO, SFT, StageKey, iteration_key
 from tasks.run.rescorings import sealed_numbers
 from tasks.views.metrics import sealed_iterations
@@ -34,21 +34,23 @@ from tasks.views.runs import known_rescoring, open_known_run
 def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]:
     """Write one Parquet file per sealed iteration: rollouts with their scores; return where they are.
 
-    `scores` names a re-scoring: then its iterations, with its scores.
+    `scores` names a re-scoring: then its iterations, with its scores. Those whose rollouts were deleted are left out.
     """
     run = open_known_run(store, name)
     if scores is None:
         numbers: Sequence[int] = [StageKey.parse(seal.key).iteration for seal in sealed_iterations(run)]
         if not numbers:
             raise BadInput(f"run {name!r} has no sealed iteration yet: nothing to export")
-        return [export_parquet(run, exported(run, number), iteration_key(number)) for number in numbers]
+        return [
+            export_parquet(run, exported(run, number), iteration_key(number)) for number in with_rollouts(run, numbers)
+        ]
     derived = known_rescoring(run, scores)
     numbers = sealed_numbers(run, derived)
     if not numbers:
         raise BadInput(f"{derived.label} of run {name!r} has no iteration that is complete: nothing to export")
     return [
         export_parquet(run, exported(run, number, prefix=derived.prefix), derived.iteration_key(number))
-        for number in numbers
+        for number in with_rollouts(run, numbers)
     ]
 
 

@@ -13,6 +13,7 @@ from infra.errors import BadInput
 from infra.processes.guard import guarded_directory
 from infra.store.runs import Run, list_runs
 from infra.store.storage import open_store
+from tasks.run.batch import without_rollouts
 from tasks.run.keys import iteration_key
 from tasks.views.export import export_file, exported, write_export
 from tasks.views.metrics import sealed_iterations
@@ -55,12 +56,14 @@ def _rows(run: Run) -> Iterator[dict[str, object]]:
 
 
 def _files(run: Run, scratch: Path) -> Iterator[Path]:
-    """Parquet files of this machine with a run's rollouts."""
-    for number in range(1, len(sealed_iterations(run)) + 1):
+    """Parquet files of this machine with a run's rollouts, as far as they were not deleted."""
+    numbers = range(1, len(sealed_iterations(run)) + 1)
+    gone = without_rollouts(run, numbers)
+    for number in numbers:
         key = iteration_key(number)
         if run.store.exists(export_file(key)):
             yield run.store.local(export_file(key))
-        else:
+        elif number not in gone:
             path = scratch / f"{run.name}-{key}.parquet"
             write_export(exported(run, number), path, key=key)
             yield path

@@ -7,15 +7,17 @@ from typing import Literal
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
 from infra.store.dependencies import AcceptedChange, accepted_changes
+from infra.store.garbage import tags_of
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.shards import read_metadata
 from infra.store.storage import open_store
+from infra.store.tombstones import Tombstone, find_tombstone
 from infra.validation_errors import nearest
 from models.config.rewards import ScoringConfig
 from models.records.versions import directory_of, policy_of
 from models.rollouts.preview import RolloutPreview, read_samples
-from tasks.run.batch import rollouts_of
+from tasks.run.batch import check_rollouts_kept, rollouts_of
 from tasks.run.keys import StageKey, iteration_key, iterations_among
 from tasks.run.rescorings import Derived, DerivedLine, derived_of
 from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations
@@ -25,6 +27,7 @@ def sample_rollouts(
     run: Run, iteration: int, *, limit: int, order: Literal["reward", "length", "position"] = "position"
 ) -> list[RolloutPreview]:
     """Read completions of one iteration. By position only as many shards and rows are read as `limit` needs."""
+    check_rollouts_kept(run, [iteration])
     rollouts = rollouts_of(run, iteration)
     if not rollouts:
         begun = [iteration_key(number) for number in iterations_among(run.folders()) if rollouts_of(run, number)]
@@ -52,6 +55,8 @@ def producers_of(run: Run) -> dict[str, list[str]]:
     """Name the engines of each role in the newest iteration that has rollouts; several where one was changed in it."""
     sealed = len(sealed_iterations(run))
     number = sealed + 1 if rollouts_of(run, sealed + 1) else sealed
+    if find_tombstone(run, iteration_key(number)) is not None:
+        return {}
     found: dict[str, set[str]] = {}
     for manifest in run.manifests(f"{iteration_key(number)}/"):
         for shard in manifest.shards:
@@ -84,6 +89,10 @@ class RunDescription(Settings):
     """Re-scorings and re-credits of its rollouts."""
     changes: list[AcceptedChange]
     """Accepted changes of code, data and libraries, in order."""
+    tags: list[str] = []
+    """What it was tagged with."""
+    deleted: Tombstone | None = None
+    """What deleted its rollouts, samples and policies."""
 
 
 class RunLine(Settings):
@@ -120,6 +129,8 @@ def describe_run(store: str, name: str) -> RunDescription:
         base=base,
         derived=derived_of(run),
         changes=accepted_changes(run),
+        tags=sorted(tags_of(run)),
+        deleted=find_tombstone(run),
     )
 
 
@@ -188,7 +199,7 @@ def open_known_run(store: str, name: str) -> Run:
 def _last_policy(run: Run) -> tuple[str | None, str | None]:
     """Directory of the last policy or of its adapter, and of the adapter's base."""
     committed = run.find(StageKey.policy(len(sealed_iterations(run))))
-    if committed is None:
+    if committed is None or find_tombstone(run) is not None:
         return None, None
     policy = policy_of(committed)
     base = directory_of(run, policy.weights)

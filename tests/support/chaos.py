@@ -34,6 +34,8 @@ from typing import TypeVar
 import infra.store.storage
 from flows.cli.app import main as command
 from infra.store.disk import open_temporary, publish_file
+from infra.store.garbage import collect_garbage
+from infra.store.runs import open_run
 from infra.terminal import write
 from tests.support import checker, faults
 from tests.support.in_process import InProcessJob
@@ -322,14 +324,18 @@ def problems_after(
     *,
     start: Callable[[Path, str, S | None, Sequence[str]], int],
     struck: int = 0,
+    collects: bool = False,
 ) -> list[str]:
     """Start a job with one fault after another, then without, and say what is not as if there had been none.
 
-    Where some have struck already, the home is what they left.
+    Where some have struck already, the home is what they left. One that `collects` deletes garbage before it goes on.
     """
     home.mkdir(parents=True, exist_ok=True)
     code, attempts = -1, max(ATTEMPTS, len(strikes) + 1)
     for number in range(struck, attempts):
+        if collects and (home / "store/tiny/run.json").exists():
+            with open_run(str(home / "store"), "tiny").hold() as held:
+                collect_garbage(held)
         code = start(home, api, strikes[number] if number < len(strikes) else None, overrides)
         if code == 0:
             break
@@ -344,6 +350,10 @@ def problems_after(
         problems.append(f"other manifests: {sorted({key for key, _ in changed})[:5]}")
     if not shards_of(run) >= shards_of(whole):
         problems.append("shards are missing")
+    if collects and code == 0:
+        with open_run(str(home / "store"), "tiny").hold() as held:
+            collect_garbage(held)
+        problems += ["other shards than the undisturbed run's"] * (shards_of(run) != shards_of(whole))
     problems += [f"left {path.name}" for path in leftovers_of(run)]
     return problems + checker.problems_of(run)[:5]
 
@@ -355,6 +365,7 @@ def main() -> int:
     parser.add_argument("--on", choices=("threads", "ray"), default="threads", help="what the run's workers are")
     parser.add_argument("--every", type=int, metavar="N", help="one kill at every N-th write and each of its moments")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="change the job")
+    parser.add_argument("--collect", action="store_true", help="delete garbage before each start, and at the end")
     parser.add_argument(
         "--side-by-side", type=int, default=(os.cpu_count() or 1) + 1, metavar="N", help="runs at a time"
     )
@@ -371,10 +382,11 @@ def main() -> int:
                 write((home / "whole/output").read_text(errors="replace")[-2000:])
                 return 1
             whole, seeds = home / "whole/store/tiny", range(int(first), int(last or first) + 1)
+            check = partial(problems_after, api=api, whole=whole, overrides=asked.override, collects=asked.collect)
             if asked.on == "ray":
                 writes = len(Job(home / "whole").puts())
                 storms = {f"seed {seed}": storms_of(seed, writes) for seed in seeds}
-                find = partial(problems_after, api=api, whole=whole, overrides=asked.override, start=start_on_ray)
+                find = partial(check, start=start_on_ray)
                 return judge(storms, home, find, asked)
             writes = len(writes_of(home / "whole"))
             write(f"the undisturbed run of {writes} writes is there")
@@ -385,7 +397,7 @@ def main() -> int:
                 schedules = {f"seed {seed}": schedule_of(seed, writes) for seed in seeds}
             firsts = (strikes[0] for strikes in schedules.values())
             stops = record(home / "stopping", api, firsts, asked.override)
-            find = partial(problems_after, api=api, whole=whole, overrides=asked.override, start=run_once)
+            find = partial(check, start=run_once)
 
             def find_from_copy(strikes: Sequence[Strike], place: Path) -> list[str]:
                 if strikes[0].full:

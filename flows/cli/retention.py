@@ -1,0 +1,139 @@
+"""Commands that delete: what nothing needs, and what nobody may keep. Without `--delete` they only say what."""
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from flows.cli.options import DEFAULT_STORE, RunName, Store
+from infra.errors import BadInput, Damaged, RunHeld
+from infra.terminal import Json, table, write
+
+if TYPE_CHECKING:
+    from infra.store.garbage import Rules
+
+OlderThan = Annotated[
+    str | None, Parameter(metavar="30d", help="give up runs whose last commit is older: a number with m, h, d or w")
+]
+Keep = Annotated[int | None, Parameter(metavar="N", help="give up no run that is among the newest N")]
+Tags = Annotated[tuple[str, ...], Parameter(name="--tag", metavar="TAG", help="give up no run that has this tag")]
+Delete = Annotated[bool, Parameter(help="do it; without this nothing is deleted")]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is deleted of a run, of one kind."""
+
+    objects: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What `rheostat gc` says of one run."""
+
+    run: str
+    """Name."""
+    given_up: bool = False
+    """Whether the rules give it up: then shards and policies that manifests name are deleted, too."""
+    deleted: bool = False
+    """Whether it is done, or only said."""
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    """By the folder that it lies in."""
+    skipped: str = ""
+    """Why it was left as it is."""
+    is_damaged: bool = False
+    """Whether that is why."""
+
+
+def gc(
+    *runs: RunName,
+    older_than: OlderThan = None,
+    keep: Keep = None,
+    tag: Tags = (),
+    delete: Delete = False,
+    store: Store = DEFAULT_STORE,
+    as_json: Json = False,
+) -> int:
+    """Find, or delete, what nothing needs: leftovers of killed workers, and whole runs by age, number and tag."""
+    from infra.store.garbage import given_up
+    from infra.store.runs import list_runs
+    from tasks.views.runs import open_known_run
+
+    names = [open_known_run(store, name).name for name in runs] or list_runs(store)
+    rules = _rules(store, older_than, keep, tag)
+    gone = given_up(store, names, rules)
+    found = [_collect(store, name, rules, gone.get(name), delete=delete) for name in names]
+    if as_json:
+        write(json.dumps([asdict(each) for each in found], indent=2))
+    else:
+        write("\n".join(_lines(found, rules, delete=delete)))
+    return 1 if any(each.is_damaged for each in found) else 0
+
+
+def _lines(found: list[Collected], rules: "Rules", *, delete: bool) -> list[str]:
+    rows = [
+        {"run": each.run, "what": kind, "objects": f"{part.objects:,}", "MB": f"{part.bytes / 1e6:,.1f}"}
+        for each in found
+        for kind, part in each.kinds.items()
+    ]
+    stays = f"given up by {rules}; its record, manifests, reports and exports stay"
+    lines = [table(rows)] if rows else ["nothing to delete"]
+    lines += [f"run {each.run}: {stays}" for each in found if each.given_up]
+    lines += [f"run {each.run}: skipped: {each.skipped}" for each in found if each.skipped]
+    return lines + (["nothing was deleted: --delete does it"] if rows and not delete else [])
+
+
+def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, delete: bool) -> Collected:
+    """Look through a run, or delete; `ended` is when one ended that the rules give up."""
+    from infra.store.garbage import collect_garbage, delete_run, find_garbage, last_commit
+    from infra.store.runs import open_run
+
+    try:
+        run = open_run(store, name)
+        with run.still():
+            garbage = find_garbage(run, given_up=ended is not None)
+        if delete and (garbage or ended):
+            with run.hold():
+                if ended is None or last_commit(run) > ended:  # it went on meanwhile
+                    garbage, ended = collect_garbage(run), None
+                else:
+                    garbage = delete_run(run, why=str(rules))
+    except (RunHeld, Damaged) as error:
+        return Collected(run=name, skipped=str(error), is_damaged=isinstance(error, Damaged))
+    kinds = {
+        kind: Kind(objects=len(entries), bytes=sum(entry.bytes for entry in entries))
+        for kind, entries in garbage.items()
+    }
+    return Collected(run=name, given_up=ended is not None, deleted=delete, kinds=kinds)
+
+
+def _rules(store: str, older_than: str | None, keep: int | None, tags: tuple[str, ...]) -> "Rules":
+    from infra.store.garbage import Rules, readable_runs, tags_of
+    from infra.validation_errors import nearest
+
+    if keep is not None and keep < 0:
+        raise BadInput(f"--keep {keep}: expected at least 0")
+    rules = Rules(None if older_than is None else _age(older_than), keep, frozenset(tags))
+    if tags and rules.is_empty:
+        raise BadInput("--tag: expected --older-than or --keep beside it, from which it keeps runs")
+    known = sorted({tag for run in readable_runs(store) for tag in tags_of(run)}) if tags else []
+    for tag in tags:
+        if tag not in known:
+            raise BadInput(
+                f"--tag {tag!r}: expected a tag that a run has, found {', '.join(known) or 'none'}{nearest(tag, known)}"
+            )
+    return rules
+
+
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def _age(text: str) -> timedelta:
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([mhdw])", text)
+    if match is None:
+        raise BadInput(f"--older-than {text!r}: expected a number with m, h, d or w, such as 30d")
+    return timedelta(**{_UNITS[match[2]]: float(match[1])})

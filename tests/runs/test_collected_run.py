@@ -1,0 +1,123 @@
+"""`rheostat gc` beside a real run, and after it."""
+
+import json
+import shutil
+from threading import Event, Thread
+
+import pytest
+
+from infra.errors import RunHeld
+from infra.store.garbage import collect_garbage, find_garbage
+from infra.store.runs import open_run
+from tests.support import checker
+from tests.support.in_process import InProcessJob
+from tests.support.jobs import files_of, manifests_of, shards_of, wait_for
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def collect(job, *arguments):
+    """What the command says of the run."""
+    (said,) = json.loads(job.command("gc", *arguments, "--json").output)
+    return said
+
+
+def test_a_run_that_is_collected_over_and_over_while_it_writes_is_the_undisturbed_one(reference, tmp_path, prefect_api):
+    job, ended, said = InProcessJob(tmp_path, prefect_api), Event(), []
+
+    def collector():
+        assert wait_for((job.run / "lease/000001.json").exists)
+        while not ended.wait(0.01):
+            try:
+                with open_run(str(job.store), "tiny").hold() as run:
+                    said.append(collect_garbage(run))
+            except RunHeld:
+                said.append("held")
+
+    thread = Thread(target=collector)
+    thread.start()
+    try:
+        job.train()
+    finally:
+        ended.set()
+        thread.join()
+    assert said.count("held") > 10 and all(each in ("held", {}) for each in said)
+    assert manifests_of(job.run) == manifests_of(reference.run)
+
+
+def test_a_whole_run_has_no_garbage(reference):
+    assert find_garbage(open_run(str(reference.store), "tiny")) == {}
+
+
+@pytest.fixture
+def copy(reference, tmp_path, prefect_api):
+    """A copy of the undisturbed run, of which parts may go."""
+    job = InProcessJob(tmp_path, prefect_api)
+    shutil.copytree(reference.run, job.run)
+    return job
+
+
+def test_what_is_nobodys_goes_and_what_is_the_runs_stays(copy, reference):
+    (copy.run / "shards/4b").mkdir(exist_ok=True)
+    (copy.run / "shards/4b/nobodys.arrow").write_bytes(bytes(1000))
+    assert collect(copy)["kinds"] == {"shards": {"objects": 1, "bytes": 1000}}
+    assert "nothing was deleted: --delete does it" in copy.command("gc").output
+    assert collect(copy, "--delete")["deleted"] is True
+    made = files_of(copy.run)
+    assert {name for name in made.items() ^ files_of(reference.run).items() if "lease" not in name[0]} == set()
+    assert checker.problems_of(copy.run) == []
+
+
+def test_a_run_that_rules_give_up_still_proves_itself_and_tells_what_is_gone(copy, tmp_path):
+    exported = copy.command("export").output
+    assert "given up by rheostat gc --keep 0" in copy.command("gc", "--keep", "0").output
+    assert shards_of(copy.run), "without --delete nothing is deleted"
+    before = manifests_of(copy.run)
+    assert copy.command("gc", "--keep", "0", "--delete").code == 0
+    assert not shards_of(copy.run) and not (copy.run / "policies").exists()
+    assert manifests_of(copy.run).items() >= before.items()
+    verified = copy.command("verify")
+    assert verified.code == 0 and "deleted rollouts, samples and policies by rheostat gc --keep 0" in verified.output
+    shown = copy.command("show")
+    assert shown.code == 0 and "deleted by rheostat gc" in shown.output and "policy /" not in shown.output
+    assert copy.command("runs").code != 1
+    refused = [
+        copy.command("rollouts"),
+        copy.command("export"),
+        copy.command("rescore", "--rewards", "rewards=[{kind='regex',pattern='a'}]", "pools.cluster=threads"),
+    ]
+    assert [ended.code for ended in refused] == [2, 2, 2]
+    assert all("were deleted by rheostat gc --keep 0" in ended.output for ended in refused)
+    assert exported and (copy.run / "export/it-0001.parquet").exists()
+
+
+def test_a_run_that_was_given_up_is_not_trained_again(copy):
+    from infra.errors import RunChanged
+
+    copy.command("gc", "--keep", "0", "--delete")
+    before = files_of(copy.run)
+    with pytest.raises(RunChanged, match="another name begins anew"):
+        copy.train("iterations=4")
+    assert files_of(copy.run) == before
+
+
+def test_a_tag_of_the_configuration_keeps_a_run(copy):
+    copy.train('tags=["paper"]')
+    assert "tags paper" in copy.command("show").output
+    assert collect(copy, "--keep", "0", "--tag", "paper")["given_up"] is False
+    assert collect(copy, "--keep", "0")["given_up"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--older-than", "30"), "--older-than '30': expected a number with m, h, d or w, such as 30d"),
+        (("--keep", "-1"), "--keep -1: expected at least 0"),
+        (("--tag", "paper"), "--tag: expected --older-than or --keep beside it"),
+        (("--keep", "1", "--tag", "papr"), "--tag 'papr': expected a tag that a run has, found none"),
+        (("other", "--keep", "1"), "no run 'other'"),
+    ],
+)
+def test_what_cannot_be_a_rule_is_refused_in_one_line(reference, arguments, said):
+    ended = reference.command("gc", *arguments)
+    assert ended.code == 2 and said in ended.output and ended.output.count("\n") == 1

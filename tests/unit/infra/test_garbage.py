@@ -1,0 +1,223 @@
+"""What nothing in a run names goes, and nothing else, whoever is killed or writes meanwhile; and runs go by rules."""
+
+import os
+import signal
+from datetime import timedelta
+from itertools import count
+
+import pyarrow as pa
+import pytest
+
+from infra.errors import Damaged, Fenced, RunChanged, RunHeld
+from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.garbage import Rules, collect_garbage, delete_run, find_garbage, given_up, tag_run
+from infra.store.manifests import Manifest
+from infra.store.runs import create_run, open_run
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import LocalStore
+from infra.store.tombstones import check_not_deleted
+from infra.store.verify import verify_store
+from tests.support.jobs import files_of
+from tests.support.processes import preload, process
+
+preload(__name__)
+
+
+@pytest.fixture
+def home(tmp_path):
+    make(tmp_path / "runs", "r")
+    return tmp_path / "runs"
+
+
+def make(store, name, config=None):
+    """Have a run with a shard and a policy that a manifest names, others that one expects, and others of nobody's."""
+    with create_run(str(store), name, config or {}).hold() as run:
+        run.commit(parts(run, "it-0001/credit", 1))
+        run.expect(parts(run, "it-0002/credit", 2))
+        parts(run, "it-0003/credit", 3)
+        run.store.put("orders/000001/some-controller/000000.json", b"{}")
+        run.store.put("quarantine/0123456789abcdef-0123456789abcdef.arrow", b"torn")
+        run.store.put("report/learning-curve-0001.png", b"png")
+        run.store.put("export/it-0001.parquet", b"parquet")
+
+
+def parts(run, key, number):
+    directory = run.store.root.parent.parent / f"policy-{run.name}-{number}"
+    directory.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (directory / name).write_bytes(bytes([number]) * 100)
+    bundle = publish_bundle(run.store, directory, prefix="policies")
+    return Manifest(key=key, shards=(shard_of(run, number),), bundles={"weights": bundle})
+
+
+def shard_of(run, number):
+    return write_shard(run.store, pa.table({"x": [number] * 100}), kind="test", metadata={})
+
+
+def collect(home, name="r"):
+    with open_run(str(home), name).hold() as run:
+        return collect_garbage(run)
+
+
+def test_garbage_is_what_no_manifest_names_be_it_committed_or_expected(home):
+    run = open_run(str(home), "r")
+    before = files_of(home / "r")
+    garbage = find_garbage(run)
+    assert {kind: len(entries) for kind, entries in garbage.items()} == {
+        "orders": 1,
+        "policies": 3,
+        "quarantine": 1,
+        "shards": 1,
+    }
+    assert files_of(home / "r") == before, "to look for it deletes nothing"
+    collect(home)
+    gone = before.keys() - files_of(home / "r").keys()
+    assert gone == {entry.key for entries in garbage.values() for entry in entries}
+    assert find_garbage(run) == {} and verify_store(run) == []
+
+
+def test_a_damaged_run_loses_nothing(home):
+    path = home / "r/manifests/it-0001/credit.json"
+    path.write_bytes(path.read_bytes()[:-5])
+    before = files_of(home / "r")
+    with pytest.raises(Damaged):
+        collect(home)
+    assert {*before} <= {*files_of(home / "r")}
+
+
+def collect_and_die(home, deletion, what):
+    deletions, delete = count(1), LocalStore.delete
+
+    def dying(self, key):
+        if next(deletions) == deletion:
+            os.kill(os.getpid(), signal.SIGKILL)
+        delete(self, key)
+
+    LocalStore.delete = dying
+    with open_run(str(home), "r").hold() as run:
+        delete_run(run, why="a test") if what == "run" else collect_garbage(run)
+
+
+@pytest.mark.parametrize("deletion", range(1, 7))
+def test_who_is_killed_at_a_deletion_has_damaged_nothing_and_the_next_one_finishes(home, deletion):
+    with process(collect_and_die, home, deletion, "garbage") as child:
+        child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    run = open_run(str(home), "r")
+    assert verify_store(run) == [] and find_garbage(run)
+    collect(home)
+    assert verify_store(run) == [] and find_garbage(run) == {}
+
+
+def test_a_commit_that_the_collector_overtook_is_taken_back(home, monkeypatch):
+    """The worst moment: all is checked, and the manifest not yet written, when another process takes the run."""
+    with open_run(str(home), "r").hold() as holder:
+        epoch = holder.epoch
+    stale = open_run(str(home), "r").join(epoch)
+    manifest = Manifest(key="it-0003/credit", shards=(shard_of(stale, 3),))
+    put = LocalStore.put
+
+    def overtaken(self, key, data, *, durable=True):
+        if key == "manifests/it-0003/credit.json":
+            collect(home)
+        return put(self, key, data, durable=durable)
+
+    monkeypatch.setattr(LocalStore, "put", overtaken)
+    with pytest.raises(Fenced, match=r"its part 'shards/.*' was deleted meanwhile"):
+        stale.commit(manifest)
+    assert verify_store(open_run(str(home), "r")) == []
+
+
+def test_the_collector_takes_back_what_was_committed_while_it_deleted(home, monkeypatch):
+    """As the test before, but whoever committed too late was killed there."""
+    left = create_run(str(home), "r", {})
+    manifest = Manifest(key="it-0003/credit", run=left.record.fingerprint, shards=(shard_of(left, 3),))
+    delete = LocalStore.delete
+
+    def late(self, key):
+        self.put("manifests/it-0003/credit.json", manifest.encode())
+        delete(self, key)
+
+    monkeypatch.setattr(LocalStore, "delete", late)
+    collect(home)
+    assert not (home / "r/manifests/it-0003").exists()
+    assert verify_store(open_run(str(home), "r")) == []
+
+
+def test_a_run_that_is_held_is_left_alone(home):
+    with open_run(str(home), "r").hold(), pytest.raises(RunHeld):
+        collect(home)
+
+
+def test_a_deleted_run_keeps_what_proves_it_and_says_who_deleted_the_rest(home):
+    with open_run(str(home), "r").hold() as run:
+        made = run.require("it-0001/credit")
+        delete_run(run, why="rheostat gc --keep 0")
+    assert verify_store(open_run(str(home), "r")) == []
+    left = {path.partition("/")[0] for path in files_of(home / "r")}
+    assert left == {"run.json", "lease", "manifests", "report", "export", "expected"}
+    again = open_run(str(home), "r")
+    for read in (
+        lambda: read_shard(again.store, made.shards[0]),
+        lambda: fetch_bundle(again.store, made.bundles["weights"]),
+    ):
+        with pytest.raises(Damaged, match="retired: retention deleted its files"):
+            read()
+    with pytest.raises(RunChanged, match=r"were deleted by rheostat gc --keep 0 .* another name begins anew"):
+        check_not_deleted(again)
+
+
+@pytest.mark.parametrize("deletion", (1, 4, 8))
+def test_a_deletion_of_a_run_that_is_killed_is_finished_by_the_next(home, deletion):
+    with process(collect_and_die, home, deletion, "run") as child:
+        child.join(60)
+    run = open_run(str(home), "r")
+    assert verify_store(run) == [] and find_garbage(run)
+    collect(home)
+    assert not (home / "r/shards").exists() and not (home / "r/policies").exists()
+
+
+def age(home, name, days):
+    """Have all that a run has written be so old by the store's clock."""
+    for path in (home / name).rglob("*"):
+        moment = path.stat().st_mtime - days * 86400
+        os.utime(path, (moment, moment))
+
+
+def names(home, **rules):
+    return {*given_up(str(home), ["r", "s", "t"], Rules(**rules))}
+
+
+def test_rules_give_up_runs_by_age_number_and_tag(home):
+    for number, name in enumerate(("s", "t"), start=1):
+        make(home, name)
+        age(home, name, 20 * number)
+    assert names(home) == set()
+    assert names(home, older_than=timedelta(days=30)) == {"t"}
+    assert names(home, older_than=timedelta(days=10)) == {"s", "t"}
+    assert names(home, keep=1) == {"s", "t"}
+    assert names(home, keep=2, older_than=timedelta(days=10)) == {"t"}
+    with open_run(str(home), "t").hold() as run:
+        tag_run(run, ["paper"])
+    assert names(home, keep=1, tags=frozenset({"paper"})) == {"s"}
+    with open_run(str(home), "s").hold() as run:
+        delete_run(run, why="a test")
+    assert names(home, keep=1) == {"t"}, "what is deleted does not count"
+
+
+def test_a_run_that_another_one_begins_with_is_kept_until_that_has_its_own_copy(home):
+    make(home, "s", {"policy": {"path": str(home / "r/policies/0123456789abcdef")}})
+    make(home, "t")
+    assert names(home, keep=0) == {"s", "t"}
+    with open_run(str(home), "s").hold() as run:
+        run.put_record("chain/000001-eval-0000.json", {"part": "eval-0000"})
+    assert names(home, keep=0) == {"r", "s", "t"}
+
+
+def test_what_is_no_run_is_never_looked_at(home):
+    (home / "registry/policies/0123456789abcdef").mkdir(parents=True)
+    (home / "registry/policies/0123456789abcdef/model.safetensors").write_bytes(b"promoted")
+    before = files_of(home / "registry")
+    names(home, keep=0)
+    collect(home)
+    assert files_of(home / "registry") == before
