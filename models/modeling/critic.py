@@ -22,6 +22,7 @@ from infra.errors import BadInput
 from models.modeling.logprobs import ForwardInput, TokenModule
 from models.modeling.policy import load_policy, load_weights, making_models, save_policy
 from models.modeling.reward_model import load_reward_model
+from models.modeling.shared_prompts import share_prompts
 from models.text.tokenizer import load_tokenizer
 
 
@@ -31,6 +32,7 @@ class TokenValues(TokenModule):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.shares_prompts = share_prompts(model)
 
     def forward(self, read: ForwardInput) -> Tensor:
         """Return the float32 value of the state that each written token was drawn in; the token plays no part."""

@@ -13,23 +13,32 @@ from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from infra.errors import BadInput
-from models.modeling.batching import MicroBatch
+from models.modeling.layout import MicroBatch
+from models.modeling.shared_prompts import SharedTokens, on_device, share_prompts, shared_states
 
 
 class ForwardInput(NamedTuple):
     """What one forward pass reads, as tensors; a tuple, since DeepSpeed's hooks look for tensors in tuples."""
 
     tokens_BT: Tensor
-    """Padded on the right: causal attention never sees the padding, so no mask is needed."""
+    """Padded on the right: causal attention never sees the padding, so no mask is needed. Or the row of `shared`."""
     positions_N: Tensor
     """Index into the flattened B·T of the state that predicts each written token."""
     targets_N: Tensor
+    shared: SharedTokens | None = None
+    """Where the one row of tokens stands in attention; none where rows are padded."""
 
     @classmethod
-    def of(cls, batch: MicroBatch, device: torch.device) -> Self:
-        """Bring a pass to the device."""
-        arrays = (batch.tokens_BT, batch.positions_N, batch.targets_N)
-        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+    def of(cls, batch: MicroBatch, device: torch.device, *, shares: bool) -> Self:
+        """Bring a pass to the device, to a model that `shares` prompts or one that does not."""
+        tokens, positions, shared = batch.tokens_BT, batch.positions_N, None
+        if shares and batch.shared is not None:
+            tokens, positions = batch.shared.tokens_L[None], batch.shared.predicting_N
+            shared = on_device(batch.shared, device)
+        tokens_BT, positions_N, targets_N = (
+            torch.from_numpy(array).to(device) for array in (tokens, positions, batch.targets_N)
+        )
+        return cls(tokens_BT, positions_N, targets_N, shared)
 
 
 class TokenModule(nn.Module):
@@ -38,8 +47,13 @@ class TokenModule(nn.Module):
     model: PreTrainedModel
     """What is saved."""
 
+    shares_prompts: bool
+    """Whether it takes passes in which prompts are shared."""
+
     def states(self, read: ForwardInput) -> Tensor:
         """Return the hidden state that predicts each written token."""
+        if read.shared is not None:
+            return shared_states(self.model, read.tokens_BT, read.shared).index_select(0, read.positions_N)
         states_BTH = self.model.base_model(input_ids=read.tokens_BT, use_cache=False).last_hidden_state
         return cast(Tensor, states_BTH.flatten(0, 1).index_select(0, read.positions_N))
 
@@ -55,6 +69,7 @@ class TokenLogprobs(TokenModule):
         super().__init__()
         self.model = model
         self.head = _Head(model, temperature=temperature, chunk_elements=chunk_elements)
+        self.shares_prompts = share_prompts(model)
 
     def forward(self, read: ForwardInput) -> Tensor:
         """Return log π of each written token in float32."""

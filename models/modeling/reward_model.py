@@ -23,8 +23,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from infra.errors import BadInput
 from models.admission.directory import admit
-from models.modeling.batching import MicroBatch, lay_out, pack
+from models.modeling.batching import pack
 from models.modeling.directory import weight_files
+from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.policy import first_line, load_weights
 from models.records.model_input import ModelInput
 from models.text.sequences import require_completion

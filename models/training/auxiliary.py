@@ -1,4 +1,4 @@
-"""What models say of every token of scored rollouts: all of them read the very same padded passes.
+"""What models say of every token of scored rollouts: all of them read the very same passes.
 
 Shapes: N completion tokens of one pass, T those of a rank, C columns.
 """
@@ -18,7 +18,8 @@ from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store
 from models.config.teachers import TeacherEndpoint
 from models.endpoints.prompt_logprobs import TokenScorer
-from models.modeling.batching import AuxiliaryPass, MicroBatch, StepPlan, lay_out, plan_step
+from models.modeling.batching import Sequences, StepPlan, plan_step
+from models.modeling.layout import AuxiliaryPass, MicroBatch, lay_out
 from models.records.columns import counted
 from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollout_inputs
 from models.records.schemas import ESTIMATE_SCHEMA
@@ -77,8 +78,13 @@ def write_estimates(
     tables = [counted(read_shard(store, shard.rollouts, _COLUMNS), shard.rows) for shard in work.shards]
     table = pa.concat_tables([part.replace_schema_metadata(None) for part in tables]).combine_chunks()
     inputs, completions = rollout_inputs(table), completion_lengths(table)
-    rows, lengths = tuple(range(len(inputs))), [len(each) for each in inputs]
-    plan = plan_step(rows, lengths, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
+    rows = tuple(range(len(inputs)))
+    sequences = Sequences(
+        lengths=[len(each) for each in inputs],
+        prompts=[each.num_prompt_tokens for each in inputs],
+        groups=table["prompt_row"].to_pylist(),
+    )
+    plan = plan_step(rows, sequences, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
     passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.rank]]
     said = [np.concatenate([np.zeros(0, np.float32), *asks[name](passes)]) for name in asks]
     gathered = gather_bytes(np.stack(said).tobytes() if said else b"", ranks)

@@ -18,7 +18,8 @@ from infra.errors import Quarantined
 from models.config.judges import TrainedRewardModel
 from models.config.training import DpoConfig, WarmupConfig
 from models.data.examples import Example
-from models.modeling.batching import MicroBatch, Rows, lay_out, plan_step
+from models.modeling.batching import Rows, Sequences, plan_step
+from models.modeling.layout import MicroBatch, lay_out
 from models.objectives.losses import DpoTerms, PairTerms
 from models.records.model_input import ModelInput
 from models.text.sequences import SequencePair, example_inputs
@@ -103,8 +104,9 @@ def _imitate_step(
     on_progress: Callable[[], None],
 ) -> torch.Tensor:
     """Run this rank's passes of one step and return its share of the loss: the mean over all completion tokens."""
-    lengths = [len(each) for each in inputs]
-    plan = plan_step(tuple(range(len(inputs))), lengths, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
+    sequences = Sequences.apart([len(each) for each in inputs])
+    rows = tuple(range(len(inputs)))
+    plan = plan_step(rows, sequences, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
     weight = 1 / sum(len(each.written) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     passes = plan.passes[ranks.rank]
@@ -192,7 +194,7 @@ class _Pairs:
     def passes(self, rows: Rows, pairs: Sequence[SequencePair]) -> tuple[Rows, ...]:
         """This rank's passes over some of the pairs; both completions of a pair are always in the same pass."""
         places = tuple(range(len(rows)))  # a pair that comes twice in a step is there twice
-        sizes = [pairs[row].size for row in rows]
+        sizes = Sequences.apart([pairs[row].size for row in rows])
         plan = plan_step(places, sizes, ranks=self._ranks.world_size, microbatch_tokens=self._microbatch_tokens)
         return tuple(tuple(rows[place] for place in part) for part in plan.passes[self._ranks.rank])
 

@@ -20,7 +20,8 @@ from infra.errors import Damaged
 from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store
 from models.config.objectives import UpdateConfig
-from models.modeling.batching import Rows, StepPlan, TrainingBatch, TrainingSample, lay_out_samples, plan_steps
+from models.modeling.batching import Rows, Sequences, StepPlan, plan_steps
+from models.modeling.layout import TrainingBatch, TrainingSample, lay_out_samples
 from models.modeling.logprobs import TokenLogprobs
 from models.objectives.importance import needs_old
 from models.objectives.loss_inputs import LossInputs, MetricSums
@@ -50,6 +51,12 @@ class TrainingSamples:
     lengths: tuple[int, ...]
     """Tokens of each sample, prompt and completion."""
     completion_lengths: tuple[int, ...]
+
+    @property
+    def sequences(self) -> Sequences:
+        """What plans know of them."""
+        prompts = [whole - part for whole, part in zip(self.lengths, self.completion_lengths, strict=True)]
+        return Sequences(lengths=self.lengths, prompts=prompts, groups=self.groups)
 
 
 def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
@@ -261,8 +268,7 @@ def _on_device(
 def policy_steps(samples: TrainingSamples, work: UpdateWork, *, config: UpdateConfig, ranks: Ranks) -> list[StepPasses]:
     """Plan the iteration's steps and lay this rank's passes out; a step without a token in the loss is left out."""
     planned = plan_steps(
-        samples.groups,
-        samples.lengths,
+        samples.sequences,
         minibatches=config.minibatches,
         ranks=ranks.world_size,
         microbatch_tokens=config.microbatch_tokens,

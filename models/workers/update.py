@@ -14,7 +14,7 @@ from infra.store.storage import open_store
 from models.config.algorithms import AlgorithmConfig
 from models.config.objectives import UpdateConfig
 from models.config.teachers import Teacher
-from models.modeling.batching import AuxiliaryPass
+from models.modeling.layout import AuxiliaryPass
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import EstimateWork, JudgeWarmupWork, PreferenceWork, RewardModelWork, UpdateWork, WarmupWork
 from models.training.auxiliary import ask_endpoint, ask_model, write_estimates

@@ -13,7 +13,7 @@ from infra.errors import BadInput, EndpointDown, WorkerFailed
 from models.config.teachers import TeacherDirectory
 from models.data.problems import load_problems
 from models.inspection.companions import check_teacher
-from models.modeling.batching import lay_out
+from models.modeling.layout import lay_out
 from models.modeling.policy import build_scratch, save_policy
 from models.records.model_input import ModelInput
 from models.text.tokenizer import scratch_tokenizer

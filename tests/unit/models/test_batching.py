@@ -5,30 +5,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.modeling.batching import (
-    TrainingSample,
-    balance,
-    lay_out,
-    lay_out_samples,
-    pack,
-    plan_steps,
-    split_minibatches,
-)
+from models.modeling.batching import Sequences, balance, pack, pack_groups, plan_steps, split_minibatches
+from models.modeling.layout import TrainingSample, lay_out, lay_out_samples
 from models.records.model_input import ModelInput
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 
 
+def in_groups(lengths, *, of):
+    """Sequences in groups of the same size, each of which has about half of the first one in common."""
+    groups = [row // of for row in range(len(lengths))]
+    prompts = [min(lengths[group * of : (group + 1) * of]) // 2 for group in groups]
+    return Sequences(lengths=lengths, prompts=prompts, groups=groups)
+
+
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 5), st.integers(1, 2000), st.integers(0, 9))
 def test_every_row_is_in_exactly_one_pass(lengths, ranks, minibatches, budget, seed):
-    groups = [row // 4 for row in range(len(lengths))]
-    plans = plan_steps(groups, lengths, minibatches=minibatches, ranks=ranks, microbatch_tokens=budget, seed=seed)
+    plans = plan_steps(
+        in_groups(lengths, of=4), minibatches=minibatches, ranks=ranks, microbatch_tokens=budget, seed=seed
+    )
     assert sorted(row for plan in plans for row in plan.rows) == list(range(len(lengths)))
 
 
 @given(LENGTHS, st.integers(2, 4), st.integers(1, 2000))
 def test_every_rank_runs_as_many_passes(lengths, ranks, budget):
-    (plan,) = plan_steps([0] * len(lengths), lengths, minibatches=3, ranks=ranks, microbatch_tokens=budget, seed=0)
+    sequences = in_groups(lengths, of=len(lengths))
+    (plan,) = plan_steps(sequences, minibatches=3, ranks=ranks, microbatch_tokens=budget, seed=0)
     assert len(plan.passes) == ranks
     assert len({len(passes) for passes in plan.passes}) == 1
 
@@ -80,6 +82,31 @@ def test_sequences_of_very_different_lengths_do_not_share_a_pass():
     assert len(pack(tuple(range(8)), [20, 20, 20, 20, 19, 19, 19, 19], budget=20000)) == 1
 
 
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 2000))
+def test_a_pass_of_groups_stays_within_its_budget_unless_one_sequence_alone_exceeds_it(lengths, size, budget):
+    for rows in pack_groups(tuple(range(len(lengths))), in_groups(lengths, of=size), budget=budget):
+        assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= budget
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 2000))
+def test_a_group_that_fits_a_pass_is_in_one(lengths, size, budget):
+    sequences = in_groups(lengths, of=size)
+    passes = pack_groups(tuple(range(len(lengths))), sequences, budget=budget)
+    for group in sequences.grouped(tuple(range(len(lengths)))):
+        if len(group) * max(lengths[row] for row in group) <= budget:
+            assert sum(not set(group).isdisjoint(rows) for rows in passes) == 1
+
+
+def test_groups_stay_whole_on_a_rank_where_that_balances_and_are_split_where_it_does_not():
+    even = Sequences(lengths=[30] * 16, prompts=[2] * 16, groups=[row // 4 for row in range(16)])
+    (plan,) = plan_steps(even, minibatches=1, ranks=2, microbatch_tokens=9999, seed=0)
+    assert sorted(sorted({row // 4 for rows in rank for row in rows}) for rank in plan.passes) in (
+        [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]]
+    )  # fmt: skip
+    (plan,) = plan_steps(even, minibatches=1, ranks=8, microbatch_tokens=9999, seed=0)
+    assert [sum(map(len, rank)) for rank in plan.passes] == [2] * 8
+
+
 def sample(prompt: int, completion: int) -> TrainingSample:
     tokens = np.arange(1, prompt + completion + 1)
     return TrainingSample(
@@ -108,6 +135,29 @@ def test_tokens_that_stand_between_written_ones_are_read_and_not_predicted():
     assert batch.targets_N.tolist() == [3, 6, 7]
 
 
+def test_a_pass_without_padding_has_every_prompt_once_and_its_sequences_where_attention_looks():
+    prompt, other = ModelInput.given([1, 2, 3]), ModelInput.given([1, 2])
+    inputs = [prompt.continued([4, 5, 6, 7]), other.continued([3]), prompt.continued([8]), prompt]
+    batch = lay_out(inputs)
+    shared = batch.shared
+    assert shared is not None
+    assert sorted(shared.tokens_L.tolist()) == [1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8]
+    assert shared.tokens_L[shared.predicting_N].tolist() == [3, 4, 5, 6, 2, 3]
+    seen = shared.tokens_L[shared.places_P]
+    begin, rows = 0, []
+    for count, width in shared.blocks:
+        rows += seen[begin : begin + count * width].reshape(count, width).tolist()
+        begin += count * width
+    expected = sorted(inputs, key=lambda each: -len(each))
+    assert [row[: len(each)] for row, each in zip(rows, expected, strict=True)] == [e.tokens.tolist() for e in expected]
+    assert shared.places_P[shared.collected_L].tolist() == list(range(11))
+    assert sorted(shared.positions_L.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6]
+
+
+def test_a_pass_that_would_save_too_little_is_padded():
+    assert lay_out([ModelInput.given([row, 2]).continued([3, 4]) for row in range(8)]).shared is None
+
+
 def test_an_empty_pass_has_tokens_to_run_and_nothing_to_learn():
     batch = lay_out_samples([], [])
     assert batch.reads.tokens_BT.size
@@ -119,4 +169,4 @@ def test_an_empty_pass_has_tokens_to_run_and_nothing_to_learn():
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_no_samples_make_no_steps(ranks):
-    assert plan_steps([], [], minibatches=4, ranks=ranks, microbatch_tokens=100, seed=0) == []
+    assert plan_steps(Sequences.apart([]), minibatches=4, ranks=ranks, microbatch_tokens=100, seed=0) == []

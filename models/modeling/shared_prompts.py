@@ -1,0 +1,151 @@
+"""Prompts that several rows of a pass share, computed once, and no padding but in attention.
+
+Embeddings, linear layers and norms see every token of a pass once, in one row of L tokens. Attention sees rows as
+they are when padded: keys, values and queries are spread over them before it, and what it says is collected after.
+That goes through the interface at which transformers looks attention up; no model is changed.
+
+Shapes: L tokens of a pass, P places of its padded blocks, B rows of a block, T its width, H heads, D numbers of a head.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from models.modeling.layout import SharedRows, lay_out
+from models.records.model_input import ModelInput
+
+_NAME: Final = "sdpa_of_shared_prompts"
+_OURS: Final = "sdpa"  # what attention is inside
+
+_CLOSE: Final = {torch.float32: 1e-4}
+"""How far states may be apart, relative to their greatest, in a model that shares: by the order of summation alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTokens:
+    """`SharedRows` on the device of a model."""
+
+    positions_1L: Tensor
+    places_P: Tensor
+    collected_L: Tensor
+    blocks: tuple[tuple[int, int], ...]
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return max(width for _, width in self.blocks)
+
+
+def on_device(shared: SharedRows, device: torch.device) -> SharedTokens:
+    """Bring the indexes of a pass to the device."""
+    return SharedTokens(
+        positions_1L=torch.from_numpy(shared.positions_L)[None].to(device),
+        places_P=torch.from_numpy(shared.places_P).to(device),
+        collected_L=torch.from_numpy(shared.collected_L).to(device),
+        blocks=shared.blocks,
+    )
+
+
+_READING: ContextVar[SharedTokens | None] = ContextVar("_READING", default=None)
+
+
+@contextmanager
+def reading(shared: SharedTokens) -> Iterator[None]:
+    """Have models that share run a pass of these tokens inside the context."""
+    token = _READING.set(shared)
+    try:
+        yield
+    finally:
+        _READING.reset(token)
+
+
+def shared_states(model: PreTrainedModel, tokens_1L: Tensor, shared: SharedTokens) -> Tensor:
+    """Return the last hidden state of every token."""
+    with reading(shared):
+        output = model.base_model(
+            input_ids=tokens_1L,
+            position_ids=shared.positions_1L,
+            attention_mask=torch.ones_like(tokens_1L),  # without one, positions that begin again would make it a mask
+            use_cache=False,
+        )
+    states_LH: Tensor = output.last_hidden_state[0]
+    return states_LH
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,  # noqa: ANN401 -- whatever the model passes on
+) -> tuple[Tensor, None]:
+    shared = _READING.get()
+    if shared is None:
+        said, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return said, None
+    sizes = [rows * width for rows, width in shared.blocks]
+    spread_PHD = [each[0].transpose(0, 1).index_select(0, shared.places_P) for each in (query, key, value)]
+    said_PHD: list[Tensor] = []
+    parts = zip(shared.blocks, *(torch.split(each, sizes) for each in spread_PHD), strict=True)
+    for (rows, width), *states_PHD in parts:
+        states_BHTD = [each.unflatten(0, (rows, width)).transpose(1, 2) for each in states_PHD]
+        mask = None if attention_mask is None else attention_mask[..., :width, :width]
+        said_BTHD, _ = sdpa_attention_forward(module, *states_BHTD, mask, **options)
+        said_PHD.append(said_BTHD.flatten(0, 1))
+    whole_PHD = said_PHD[0] if len(said_PHD) == 1 else torch.cat(said_PHD)
+    return whole_PHD.index_select(0, shared.collected_L)[None], None
+
+
+def _mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Tensor | None:  # noqa: ANN401
+    shared = _READING.get()
+    if shared is not None:
+        batch_size, q_length, kv_length, options["attention_mask"] = 1, shared.width, shared.width, None
+    return cast(Tensor | None, sdpa_mask(batch_size, q_length, kv_length, **options))
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, _mask)
+
+
+def share_prompts(model: PreTrainedModel) -> bool:
+    """Have a model take passes whose prompts are shared, beside padded ones, if it can.
+
+    It can where all that mixes tokens goes through the interface: then it says of shared rows what it says of padded
+    ones, which is tried here. Recurrent layers do not, and all have a convolution, whose share of the states may be
+    too small to be seen.
+    """
+    takes_positions = "position_ids" in signature(model.base_model.forward).parameters
+    convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    if model.config._attn_implementation != _OURS or not takes_positions or convolves:
+        return False
+    model.set_attn_implementation(_NAME)
+    if not _says_the_same(model):
+        model.set_attn_implementation(_OURS)
+        return False
+    return True
+
+
+@torch.no_grad()
+def _says_the_same(model: PreTrainedModel) -> bool:
+    prompt, other = ModelInput.given([1, 2, 3]), ModelInput.given([3, 1])
+    batch = lay_out([prompt.continued([2, 0, 1, 3]), prompt.continued([0]), other.continued([1, 2]), prompt])
+    assert batch.shared is not None, "rows with one prompt share it"
+    device = model.device
+    tokens_BT, positions_N = torch.from_numpy(batch.tokens_BT).to(device), torch.from_numpy(batch.positions_N)
+    expected_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    tokens_1L, shared = torch.from_numpy(batch.shared.tokens_L)[None].to(device), on_device(batch.shared, device)
+    found_LH = shared_states(model, tokens_1L, shared)
+    expected_NH = expected_BTH.flatten(0, 1)[positions_N.to(device)].float()
+    found_NH = found_LH[torch.from_numpy(batch.shared.predicting_N).to(device)].float()
+    apart = (found_NH - expected_NH).abs().max() / expected_NH.abs().max().clamp(min=1e-6)
+    return bool(apart < _CLOSE.get(model.dtype, 5e-2))

@@ -1,0 +1,149 @@
+"""Passes in which prompts are shared say what padded ones say, and teach the same."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    Lfm2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from infra.store.bundles import BundleRef
+from models.config.objectives import LoraConfig
+from models.modeling.adapters import put_adapters
+from models.modeling.layout import lay_out
+from models.modeling.logprobs import ForwardInput, TokenLogprobs
+from models.modeling.shared_prompts import share_prompts
+from models.records.model_input import ModelInput
+
+SHAPE = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE),
+    "mixture": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+    "gemma": GemmaConfig(**SHAPE),
+    "window": MistralConfig(**SHAPE, sliding_window=7),
+    "windows and whole": Gemma3TextConfig(
+        **SHAPE, sliding_window=5, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+    "olmo2": Olmo2Config(**SHAPE),
+    "phi3": Phi3Config(**SHAPE),
+    "gpt2": GPT2Config(vocab_size=300, n_embd=32, n_layer=3, n_head=4, n_positions=128),
+}
+
+
+def build(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
+
+
+def batch():
+    """Three groups, one of which is a single sequence; some completions say nothing, or one token."""
+    rng = np.random.default_rng(0)
+    inputs = []
+    for lengths in ((9, 1, 24, 13), (0, 30, 6), (11,)):
+        prompt = ModelInput.given(rng.integers(2, 300, 17))
+        inputs += [prompt.continued(rng.integers(2, 300, length)) for length in lengths]
+    return lay_out(inputs)
+
+
+def ask(module, read, *, shares):
+    module.zero_grad()
+    found_N = module(ForwardInput.of(read, torch.device("cpu"), shares=shares))
+    (found_N * torch.linspace(-1, 1, len(found_N))).sum().backward()
+    gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+    return found_N.detach(), gradients
+
+
+def assert_says_the_same(module):
+    read = batch()
+    assert module.shares_prompts
+    assert read.shared is not None
+    assert len(read.shared.tokens_L) < 0.6 * read.tokens_BT.size
+    (padded_N, expected), (shared_N, found) = (ask(module, read, shares=shares) for shares in (False, True))
+    torch.testing.assert_close(shared_N, padded_N, rtol=0, atol=2e-6)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-6 * float(gradient.abs().max() + 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_and_gradients_are_those_of_padded_rows(family):
+    assert_says_the_same(TokenLogprobs(build(FAMILIES[family]), temperature=0.8))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_so_are_those_of_adapters(family):
+    model = build(FAMILIES[family])
+    put_adapters(model, LoraConfig(rank=4), base=BundleRef(key="policies/x", digest="0" * 64, bytes=0))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    assert_says_the_same(TokenLogprobs(model, temperature=0.8))
+
+
+def test_tokens_between_written_ones_are_read_where_they_stand():
+    module = TokenLogprobs(build(FAMILIES["llama"]), temperature=1.0)
+    prompt, turn = ModelInput.given([5, 6, 7, 8]), ModelInput.given([9, 10]).continued([11])
+    first = prompt.continued([12, 13])
+    read = lay_out([ModelInput(first.chunks + turn.chunks), prompt.continued([14]), prompt.continued([15])])
+    (padded_N, _), (shared_N, _) = (ask(module, read, shares=shares) for shares in (False, True))
+    torch.testing.assert_close(shared_N, padded_N, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2, pad_token_id=0),
+        Lfm2Config(**SHAPE, layer_types=["conv", "full_attention", "conv"]),
+    ],
+    ids=["recurrent", "convolutions beside attention"],
+)
+def test_models_that_mix_tokens_beside_attention_take_padded_rows(config):
+    model = build(config)
+    before = model.config._attn_implementation
+    assert not share_prompts(model)
+    assert model.config._attn_implementation == before
+
+
+def test_padded_rows_go_on_as_before_in_a_model_that_shares():
+    model = build(FAMILIES["windows and whole"])
+    tokens_BT = torch.randint(2, 300, (3, 20), generator=torch.Generator().manual_seed(0))
+    mask_BT = torch.arange(20) >= torch.tensor([[0], [4], [9]])
+    expected = model(input_ids=tokens_BT, attention_mask=mask_BT.long()).logits
+    assert share_prompts(model)
+    assert torch.equal(model(input_ids=tokens_BT, attention_mask=mask_BT.long()).logits, expected)
+
+
+def test_how_attention_is_looked_up_is_no_part_of_what_is_saved(tmp_path):
+    model = build(FAMILIES["llama"])
+    model.save_pretrained(tmp_path / "before")
+    assert share_prompts(model)
+    model.save_pretrained(tmp_path / "after")
+    assert (tmp_path / "after" / "config.json").read_bytes() == (tmp_path / "before" / "config.json").read_bytes()
+    assert AutoConfig.from_pretrained(tmp_path / "after").model_type == "llama"
