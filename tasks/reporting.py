@@ -10,7 +10,9 @@ import re
 import string
 from collections.abc import Sequence
 
+from prefect import get_client
 from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, acreate_table_artifact
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from infra.config import Settings
 from infra.errors import Damaged
@@ -121,6 +123,16 @@ async def report_run(session: Session) -> RunSummary:
         summary_page(summary, png, samples), key=f"{key}-summary", description=f"Summary of run {run.name}"
     )
     return summary
+
+
+async def delete_samples(name: str) -> None:
+    """Delete what Prefect shows of a run with completions in it: the table of rollouts, and the summary."""
+    key = artifact_key(name)
+    wanted = ArtifactFilter(key=ArtifactFilterKey(any_=[f"{key}-rollouts", f"{key}-summary"]))
+    async with get_client() as client:
+        while found := await client.read_artifacts(artifact_filter=wanted):
+            for artifact in found:
+                await client.delete_artifact(artifact.id)
 
 
 def _seal_key(number: int) -> StageKey:

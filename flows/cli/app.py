@@ -36,6 +36,7 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (runs.verify, "demo"),
     (runs.copy, "demo ./runs s3://bucket/runs"),
     (retention.gc, "--older-than 30d --keep 5 --tag paper --delete"),
+    (retention.forget, "demo --prompt-ids ids.txt --delete"),
     (rescore.rescore, """demo --rewards 'rewards=[{kind="regex",pattern="####"}]' --as strict --iterations 3-7"""),
     (rescore.recredit, "demo --algorithm rloo --scores strict --iterations 3-7"),
     (train.evaluate, "path/to/model --config configs/gsm8k.toml evaluation.problems=1319"),

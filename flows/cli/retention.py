@@ -1,9 +1,12 @@
 """Commands that delete: what nothing needs, and what nobody may keep. Without `--delete` they only say what."""
 
+import asyncio
 import json
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -14,12 +17,14 @@ from infra.terminal import Json, table, write
 
 if TYPE_CHECKING:
     from infra.store.garbage import Rules
+    from tasks.forgetting import Forgotten
 
 OlderThan = Annotated[
     str | None, Parameter(metavar="30d", help="give up runs whose last commit is older: a number with m, h, d or w")
 ]
 Keep = Annotated[int | None, Parameter(metavar="N", help="give up no run that is among the newest N")]
 Tags = Annotated[tuple[str, ...], Parameter(name="--tag", metavar="TAG", help="give up no run that has this tag")]
+PromptIds = Annotated[Path, Parameter(metavar="FILE", help="one prompt_id per line, as rollouts and exports have them")]
 Delete = Annotated[bool, Parameter(help="do it; without this nothing is deleted")]
 
 
@@ -137,3 +142,71 @@ def _age(text: str) -> timedelta:
     if match is None:
         raise BadInput(f"--older-than {text!r}: expected a number with m, h, d or w, such as 30d")
     return timedelta(**{_UNITS[match[2]]: float(match[1])})
+
+
+def forget(
+    *runs: RunName,
+    prompt_ids: PromptIds,
+    delete: Delete = False,
+    store: Store = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Find, or delete, all that runs hold of users' prompts: the text and tokens, and what was answered to them."""
+    from infra.store.runs import list_runs, open_run
+    from tasks.forgetting import forget as forget_prompts
+    from tasks.views.runs import open_known_run
+
+    ids = _read_ids(prompt_ids)
+    names = [open_known_run(store, name).name for name in runs] or list_runs(store)
+    found = []
+    for name in names:
+        run = open_run(store, name)
+        with run.still():
+            told = forget_prompts(run, ids, delete=False)
+        if delete and (told.prompts or told.exports):
+            with run.hold():
+                told = forget_prompts(run, ids, delete=True)
+        found.append(told)
+    if not any(each.prompts or each.exports for each in found):
+        where = f"run {names[0]!r}" if len(names) == 1 else f"{len(names)} runs"
+        raise BadInput(f"{prompt_ids}: expected ids of prompts, found none of {where} among its {len(ids)}")
+    if delete:
+        _forget_samples([each.run for each in found if each.prompts])
+    if as_json:
+        write(json.dumps([each.model_dump() for each in found], indent=2))
+    else:
+        write("\n".join(_told(found, len(ids), delete=delete)))
+
+
+def _told(found: "Sequence[Forgotten]", asked: int, *, delete: bool) -> Iterator[str]:
+    for each in found:
+        what = f"{each.rows:,} rows of {each.shards:,} shards, {each.exports:,} exports"
+        yield f"run {each.run}: {each.prompts} of {asked} prompts, {what} {'emptied' if delete else 'to be emptied'}"
+    data = sorted({path for each in found if each.prompts for path in each.data})
+    yield from (f"left to you: take them out of {path}" for path in data)
+    yield "left as they are: policies that learnt from them, copies of runs, caches of other machines"
+    if not delete:
+        yield "nothing was deleted: --delete does it"
+
+
+def _read_ids(path: Path) -> frozenset[str]:
+    if not path.is_file():
+        raise BadInput(f"--prompt-ids {path}: expected a file with one prompt_id per line, found none")
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+    for number, line in enumerate(lines, start=1):
+        if line and not re.fullmatch(r"[0-9a-f]{16}", line):
+            raise BadInput(f"{path}, line {number}: expected a prompt_id of 16 digits 0-9 a-f, found {line[:40]!r}")
+    if not any(lines):
+        raise BadInput(f"{path}: expected at least one prompt_id, found none")
+    return frozenset(line for line in lines if line)
+
+
+def _forget_samples(runs: Sequence[str]) -> None:
+    """Delete the tables and pages with samples that Prefect shows of these runs."""
+    from flows.cli.prefect_api import prefect_api
+
+    with prefect_api():
+        from tasks.reporting import delete_samples
+
+        for run in runs:
+            asyncio.run(delete_samples(run))

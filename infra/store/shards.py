@@ -54,6 +54,18 @@ def write_shard(store: Store, table: pa.Table, *, kind: str, metadata: Mapping[s
     return ref
 
 
+def write_again(store: Store, table: pa.Table) -> ShardRef:
+    """Publish what was made of a shard's table, as a shard that says the same of itself."""
+    said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+    others = {key: value for key, value in said.items() if not key.startswith(_OWN)}
+    return write_shard(store, table, kind=said[f"{_OWN}kind"], metadata=others)
+
+
+def standing_for(store: Store, ref: ShardRef) -> ShardRef:
+    """Return the shard itself, or the one that stands in its place."""
+    return _standing(store, ref)[0]
+
+
 def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> pa.Table:
     """Open a shard, mapped into memory where the store is local; its digest is verified at the first read."""
     if (store.uri, ref.key) in _verified:

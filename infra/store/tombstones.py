@@ -3,6 +3,7 @@
 retention/4b1f…      the bundle, or the shard, of that digest; of a shard, it may name another in its place
 retention/it-0003    all shards that manifests below some prefixes name, and no others do
 retention/run        all shards and bundles of a run
+retention/forgotten  nothing by itself: users' prompts were taken out of shards
 """
 
 import getpass
@@ -13,11 +14,14 @@ from typing import Final
 from infra.config import Settings
 from infra.errors import RunChanged
 from infra.store.bundles import BundleRef
+from infra.store.chain import linked_parts
 from infra.store.manifests import Manifest, provenance_here
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, tombstone_key
 
 WHOLE_RUN: Final = "run"
+FORGOTTEN: Final = "forgotten"
+"""Under this a run says that prompts were taken out of it."""
 _FOLDER: Final = "retention/"
 
 
@@ -34,6 +38,8 @@ class Deleted(Settings):
     """Key of the one bundle that is gone."""
     shard: str = ""
     """Key of the one shard that is gone."""
+    rows: int = 0
+    """Rows that the shard in its place has without their texts."""
 
 
 class Tombstone(Settings):
@@ -78,9 +84,14 @@ def needed(manifests: Iterable[Manifest]) -> Needed:
     )
 
 
+def is_replacement(manifest: Manifest) -> bool:
+    """Whether it is a tombstone that has a shard stand in the place of another."""
+    return manifest.key.startswith(_FOLDER) and bool(manifest.shards)
+
+
 def replaced(manifests: Iterable[Manifest]) -> list[str]:
     """Keys of the shards that others stand in place of."""
-    return [_read(each).shard for each in manifests if each.key.startswith(_FOLDER) and each.shards]
+    return [_read(each).shard for each in manifests if is_replacement(each)]
 
 
 def bury(run: Run, name: str, deleted: Deleted, *, instead: tuple[ShardRef, ...] = ()) -> Manifest:
@@ -116,6 +127,15 @@ def check_not_deleted(run: Run) -> None:
         raise RunChanged(
             f"run {run.name!r} in {run.store.uri}: its rollouts, samples and policies were deleted by {stone.why} "
             f"({stone.who}); another name begins anew"
+        )
+
+
+def check_remembers(run: Run, last: str) -> None:
+    """Raise RunChanged if a run that has forgotten what it learns from is to go on until it has a part."""
+    if FORGOTTEN in deleted_parts(run) and last not in linked_parts(run):
+        raise RunChanged(
+            f"run {run.name!r} in {run.store.uri}: `rheostat forget` took prompts out of it, so it learns no further; "
+            "another name begins anew, from data without them"
         )
 
 

@@ -25,14 +25,14 @@ from infra.plugins import target_folders
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.inputs import fetched, is_remote, written
 from infra.store.runs import Run, list_runs, open_run
-from infra.store.tombstones import check_not_deleted
+from infra.store.tombstones import check_not_deleted, check_remembers
 from infra.variants import Variant
 from models.config.algorithms import Algorithm
 from models.config.engines import EngineSettings
 from models.config.job import slot_engines
 from models.config.rewards import ScoringConfig
 from tasks.config.run import RunConfig
-from tasks.run.keys import StageKey, iteration_key, iterations_among
+from tasks.run.keys import StageKey, evaluation_key, iteration_key, iterations_among
 
 LIBRARIES: Final = (
     "deepspeed",
@@ -113,6 +113,7 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     run = open_run(config.store, config.name)
     run.check_identity(config.identity())
     check_not_deleted(run)
+    check_remembers(run, evaluation_key(config.iterations))
     if not accept_change:
         check_dependencies(run, dependencies_of(config, run))
     return run

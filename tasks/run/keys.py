@@ -95,6 +95,11 @@ class StageKey(str):
         return self._number("evaluation")
 
     @property
+    def is_evaluation(self) -> bool:
+        """Whether it is of an evaluation, whose prompts are held out."""
+        return self._parts()["evaluation"] is not None
+
+    @property
     def after(self) -> int:
         """Number of its iteration, or of those before its evaluation. Raises ValueError if it is of neither."""
         return self.iteration if self._parts()["iteration"] else self.evaluation

@@ -9,7 +9,7 @@ from infra.store.bundles import has_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
-from infra.store.tombstones import Tombstone, find_tombstone, tombstones
+from infra.store.tombstones import FORGOTTEN, Tombstone, find_tombstone, tombstones
 from infra.store.verify import stray_files, verify_store
 from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, rewards_of
@@ -37,7 +37,9 @@ def ignored_files(store: str, name: str) -> list[str]:
 
 def deletions(store: str, name: str) -> list[Tombstone]:
     """Say what was deleted of a run on purpose, but for old policies, which every run gives up."""
-    return [stone for stone in tombstones(open_known_run(store, name)) if not stone.is_bundle]
+    return [
+        stone for stone in tombstones(open_known_run(store, name)) if not stone.is_bundle and stone.what != FORGOTTEN
+    ]
 
 
 def states_to_learn_again(store: str, name: str) -> list[str]:

@@ -1,0 +1,75 @@
+"""Rows of any table of a run without what somebody wrote in them: what is counted and proved stays as it was.
+
+Texts become empty, and numbers per token zero: log-probs and values name the tokens to whoever has the model.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from models.judges.votes import CANARY
+from models.records.columns import Mask, lengths_of
+
+_TEXTS_KEPT: Final = ("prompt_id", "finish_reason", "run")
+_NUMBERS_KEPT: Final = ("staleness", "steps")
+_SPANS: Final = "spans_"
+FORGOTTEN: Final = "forgotten"
+"""Stands for an error, which may quote a completion: that there was one is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts by their ids, and by their rows in the table that a shard is about."""
+
+    ids: frozenset[str]
+    rows: frozenset[int]
+
+
+def without(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
+    """Empty the rows of some prompts; return the table, and how many rows had anything in them."""
+    is_gone = _rows_of(table, prompts)
+    emptied = table
+    for place, field in enumerate(table.schema):
+        if is_gone.any() and (column := _emptied(table[field.name], field, is_gone)) is not None:
+            emptied = emptied.set_column(place, field, column)
+    changed = not emptied.equals(table)
+    return (emptied, int(is_gone.sum())) if changed else (table, 0)
+
+
+def _rows_of(table: pa.Table, prompts: Prompts) -> Mask:
+    """Which rows are about the prompts. What a judge said of a canary may quote the prompt that it was put under."""
+    if "prompt_id" in table.column_names:
+        return _mask(table["prompt_id"], prompts.ids, pa.string())
+    is_gone = _mask(table["prompt_row"], prompts.rows, pa.int32())
+    return is_gone | _mask(table["prompt_row"], [CANARY], pa.int32()) if is_gone.any() else is_gone
+
+
+def _mask(column: pa.ChunkedArray, values: Collection[object], kind: pa.DataType) -> Mask:
+    found: Mask = pc.is_in(column, pa.array(list(values), kind)).to_numpy()
+    return found
+
+
+def _emptied(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.ChunkedArray | None:
+    """The column without what those rows say; none where it says nothing of the kind. Null stays null."""
+    if pa.types.is_string(field.type) and field.name not in _TEXTS_KEPT:
+        had = pc.and_(pa.array(is_gone), pc.is_valid(column))
+        return pc.if_else(had, pa.scalar(FORGOTTEN if field.name == "error" else ""), column)
+    is_kept = field.name in _NUMBERS_KEPT or field.name.startswith(_SPANS)
+    if pa.types.is_list(field.type) and not pa.types.is_struct(field.type.value_type) and not is_kept:
+        return _zeroed(column, field.type, is_gone)
+    return None
+
+
+def _zeroed(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) -> pa.ChunkedArray:
+    lengths_K = lengths_of(column)
+    values_T = pc.if_else(
+        pa.array(np.repeat(is_gone, lengths_K)), pa.scalar(0, kind.value_type), pc.list_flatten(column)
+    )
+    flat_T = values_T.combine_chunks() if isinstance(values_T, pa.ChunkedArray) else values_T
+    offsets = pa.array(np.concatenate(([0], np.cumsum(lengths_K))).astype(np.int32))
+    nulls = pa.array(pc.is_null(column).to_numpy())
+    return pa.chunked_array([pa.ListArray.from_arrays(offsets, flat_T, type=kind, mask=nulls)])

@@ -1,0 +1,110 @@
+"""Users' prompts, and what was answered to them, taken out of a run that keeps all else: lineage, rewards, lengths.
+
+A shard that holds some is written again without them, a tombstone says which shard stands in its place, and the old one
+is deleted. Readers follow, and every manifest stays as it is.
+"""
+
+from collections.abc import Mapping
+
+import pyarrow.parquet as pq
+
+from infra.config import Settings
+from infra.store.dependencies import dependency_records
+from infra.store.garbage import collect_garbage, delete_all
+from infra.store.runs import Run
+from infra.store.shards import ShardRef, read_shard, standing_for, write_again
+from infra.store.tombstones import FORGOTTEN, Deleted, bury, is_replacement, needed, replaced
+from models.rollouts.forgotten import Prompts, without
+from tasks.run.keys import PROMPTS, StageKey
+from tasks.views.export import write_export
+
+WHY = "rheostat forget"
+
+
+class Forgotten(Settings):
+    """What was forgotten of a run, or would be."""
+
+    run: str
+    """Name."""
+    prompts: int
+    """Prompts of the list that the run has."""
+    shards: int
+    """Shards that are written again."""
+    rows: int
+    """Rows in them that are emptied."""
+    exports: int
+    """Exported files that are written again."""
+    data: list[str]
+    """Data files of users that the run was made from; nothing here changes them."""
+
+
+def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
+    """Say what a run has of some prompts, and, where it is held, delete that; given again it finishes what was cut."""
+    shards = _shards(run)
+    prompts = {split: _prompts(run, key, ids, shards) for split, key in PROMPTS.items()}
+    rows = [count for ref, split in shards.items() if (count := _rewrite(run, ref, prompts[split], delete=delete))]
+    everywhere = Prompts(ids, frozenset())
+    exports = [key for key in _exports(run) if _rewrite_export(run, key, everywhere, delete=delete)]
+    if delete:
+        delete_all(run, replaced(run.manifests()))  # also those that are gone: this machine may have a copy
+        collect_garbage(run)
+    return Forgotten(
+        run=run.name,
+        prompts=len(frozenset().union(*(found.ids for found in prompts.values()))),
+        shards=len(rows),
+        rows=sum(rows),
+        exports=len(exports),
+        data=[path for record in dependency_records(run)[-1:] for path in record.dependencies.data],
+    )
+
+
+def _shards(run: Run) -> dict[ShardRef, str]:
+    """Every shard that is there, or another in its place, with the split that it is about."""
+    made = [each for each in [*run.manifests(), *run.left()] if not is_replacement(each)]
+    there = needed(made).shards
+    return {ref: _split(StageKey.parse(each.key)) for each in made for ref in each.shards if ref in there}
+
+
+def _split(key: StageKey) -> str:
+    return "heldout" if key == PROMPTS["heldout"] or key.is_evaluation else "train"
+
+
+def _prompts(run: Run, key: str, ids: frozenset[str], shards: Mapping[ShardRef, str]) -> Prompts:
+    """Those prompts of a split that are on the list."""
+    made = run.find(key)
+    if made is None or made.shards[0] not in shards:
+        return Prompts(frozenset(), frozenset())
+    names: list[str] = read_shard(run.store, made.shards[0], ["prompt_id"])["prompt_id"].to_pylist()
+    rows = frozenset(row for row, name in enumerate(names) if name in ids)
+    return Prompts(frozenset(names[row] for row in rows), rows)
+
+
+def _rewrite(run: Run, ref: ShardRef, prompts: Prompts, *, delete: bool) -> int:
+    """Put another shard in the place of one that has something of the prompts; return how many rows had."""
+    if not prompts.ids:
+        return 0
+    emptied, rows = without(read_shard(run.store, ref), prompts)
+    if rows and delete:
+        old, new = standing_for(run.store, ref), write_again(run.store, emptied)
+        bury(run, FORGOTTEN, Deleted(why=WHY))
+        bury(run, old.digest[:16], Deleted(why=WHY, shard=old.key, rows=rows), instead=(new,))
+    return rows
+
+
+def _exports(run: Run) -> list[str]:
+    return [entry.key for entry in run.store.entries("export/") if entry.key.endswith(".parquet")]
+
+
+def _rewrite_export(run: Run, key: str, prompts: Prompts, *, delete: bool) -> int:
+    """Write an exported file again if it has something of the prompts; return how many rows had."""
+    file = pq.ParquetFile(run.store.local(key))
+    groups = range(file.num_row_groups)
+    rows = sum(without(file.read_row_group(group), prompts)[1] for group in groups)
+    if rows and delete:
+        with run.store.scratch() as scratch:
+            path = scratch / "export.parquet"
+            write_export((without(file.read_row_group(group), prompts)[0] for group in groups), path, key=key)
+            run.check_held()
+            run.store.delete(key)
+            run.store.put(key, path)
+    return rows

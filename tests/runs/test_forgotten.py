@@ -1,0 +1,242 @@
+"""`rheostat forget`: no byte of the store has the prompts any more, nor what was answered; all else is as it was."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from itertools import count
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from prefect import get_client
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+
+from infra.errors import RunChanged
+from infra.store.manifests import decode_manifest
+from infra.store.runs import open_run
+from infra.store.shards import read_shard
+from infra.store.storage import LocalStore
+from tasks.forgetting import forget
+from tasks.reporting import delete_samples
+from tasks.verification.invariants import verify_run
+from tests.support.in_process import InProcessJob
+from tests.support.jobs import files_of, manifests_of
+from tests.support.processes import preload, process
+
+preload(__name__)
+pytestmark = pytest.mark.timeout(1200)
+
+JUDGED = "rewards=[{kind='target',target='tests.support.rewards:even'}]"
+
+
+@pytest.fixture(scope="module")
+def whole(reference, tmp_path_factory, prefect_api):
+    """A copy of the undisturbed run, exported, re-scored and re-credited."""
+    job = InProcessJob(tmp_path_factory.mktemp("whole"), prefect_api)
+    shutil.copytree(reference.run, job.run)
+    assert job.command("rescore", "--rewards", JUDGED, "--as", "again", "pools.cluster=threads").code == 0
+    assert job.command("recredit", "--algorithm", "rloo", "--as", "rloo", "pools.cluster=threads").code == 0
+    assert job.command("export").code == 0
+    assert job.command("export", "--scores", "again").code == 0
+    (job.run / "quarantine").mkdir()
+    (job.run / "quarantine/0123456789abcdef-0123456789abcdef.arrow").write_bytes(b"torn")
+    return job
+
+
+@pytest.fixture
+def job(whole, tmp_path):
+    copy = InProcessJob(tmp_path, whole.api)
+    shutil.copytree(whole.run, copy.run)
+    return copy
+
+
+def rollouts(job):
+    """Every rollout of a run, of iterations and evaluations."""
+    run = open_run(str(job.store), "tiny")
+    made = [each for each in run.manifests() if "/rollout/" in each.key]
+    return [row | {"key": each.key} for each in made for row in read_shard(run.store, each.shards[0]).to_pylist()]
+
+
+def chosen(job):
+    """The ids of two prompts that iterations had, and of one that is held out."""
+    rows = rollouts(job)
+    train = list(dict.fromkeys(row["prompt_id"] for row in rows if row["key"].startswith("it-")))
+    heldout = [row["prompt_id"] for row in rows if "eval-" in row["key"]]
+    return [train[0], train[-1], heldout[0]]
+
+
+def secrets_of(job, ids):
+    """What of the prompts must not be found: texts, tokens and log-probs that nothing else in the run has, as bytes."""
+
+    def said(rows):
+        texts = [row[name].encode() for row in rows for name in ("prompt", "completion")]
+        tokens = [
+            np.array(row[name], np.int32).tobytes() for row in rows for name in ("prompt_tokens", "completion_tokens")
+        ]
+        return texts + tokens + [np.array(row["logprobs"], np.float32).tobytes() for row in rows]
+
+    rows = rollouts(job)
+    others = b" ".join(said([row for row in rows if row["prompt_id"] not in ids]))
+    own = [
+        each for each in said([row for row in rows if row["prompt_id"] in ids]) if len(each) > 5 and each not in others
+    ]
+    assert len(own) > 20
+    return own
+
+
+def found_in(job, secrets):
+    """Files, Parquet as it reads, that have a secret."""
+    found = []
+    for name, content in files_of(job.run).items():
+        if name.endswith(".parquet"):
+            rows = pq.read_table(job.run / name).to_pylist()
+            content = json.dumps(rows, ensure_ascii=False, default=str).encode()
+        found += [name for secret in secrets if secret in content][:1]
+    return found
+
+
+def write_ids(job, ids):
+    path = job.home / "ids"
+    path.write_text("\n".join(ids) + "\n")
+    return str(path)
+
+
+def test_no_byte_of_the_store_has_what_was_forgotten_and_all_else_is_as_it_was(job):
+    ids, before, manifests = chosen(job), rollouts(job), manifests_of(job.run)
+    secrets = secrets_of(job, ids)
+    assert {name.partition("/")[0] for name in found_in(job, secrets)} == {"shards", "export"}
+    untouched = files_of(job.run)
+    said = job.command("forget", "--prompt-ids", write_ids(job, ids))
+    assert said.code == 0 and "nothing was deleted: --delete does it" in said.output
+    assert files_of(job.run) == untouched
+    assert job.command("forget", "--prompt-ids", write_ids(job, ids), "--delete").code == 0
+    assert found_in(job, secrets) == []
+    assert not (job.run / "quarantine").exists()
+    assert manifests_of(job.run).items() >= manifests.items()
+    after = rollouts(job)
+    assert [row for row in after if row["prompt_id"] not in ids] == [r for r in before if r["prompt_id"] not in ids]
+    for old, new in zip(before, after, strict=True):
+        if old["prompt_id"] in ids:
+            assert new["prompt"] == new["completion"] == new["answer"] == ""
+            assert len(new["completion_tokens"]) == len(old["completion_tokens"]) and not any(new["completion_tokens"])
+            same = ("prompt_row", "sample", "prompt_id", "seed", "finish_reason", "segments")
+            assert {name: new[name] for name in same} == {name: old[name] for name in same}
+
+
+def test_a_run_that_has_forgotten_is_read_verified_exported_and_scored_again(job):
+    shown = job.command("show").output
+    job.command("forget", "--prompt-ids", write_ids(job, chosen(job)), "--delete")
+    verified = job.command("verify")
+    assert verified.code == 0 and "shards rewritten by rheostat forget, the last by" in verified.output
+    assert job.command("show").output == shown
+    assert job.command("rollouts", "--limit", "100").code == 0
+    assert job.command("export").code == 0
+    assert job.command("rescore", "--rewards", JUDGED, "--as", "later", "pools.cluster=threads").code == 0
+    assert job.command("recredit", "--algorithm", "rloo", "--as", "later", "pools.cluster=threads").code == 0
+    assert job.command("verify").code == 0
+    job.train()
+    assert verify_run(str(job.store), "tiny") == []
+
+
+def test_samples_that_prefect_shows_of_a_run_are_deleted_and_those_of_others_stay(whole):
+    keys = ["forgetful-rollouts", "forgetful-summary", "forgetful-iterations", "other-rollouts"]
+
+    async def work():
+        async with get_client() as client:
+            for key in 2 * keys:
+                await client.create_artifact(ArtifactCreate(key=key, type="markdown", data="a completion"))
+            await delete_samples("forgetful")
+            found = await client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=keys)))
+            return [each.key for each in found]
+
+    with whole.prefect():
+        assert sorted(asyncio.run(work())) == ["forgetful-iterations"] * 2 + ["other-rollouts"] * 2
+
+
+def test_what_is_given_again_changes_nothing_and_further_prompts_may_follow(job):
+    ids = chosen(job)
+    job.command("forget", "--prompt-ids", write_ids(job, ids[:1]), "--delete")
+    before = manifests_of(job.run)
+    again = job.command("forget", "--prompt-ids", write_ids(job, ids[:1]), "--delete")
+    assert again.code == 0 and "0 rows of 0 shards, 0 exports emptied" in again.output
+    assert manifests_of(job.run) == before
+    secrets = secrets_of(job, ids[1:])
+    assert job.command("forget", "--prompt-ids", write_ids(job, ids), "--delete").code == 0
+    assert found_in(job, secrets) == [] and verify_run(str(job.store), "tiny") == []
+
+
+def test_a_tombstone_names_both_digests_and_never_a_text(job):
+    ids = chosen(job)
+    secrets = secrets_of(job, ids)
+    job.command("forget", "--prompt-ids", write_ids(job, ids), "--delete")
+    stones = sorted(path for path in (job.run / "manifests/retention").glob("*.json") if b'"rows"' in path.read_bytes())
+    told = [decode_manifest(path.read_bytes(), key=f"retention/{path.stem}") for path in stones]
+    told = [each for each in told if each.shards]
+    assert told and all(each.detail["shard"] != each.shards[0].key and each.detail["rows"] > 0 for each in told)
+    assert not any(secret in path.read_bytes() for path in stones for secret in secrets)
+
+
+def test_a_run_that_has_forgotten_learns_no_further(job):
+    job.command("forget", "--prompt-ids", write_ids(job, chosen(job)), "--delete")
+    before = files_of(job.run)
+    with pytest.raises(RunChanged, match=r"took prompts out of it, so it learns no further; another name begins anew"):
+        job.train("iterations=4")
+    assert files_of(job.run) == before
+
+
+def forget_and_die(home, ids, change):
+    """Be killed at a change of the store, whatever it is."""
+    changes = count(1)
+
+    def dying(method):
+        def change_or_die(self, key, *arguments, **named):
+            if next(changes) == change:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(self, key, *arguments, **named)
+
+        return change_or_die
+
+    LocalStore.put, LocalStore.delete = dying(LocalStore.put), dying(LocalStore.delete)
+    with open_run(str(home), "tiny").hold() as run:
+        forget(run, frozenset(ids), delete=True)
+
+
+def test_who_is_killed_at_any_change_leaves_a_run_that_reads_and_the_next_one_finishes(job, tmp_path):
+    ids = chosen(job)
+    secrets, change, code = secrets_of(job, ids), 1, -signal.SIGKILL
+    while code == -signal.SIGKILL:
+        copy = InProcessJob(tmp_path / f"{change}", job.api)
+        shutil.copytree(job.run, copy.run)
+        with process(forget_and_die, copy.store, ids, change) as child:
+            child.join(60)
+            code = child.exitcode
+        with open_run(str(copy.store), "tiny").hold() as run:
+            assert len(rollouts(copy)) == len(rollouts(job))
+            forget(run, frozenset(ids), delete=True)
+        assert found_in(copy, secrets) == [], change
+        assert verify_run(str(copy.store), "tiny") == [], change
+        shutil.rmtree(copy.home)
+        change += 6
+    assert code == 0 and change > 40
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "expected a file with one prompt_id per line, found none"),
+        ("", "expected at least one prompt_id, found none"),
+        ("0123456789abcdef\nAlice\n", "line 2: expected a prompt_id of 16 digits 0-9 a-f, found 'Alice'"),
+        ("0123456789abcdef\n", "expected ids of prompts, found none of run 'tiny' among its 1"),
+    ],
+)
+def test_what_names_no_prompt_is_refused_in_one_line(reference, tmp_path, content, said):
+    path = tmp_path / "ids"
+    if content is not None:
+        path.write_text(content)
+    before = files_of(reference.run)
+    ended = reference.command("forget", "--prompt-ids", str(path), "--delete")
+    assert ended.code == 2 and said in ended.output and ended.output.count("\n") == 1
+    assert files_of(reference.run) == before
