@@ -7,12 +7,15 @@ condition fails looks whose token stands there before it says that it has lost.
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from configparser import ConfigParser
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -31,11 +34,18 @@ if TYPE_CHECKING:  # what obstore has for type checkers alone
 TEMPORARY: Final = ".tmp"
 """Folder of what is no object of a store: probes."""
 _WRITER: Final = "rheostat-writer"
+RANGED_BYTES: Final = 64 << 20
+"""So much of an object comes in one answer; the rest of a larger one beside it, part by part."""
 _PART_BYTES: Final = 16 << 20
+_STREAMS: Final = 8
+_PAGE: Final = 1000
+"""Names in one answer to a listing."""
 _PART_RETRIES: Final = 10
 _RACERS: Final = 4
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_EMPTY = "416"
+"""What a range of an object without any bytes is answered with."""
 _MACHINE_CREDENTIALS = "169.254."
 """Where a cloud's own machines are told who they are: asked where nothing else says it."""
 _PASSING = {408, 409, 429, 500, 502, 503, 504}
@@ -73,6 +83,23 @@ class Stored:
     """Token of the conditional write that made it."""
 
 
+class Requests:
+    """Counts requests by verb, in whatever thread they are sent."""
+
+    def __init__(self) -> None:
+        self._turn, self._counts = Lock(), Counter[str]()
+
+    def add(self, verb: str, count: int = 1) -> None:
+        """Count requests that are about to be sent."""
+        with self._turn:
+            self._counts[verb] += count
+
+    def so_far(self) -> dict[str, int]:
+        """How many there have been."""
+        with self._turn:
+            return dict(self._counts)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Names below a prefix of a bucket."""
@@ -82,6 +109,8 @@ class Bucket:
     parts: Client = field(repr=False, compare=False)
     """Asks again by itself for parts of what is large, which is not begun anew for one of them."""
     patience: Patience = PATIENCE
+    requests: Requests = field(default_factory=Requests, repr=False, compare=False)
+    """Those that were sent to it; what is asked again for the parts of an upload is not counted again."""
 
     def create(self, name: str, body: bytes | Path) -> str | None:
         """Write in one request if the name is free, and return the tag; None if it is taken."""
@@ -91,13 +120,15 @@ class Bucket:
         """Write in place of what has this tag, and return the new one; None if something else stands there."""
         return self._write(name, body, version=version if self.quotes_tags() else version.strip('"'))
 
-    def upload(self, name: str, path: Path) -> None:
-        """Write a large file in parts; it appears whole, in place of what stood there."""
+    def upload(self, name: str, path: Path) -> str:
+        """Write a large file in parts, and return the tag; it appears whole, in place of what stood there."""
         token = secrets.token_hex(16)
 
-        def attempt() -> None:
+        def attempt() -> str:
+            self.requests.add("POST", 2)
+            self.requests.add("PUT", -(-path.stat().st_size // _PART_BYTES))
             try:
-                obstore.put(
+                done = obstore.put(
                     self.parts,
                     name,
                     path,
@@ -106,15 +137,16 @@ class Bucket:
                     chunk_size=_PART_BYTES,
                     max_concurrency=4,
                 )
+                return done["e_tag"] or ""
             except (BaseError, FileNotFoundError) as error:
                 found = self._find(name)
                 if found is not None and found.writer == token:
-                    return
+                    return found.tag
                 if "NoSuchUpload" in str(error):  # what became of it nobody knows
                     raise _Unsettled(f"the upload of {name!r} is gone") from error
                 raise
 
-        self._ask(f"cannot write {name!r}", attempt)
+        return self._ask(f"cannot write {name!r}", attempt)
 
     def find(self, name: str) -> Stored | None:
         """Look what stands under a name."""
@@ -124,6 +156,7 @@ class Bucket:
         """Return the bytes under a name, and what they are."""
 
         def attempt() -> tuple[bytes, Stored] | None:
+            self.requests.add("GET")
             try:
                 answer = obstore.get(self.client, name)
                 return answer.bytes().to_bytes(), _stored(answer)
@@ -133,35 +166,57 @@ class Bucket:
         return self._ask(f"cannot read {name!r}", attempt)
 
     def download(self, name: str, path: Path) -> Stored | None:
-        """Write the bytes under a name to a file, and return what they are."""
+        """Write the bytes under a name to a file, of many in parallel, and return what they are."""
+        what = f"cannot read {name!r}"
+        with path.open("wb", buffering=0) as file, ThreadPoolExecutor(_STREAMS) as threads:
+            rest: list[Future[Stored]] = []
 
-        def attempt() -> Stored | None:
-            try:
-                answer = obstore.get(self.parts, name)
-            except FileNotFoundError:
-                return None
-            with path.open("wb") as file:
-                for piece in answer.stream():
-                    file.write(piece)
-                if file.tell() != answer.meta["size"]:
-                    raise BaseError(f"expected {answer.meta['size']} bytes, found {file.tell()}")
-            return _stored(answer)
+            def beginning() -> Stored | None:
+                try:
+                    answer = self._range(name, 0, RANGED_BYTES)
+                except FileNotFoundError:
+                    return None
+                if not rest:
+                    starts = range(RANGED_BYTES, answer.meta["size"], _PART_BYTES)
+                    rest.extend(threads.submit(self._ask, what, partial(later, start)) for start in starts)
+                return _written(answer, file.fileno())
 
-        return self._ask(f"cannot read {name!r}", attempt)
+            def later(start: int) -> Stored:
+                return _written(self._range(name, start, start + _PART_BYTES), file.fileno())
+
+            first = self._ask(what, beginning)
+            if any(part.result() != first for part in rest):
+                raise StoreFailed(f"store {self.uri}: {name!r} became another while it was read")
+            return first
+
+    def _range(self, name: str, start: int, end: int) -> "GetResult":
+        """Ask for some of an object's bytes, as far as it has them."""
+        self.requests.add("GET")
+        try:
+            return obstore.get(self.client, name, options={"range": (start, end)})
+        except BaseError as error:
+            status = _STATUS.search(str(error))
+            if status is None or status[1] != _EMPTY:
+                raise
+        self.requests.add("GET")
+        return obstore.get(self.client, name)
 
     def names(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
         """List names, sizes and times of change of all that is below a folder, page by page."""
         found = self._ask(f"cannot list {folder!r}", lambda: obstore.list(self.client, folder or None).collect())
+        self.requests.add("LIST", max(1, -(-len(found) // _PAGE)))
         return ((each["path"], each["size"], each["last_modified"]) for each in found)
 
     def children(self, folder: str) -> list[str]:
         """List the names directly below a folder."""
         found = self._ask(f"cannot list {folder!r}", lambda: obstore.list_with_delimiter(self.client, folder or None))
+        self.requests.add("LIST", max(1, -(-(len(found["common_prefixes"]) + len(found["objects"])) // _PAGE)))
         paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
         return [path.rpartition("/")[2] for path in paths]
 
     def delete(self, name: str) -> None:
         """Free a name; one that is free already is fine."""
+        self.requests.add("DELETE")
         self._ask(f"cannot delete {name!r}", lambda: obstore.delete(self.client, name))
 
     def now(self) -> datetime:
@@ -210,6 +265,7 @@ class Bucket:
         token = secrets.token_hex(16)
 
         def attempt() -> str | None:
+            self.requests.add("PUT")
             try:
                 done = obstore.put(
                     self.client,
@@ -232,6 +288,7 @@ class Bucket:
         return self._ask(f"cannot write {name!r}", attempt)
 
     def _find(self, name: str) -> Stored | None:
+        self.requests.add("HEAD")
         try:
             return _stored(obstore.get(self.client, name, options={"head": True}))
         except FileNotFoundError:
@@ -279,6 +336,19 @@ def _stored(answer: "GetResult") -> Stored:
     meta = answer.meta
     writer = str(answer.attributes.get(_WRITER, ""))
     return Stored(bytes=meta["size"], tag=meta["e_tag"] or "", modified=meta["last_modified"], writer=writer)
+
+
+def _written(answer: "GetResult", descriptor: int) -> Stored:
+    """Write an answer's bytes where they belong in a file. Raises BaseError unless all of them came."""
+    start, end = answer.range
+    for piece in answer.stream():
+        left = memoryview(piece)
+        while left:
+            written = os.pwrite(descriptor, left, start)
+            left, start = left[written:], start + written
+    if start != end:
+        raise BaseError(f"expected bytes up to {end}, found {start}")
+    return _stored(answer)
 
 
 def open_bucket(bucket: str, prefix: str, *, patience: Patience) -> Bucket:

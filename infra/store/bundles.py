@@ -1,6 +1,6 @@
 """Bundles: immutable directories (policies, optimizer state), named by the digest of their table of contents."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,7 +121,7 @@ def put_bundled(
 
 def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable: bool = True) -> bool:
     """Have the bundle exist from now on, unless a file of it is not there yet."""
-    if not all(store.exists(f"{ref.key}/{name}") for name in contents.files):
+    if not all(store.exist([f"{ref.key}/{name}" for name in contents.files])):
         return False
     _put(store, f"{ref.key}/{CONTENTS}", contents.encode(), digest=ref.digest, durable=durable)
     return True
@@ -142,10 +142,45 @@ def has_bundle(store: Store, ref: BundleRef) -> bool:
 def fetch_bundle(store: Store, ref: BundleRef) -> Path:
     """Return a local directory with exactly the bundle's files, verified unless this process knows them."""
     if not _is_known(store, ref):
+        _bring(store, ref)
         before = _stamp(store, ref)
         verify_bundle(store, ref)
         _known[store.uri, ref.key] = before
-    return store.local(f"{ref.key}/{CONTENTS}").parent
+    return _directory(store, ref)
+
+
+def fetch_part(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
+    """Return a local directory in which these files of a bundle are and are verified, maybe with others.
+
+    Where files are copies no others are fetched; elsewhere all are verified.
+    """
+    if not store.is_remote or _is_known(store, ref):
+        return fetch_bundle(store, ref)
+    files = _verified_names(store, ref)
+    if absent := sorted(set(names) - files.keys()):
+        raise BadInput(f"bundle {ref.key!r} in {store.uri}: expected files {absent}, found {sorted(files)}")
+    store.fetch([f"{ref.key}/{name}" for name in (CONTENTS, *names)])
+    for name in names:
+        _verify_file(store, ref, name, files[name])
+    return _directory(store, ref)
+
+
+def prefetch_bundle(store: Store, ref: BundleRef) -> None:
+    """Have a bundle's files on this machine before they are asked for, if its cache has room; nothing is verified."""
+    if not _is_known(store, ref):
+        _bring(store, ref, room=ref.bytes)
+
+
+def _bring(store: Store, ref: BundleRef, *, room: int | None = None) -> None:
+    """Fetch a bundle's files side by side, where they are copies and the bundle is there."""
+    if store.is_remote and has_bundle(store, ref):
+        files = _contents(store, ref).files
+        store.fetch([f"{ref.key}/{name}" for name in (CONTENTS, *files)], room=room)
+
+
+def _directory(store: Store, ref: BundleRef) -> Path:
+    key = f"{ref.key}/{CONTENTS}"
+    return (store.held(key) or store.local(key)).parent
 
 
 @contextmanager
@@ -157,6 +192,7 @@ def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]
     if _is_known(store, ref):
         yield fetch_bundle(store, ref)
         return
+    _bring(store, ref)
     before = _stamp(store, ref)
     files = _verified_names(store, ref)
     beside = {name: digest for name, digest in files.items() if name.endswith(large)}
@@ -165,7 +201,7 @@ def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]
     with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
         proofs = [thread.submit(_verify_file, store, ref, name, digest) for name, digest in beside.items()]
         try:
-            yield store.local(f"{ref.key}/{CONTENTS}").parent
+            yield _directory(store, ref)
         finally:  # a torn file explains what loading it raised
             for proof in proofs:
                 proof.result()
@@ -266,7 +302,7 @@ def _stamp(store: Store, ref: BundleRef) -> Stamp:
     """What changes when a file of the bundle is written, replaced, added or removed."""
     if not has_bundle(store, ref):
         return ()
-    directory = store.local(f"{ref.key}/{CONTENTS}").parent
+    directory = _directory(store, ref)
     found = ((path, path.lstat()) for path in sorted(directory.rglob("*")) if not _plain_dir(path))
     return tuple(
         (path.relative_to(directory).as_posix(), status.st_ino, status.st_mtime_ns, status.st_size)
@@ -277,7 +313,7 @@ def _stamp(store: Store, ref: BundleRef) -> Stamp:
 def _is_known(store: Store, ref: BundleRef) -> bool:
     """Whether this process has published or verified the bundle as it is now."""
     known = _known.get((store.uri, ref.key))
-    return known is not None and has_bundle(store, ref) and known == _stamp(store, ref)
+    return known is not None and known == _stamp(store, ref)
 
 
 def _plain_dir(path: Path) -> bool:

@@ -2,48 +2,76 @@
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
+from blake3 import blake3
+
 from infra.config import whole_number
-from infra.store.disk import walk_files
+from infra.store.disk import TEMPORARY, locked_file, make_directory, walk_files
 
 KEPT_SECONDS = 600
 """What was used so recently may be open by name, and stays whatever the limit."""
+
+TURN_SECONDS = 120.0
+"""So long one waits for another who fetches the same, and may have been stopped; then both do."""
+
+LOOKS = 16
+"""In how many parts a process takes what was free when it last looked: it looks again after each."""
+
+_allowed: dict[Path, int] = {}
+"""Bytes that this process may enter into a cache before it looks at all of its files again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
     """A directory with files by (store, key), shared by processes.
 
-    A file stands for the object of its size and time of change; what libraries load from it is verified by the digests
-    of shards and bundles, as on any other disk.
+    A file stands for the object of its size and tag, which its time of change tells; what libraries load from it is
+    verified by the digests of shards and bundles, as on any other disk.
     """
 
     root: Path
     limit_bytes: int
 
-    def holds(self, path: Path, size: int, modified: datetime) -> bool:
-        """Whether a file is the object of this size and time; it counts as used now."""
+    def holds(self, path: Path, size: int, tag: str) -> bool:
+        """Whether a file is the object of this size and tag; it counts as used now."""
         try:
             status = path.stat()
-            if status.st_size != size or status.st_mtime_ns != _nanoseconds(modified):
-                return False
-            os.utime(path, ns=(time.time_ns(), status.st_mtime_ns))
+        except FileNotFoundError:
+            return False
+        return status.st_size == size and status.st_mtime_ns // 1000 == _microseconds(tag) and self.touch(path)
+
+    def touch(self, path: Path) -> bool:
+        """Count a file as used now; False if there is none."""
+        try:
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         except FileNotFoundError:
             return False
         return True
 
-    def enter(self, fetched: Path, path: Path, modified: datetime) -> None:
-        """Have a fetched file stand for an object that changed last at that time, and make room."""
-        os.utime(fetched, ns=(time.time_ns(), _nanoseconds(modified)))
+    def enter(self, fetched: Path, path: Path, tag: str) -> None:
+        """Have a file stand for the object of this tag, and make room."""
+        size = fetched.stat().st_size
+        os.utime(fetched, ns=(time.time_ns(), _microseconds(tag) * 1000))
         path.parent.mkdir(parents=True, exist_ok=True)
         fetched.replace(path)
-        self._make_room()
+        _allowed[self.root] = _allowed.get(self.root, 0) - size
+        if _allowed[self.root] < 0:
+            self.make_room()
 
-    def _make_room(self) -> None:
+    @contextmanager
+    def turn(self, path: Path) -> Iterator[None]:
+        """Have nobody else of this machine fetch a file meanwhile, unless one takes too long for it."""
+        make_directory(self.root)
+        name = f"{TEMPORARY}{blake3(os.fsencode(path)).hexdigest()[:16]}"
+        with locked_file(self.root / name, seconds=TURN_SECONDS):
+            yield
+
+    def make_room(self, wanted: int = 0) -> bool:
+        """Drop what was used longest ago until so much fits; False if what is in use leaves too little room."""
         found = []
         for directory, name in walk_files(self.root):
             with suppress(FileNotFoundError):  # another process makes room too
@@ -51,14 +79,17 @@ class Cache:
                 found.append((path.stat(), path))
         size, before = sum(status.st_size for status, _ in found), time.time() - KEPT_SECONDS
         for status, path in sorted(found, key=lambda each: each[0].st_atime):
-            if size <= self.limit_bytes or status.st_atime > before:
-                return
+            if size + wanted <= self.limit_bytes or status.st_atime > before:
+                break
             path.unlink(missing_ok=True)
             size -= status.st_size
+        _allowed[self.root] = max(0, self.limit_bytes - size) // LOOKS
+        return size + wanted <= self.limit_bytes
 
 
-def _nanoseconds(moment: datetime) -> int:
-    return int(moment.timestamp()) * 1_000_000_000
+def _microseconds(tag: str) -> int:
+    """What tells a tag, as a time before 2006; servers quote it in some answers only."""
+    return int.from_bytes(blake3(tag.strip('"').encode()).digest(length=8)) >> 14
 
 
 def open_cache() -> Cache:

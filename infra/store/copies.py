@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from infra.errors import BadInput, Conflict
-from infra.store.runs import HELD, JOURNAL, LEASES, LOCK, MANIFESTS, RECORD, Run, open_run, run_store
+from infra.store.epochs import LEASES
+from infra.store.runs import HELD, JOURNAL, LOCK, MANIFESTS, RECORD, Run, open_run, run_store
 from infra.store.storage import Entry, Store
 
 logger = logging.getLogger(__name__)

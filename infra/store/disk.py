@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +15,8 @@ from typing import BinaryIO
 
 TEMPORARY = ".tmp-"
 """How names of temporary files begin; keys of a store cannot."""
+
+_TURN_POLL_SECONDS = 0.005
 
 _held: set[int] = set()
 """Descriptors of the files that this process holds. A forked child inherits them, and would keep a dead parent's."""
@@ -165,6 +168,25 @@ def _try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@contextmanager
+def locked_file(path: Path, *, seconds: float) -> Iterator[None]:
+    """Wait so long at most for a temporary file's turn, which threads and processes take; it is gone afterwards."""
+    deadline = time.monotonic() + seconds
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        while not (locked := _try_lock(descriptor)) and time.monotonic() < deadline:
+            time.sleep(_TURN_POLL_SECONDS)
+        if not locked or os.fstat(descriptor).st_nlink:
+            break
+        os.close(descriptor)  # it was another's turn, whose file is gone
+    try:
+        yield
+    finally:
+        if locked:
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def walk_files(root: Path) -> Iterator[tuple[str, str]]:

@@ -7,21 +7,22 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import count
+from threading import RLock
 
 from pydantic import JsonValue, ValidationError
 
 from infra.config import Settings, difference, fingerprint_of
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
 from infra.store.checksums import seal, unseal
-from infra.store.manifests import Manifest, decode_manifest, provenance_here, versions_here
+from infra.store.epochs import Epoch, begin_epoch, newest_epoch
+from infra.store.manifests import Manifest, decode_manifest, versions_here
 from infra.store.storage import Lease, Objects, Store, open_store
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-RECORD, LEASES, MANIFESTS, JOURNAL = "run.json", "lease/", "manifests/", "journal/"
+RECORD, MANIFESTS, JOURNAL = "run.json", "manifests/", "journal/"
 HELD = LOCK, EXPECTED, ORDERS = "lock", "expected/", "orders/"
 """What a process that holds a run keeps there for itself and its controllers."""
 _NUMBERS = count(1)
-_LEASE = re.compile(r"(\d{6,})\.json")
 
 KNOWN_MANIFESTS = 4096
 """Manifests that a process remembers of a run, some 10 kB each: those of a few iterations; others are read again."""
@@ -60,6 +61,9 @@ class Run:
         """Whether nobody else commits under this epoch."""
         self._folders: OrderedDict[str, set[str]] = OrderedDict()
         """Keys of those folders that were last looked into, where nobody else adds any."""
+        self._turn = RLock()
+        """Of the threads that remember what is in the store."""
+        self._epoch = Epoch(store, epoch, renewed=False)
         self._expected: dict[str, Manifest] = {}
         """Those that this process will commit, in order."""
         self._kept: dict[str, str] = {}
@@ -96,7 +100,8 @@ class Run:
         Who commits `alone`, with no process that joins, need not look for every manifest that is not there yet.
         """
         with self.still() as lease:
-            self._lease, self.epoch, self._alone = lease, self._next_epoch(), alone
+            self._lease, self.epoch, self._alone = lease, begin_epoch(self.store), alone
+            self._epoch = Epoch(self.store, self.epoch, renewed=self.store.is_remote)
             try:
                 yield self
             finally:
@@ -105,7 +110,7 @@ class Run:
 
     def join(self, epoch: int) -> "Run":
         """Return the run for a process beside the holder: it commits under the holder's epoch until that is over."""
-        newest = self._newest_epoch()
+        newest = newest_epoch(self.store)
         if not 1 <= epoch <= newest:
             raise BadInput(f"run {self.name!r}: expected an epoch from 1 to {newest} to join, found {epoch}")
         return Run(self.store, self.record, epoch=epoch)
@@ -115,11 +120,11 @@ class Run:
         return self._expected.get(key) or self._committed(key)
 
     def _committed(self, key: str) -> Manifest | None:
-        known = self._known.pop(key, None)
-        if known is not None:
-            return self._remember(known)
-        if self._is_absent(key):
-            return None
+        with self._turn:
+            if (known := self._known.get(key)) is not None:
+                return self._remember(known)
+            if self._is_absent(key):
+                return None
         content = self.store.find(f"{MANIFESTS}{key}.json")
         return None if content is None else self._checked(key, content)
 
@@ -134,12 +139,13 @@ class Run:
         folder = key.rpartition("/")[0]
         if not self._alone or "/" not in folder:
             return False
-        if folder not in self._folders:
-            paths = records(self.store, f"{MANIFESTS}{folder}/")
-            self._folders[folder] = {path.removeprefix(MANIFESTS).removesuffix(".json") for path in paths}
-            while len(self._folders) > KNOWN_FOLDERS:
-                self._folders.popitem(last=False)
-        return key not in self._folders[folder]
+        with self._turn:  # what is committed meanwhile is remembered after the listing
+            if folder not in self._folders:
+                paths = records(self.store, f"{MANIFESTS}{folder}/")
+                self._folders[folder] = {path.removeprefix(MANIFESTS).removesuffix(".json") for path in paths}
+                while len(self._folders) > KNOWN_FOLDERS:
+                    self._folders.popitem(last=False)
+            return key not in self._folders[folder]
 
     def require(self, key: str) -> Manifest:
         """The manifest under `key`, which must be there. Raises Damaged if it is gone."""
@@ -202,10 +208,10 @@ class Run:
         Bundles that are promised, by their names in it, may come later: whoever needs one can make it again.
         Conflict if a different result has the key, Fenced if a newer epoch began, Damaged if a part is not stored.
         """
-        self.check_lease()
         assert not self.expects(manifest.parents), f"{manifest.key}: expected a commit after those of its parents"
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
-        absent = self._absent_part(manifest, promised)
+        absent = self._absent_part(manifest, promised) if self.epoch else None
+        self.check_lease()
         winner = self._known.get(manifest.key) if absent is None else self._committed(manifest.key)
         if winner is None:
             if absent is not None:
@@ -231,9 +237,10 @@ class Run:
         if not self.epoch:
             raise BadInput(f"run {self.name!r} is open for reading: hold() or join() it before commits")
         self.check_held()
-        if self.store.exists(_lease_key(self.epoch + 1)) or not self.store.exists(_lease_key(self.epoch)):
-            newest = self._newest_epoch()
+        if self._epoch.is_over():
+            newest = newest_epoch(self.store)
             raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, epoch {newest} has taken the run")
+        self.check_held()
 
     def check_held(self) -> None:
         """Raise Fenced once another process may hold the run, by this process's own clock: nobody is asked."""
@@ -244,7 +251,7 @@ class Run:
         """Take back what was committed while another process held the run, and deleted a part that nothing named."""
         try:
             self.check_held()
-            overtaken = self._lease is None and self.store.exists(_lease_key(self.epoch + 1))
+            overtaken = self._lease is None and self._epoch.is_over()
         except Fenced:
             overtaken = True
         if overtaken and (absent := self._absent_part(manifest, promised)) is not None:
@@ -298,33 +305,20 @@ class Run:
 
     def _remember(self, manifest: Manifest) -> Manifest:
         """Forget others in its favour, those first that were asked for longest ago."""
-        self._known[manifest.key] = manifest
-        if (folder := self._folders.get(manifest.key.rpartition("/")[0])) is not None:
-            folder.add(manifest.key)
-        while len(self._known) > KNOWN_MANIFESTS:
-            self._known.popitem(last=False)
-        return manifest
-
-    def _newest_epoch(self) -> int:
-        names = self.store.children(LEASES.rstrip("/"))
-        return max((int(lease[1]) for name in names if (lease := _LEASE.fullmatch(name))), default=0)
-
-    def _next_epoch(self) -> int:
-        while True:
-            epoch = self._newest_epoch() + 1
-            here = provenance_here()
-            lease = seal({"epoch": epoch, "host": here.host, "created": here.created})
-            if self.store.put(_lease_key(epoch), lease):
-                return epoch
+        with self._turn:
+            self._known[manifest.key] = manifest
+            self._known.move_to_end(manifest.key)
+            if (folder := self._folders.get(manifest.key.rpartition("/")[0])) is not None:
+                folder.add(manifest.key)
+            while len(self._known) > KNOWN_MANIFESTS:
+                self._known.popitem(last=False)
+            return manifest
 
     def _absent_part(self, manifest: Manifest, promised: Collection[str]) -> str | None:
         parts = [shard.key for shard in manifest.shards]
         parts += [f"{bundle.key}/bundle.json" for name, bundle in manifest.bundles.items() if name not in promised]
-        return next((key for key in parts if not self.store.exists(key)), None)
-
-
-def _lease_key(epoch: int) -> str:
-    return f"{LEASES}{epoch:06d}.json"
+        there = self.store.exist(parts)
+        return next((key for key, is_there in zip(parts, there, strict=True) if not is_there), None)
 
 
 def records(store: Objects, prefix: str) -> list[str]:

@@ -1,11 +1,13 @@
 """A run store in a bucket of S3, or of any server that speaks it and honours conditional puts."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 from blake3 import blake3
 
@@ -23,6 +25,14 @@ WHOLE_BYTES = 128 << 20
 They are files of bundles, whose names hold a digest of what is in them: to write one twice is to write the same.
 """
 
+AT_A_TIME = 16
+"""Questions about several objects that are on their way together."""
+
+MOST_TOLD = 2**16
+"""Of so many all are forgotten, and asked for again."""
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class S3Store:
@@ -31,23 +41,30 @@ class S3Store:
     bucket: Bucket
     cache: Cache
     lease_seconds: float = LEASE_SECONDS
+    told: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Objects that this process has put or asked for, or been told of by who knows that they are there."""
 
     @property
     def uri(self) -> str:
         return self.bucket.uri
 
-    def put(self, key: str, data: bytes | Path, *, durable: bool = True) -> bool:
+    @property
+    def is_remote(self) -> bool:
+        return True
+
+    def requests(self) -> Mapping[str, int]:
+        return self.bucket.requests.so_far()
+
+    def put(self, key: str, data: bytes | Path, *, durable: bool = True, kept: bool = False) -> bool:
         check_key(key)
         self.bucket.quotes_tags()
-        if isinstance(data, bytes):
-            return self.bucket.create(key, data) is not None
-        if data.stat().st_size <= WHOLE_BYTES:
-            won = self.bucket.create(key, data) is not None
-        elif won := not self.exists(key):
-            self.bucket.upload(key, data)
-        if won:
-            self._keep(key, data)
-        return won
+        if isinstance(data, bytes) or data.stat().st_size <= WHOLE_BYTES:
+            tag = self.bucket.create(key, data)
+        else:
+            tag = None if self.exists(key) else self.bucket.upload(key, data)
+        if tag is not None and (kept or isinstance(data, Path)):
+            self._keep(key, data, tag)
+        return tag is not None
 
     def sync(self, key: str) -> None:
         check_key(key)  # what a server has acknowledged is safe
@@ -96,26 +113,59 @@ class S3Store:
         check_key(key)
         return self.bucket.find(key) is not None
 
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        return _side_by_side(self.exists, keys)
+
     def delete(self, key: str) -> None:
         check_key(key)
+        self.told.discard(key)
         self._cached(key).unlink(missing_ok=True)
         self.bucket.delete(key)
 
     def local(self, key: str) -> Path:
         check_key(key)
         path = self._cached(key)
-        found = self.bucket.find(key)
-        if found is None:
-            raise self._missing(key)
-        if self.cache.holds(path, found.bytes, found.modified):
-            return path
-        with self.scratch() as scratch:
-            fetched = self.bucket.download(key, scratch / "object")
-            if fetched is None:
+        if path.exists():
+            found = self.bucket.find(key)
+            if found is None:
                 raise self._missing(key)
-            with self._disk_failures():
-                self.cache.enter(scratch / "object", path, fetched.modified)
+            if not self.cache.holds(path, found.bytes, found.tag):
+                path.unlink(missing_ok=True)
+        if not path.exists():
+            self._bring(key, path)
+        self._tell(key)
         return path
+
+    def held(self, key: str) -> Path | None:
+        check_key(key)
+        path = self._cached(key)
+        return path if key in self.told and self.cache.touch(path) else None
+
+    def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
+        missing = []
+        for key in keys:
+            self._tell(key)
+            if self.held(key) is None:
+                missing.append(key)
+        with self._disk_failures():
+            if missing and room is not None and not self.cache.make_room(room):
+                return
+        _side_by_side(self.local, missing)
+
+    def _bring(self, key: str, path: Path) -> None:
+        """Fetch an object, unless another has while this one waited for its turn."""
+        with self.scratch() as scratch, self.cache.turn(path):
+            if not path.exists():
+                fetched = self.bucket.download(key, scratch / "object")
+                if fetched is None:
+                    raise self._missing(key)
+                with self._disk_failures():
+                    self.cache.enter(scratch / "object", path, fetched.tag)
+
+    def _tell(self, key: str) -> None:
+        if len(self.told) >= MOST_TOLD:
+            self.told.clear()
+        self.told.add(key)
 
     def hold(self, key: str) -> AbstractContextManager[BucketLease | None]:
         check_key(key)
@@ -130,15 +180,19 @@ class S3Store:
         with scratch_directory(self.cache.root) as directory:
             yield directory
 
-    def _keep(self, key: str, data: Path) -> None:
-        """Have a file that was put stand for its object: who made it need not fetch it."""
-        if found := self.bucket.find(key):
-            with self.scratch() as scratch, self._disk_failures():
+    def _keep(self, key: str, data: bytes | Path, tag: str) -> None:
+        """Have what was put stand for its object: who made it need not fetch it."""
+        with self.scratch() as scratch, self._disk_failures():
+            kept = scratch / "object"
+            if isinstance(data, bytes):
+                kept.write_bytes(data)
+            else:
                 try:
-                    (scratch / "object").hardlink_to(data)
+                    kept.hardlink_to(data)
                 except OSError:  # on another disk
-                    shutil.copyfile(data, scratch / "object")
-                self.cache.enter(scratch / "object", self._cached(key), found.modified)
+                    shutil.copyfile(data, kept)
+            self.cache.enter(kept, self._cached(key), tag)
+            self._tell(key)
 
     def _cached(self, key: str) -> Path:
         return self.cache.root / blake3(self.uri.encode()).hexdigest()[:16] / key
@@ -152,6 +206,14 @@ class S3Store:
             yield
         except OSError as error:
             raise StoreFailed(f"store {self.uri}: its cache in {self.cache.root}: {error}") from error
+
+
+def _side_by_side(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
+    """Ask the same of several objects, some at a time."""
+    if len(keys) < 2:
+        return [ask(key) for key in keys]
+    with ThreadPoolExecutor(min(AT_A_TIME, len(keys)), thread_name_prefix="s3") as threads:
+        return list(threads.map(ask, keys))
 
 
 def open_s3(uri: str, *, patience: Patience | None = None, lease_seconds: float | None = None) -> Store:

@@ -5,7 +5,7 @@ An object appears whole or not at all and never changes afterwards; of many writ
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -49,9 +49,19 @@ class Objects(Protocol):
         """Opens the same store in another process."""
         ...
 
-    def put(self, key: str, data: bytes | Path, *, durable: bool = True) -> bool:
+    @property
+    def is_remote(self) -> bool:
+        """Whether each answer takes its way through a network, so that who has others waiting asks from a thread."""
+        ...
+
+    def requests(self) -> Mapping[str, int]:
+        """How many requests this object has sent by now, by verb; none where the medium is a disk."""
+        ...
+
+    def put(self, key: str, data: bytes | Path, *, durable: bool = True, kept: bool = False) -> bool:
         """Write if the name is free; False, with nothing changed, if it is taken.
 
+        What is to be `kept` has its local file at hand afterwards, as every file that was put has.
         A file of a scratch directory of the store becomes the object itself: nothing is copied. What is not put durably
         is whole for all processes, and may be torn after a power cut unless it is synced before.
         """
@@ -97,6 +107,10 @@ class Objects(Protocol):
         """Return whether the object is there."""
         ...
 
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """Return of each whether it is there, asked side by side."""
+        ...
+
     def delete(self, key: str) -> None:
         """Remove the object, and the folders that it leaves empty; one that is already gone is fine."""
         ...
@@ -107,6 +121,20 @@ class LocalFiles(Protocol):
 
     def local(self, key: str) -> Path:
         """Return a local file with the object's bytes; objects that share a folder share one here too."""
+        ...
+
+    def held(self, key: str) -> Path | None:
+        """Return this machine's copy of an object that this process has put, asked for or been told of, if it has one.
+
+        Nobody is asked whether it is still the same; a store whose files are the objects has no copies.
+        """
+        ...
+
+    def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
+        """Have copies of objects on this machine, side by side, where files are copies; the caller knows of them.
+
+        Where `room` says how many bytes they have, they are fetched only if there is so much for what may be used.
+        """
         ...
 
     def scratch(self) -> AbstractContextManager[Path]:
@@ -200,7 +228,14 @@ class LocalStore:
     def uri(self) -> str:
         return self.root.as_uri()
 
-    def put(self, key: str, data: bytes | Path, *, durable: bool = True) -> bool:
+    @property
+    def is_remote(self) -> bool:
+        return False
+
+    def requests(self) -> Mapping[str, int]:
+        return {}
+
+    def put(self, key: str, data: bytes | Path, *, durable: bool = True, kept: bool = False) -> bool:
         path = self._own_path(key)
         with self._failures(f"cannot write {key!r}"):
             try:
@@ -236,6 +271,12 @@ class LocalStore:
             raise Damaged(f"{key!r} in {self.uri}: expected a plain file, found the symbolic link {link}")
         return path
 
+    def held(self, key: str) -> Path | None:
+        return None
+
+    def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
+        """Do nothing: files are the objects themselves."""
+
     def entries(self, prefix: str) -> list[Entry]:
         with self._failures(f"cannot list {prefix!r}"):
             return sorted(self._walk(prefix), key=lambda entry: entry.key)
@@ -265,6 +306,9 @@ class LocalStore:
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        return [self.exists(key) for key in keys]
 
     def delete(self, key: str) -> None:
         path = self._own_path(key)

@@ -111,6 +111,11 @@ class StateWriter:
         return Contents.model_validate_json(broadcast_bytes(encoded, self._ranks))
 
 
+def state_files(ranks: Ranks) -> list[str]:
+    """Name what a rank continues with: its own part of a state, and what tells how it was spread."""
+    return [_LAYOUT, _file_name(ranks.rank)]
+
+
 def load_state(trainer: Trainer, directory: Path, *, update: UpdateConfig, ranks: Ranks) -> None:
     """Continue with this rank's state from a verified directory; no pickle is ever read."""
     expected = json.loads(_layout(update, ranks))

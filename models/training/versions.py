@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from pydantic import TypeAdapter
 
-from infra.store.bundles import describe_bundle, fetch_bundle, has_bundle, publish_bundle
+from infra.store.bundles import describe_bundle, fetch_bundle, fetch_part, has_bundle, publish_bundle
 from infra.store.storage import Store
 from models.config.objectives import UpdateConfig
 from models.modeling.adapters import load_trainable
@@ -19,7 +19,7 @@ from models.modeling.logprobs import TokenLogprobs, TokenModule
 from models.modeling.policy import load_policy
 from models.records.versions import ModelVersion
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
-from models.training.states import StateWriter, load_state
+from models.training.states import StateWriter, load_state, state_files
 from models.training.trainer import Trainer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -120,7 +120,8 @@ class Learner:
         """Return a trainer with the version's weights, and its state if it has one."""
         trainer = self.begin_at(version)
         if version.state is not None:
-            load_state(trainer, fetch_bundle(self._store, version.state), update=self._config, ranks=self._ranks)
+            directory = fetch_part(self._store, version.state, state_files(self._ranks))
+            load_state(trainer, directory, update=self._config, ranks=self._ranks)
         return trainer
 
     def publish(self, parent: ModelVersion, *, version: int, put: Literal["durable", "early"]) -> ModelVersion:

@@ -5,7 +5,8 @@ A flow is handed a `RunRef`, small and serialisable; `session_of` finds the open
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -99,6 +100,9 @@ class Commits:
 
 R = TypeVar("R")
 
+ASKED_AT_A_TIME = 32
+"""Questions to a store elsewhere that are on their way together."""
+
 
 class RunRef(Settings):
     """Names a run that is held by a session of this process, or of the process that asks."""
@@ -150,6 +154,13 @@ class Session:
         self._fleet: asyncio.Task[Fleet] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._settling: asyncio.Task[None] | None = None
+        self._asking = ThreadPoolExecutor(ASKED_AT_A_TIME, thread_name_prefix="store")
+
+    async def ask_store(self, question: Callable[[], R]) -> R:
+        """Ask the run's store something; where its answers come from afar nobody else waits for them."""
+        if not self.run.store.is_remote:
+            return question()
+        return await asyncio.get_running_loop().run_in_executor(self._asking, question)
 
     def reward_model(self, term: str, *, prefix: str = "") -> Manifest:
         """What committed the model behind a reward; `prefix` is that of a re-scoring's manifests."""
@@ -238,6 +249,9 @@ class Session:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(
+            self._asking.shutdown, cancel_futures=True
+        )  # what is being committed still holds the run
 
 
 PRELOADED = (

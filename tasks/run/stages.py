@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -102,7 +102,7 @@ async def once(
     Optimizers' states may still be on their way to the store. With `early` the manifest is returned at once, and
     committed when the role has synced the bundles: rollouts begin with weights that are not durable yet.
     """
-    done_before = session.run.find(key)
+    done_before = await session.ask_store(lambda: session.run.find(key))
     if done_before is not None:
         return done_before
     start = time.monotonic()
@@ -124,7 +124,7 @@ async def once(
     if session.run.expects(manifest.parents):
         await session.settled()
     if not early:
-        return _commit(session, manifest, promised=STATES)
+        return await _commit_aside(session, manifest)
     expected = _expect(session, manifest)
     session.settle(_settle(session, role, expected))
     return expected
@@ -133,8 +133,8 @@ async def once(
 async def _settle(session: Session, role: str, made: Manifest) -> None:
     """Have a role sync the bundles that it made, and commit what was expected meanwhile."""
     await session.perform(role, "sync", [bundle for name, bundle in made.bundles.items() if name not in STATES])
-    for expected in session.run.expected():
-        _commit(session, expected, promised=STATES)
+    while left := session.run.expected():  # others may come while one is committed
+        await _commit_aside(session, left[0])
 
 
 def recover(run: Run) -> None:
@@ -152,8 +152,15 @@ def recover(run: Run) -> None:
     run.forget(left=True)
 
 
-def _commit(session: Session, manifest: Manifest, *, promised: Collection[str] = ()) -> Manifest:
-    committed = session.run.commit(manifest, promised=promised)
+def _commit(session: Session, manifest: Manifest) -> Manifest:
+    committed = session.run.commit(manifest)
+    session.commits.announce(manifest.key)
+    return committed
+
+
+async def _commit_aside(session: Session, manifest: Manifest) -> Manifest:
+    """Commit what a worker made, whose optimizer's states may come later; others may be committed at the same time."""
+    committed = await session.ask_store(lambda: session.run.commit(manifest, promised=STATES))
     session.commits.announce(manifest.key)
     return committed
 
@@ -222,7 +229,7 @@ async def committed(session: Session, key: str) -> Manifest:
     """
     silence, began = session.settings.controllers.silence_seconds, time.monotonic()
     pause, longest = LOOK_SECONDS[session.settings.controllers.where]
-    while (manifest := session.run.find(key)) is None:
+    while (manifest := await session.ask_store(lambda: session.run.find(key))) is None:
         now = time.monotonic()
         left = max(began, session.commits.newest) + silence - now
         if left <= 0:

@@ -19,6 +19,8 @@ BOUNDED = {
     "models/engines/vllm/plugin/rheostat_http.py: sending.result": "is done",
     "models/text/chats.py: process.communicate": "is killed, or has ended its answers and is limited in CPU time",
     "infra/processes/functions.py: self._process.communicate": "is killed",
+    "infra/store/bucket.py: part.result": "a question to the server, which has a limit",
+    "infra/store/epochs.py: answer.result": "a question to the store, in another thread, and so ends as any question",
     "infra/store/bundles.py: proof.result": "a thread that reads files of the store, and so ends or fails as any read",
     "infra/store/lease.py: renewing.join": "is told to end, and every question to the server has a limit",
     "models/training/states.py: copying.result": "a copy from a device's memory to the host's, which is then hashed",

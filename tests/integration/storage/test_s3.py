@@ -13,11 +13,13 @@ import pyarrow as pa
 import pytest
 from blake3 import blake3
 
+import infra.store.bucket
+import infra.store.bundles
 import infra.store.s3
 from flows.cli.app import main
 from infra.errors import BadInput, Damaged, Fenced, StoreFailed
 from infra.store.bucket import Patience
-from infra.store.bundles import delete_bundle, fetch_bundle, publish_bundle
+from infra.store.bundles import delete_bundle, fetch_bundle, fetch_part, proved_beside, publish_bundle
 from infra.store.checksums import seal
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, RunRecord
@@ -149,6 +151,102 @@ def test_a_file_beyond_one_request_goes_in_parts_and_reads_back(far, tmp_path, m
     assert blake3().update_mmap(store.local("states/0/weights")).digest() == blake3(source.read_bytes()).digest()
     sent = [sum(f"partNumber={part}" in request for request in weather.seen) for part in (1, 2, 3)]
     assert sent == [1, 2, 1]
+
+
+def test_a_large_file_is_fetched_in_parts_side_by_side_and_only_a_part_that_fails_is_asked_for_again(
+    far, tmp_path, monkeypatch
+):
+    place, weather = far
+    source, size = tmp_path / "weights", 7 << 20
+    source.write_bytes(os.urandom(size))
+    monkeypatch.setattr(infra.store.bucket, "RANGED_BYTES", 1 << 20)
+    monkeypatch.setattr(infra.store.bucket, "_PART_BYTES", 1 << 20)
+    place.open().put("states/0/weights", source)
+    together = threading.Barrier(7)
+    weather.faults = [
+        Fault("cut answer", "^GET", times=1),
+        Fault("before", "^GET", times=7, does=lambda: together.wait(20)),
+    ]
+    weather.seen.clear()
+    other = replace(place, environment={**place.environment, "RHEOSTAT_CACHE": str(tmp_path / "elsewhere")}).open()
+    assert other.local("states/0/weights").read_bytes() == source.read_bytes()
+    assert [request.partition(" ")[0] for request in weather.seen] == ["GET"] * 8 and not together.broken
+
+
+def test_an_empty_object_is_an_empty_file(server, tmp_path):
+    place = server.place()
+    place.open().put("states/0/nothing", b"")
+    other = replace(place, environment={**place.environment, "RHEOSTAT_CACHE": str(tmp_path / "elsewhere")}).open()
+    assert other.local("states/0/nothing").read_bytes() == b""
+
+
+def test_commits_are_on_their_way_together_and_share_their_looks_at_the_epoch(far):
+    place, weather = far
+    run, many, together = _run(place), 12, threading.Barrier(12)
+    with run.hold(alone=True):
+        weather.seen.clear()
+        weather.faults = [Fault("before", "^PUT .*manifests", times=many, does=lambda: together.wait(20))]
+        with ThreadPoolExecutor(many) as threads:
+            list(threads.map(lambda n: run.commit(Manifest(key=f"it-0001/rollout/{n:04d}")), range(many)))
+        assert not together.broken
+        looks = [request for request in weather.seen if request.startswith("HEAD") and "lease/000002" in request]
+        assert 1 <= len(looks) < many
+        assert len(_run(place).manifests("it-0001/")) == many
+
+
+def test_of_commits_that_wait_together_none_is_made_under_an_epoch_that_is_over(far):
+    place, weather = far
+    run = _run(place)
+    with run.hold(alone=True):
+        relieved = threading.Event()
+
+        def relieve() -> None:
+            run.store.put("lease/000002.json", seal({}))
+            relieved.set()
+
+        weather.faults = [Fault("before", "^HEAD .*lease/000002", times=1, does=relieve)]
+        with ThreadPoolExecutor(8) as threads:
+            attempts = [threads.submit(run.commit, Manifest(key=f"it-0001/rollout/{n:04d}")) for n in range(8)]
+        assert relieved.is_set()
+        assert all(isinstance(attempt.exception(), Fenced) for attempt in attempts)
+        assert run.store.entries("manifests/") == []
+
+
+def test_another_machine_fetches_a_bundle_once_whole_before_it_is_loaded_and_hashes_it_once(far, tmp_path, monkeypatch):
+    place, weather = far
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "made" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "made" / name).write_bytes(name.encode() * 100)
+    bundle = publish_bundle(place.open(), tmp_path / "made", prefix="policies")
+    other = replace(
+        place, uri=place.uri + "/", environment={**place.environment, "RHEOSTAT_CACHE": str(tmp_path)}
+    ).open()
+    monkeypatch.setattr(infra.store.bundles, "_known", {})
+    hashed, digest = [], infra.store.bundles._digest
+    monkeypatch.setattr(infra.store.bundles, "_digest", lambda path: hashed.append(path.name) or digest(path))
+    with proved_beside(other, bundle, large=".safetensors") as directory:
+        assert (directory / "model.safetensors").read_bytes() == b"model.safetensors" * 100
+    assert fetch_bundle(other, bundle) == directory
+    assert sorted(hashed) == ["config.json", "model.safetensors"]
+    assert sum("GET" in request and "safetensors" in request for request in weather.seen) == 1
+
+
+def test_a_part_of_a_bundle_is_fetched_without_the_others(far, tmp_path, monkeypatch):
+    place, weather = far
+    made = tmp_path / "made"
+    made.mkdir()
+    for rank in range(3):
+        (made / f"rank-{rank}").write_bytes(bytes([rank]) * 1000)
+    bundle = publish_bundle(place.open(), made, prefix="states")
+    monkeypatch.setattr(infra.store.bundles, "_known", {})
+    other = replace(place, environment={**place.environment, "RHEOSTAT_CACHE": str(tmp_path / "other")}).open()
+    assert (fetch_part(other, bundle, ["rank-1"]) / "rank-1").read_bytes() == b"\1" * 1000
+    fetched = {
+        f"rank-{rank}" for rank in range(3) for r in weather.seen if r.startswith("GET") and f"/rank-{rank}" in r
+    }
+    assert fetched == {"rank-1"}
+    with pytest.raises(BadInput, match=r"expected files \['rank-7'\]"):
+        fetch_part(other, bundle, ["rank-7"])
 
 
 def test_a_file_of_the_cache_is_fetched_once_and_again_when_its_object_is_another(far):

@@ -2,31 +2,31 @@
 
 import os
 import time
-from datetime import UTC, datetime
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from infra.errors import BadInput
 from infra.store.cache import KEPT_SECONDS, Cache, open_cache
 
-THEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+TAG = '"0cc175b9c0f1b6a831c399e269772661"'
 
 
 def enter(cache, name, size, *, unused_seconds=0):
     fetched, path = cache.root / ".tmp-fetched", cache.root / "store" / name
     cache.root.mkdir(exist_ok=True)
     fetched.write_bytes(bytes(size))
-    cache.enter(fetched, path, THEN)
-    os.utime(path, (time.time() - unused_seconds, path.stat().st_mtime))
+    cache.enter(fetched, path, TAG)
+    os.utime(path, ns=(time.time_ns() - unused_seconds * 10**9, path.stat().st_mtime_ns))
     return path
 
 
-def test_a_file_stands_for_the_object_of_its_size_and_time_alone(tmp_path):
+def test_a_file_stands_for_the_object_of_its_size_and_tag_alone(tmp_path):
     cache = Cache(tmp_path / "cache", 1000)
     path = enter(cache, "a", 10)
-    assert cache.holds(path, 10, THEN)
-    assert not cache.holds(path, 11, THEN) and not cache.holds(path, 10, THEN.replace(year=2027))
-    assert not cache.holds(path.with_name("b"), 10, THEN)
+    assert cache.holds(path, 10, TAG) and cache.holds(path, 10, TAG.strip('"'))
+    assert not cache.holds(path, 11, TAG) and not cache.holds(path, 10, TAG.replace("c", "d"))
+    assert not cache.holds(path.with_name("b"), 10, TAG)
 
 
 def test_beyond_its_limit_a_cache_drops_what_was_used_longest_ago_and_nothing_that_is_in_use(tmp_path):
@@ -38,6 +38,28 @@ def test_beyond_its_limit_a_cache_drops_what_was_used_longest_ago_and_nothing_th
     assert not oldest.exists() and used.exists() and recent.exists()
     assert enter(cache, "d", 200).exists()
     assert not used.exists() and recent.exists()
+
+
+def test_what_may_be_used_later_takes_the_place_of_nothing_that_is_in_use(tmp_path):
+    cache = Cache(tmp_path / "cache", 100)
+    old, used = enter(cache, "a", 40, unused_seconds=9 * KEPT_SECONDS), enter(cache, "b", 40)
+    assert cache.make_room(60) and not old.exists() and used.exists()
+    assert not cache.make_room(61) and used.exists()
+
+
+def test_one_at_a_time_fetches_a_file_and_nothing_is_left_of_its_turn(tmp_path):
+    cache, inside, most = Cache(tmp_path / "cache", 100), [], []
+
+    def fetch(_: int) -> None:
+        with cache.turn(cache.root / "store/a"):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.002)
+            inside.pop()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(fetch, range(20)))
+    assert max(most) == 1 and len(most) == 20 and not list(cache.root.iterdir())
 
 
 def test_the_environment_says_where_the_cache_is_and_how_large(tmp_path, monkeypatch):

@@ -1,27 +1,27 @@
 """Works of one stage side by side, and waits for what other controllers commit."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 from infra.errors import BadInput, WorkerLost, WorkerStalled
+from infra.pools.threads import ThreadCluster
 from infra.store.manifests import Manifest, provenance_here
 from infra.store.runs import create_run, open_run
 from tasks.config.run import RunConfig
-from tasks.run.session import Commits
+from tasks.run.session import Session
 from tasks.run.stages import committed, record, side_by_side
 
 
 @pytest.fixture
 def session(tmp_path):
-    """The parts of an open run that a wait looks at, with a silence of 0.3 s."""
+    """An open run with a silence of 0.3 s."""
     config = RunConfig.model_validate(
         {"scoring": {"rewards": [{"kind": "numeric"}]}, "controllers": {"silence_seconds": 0.3}}
     )
     run = create_run(str(tmp_path), "run", {})
     with run.hold():
-        yield SimpleNamespace(run=run, settings=config, commits=Commits())
+        yield Session(run, config, ThreadCluster(), store=str(tmp_path))
 
 
 async def test_a_lost_worker_lets_the_other_works_finish_and_is_then_told():
