@@ -12,7 +12,7 @@ from tasks.auxiliary import auxiliary_of
 from tasks.run.iteration import Iteration, carry_over_after
 from tasks.run.keys import StageKey
 from tasks.run.session import Session
-from tasks.run.stages import finish, record
+from tasks.run.stages import decided_here, finish, record
 from tasks.run.states import newest_with_state, way_to
 
 
@@ -47,7 +47,7 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
             "policy": policy_of(update).digest,
             **carry_over_after(iteration, session.settings.rollout.dynamic).detail(),
         },
-        seconds=seconds,
+        provenance=decided_here(seconds=seconds, requests=session.requests()),
     )
     finish(session, iteration.key)
     return sealed

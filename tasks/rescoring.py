@@ -28,7 +28,7 @@ from tasks.run.rescorings import (
     sealed_numbers,
 )
 from tasks.run.session import Session
-from tasks.run.stages import record, stage
+from tasks.run.stages import decided_here, record, stage
 from tasks.update import reward_coefficient
 from tasks.views.metrics import shown
 
@@ -106,7 +106,7 @@ async def seal_rescoring(session: Session, derived: Derived, iteration: Iteratio
         derived.key(iteration.number, "seal"),
         parents=[manifest for manifests in shards for manifest in manifests],
         metrics=metrics,
-        seconds={"total": time.monotonic() - began},
+        provenance=decided_here(seconds={"total": time.monotonic() - began}),
     )
     logger.info(
         "iteration %3d  reward %s  before %s  changed %.1f%%  missing %d  %.1fs",
@@ -153,7 +153,9 @@ async def seal_recredit(
         **(compared.result.metrics or {}),
     }
     key, elapsed = derived.key(iteration.number, "seal"), time.monotonic() - began
-    sealed = record(session, key, parents=[stored, new], metrics=metrics, seconds={"total": elapsed})
+    sealed = record(
+        session, key, parents=[stored, new], metrics=metrics, provenance=decided_here(seconds={"total": elapsed})
+    )
     logger.info(
         "iteration %3d  samples %d  informative groups %d  mean |advantage| %s  correlation %s  %.1fs",
         iteration.number,

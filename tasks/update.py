@@ -15,7 +15,7 @@ from models.records.work import UpdateWork
 from tasks.run.iteration import Iteration
 from tasks.run.session import Session
 from tasks.run.stages import once, stage
-from tasks.run.states import is_due, states_of, way_to
+from tasks.run.states import STATES, is_due, states_of, way_to
 
 
 def reward_coefficient(session: Session, iteration: Iteration) -> float:
@@ -65,7 +65,9 @@ async def update_policy(session: Session, iteration: Iteration) -> Manifest:
         past=tuple(replace(_work(session, each), keeps_state=bool(states_of(each.update))) for each in past),
     )
     parents = [iteration.policy, iteration.credit]
-    return await once(session, key, role="update", method="update", work=work, parents=parents, early=True)
+    made = await once(session, key, role="update", method="update", work=work, parents=parents, early=True)
+    session.foresee("rollout", tuple(bundle for name, bundle in made.bundles.items() if name not in STATES))
+    return made
 
 
 def _work(session: Session, iteration: Iteration) -> UpdateWork:

@@ -17,6 +17,7 @@ import psutil
 
 from infra.errors import RheostatError, WorkerAsleep
 from infra.plugins import TARGETS, add_target_folders
+from infra.pools.inputs import WorkInputs, inputs_of
 
 WORK = "work"
 """Concurrency group of one thread: constructs the worker and runs its methods, one after another."""
@@ -74,6 +75,7 @@ class Host:
     def __init__(self, *, asleep: bool = False) -> None:
         """Make a process without a worker; `asleep` it takes no work until `wake`."""
         self._worker: Hosted | None = None
+        self._inputs: WorkInputs | None = None
         self._asleep = asleep
         add_target_folders()  # what is handed to it may be of users' classes
 
@@ -104,6 +106,7 @@ class Host:
                 _take_over(variables)
                 module, _, attribute = target.partition(":")
                 self._worker = getattr(importlib.import_module(module), attribute)(**options)
+                self._inputs = inputs_of(options)
 
         return _answer(load)
 
@@ -113,6 +116,8 @@ class Host:
         def work() -> object:
             if self._asleep:
                 raise WorkerAsleep(f"the worker of pid {os.getpid()} fell asleep before {method} began")
+            if self._inputs is not None:
+                self._inputs.bring(arguments)
             return self._call(method, *arguments)
 
         return _answer(work)
@@ -140,6 +145,11 @@ class Host:
         """Say whether it takes work."""
         return self._asleep
 
+    def foresee(self, record: object) -> None:
+        """Begin to bring what the record names, beside the work under way."""
+        if self._inputs is not None:
+            self._inputs.foresee(record)
+
     def live(self) -> None:
         """Wait for the end of the process."""
         threading.Event().wait()
@@ -160,6 +170,8 @@ class Host:
 
     def stop(self) -> None:
         """Let the worker close what it holds, if it has a `close()`."""
+        if self._inputs is not None:
+            self._inputs.close()
         close = getattr(self._worker, "close", None)
         if close is not None:
             close()

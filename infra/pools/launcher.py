@@ -58,6 +58,9 @@ class Worker(Protocol):
         """Ask whether it refuses work until its fleet wakes it."""
         ...
 
+    def foresee(self, record: object) -> None:
+        """Tell it of what may come next, so that what the record names is there by then; nothing is answered."""
+
     async def free_port(self) -> int:
         """Find a free port where it runs."""
         ...

@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+Turn = asyncio.Future[tuple[WorkerSlot, Worker]]
+"""What a piece of work waits for."""
+
 
 class Pool:
     """Run work on interchangeable workers. Belongs to one event loop.
@@ -47,7 +50,7 @@ class Pool:
         self._slot_lost = lost
         self._seats: dict[int, WorkerSlot] = {}
         self._tasks: set[asyncio.Task[object]] = set()
-        self._queue: OrderedDict[asyncio.Future[tuple[WorkerSlot, Worker]], object] = OrderedDict()
+        self._queue: OrderedDict[Turn, object] = OrderedDict()
         """Pieces of work that wait for a worker, in the order in which they came."""
         self._changed = asyncio.Event()
         self._fault: RheostatError | None = None
@@ -176,6 +179,8 @@ class Pool:
         idle = (seat for seat in self._seats.values() if seat.usable and not self._closed)
         while self._queue and (seat := next(idle, None)) is not None:
             self._hand_over(seat)
+        if self.spec.looks_ahead:
+            self._look_ahead()
         if self._queue and (hopeless := self._hopeless()) is not None:
             for turn in self._queue:
                 if not turn.done():
@@ -183,6 +188,12 @@ class Pool:
             self._queue.clear()
         if self._queue and self._look is not None:
             self._look()
+
+    def foresee(self, record: object) -> None:
+        """Tell all workers, those at rest too, of what they may need next."""
+        for seat in self._seats.values():
+            if seat.worker is not None:
+                seat.worker.foresee(record)
 
     def fill(self) -> None:
         """Try again to start the workers that are wanted and could not be started."""
@@ -192,7 +203,7 @@ class Pool:
 
     async def _take(self, work: object) -> tuple[WorkerSlot, Worker]:
         self.fill()
-        turn: asyncio.Future[tuple[WorkerSlot, Worker]] = asyncio.get_running_loop().create_future()
+        turn: Turn = asyncio.get_running_loop().create_future()
         self._queue[turn] = work
         self.settle()
         try:
@@ -208,12 +219,35 @@ class Pool:
 
     def _hand_over(self, seat: WorkerSlot) -> None:
         """Make an idle seat busy with the work that has waited longest, unless nobody waits for that any more."""
-        turn, work = self._queue.popitem(last=False)
+        turn, work = self._next_for(seat)
         while turn.done() and self._queue:
-            turn, work = self._queue.popitem(last=False)
+            turn, work = self._next_for(seat)
         if seat.worker is not None and not turn.done():
             seat.state, seat.work, seat.began = SlotState.BUSY, work, time.monotonic()
             turn.set_result((seat, seat.worker))
+
+    def _next_for(self, seat: WorkerSlot) -> tuple[Turn, object]:
+        """Take the work that its worker was told of, or else the first of which no other was, if there is one."""
+        told = self._told()
+        turn = next((turn for turn in self._queue if turn not in told), next(iter(self._queue)))
+        if seat.foreseen is not None and seat.foreseen in self._queue:
+            turn = seat.foreseen
+        return turn, self._queue.pop(turn)
+
+    def _told(self) -> set[Turn]:
+        """Turns of works that wait and of which busy workers know."""
+        told = (seat.foreseen for seat in self._seats.values() if seat.state is SlotState.BUSY)
+        return {turn for turn in told if turn is not None and turn in self._queue}
+
+    def _look_ahead(self) -> None:
+        """Tell each busy worker of one work that waits, so that its inputs are there when it begins."""
+        told = self._told()
+        untold = (turn for turn in self._queue if turn not in told)
+        for seat in self._seats.values():
+            if seat.state is SlotState.BUSY and seat.worker is not None and seat.foreseen not in told:
+                seat.foreseen = next(untold, None)
+                if seat.foreseen is not None:
+                    seat.worker.foresee(self._queue[seat.foreseen])
 
     def _rest(self, seat: WorkerSlot) -> None:
         """Make a busy seat idle."""

@@ -3,6 +3,7 @@
 A place is started, woken, put to sleep, given up. Dealing is pure: as few workers as possible move.
 """
 
+import asyncio
 import enum
 import logging
 import time
@@ -68,6 +69,8 @@ class WorkerSlot:
         self.work: object = None
         """What a busy worker works on, since `began` (monotonic seconds)."""
         self.began = 0.0
+        self.foreseen: asyncio.Future[tuple[WorkerSlot, Worker]] | None = None
+        """Turn of the work that its busy worker was told of, which it gets next if it still waits."""
         self._spec = spec
         self._launcher = launcher
         self._shared = shared

@@ -90,6 +90,10 @@ class WorkerThread:
         """Ask whether it refuses work until its fleet wakes it."""
         return self._host.asleep()
 
+    def foresee(self, record: object) -> None:
+        """Tell it of what may come next."""
+        self._host.foresee(record)
+
     async def free_port(self) -> int:
         """Find a free port of this machine."""
         return self._host.free_port()

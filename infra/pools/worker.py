@@ -90,6 +90,8 @@ class PoolSpec:
     """Longest time without a change of the worker's `progress()`; a method shorter than this need not count."""
     max_restarts: int = 3
     """How often one piece of work is tried again after its worker died."""
+    looks_ahead: bool = False
+    """Whether busy workers are told what waits for them, whose inputs lie elsewhere."""
     slots: int = 1
     """Slots of a fleet that one worker takes; it runs in the first of them."""
 
@@ -150,6 +152,10 @@ class WorkerProcess:
     async def asleep(self) -> bool:
         """Ask whether it refuses work until its fleet wakes it."""
         return bool(await _ask(self.actor.asleep.options(concurrency_group=WATCH).remote(), f"worker {self.name}"))
+
+    def foresee(self, record: object) -> None:
+        """Tell it of what may come next; one that has died hears nothing."""
+        self.actor.foresee.options(concurrency_group=WATCH).remote(record)
 
     async def end(self) -> None:
         """Return when its process has ended."""

@@ -41,12 +41,17 @@ class Provenance(Settings):
     """UTC time of the commit in ISO format, for people; no decision compares it."""
     seconds: dict[str, float] = {}
     """Durations by name."""
+    requests: dict[str, int] = {}
+    """Requests to the run's store by verb, where it is in a bucket."""
 
 
-def provenance_here(*, worker: str = "", seconds: Mapping[str, float] | None = None) -> Provenance:
+def provenance_here(
+    *, worker: str = "", seconds: Mapping[str, float] | None = None, requests: Mapping[str, int] | None = None
+) -> Provenance:
     """Return the provenance of what is made on this machine now."""
     created = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return Provenance(worker=worker, host=socket.gethostname(), created=created, seconds=dict(seconds or {}))
+    made = {"seconds": dict(seconds or {}), "requests": dict(requests or {})}
+    return Provenance(worker=worker, host=socket.gethostname(), created=created, **made)
 
 
 def versions_here() -> dict[str, str]:
@@ -87,7 +92,8 @@ class Manifest(Settings):
 
     def encode(self) -> bytes:
         """Return the sealed file: the result, its digest, its provenance."""
-        return seal({**self._result(), "digest": self.digest, "provenance": self.provenance.model_dump(mode="json")})
+        made = self.provenance.model_dump(mode="json", exclude=set() if self.provenance.requests else {"requests"})
+        return seal({**self._result(), "digest": self.digest, "provenance": made})
 
     def _result(self) -> dict[str, JsonValue]:
         without = {"provenance"} if self.run else {"provenance", "run"}

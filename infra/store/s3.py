@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +33,9 @@ MOST_TOLD = 2**16
 
 T = TypeVar("T")
 
+_told: set[Path] = set()
+"""Copies of objects that this process has put or asked for, or been told of by who knows that they are there."""
+
 
 @dataclass(frozen=True, slots=True)
 class S3Store:
@@ -41,8 +44,6 @@ class S3Store:
     bucket: Bucket
     cache: Cache
     lease_seconds: float = LEASE_SECONDS
-    told: set[str] = field(default_factory=set, repr=False, compare=False)
-    """Objects that this process has put or asked for, or been told of by who knows that they are there."""
 
     @property
     def uri(self) -> str:
@@ -118,7 +119,7 @@ class S3Store:
 
     def delete(self, key: str) -> None:
         check_key(key)
-        self.told.discard(key)
+        _told.discard(self._cached(key))
         self._cached(key).unlink(missing_ok=True)
         self.bucket.delete(key)
 
@@ -133,18 +134,18 @@ class S3Store:
                 path.unlink(missing_ok=True)
         if not path.exists():
             self._bring(key, path)
-        self._tell(key)
+        _tell(path)
         return path
 
     def held(self, key: str) -> Path | None:
         check_key(key)
         path = self._cached(key)
-        return path if key in self.told and self.cache.touch(path) else None
+        return path if path in _told and self.cache.touch(path) else None
 
     def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
         missing = []
         for key in keys:
-            self._tell(key)
+            _tell(self._cached(key))
             if self.held(key) is None:
                 missing.append(key)
         with self._disk_failures():
@@ -161,11 +162,6 @@ class S3Store:
                     raise self._missing(key)
                 with self._disk_failures():
                     self.cache.enter(scratch / "object", path, fetched.tag)
-
-    def _tell(self, key: str) -> None:
-        if len(self.told) >= MOST_TOLD:
-            self.told.clear()
-        self.told.add(key)
 
     def hold(self, key: str) -> AbstractContextManager[BucketLease | None]:
         check_key(key)
@@ -192,7 +188,7 @@ class S3Store:
                 except OSError:  # on another disk
                     shutil.copyfile(data, kept)
             self.cache.enter(kept, self._cached(key), tag)
-            self._tell(key)
+            _tell(self._cached(key))
 
     def _cached(self, key: str) -> Path:
         return self.cache.root / blake3(self.uri.encode()).hexdigest()[:16] / key
@@ -206,6 +202,12 @@ class S3Store:
             yield
         except OSError as error:
             raise StoreFailed(f"store {self.uri}: its cache in {self.cache.root}: {error}") from error
+
+
+def _tell(path: Path) -> None:
+    if len(_told) >= MOST_TOLD:
+        _told.clear()
+    _told.add(path)
 
 
 def _side_by_side(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:

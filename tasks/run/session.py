@@ -5,7 +5,7 @@ A flow is handed a `RunRef`, small and serialisable; `session_of` finds the open
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -154,6 +154,7 @@ class Session:
         self._fleet: asyncio.Task[Fleet] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._settling: asyncio.Task[None] | None = None
+        self._counted: Mapping[str, int] = {}
         self._asking = ThreadPoolExecutor(ASKED_AT_A_TIME, thread_name_prefix="store")
 
     async def ask_store(self, question: Callable[[], R]) -> R:
@@ -165,6 +166,19 @@ class Session:
     def reward_model(self, term: str, *, prefix: str = "") -> Manifest:
         """What committed the model behind a reward; `prefix` is that of a re-scoring's manifests."""
         return self.run.require(StageKey.reward_model(term).below(prefix))
+
+    def foresee(self, role: str, record: object) -> None:
+        """Tell the workers in the slots of what a role will need, where it has to be fetched from elsewhere."""
+        opened = self._fleet
+        is_open = opened is not None and opened.done() and not opened.cancelled() and opened.exception() is None
+        if opened is not None and is_open and self.run.store.is_remote:
+            opened.result().role(role).foresee(record)
+
+    def requests(self) -> dict[str, int]:
+        """Count what this process has asked the run's store since this was asked last, by verb."""
+        now, before = self.run.store.requests(), self._counted
+        self._counted = now
+        return {verb: new for verb, count in sorted(now.items()) if (new := count - before.get(verb, 0))}
 
     def warm(self, *roles: str) -> None:
         """Begin to start the pools of these roles without waiting for them."""
@@ -368,4 +382,5 @@ def _spec(session: Session, role: str, target: str, size: int, *, options: dict[
         start_seconds=pools.start_seconds,
         stall_seconds=pools.stall_seconds,
         max_restarts=pools.max_restarts,
+        looks_ahead=session.run.store.is_remote,
     )

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 from infra.errors import Damaged, WorkerLost, WorkerStalled
 from infra.store.bundles import BundleRef, sync_bundle
 from infra.store.dependencies import DEPENDENCIES
-from infra.store.manifests import Manifest, provenance_here
+from infra.store.manifests import Manifest, Provenance, provenance_here
 from infra.store.runs import Run
 from infra.store.shards import verify_shard
 from models.records.versions import Outcome, bundles_of, critic_bundles_of
@@ -179,7 +179,7 @@ def record(
     bundles: Mapping[str, BundleRef] | None = None,
     metrics: Mapping[str, float] | None = None,
     detail: Mapping[str, JsonValue] | None = None,
-    seconds: Mapping[str, float] | None = None,
+    provenance: Provenance | None = None,
 ) -> Manifest:
     """Return the manifest under `key`, or commit a decision that needed no worker: after its parents, if these wait."""
     if (done_before := session.run.find(key)) is not None:
@@ -190,9 +190,16 @@ def record(
         parents=tuple(parent.digest for parent in parents),
         metrics=dict(metrics or {}),
         detail=dict(detail or {}),
-        provenance=provenance_here(worker=f"controller pid {os.getpid()}", seconds=seconds),
+        provenance=provenance or decided_here(),
     )
     return _expect(session, manifest) if session.run.expects(manifest.parents) else _commit(session, manifest)
+
+
+def decided_here(
+    *, seconds: Mapping[str, float] | None = None, requests: Mapping[str, int] | None = None
+) -> Provenance:
+    """Return the provenance of what this process decides."""
+    return provenance_here(worker=f"controller pid {os.getpid()}", seconds=seconds, requests=requests)
 
 
 def finish(session: Session, part: str) -> None:

@@ -63,6 +63,9 @@ class IterationReport(Settings):
     """Weights that were moved to rollout engines, over all workers."""
     weights_seconds: float
     """Seconds that this took, summed over workers; with the start of a server where there was one."""
+    requests: dict[str, int] = {}
+    """What the process that drives the run asked its store in a bucket between the seal before and this one, by verb;
+    workers ask besides."""
 
     def line(self, total: int, remaining_seconds: float) -> str:
         """The report as one line of a terminal."""
@@ -105,6 +108,7 @@ def report_of(sealed: Manifest, *, term: str) -> IterationReport:
         weights_bytes=int(seconds.pop("weights_bytes")),
         weights_seconds=seconds.pop("weights_seconds"),
         seconds=seconds,
+        requests=sealed.provenance.requests,
     )
 
 

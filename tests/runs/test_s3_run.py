@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from tests.support.s3_servers import SECRET_KEY
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(1200)]
 
 
-LEAST_REQUESTS, SHARD_REQUESTS = 110, 18
+LEAST_REQUESTS, SHARD_REQUESTS = 110, 9
 """Of an iteration, and of each of its shards from the prompts to the update: what docs/s3.md tells."""
+LEAST_HEADS, SHARD_HEADS = 60, 4
 SECRET_VARIABLE = "AWS_SECRET_ACCESS_KEY"
 SECRET = "a-secret-of-this-test"
 
@@ -71,6 +73,25 @@ def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefe
         again = len(weather.seen)
         job.train()
         assert not [request for request in weather.seen[again:] if request.startswith("PUT") and "manifests" in request]
+
+
+def test_an_iteration_of_many_shards_asks_a_bounded_number_of_questions_and_tells_of_them(
+    s3_servers, prefect_api, tmp_path
+):
+    server, shards = s3_servers.start("moto"), 16
+    with s3_proxy(server.endpoint) as (endpoint, weather):
+        place = server.place(endpoint=endpoint)
+        place.open()
+        job = InProcessJob(tmp_path, prefect_api, address=place.uri)
+        job.train("iterations=2", f"rollout.prompts={shards}", "rollout.shard_prompts=1", "rollout.group_size=2")
+        asked = weather.between("^PUT .*/manifests/it-0001/seal", "^PUT .*/manifests/it-0002/seal")
+        verbs = Counter("LIST" if "list-type" in request else request.partition(" ")[0] for request in asked)
+        assert verbs["HEAD"] <= LEAST_HEADS + SHARD_HEADS * shards, verbs
+        assert sum(verbs.values()) <= LEAST_REQUESTS + SHARD_REQUESTS * shards, verbs
+        iterations = json.loads(job.command("show", "--json").output)["iterations"]
+        first, second = (each["requests"] for each in iterations)
+        assert 2 * shards < second["PUT"] <= verbs["PUT"] and second["HEAD"] <= verbs["HEAD"]
+        assert second["GET"] <= verbs["GET"] and first["LIST"] > 0
 
 
 def test_on_a_bad_day_a_run_is_the_run_of_a_good_one(s3_servers, reference, prefect_api, tmp_path):

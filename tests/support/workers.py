@@ -14,6 +14,25 @@ import numpy as np
 import pyarrow as pa
 
 from infra.errors import Damaged
+from infra.store.shards import ShardRef, read_shard
+from infra.store.storage import open_store
+from tests.support.jobs import wait_for
+
+
+class Reading:
+    """Reads shards of a run; it can wait until another file is there."""
+
+    def __init__(self, store_uri: str, run: str) -> None:
+        self._store = open_store(f"{store_uri}/{run}")
+
+    def progress(self) -> int:
+        return 0
+
+    def read(self, work: tuple[ShardRef, Path | None]) -> bool:
+        """Tell whether the other file came while this one was worked on."""
+        ref, other = work
+        assert read_shard(self._store, ref).num_rows == ref.rows
+        return other is not None and wait_for(other.exists, seconds=20)
 
 
 class Counting:

@@ -44,6 +44,7 @@ BOUNDED = {
     "infra/pools/worker.py: asked.result": "is done",
     "infra/pools/worker.py: made.result": "is done",
     "infra/pools/worker.py: asyncio.wait": "one of the two is the watch over the worker's progress",
+    "tasks/run/session.py: opened.result": "is done",
     "tasks/run/stages.py: asyncio.wait": "works of a stage: each waits for its pool, or for commits within limits",
     "tasks/run/stages.py: ended.result": "is done",
     "infra/processes/watch.py: threading.main_thread().join": "a thread that waits for the process's own end",

@@ -1,0 +1,97 @@
+"""What works need from a bucket is on their machine before they begin, and what waits for a worker meanwhile."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+
+import infra.store.s3
+from infra.pools.inputs import WorkInputs
+from infra.pools.threads import ThreadCluster
+from infra.pools.worker import PoolSpec
+from infra.store.bundles import publish_bundle
+from infra.store.cache import Cache
+from infra.store.manifests import Manifest
+from infra.store.runs import Run, RunRecord
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
+from tests.support.s3_proxy import Fault, s3_proxy
+
+pytestmark = pytest.mark.s3
+
+
+@pytest.fixture
+def far(s3_servers, tmp_path, monkeypatch):
+    """A store with shards, seen from a machine that has none of them; and the weather between."""
+    server = s3_servers.start("moto")
+    with s3_proxy(server.endpoint) as (endpoint, weather):
+        place = server.place(endpoint=endpoint)
+        made = place.open()
+        store = open_store(f"{made.uri}/run")
+        shards = [write_shard(store, pa.table({"n": [n] * 3}), kind="test", metadata={}) for n in range(6)]
+        monkeypatch.setenv("RHEOSTAT_CACHE", str(tmp_path / "another"))
+        weather.seen.clear()
+        yield place, shards, weather
+
+
+def gets(weather, what):
+    return [request for request in weather.seen if request.startswith("GET") and what in request]
+
+
+async def test_while_a_worker_is_busy_the_shard_that_waits_for_it_is_fetched_and_not_again(far):
+    place, shards, weather = far
+    weather.faults = [Fault("slow", f"GET .*{shard.digest}") for shard in shards[:2]]
+    second = open_store(f"{place.uri}/run")._cached(shards[1].key)
+    spec = PoolSpec("reader", "tests.support.workers:Reading", {"store_uri": place.uri, "run": "run"}, looks_ahead=True)
+    async with ThreadCluster.open(threads=1) as cluster:
+        pool = await cluster.pool(spec)
+        works = [(shards[0], second), (shards[1], None)]
+        came, _ = await asyncio.gather(*(pool.run("read", work, returns=bool) for work in works))
+    assert came.result, "it was there before the worker asked for it"
+    assert [len(gets(weather, shard.digest)) for shard in shards] == [1, 1, 0, 0, 0, 0]
+
+
+def test_what_one_work_names_comes_side_by_side(far):
+    place, shards, weather = far
+    together = threading.Barrier(len(shards))
+    weather.faults = [Fault("before", "^GET .*/shards/", times=len(shards), does=lambda: together.wait(20))]
+    store = open_store(f"{place.uri}/run")
+    WorkInputs(store).bring({"shards": tuple(shards)})
+    assert not together.broken
+    for shard in shards:
+        read_shard(store, shard)
+    assert len(gets(weather, "/shards/")) == len(shards) and not [each for each in weather.seen if "HEAD" in each]
+
+
+def test_a_policy_is_fetched_ahead_and_only_as_far_as_the_cache_has_room(far, tmp_path):
+    place, _, weather = far
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy/model.safetensors").write_bytes(bytes(5000))
+    bundle = publish_bundle(place.open(), tmp_path / "policy", prefix="policies")
+    for limit, expected in ((4000, 0), (100_000, 1)):
+        cache = Cache(tmp_path / f"cache-{limit}", limit)
+        store = replace(place.open(), cache=cache)
+        inputs = WorkInputs(store)
+        inputs.foresee((bundle,))
+        inputs._ahead.shutdown()
+        assert len(gets(weather, "model.safetensors")) == expected
+        assert sum(path.stat().st_size for path in cache.root.rglob("*") if path.is_file()) <= limit
+
+
+def test_of_a_run_with_a_tombstone_for_a_shard_no_copy_of_it_is_taken_without_a_question(far, monkeypatch):
+    place, shards, weather = far
+    run = Run(
+        open_store(f"{place.uri}/run"), RunRecord(name="run", fingerprint="0", config={}, created="", versions={})
+    )
+    with run.hold():
+        run.commit(Manifest(key=f"retention/{shards[0].digest[:16]}"))
+    inputs = WorkInputs(run.store)
+    inputs.bring(shards)
+    assert [run.store.held(shard.key) is not None for shard in shards] == [False, *[True] * 5]
+    with run.hold():
+        run.commit(Manifest(key="retention/it-0001"))
+    monkeypatch.setattr(infra.store.s3, "_told", set())
+    WorkInputs(run.store).bring(shards)
+    assert not any(run.store.held(shard.key) for shard in shards) and not gets(weather, shards[0].digest)
