@@ -1,6 +1,7 @@
 """The real job, started as a user starts it."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,14 +29,20 @@ class Job:
 
 @contextmanager
 def finished_job(
-    config: Path, overrides: Sequence[str] = (), *, meanwhile: Callable[[int, Path], None] = lambda _pid, _run: None
+    config: Path,
+    overrides: Sequence[str] = (),
+    *,
+    begun: Path | None = None,
+    meanwhile: Callable[[int, Path], None] = lambda _pid, _run: None,
 ):
-    """Run `rheostat train` to its end in a store of its own, which goes when the context ends.
+    """Run `rheostat train` to its end in a store of its own, or a copy of a `begun` one; it goes when the context ends.
 
     `meanwhile` is called with its process and the run's directory, again and again.
     """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory:
         store = f"{directory}/store"
+        if begun is not None:
+            shutil.copytree(begun, store)
         command = [str(Path(sys.executable).with_name("rheostat")), "train", str(config), *overrides]
         started = time.monotonic()
         child = subprocess.Popen(

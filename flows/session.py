@@ -22,7 +22,7 @@ from tasks.config.run import RunConfig, parse_config
 from tasks.placement.stage import place_alone
 from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
-from tasks.run.dependencies import dependencies_of, find_run, next_iteration
+from tasks.run.dependencies import dependencies_of, find_run, layout_of, next_iteration
 from tasks.run.orders import Shards
 from tasks.run.secrets import take_secrets
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
@@ -52,7 +52,7 @@ async def hold(
             config = config.model_copy(update={"placement": config.placement.standing()})
         begun = find_run(config, accept_change=accept_change)
         dependencies = dependencies_of(config, begun)
-        run = create_run(config.store, config.name, config.identity())
+        run = begun or create_run(config.store, config.name, config.identity())
         with run.hold(alone=config.controllers.where == "nested"):
             await asyncio.to_thread(recover, run)
             record_dependencies(run, dependencies, iteration=next_iteration(run), accept_change=accept_change)
@@ -128,6 +128,7 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
     config = parse_config({**run.record.config, "name": ref.name, "store": ref.store}, source=f"run {ref.name}")
     ours = {"pools": ref.pools, "controllers": ref.controllers}
     config = config.model_copy(update={name: part for name, part in ours.items() if part is not None})
+    config = config.laid_out(layout_of(run))
     with tags(ref.name):
         if ref.epoch is None:
             check_dependencies(run, dependencies_of(config, run))

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -75,9 +75,9 @@ class PoolsConfig(Settings):
     scoring_workers: Annotated[int, Field(ge=1, le=4096)] = 1
     """Processes beside the slots that compute rule rewards and credit, and that ask endpoints."""
     update_ranks: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Data-parallel DeepSpeed ranks; part of a run's identity."""
+    """Data-parallel DeepSpeed ranks; a run goes on with others if that is accepted."""
     threads: Annotated[int, Field(ge=1, le=256)] = 1
-    """CPU threads per worker; part of a run's identity, since sums depend on it."""
+    """CPU threads per worker; sums depend on it, so a run goes on with others if that is accepted."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=16)] = 0
     """GPUs of each worker slot."""
     gpus_per_update_rank: Annotated[float, Field(ge=0, le=16)] = 0
@@ -127,10 +127,12 @@ def fingerprint_of(config: Mapping[str, JsonValue]) -> str:
     return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def difference(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, shown: int = 5) -> str:
-    """Name the settings that differ, with both values."""
+def difference(
+    old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, besides: Collection[str] = (), shown: int = 5
+) -> str:
+    """Name the settings that differ, with both values, besides some by dotted key."""
     before, after = dict(_dotted(old)), dict(_dotted(new))
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and key not in besides]
     parts = [f"{key} was {before.get(key, 'absent')}, is {after.get(key, 'absent')}" for key in keys[:shown]]
     return "; ".join(parts) + (f"; and {len(keys) - shown} more" if len(keys) > shown else "")
 

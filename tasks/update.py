@@ -12,6 +12,7 @@ from models.algorithms.shaping import next_coefficient
 from models.config.objectives import AdaptiveKl
 from models.records.versions import critic_of, policy_of
 from models.records.work import UpdateWork
+from tasks.run.dependencies import moved_at
 from tasks.run.iteration import Iteration
 from tasks.run.session import Session
 from tasks.run.stages import once, stage
@@ -62,6 +63,7 @@ async def update_policy(session: Session, iteration: Iteration) -> Manifest:
     work = replace(
         _work(session, iteration),
         keeps_state=is_due(run, iteration.number, every=session.settings.update.state_every),
+        was_moved=bool(way) and moved_at(run) >= way[0],
         past=tuple(replace(_work(session, each), keeps_state=bool(states_of(each.update))) for each in past),
     )
     parents = [iteration.policy, iteration.credit]

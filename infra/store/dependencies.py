@@ -44,10 +44,14 @@ class Dependencies(Settings):
     """Data files, by the path that the configuration has."""
     libraries: dict[str, str]
     """Versions of Rheostat, of Python, and of the libraries that compute."""
+    layout: dict[str, int] = {}
+    """Over what sums are spread, by dotted key of the configuration: ranks, threads, ZeRO stage."""
 
     def changes(self, now: "Dependencies") -> list[str]:
         """Say what is different now, one line each; a data file that is gone is missed by whoever needs it."""
-        return [*self._changed_code(now), *self._changed_data(now), *_changed(self.libraries, now.libraries)]
+        layouts = ({name: str(number) for name, number in each.layout.items()} for each in (self, now))
+        libraries = _changed(self.libraries, now.libraries)
+        return [*self._changed_code(now), *self._changed_data(now), *libraries, *_changed(*layouts)]
 
     def _changed_code(self, now: "Dependencies") -> Iterator[str]:
         for target in sorted({*self.code, *now.code}):
@@ -117,7 +121,7 @@ def check_dependencies(run: Run, now: Dependencies, *, prefix: str = "") -> None
         what = f"{prefix.rstrip('/')} of run" if prefix else "run"
         accept = "" if prefix else "--accept-change (of a flow: accept_change) goes on with what is there now, "
         raise RunChanged(
-            f"{what} {run.name!r} in {run.store.uri} was made with other code, data or libraries: "
+            f"{what} {run.name!r} in {run.store.uri} was made with other code, data, libraries or ranks: "
             f"{'; '.join([*changes[:SHOWN], *more])}; {accept}another name begins anew"
         )
 

@@ -74,10 +74,12 @@ class Run:
         """Name of the run."""
         return self.record.name
 
-    def check_identity(self, config: Mapping[str, JsonValue]) -> None:
-        """Raise RunChanged, naming the settings that differ, unless the run was made from this configuration."""
-        if self.record.fingerprint != fingerprint_of(config):
-            changes = difference(self.record.config, config)
+    def check_identity(self, config: Mapping[str, JsonValue], *, besides: Collection[str] = ()) -> None:
+        """Raise RunChanged, naming the settings that differ, unless the run was made from this configuration.
+
+        Dotted keys `besides` may differ.
+        """
+        if changes := difference(self.record.config, config, besides=besides):
             raise RunChanged(f"run {self.name!r} in {self.store.uri} was made by another configuration: {changes}")
 
     def check_free(self) -> None:

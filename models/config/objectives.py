@@ -275,7 +275,7 @@ class UpdateConfig(Settings):
     state_every: Positive = 1
     """Every n-th update keeps its optimizer's state; whoever resumes takes the updates since then again."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """DeepSpeed ZeRO stage; part of a run's identity."""
+    """DeepSpeed ZeRO stage; a run goes on with another one if that is accepted."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations; optimizer moments and master weights are float32."""
     lora: LoraConfig | None = None

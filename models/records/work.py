@@ -183,6 +183,8 @@ class UpdateWork:
     """Whether the new version is to have its optimizer's state in the store."""
     past: tuple["UpdateWork", ...] = ()
     """Updates since the newest state in the store, oldest first: taken again where the ranks do not stand here."""
+    was_moved: bool = False
+    """Whether the past was learnt on other ranks: what these learn again is near it, not the same."""
 
     @property
     def is_last(self) -> bool:

@@ -4,16 +4,13 @@ Every rank writes its own from a copy in host memory while the next rollouts are
 known before: digests are of the bytes that will be written. A state that is lost on the way is learnt again.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from infra.config import Settings
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import (
     BundledFile,
@@ -21,6 +18,7 @@ from infra.store.bundles import (
     Contents,
     complete_bundle,
     describe_pieces,
+    fetch_part,
     has_bundle,
     put_bundled,
     write_hashed,
@@ -29,6 +27,7 @@ from infra.store.checksums import canonical_json
 from infra.store.storage import Store
 from models.config.objectives import UpdateConfig
 from models.modeling.safetensors import tensor_pieces
+from models.training.layouts import StateLayout, respread
 from models.training.ranks import Ranks, any_rank, broadcast_bytes, gather_bytes
 from models.training.trainer import Moments, Trainer, zero_stage
 
@@ -37,17 +36,6 @@ _FILE = TypeAdapter(BundledFile)
 
 HostCopy = tuple[Moments, BundledFile]
 """A rank's part of a state in host memory, and what its file will be."""
-
-
-class StateLayout(Settings):
-    """How the state was spread; only ranks that are spread alike can continue with it."""
-
-    world_size: int
-    """Ranks that shared it."""
-    zero_stage: int
-    """DeepSpeed's stage."""
-    dtype: str
-    """Precision of the weights."""
 
 
 class StateWriter:
@@ -94,7 +82,7 @@ class StateWriter:
             write_hashed(scratch / name, self._counted(moments))
             put_bundled(self._store, ref, contents, name, scratch / name)
         if self._ranks.rank == 0:
-            put_bundled(self._store, ref, contents, _LAYOUT, _layout(self._update, self._ranks))
+            put_bundled(self._store, ref, contents, _LAYOUT, _encoded(_layout(self._update, self._ranks)))
         complete_bundle(self._store, ref, contents)  # by whoever is last
 
     def _counted(self, moments: Moments) -> Iterator[bytes | memoryview]:
@@ -106,26 +94,31 @@ class StateWriter:
         """What all ranks' files are."""
         found = gather_bytes(_FILE.dump_json(mine), self._ranks)
         files = {_file_name(rank): _FILE.validate_json(data) for rank, data in enumerate(found)}
-        layout = describe_pieces([_layout(self._update, self._ranks)])
+        layout = describe_pieces([_encoded(_layout(self._update, self._ranks))])
         encoded = Contents(files={**files, _LAYOUT: layout}).encode() if self._ranks.rank == 0 else b""
         return Contents.model_validate_json(broadcast_bytes(encoded, self._ranks))
 
 
-def state_files(ranks: Ranks) -> list[str]:
-    """Name what a rank continues with: its own part of a state, and what tells how it was spread."""
-    return [_LAYOUT, _file_name(ranks.rank)]
+def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: UpdateConfig, ranks: Ranks) -> None:
+    """Continue with this rank's part of a state, whose files are verified; no pickle is ever read.
 
-
-def load_state(trainer: Trainer, directory: Path, *, update: UpdateConfig, ranks: Ranks) -> None:
-    """Continue with this rank's state from a verified directory; no pickle is ever read."""
-    expected = json.loads(_layout(update, ranks))
-    found = json.loads((directory / _LAYOUT).read_text())
-    if found != expected:
-        raise BadInput(f"optimizer state {directory.name}: expected {expected}, found {found}")
+    Ranks of another number, or of another ZeRO stage, take their parts from the files of those that wrote it.
+    """
+    wanted = _layout(update, ranks)
+    found = StateLayout.model_validate_json((fetch_part(store, ref, [_LAYOUT]) / _LAYOUT).read_bytes())
+    if found.dtype != wanted.dtype:
+        raise BadInput(f"optimizer state {ref.key}: expected one of {wanted.dtype} weights, found {found.dtype}")
+    writers = [ranks.rank] if found == wanted else range(found.world_size)
+    names = [_file_name(rank) for rank in writers]
+    directory = fetch_part(store, ref, names)
     try:
-        moments = load_file(directory / _file_name(ranks.rank))
+        if found == wanted:
+            moments = load_file(directory / names[0])
+        else:
+            files = [directory / name for name in names]
+            moments = respread(files, found, wanted, rank=ranks.rank, sizes=trainer.sizes, shapes=trainer.shapes)
     except SafetensorError as error:
-        raise Damaged(f"optimizer state {directory.name}, rank {ranks.rank}: {error}") from error
+        raise Damaged(f"optimizer state {ref.key}, rank {ranks.rank}: {error}") from error
     trainer.load_moments(moments)
 
 
@@ -134,8 +127,11 @@ def _copied(moments: Moments) -> HostCopy:
     return copied, describe_pieces(tensor_pieces(copied))
 
 
-def _layout(update: UpdateConfig, ranks: Ranks) -> bytes:
-    layout = StateLayout(world_size=ranks.world_size, zero_stage=zero_stage(update), dtype=update.dtype)
+def _layout(update: UpdateConfig, ranks: Ranks) -> StateLayout:
+    return StateLayout(world_size=ranks.world_size, zero_stage=zero_stage(update), dtype=update.dtype)
+
+
+def _encoded(layout: StateLayout) -> bytes:
     return canonical_json(layout.model_dump())
 
 

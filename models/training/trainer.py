@@ -6,6 +6,7 @@ save, nothing to lose on resume. Shapes: N written tokens of one pass.
 
 import gc
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -128,7 +129,21 @@ class Trainer:
                 found[f"{name}.{index}"] = value
         return found
 
-    def load_moments(self, moments: Moments) -> None:
+    def weights(self) -> list[Tensor]:
+        """This rank's part of the trained weights: all of them, where the stage does not shard them."""
+        return [getattr(weight, "ds_tensor", weight).detach() for weight in trained_parameters(self._engine.module)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of values of the trained parameters, whole, in the engine's order."""
+        return [int(getattr(weight, "ds_numel", weight.numel())) for weight in trained_parameters(self._engine.module)]
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Shapes of the tensors of this rank's part of the optimizer state."""
+        return [partition.shape for partition in self._partitions()]
+
+    def load_moments(self, moments: Mapping[str, Tensor]) -> None:
         """Continue with what `moments` returned on this rank of an equal engine."""
         expected = 0
         for index, partition in enumerate(self._partitions()):

@@ -1,16 +1,19 @@
 """The models that an update rank keeps in memory, each at a published version; how a trained one becomes the next."""
 
 import logging
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 
-from infra.store.bundles import describe_bundle, fetch_bundle, fetch_part, has_bundle, publish_bundle
+from infra.errors import Damaged
+from infra.store.bundles import describe_bundle, fetch_bundle, has_bundle, publish_bundle
 from infra.store.storage import Store
 from models.config.objectives import UpdateConfig
 from models.modeling.adapters import load_trainable
@@ -19,9 +22,11 @@ from models.modeling.logprobs import TokenLogprobs, TokenModule
 from models.modeling.policy import load_policy
 from models.records.versions import ModelVersion
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
-from models.training.states import StateWriter, load_state, state_files
-from models.training.trainer import Trainer
+from models.training.states import StateWriter, load_state
+from models.training.trainer import Moments, Trainer
 
+NEAR: Final = 0.25
+"""How far an update on other ranks may end from the committed one, as a share of its own length; 1 is no relation."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -120,8 +125,24 @@ class Learner:
         """Return a trainer with the version's weights, and its state if it has one."""
         trainer = self.begin_at(version)
         if version.state is not None:
-            directory = fetch_part(self._store, version.state, state_files(self._ranks))
-            load_state(trainer, directory, update=self._config, ranks=self._ranks)
+            load_state(trainer, self._store, version.state, update=self._config, ranks=self._ranks)
+        return trainer
+
+    def stand_at(self, version: ModelVersion, *, came_from: Sequence[Tensor]) -> Trainer:
+        """Return a trainer with the version's weights and the optimizer's state that is there.
+
+        Raises Damaged unless the weights that are there are near the version's, measured by the update's own length
+        from the weights that it came from: the same samples on other ranks end there.
+        """
+        weights, moments = ([each.clone() for each in self.trainer.weights()], _copied(self.trainer.moments()))
+        trainer = self.begin_at(version)
+        off, length = (_distance(trainer.weights(), others) for others in (weights, came_from))
+        if any_rank(not off <= NEAR * length, self._ranks):
+            raise Damaged(
+                f"policy {version.version}: its update was taken again on other ranks; expected weights within "
+                f"{NEAR:.0%} of the update's length, found {off / length if length else math.inf:.0%}"
+            )
+        trainer.load_moments(moments)
         return trainer
 
     def publish(self, parent: ModelVersion, *, version: int, put: Literal["durable", "early"]) -> ModelVersion:
@@ -149,6 +170,15 @@ class Learner:
         self, parent: ModelVersion, *, version: int, put: Literal["durable", "early", "not"]
     ) -> ModelVersion:
         return publish_version(self._store, self.trainer, version=version, parent=parent, ranks=self._ranks, put=put)
+
+
+def _copied(moments: Moments) -> Moments:
+    return {name: value.detach().clone() for name, value in moments.items()}
+
+
+def _distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    squares = [float((a.float() - b.float()).square().sum()) for a, b in zip(one, other, strict=True)]
+    return math.sqrt(sum(squares))
 
 
 def _name(version: ModelVersion) -> tuple[int, str]:

@@ -233,7 +233,7 @@ class UpdateWorker:
 
         past = [update for update in work.past if update.learns]
         versions = [update.policy for update in (*past, work)]
-        return self._standing(self._joined().policy, versions, past, learn, laps)
+        return self._standing(self._joined().policy, versions, replace(work, past=tuple(past)), learn, laps)
 
     def _valuer(self, work: UpdateWork, laps: StageTimer) -> Trainer:
         """The critic under training, where the work begins."""
@@ -242,13 +242,13 @@ class UpdateWorker:
             return self._learn_values(past, trainer, self._steps(past), StageTimer())
 
         versions = [update.critic for update in (*work.past, work) if update.critic is not None]
-        return self._standing(self._joined().critic, versions, work.past, learn, laps)
+        return self._standing(self._joined().critic, versions, work, learn, laps)
 
     def _standing(
         self,
         learner: Learner,
         versions: Sequence[ModelVersion],
-        past: Sequence[UpdateWork],
+        work: UpdateWork,
         learn: Callable[[UpdateWork, Trainer], StepsTaken],
         laps: StageTimer,
     ) -> Trainer:
@@ -257,10 +257,14 @@ class UpdateWorker:
         if trainer is None:
             trainer = learner.load(versions[0])
             laps.end("load")
-            for update, expected in zip(past, versions[1:], strict=True):
+            for update, expected in zip(work.past, versions[1:], strict=True):
                 logger.info("iteration %d: its update is taken again from its samples", update.iteration)
+                began = [weight.clone() for weight in trainer.weights()] if work.was_moved else []
                 learn(update, trainer)
                 found = learner.describe(versions[0], version=expected.version)
+                if work.was_moved:
+                    trainer = learner.stand_at(expected, came_from=began)
+                    continue
                 if update.keeps_state:
                     found = replace(found, state=states.begin(states.copy(trainer)))
                 _check_arrival(update, found, expected)

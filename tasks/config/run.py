@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
@@ -23,6 +23,9 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import AdaptivePlacement, PlacementConfig
+
+LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage")
+"""What of its identity a run may change on its way, if that is accepted: over what sums are spread."""
 
 
 class ControllersConfig(Settings):
@@ -210,6 +213,19 @@ class RunConfig(Settings):
         identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere)
         identity["pools"] = {"update_ranks": self.pools.update_ranks, "threads": self.pools.threads}
         return identity
+
+    def layout(self) -> dict[str, int]:
+        """Over what sums are spread, by dotted key."""
+        pools = self.pools
+        return dict(zip(LAYOUT, (pools.update_ranks, pools.threads, self.update.zero_stage), strict=True))
+
+    def laid_out(self, layout: Mapping[str, int]) -> "RunConfig":
+        """The same on other ranks."""
+        parts = {"pools": self.pools, "update": self.update}
+        for key, number in layout.items():
+            part, _, name = key.partition(".")
+            parts[part] = parts[part].model_copy(update={name: number})
+        return self.model_copy(update=parts)
 
     def fingerprint(self) -> str:
         """Digest of the identity, 16 hex digits."""

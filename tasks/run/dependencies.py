@@ -15,6 +15,7 @@ from functools import cache
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from importlib.util import resolve_name
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +32,7 @@ from models.config.algorithms import Algorithm
 from models.config.engines import EngineSettings
 from models.config.job import slot_engines
 from models.config.rewards import ScoringConfig
-from tasks.config.run import RunConfig
+from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, iterations_among
 
 LIBRARIES: Final = (
@@ -62,9 +63,8 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     paths = sorted({path for place in places for path in _files(place)})
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
-    return _dependencies(
-        variants, engines, config.scoring, data={written(path): _content(path, known) for path in paths}
-    )
+    data = {written(path): _content(path, known) for path in paths}
+    return _dependencies(variants, engines, config.scoring, data=data, layout=config.layout())
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
@@ -83,6 +83,7 @@ def _dependencies(
     scoring: ScoringConfig | None,
     *,
     data: Mapping[str, FileContent] = {},
+    layout: Mapping[str, int] = {},
 ) -> Dependencies:
     rules = () if scoring is None else scoring.rules
     functions = [rule.function for rule in rules if rule.brings_code]
@@ -98,6 +99,7 @@ def _dependencies(
     return Dependencies(
         code={name: {k: v for each in found for k, v in each.modules.items()} for name, found in sources.items()},
         data=dict(data),
+        layout=dict(layout),
         libraries=versions | {library: library_version(library) for library in (*LIBRARIES, *sorted(imported))},
     )
 
@@ -105,18 +107,30 @@ def _dependencies(
 def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     """The configured run where it was begun before.
 
-    RunChanged if that was by another configuration, or, unless this is accepted, with other code, data or libraries;
-    if what it made was deleted since.
+    RunChanged if that was by another configuration, or, unless this is accepted, with other code, data or libraries,
+    or on other ranks; if what it made was deleted since.
     """
     if config.name not in list_runs(config.store):
         return None
     run = open_run(config.store, config.name)
-    run.check_identity(config.identity())
+    run.check_identity(config.identity(), besides=LAYOUT)
     check_not_deleted(run)
     check_remembers(run, evaluation_key(config.iterations))
     if not accept_change:
         check_dependencies(run, dependencies_of(config, run))
     return run
+
+
+def layout_of(run: Run) -> dict[str, int]:
+    """Over what a run's sums are spread now, by dotted key of the configuration."""
+    records = dependency_records(run)
+    return records[-1].dependencies.layout if records else {}
+
+
+def moved_at(run: Run) -> int:
+    """The iteration in which a run last went on on other ranks; 0 where it never did."""
+    records = pairwise(dependency_records(run))
+    return max((new.iteration for old, new in records if old.dependencies.layout != new.dependencies.layout), default=0)
 
 
 def next_iteration(run: Run) -> int:

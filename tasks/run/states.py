@@ -51,12 +51,20 @@ def way_to(run: Run, number: int) -> tuple[int, list[int]]:
     return number, way[::-1]
 
 
-def coming_states(manifests: Iterable[Manifest]) -> list[BundleRef]:
-    """States that may not be there yet: those of the newest version."""
-    updates = [
-        manifest for manifest in manifests if manifest.key.startswith("it-") and manifest.key.endswith("/update")
-    ]
-    return states_of(max(updates, key=lambda update: StageKey.parse(update.key).iteration)) if updates else []
+def coming_states(manifests: Iterable[Manifest], *, moved: int = 0) -> list[BundleRef]:
+    """States that may not be there: those of the newest version.
+
+    Where the run was `moved` to other ranks in an iteration, those of the one before, too: if they were lost then,
+    what was learnt again in their place is near them, and has another digest.
+    """
+    updates = {
+        StageKey.parse(manifest.key).iteration: manifest
+        for manifest in manifests
+        if manifest.key.startswith("it-") and manifest.key.endswith("/update")
+    }
+    named = {number: states for number, update in updates.items() if (states := states_of(update))}
+    before = max((number for number in named if number < moved), default=0)
+    return [*(states_of(updates[max(updates)]) if updates else []), *named.get(before, [])]
 
 
 def state_every(run: Run) -> int:

@@ -3,6 +3,7 @@ was scored or credited again.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from math import isclose
 
 from infra.store.bundles import has_bundle
@@ -15,6 +16,7 @@ from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, rewards_of
 from models.data.curriculum import DynamicSamplingState, give_back, take
 from tasks.run.batch import Batch, without_rollouts
+from tasks.run.dependencies import moved_at
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key, reward_model_role
 from tasks.run.rescorings import Derived, derived_of, recredit_terms, rescored_batches, rescored_shards, rescoring_terms
@@ -27,7 +29,7 @@ from tasks.views.runs import open_known_run
 def verify_run(store: str, name: str) -> list[str]:
     """Check every digest and every invariant of a run; one line per problem, naming the offender."""
     run = open_known_run(store, name)
-    return verify_store(run, promised=coming_states) or check_invariants(run)
+    return verify_store(run, promised=partial(coming_states, moved=moved_at(run))) or check_invariants(run)
 
 
 def ignored_files(store: str, name: str) -> list[str]:

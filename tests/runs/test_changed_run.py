@@ -52,7 +52,7 @@ def test_a_changed_reward_and_library_are_refused_by_name_until_they_are_accepte
         assert train(job, *arguments) == 2
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
-        reward, torch, remedy = err.partition("or libraries: ")[2].split("; ")
+        reward, torch, remedy = err.partition("libraries or ranks: ")[2].split("; ")
         assert reward.startswith("reward tests.support.rewards:even: module tests.support.rewards was ")
         assert torch.startswith("torch was ") and torch.endswith(", is 9.9")
         assert remedy.startswith("--accept-change ")

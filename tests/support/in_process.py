@@ -39,7 +39,7 @@ class InProcessJob:
         """Directory of the run."""
         return self.store / "tiny"
 
-    def train(self, *overrides: str) -> None:
+    def train(self, *overrides: str, accept_change: bool = False) -> None:
         """Run the job to its end."""
         self.home.mkdir(parents=True, exist_ok=True)
         (self.home / "tiny.toml").write_text(TINY)
@@ -49,7 +49,7 @@ class InProcessJob:
             from flows.train import train
 
             gc.freeze()  # trainers collect garbage: what is there already need not be looked through each time
-            run_flow(train(config))
+            run_flow(train(config, accept_change=accept_change))
 
     def command(self, name: str, *arguments: str) -> Ended:
         """Give a command about the run; one that starts workers is given `pools.cluster=threads`."""

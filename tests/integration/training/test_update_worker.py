@@ -226,10 +226,10 @@ def test_the_reference_itself_costs_no_penalty_at_the_first_step(uri, policy):
     assert worker.update(work(uri, first.model, reference=policy)).metrics["kl"] > 1e-5
 
 
-def test_state_of_another_stage_is_refused(uri, policy):
+def test_a_state_of_weights_in_another_precision_is_refused(uri, policy):
     first = start(uri).update(work(uri, policy)).model
-    with pytest.raises(BadInput, match="'zero_stage': 0"):
-        start(uri, CONFIG.model_copy(update={"zero_stage": 2})).update(work(uri, first))
+    with pytest.raises(BadInput, match="expected one of bfloat16 weights, found float32"):
+        start(uri, CONFIG.model_copy(update={"dtype": "bfloat16"})).update(work(uri, first))
 
 
 def test_progress_counts_passes(uri, policy):

@@ -46,13 +46,18 @@ def refusal(run, now):
 def test_every_difference_is_named_in_one_line_with_what_to_do_about_it(run):
     told = refusal(run, found(code="c" * 64, data="d" * 64, torch="2.9.1", numpy="3"))
     assert told.endswith(
-        "was made with other code, data or libraries: reward mine:even: module mine was aaaaaaaa, is cccccccc; "
+        "was made with other code, data, libraries or ranks: reward mine:even: module mine was aaaaaaaa, is cccccccc; "
         "data file p.jsonl has other content (was bbbbbbbb, 9 bytes; is dddddddd, 9 bytes); numpy was none, is 3; "
         "torch was 2.9.0, is 2.9.1; --accept-change (of a flow: accept_change) goes on with what is there now, "
         "another name begins anew"
     )
     many = found(**{f"library{n}": "1" for n in range(9)})
     assert "library4 was none, is 1; and 4 more; --accept-change" in refusal(run, many)
+
+
+def test_ranks_that_are_others_are_a_difference_by_key(run):
+    here = found().model_copy(update={"layout": {"pools.update_ranks": 2}})
+    assert "ranks: pools.update_ranks was none, is 2; --accept-change" in refusal(run, here)
 
 
 def test_the_time_of_a_file_is_no_difference_and_one_that_is_gone_is_left_to_whoever_needs_it(run):

@@ -1,0 +1,67 @@
+"""How far a run that goes on on other ranks ends from the same run where it was.
+
+The demo, with a short warm-up, takes some iterations; then copies of it take more, each on other ranks, and their
+weights are compared with those of the copy that stayed. After one iteration only the order of sums differs; after more,
+completions that were sampled differently do, too.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from bench.jobs import DEMO, Job, finished_job
+from bench.tables import Table
+from infra.store.bundles import fetch_bundle
+from infra.store.shards import read_shard
+from tasks.run.batch import rollouts_of
+from tasks.run.keys import StageKey
+
+BEGUN, MORE = 4, 4
+JOB = ("warmup.steps=300", "evaluation.problems=4", f"retention.keep_last={MORE + 2}")
+MOVES = {
+    "where it was": (),
+    "2 ranks": ("pools.update_ranks=2",),
+    "2 ranks, ZeRO-2": ("pools.update_ranks=2", "update.zero_stage=2"),
+    "3 ranks, ZeRO-3": ("pools.update_ranks=3", "update.zero_stage=3"),
+    "2 threads": ("pools.threads=2",),
+    "one worker, one controller": ("pools.workers=1", "controllers.count=1"),
+}
+Weights = dict[str, np.ndarray]
+
+
+def measure() -> Iterator[Table]:
+    """Distances after one iteration and after all, as shares of the length of the updates meanwhile."""
+    with finished_job(DEMO, [*JOB, f"iterations={BEGUN}"]) as start:
+        begun = Path(start.run.store.uri.removeprefix("file://")).parent
+        before, stayed, rows = _weights(start, BEGUN), None, []
+        for name, overrides in MOVES.items():
+            arguments = [*JOB, f"iterations={BEGUN + MORE}", *overrides, "--accept-change"]
+            with finished_job(DEMO, arguments, begun=begun) as job:
+                after = [_weights(job, BEGUN + 1), _weights(job, BEGUN + MORE)]
+                prompts = [_prompts(job, number) for number in range(1, BEGUN + MORE + 1)]
+            stayed = stayed or (after, prompts)
+            apart = [_length(one, other) / _length(other, before) for one, other in zip(after, stayed[0], strict=True)]
+            rows.append((name, *(f"{share:.1e}" for share in apart), "yes" if prompts == stayed[1] else "NO"))
+    yield Table(
+        title=f"The demo after {BEGUN} iterations, going on on other ranks: distance of the weights from those of the "
+        "run that stayed, as a share of its updates' length",
+        columns=("", "after 1 more", f"after {MORE} more", "same prompts in the same order"),
+        rows=tuple(rows),
+    )
+
+
+def _weights(job: Job, number: int) -> Weights:
+    ref = job.run.require(StageKey.policy(number)).bundles["weights"]
+    return load_file(fetch_bundle(job.run.store, ref) / "model.safetensors")
+
+
+def _prompts(job: Job, number: int) -> list[str]:
+    tables = (read_shard(job.run.store, rollouts.shards[0]) for rollouts in rollouts_of(job.run, number))
+    return [prompt for table in tables for prompt in table["prompt_id"].to_pylist()]
+
+
+def _length(one: Weights, other: Weights) -> float:
+    return math.sqrt(sum(float(np.square(one[name] - other[name]).sum()) for name in one))
