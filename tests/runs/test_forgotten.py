@@ -7,7 +7,6 @@ import shutil
 import signal
 from itertools import count
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from prefect import get_client
@@ -17,7 +16,6 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from infra.errors import RunChanged
 from infra.store.manifests import decode_manifest
 from infra.store.runs import open_run
-from infra.store.shards import read_shard
 from infra.store.storage import LocalStore
 from tasks.forgetting import forget
 from tasks.reporting import delete_samples
@@ -25,6 +23,7 @@ from tasks.verification.invariants import verify_run
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import files_of, manifests_of
 from tests.support.processes import preload, process
+from tests.support.prompts import chosen, rollouts, secrets_of
 
 preload(__name__)
 pytestmark = pytest.mark.timeout(1200)
@@ -51,40 +50,6 @@ def job(whole, tmp_path):
     copy = InProcessJob(tmp_path, whole.api)
     shutil.copytree(whole.run, copy.run)
     return copy
-
-
-def rollouts(job):
-    """Every rollout of a run, of iterations and evaluations."""
-    run = open_run(str(job.store), "tiny")
-    made = [each for each in run.manifests() if "/rollout/" in each.key]
-    return [row | {"key": each.key} for each in made for row in read_shard(run.store, each.shards[0]).to_pylist()]
-
-
-def chosen(job):
-    """The ids of two prompts that iterations had, and of one that is held out."""
-    rows = rollouts(job)
-    train = list(dict.fromkeys(row["prompt_id"] for row in rows if row["key"].startswith("it-")))
-    heldout = [row["prompt_id"] for row in rows if "eval-" in row["key"]]
-    return [train[0], train[-1], heldout[0]]
-
-
-def secrets_of(job, ids):
-    """What of the prompts must not be found: texts, tokens and log-probs that nothing else in the run has, as bytes."""
-
-    def said(rows):
-        texts = [row[name].encode() for row in rows for name in ("prompt", "completion")]
-        tokens = [
-            np.array(row[name], np.int32).tobytes() for row in rows for name in ("prompt_tokens", "completion_tokens")
-        ]
-        return texts + tokens + [np.array(row["logprobs"], np.float32).tobytes() for row in rows]
-
-    rows = rollouts(job)
-    others = b" ".join(said([row for row in rows if row["prompt_id"] not in ids]))
-    own = [
-        each for each in said([row for row in rows if row["prompt_id"] in ids]) if len(each) > 5 and each not in others
-    ]
-    assert len(own) > 20
-    return own
 
 
 def found_in(job, secrets):

@@ -16,8 +16,11 @@ from pyarrow.fs import S3FileSystem
 from flows.cli.app import main
 from infra.errors import BadInput, RunChanged
 from infra.processes.guard import CLUSTER
+from infra.store.copies import copy_run
+from infra.store.runs import open_run
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Job, family_of, files_of, manifests_of
+from tests.support.prompts import chosen, secrets_of
 from tests.support.s3_proxy import Fault, s3_proxy
 from tests.support.s3_servers import SECRET_KEY
 
@@ -194,3 +197,41 @@ def test_data_and_a_policy_in_a_bucket_are_those_of_this_machine(s3_servers, ref
     store.put("train.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in rows[1:]))
     with pytest.raises(RunChanged, match=f"{place.uri}/train.jsonl"):
         trained("far", place.uri)
+
+
+def test_what_is_deleted_of_a_run_in_a_bucket_is_nowhere_in_it_nor_in_the_cache(
+    s3_servers, reference, prefect_api, tmp_path
+):
+    place = s3_servers.start("moto").place()
+    cache = tmp_path / "cache"
+    store = replace(place, environment={**place.environment, "RHEOSTAT_CACHE": str(cache)}).open()
+    copy_run("tiny", str(reference.store), place.uri)
+    job = InProcessJob(tmp_path, prefect_api, address=place.uri)
+    assert job.command("export").code == 0 and job.command("verify").code == 0
+    ids = chosen(reference)
+    secrets = secrets_of(reference, ids)
+
+    def found():
+        contents = [store.read(entry.key) for entry in store.entries("") if not entry.key.endswith(".parquet")]
+        contents += [path.read_bytes() for path in files_below(cache) if path.suffix != ".parquet"]
+        return sum(secret in content for content in contents for secret in secrets)
+
+    assert found() >= 2 * len(secrets), "the bucket and the cache have them"
+    (tmp_path / "ids").write_text("\n".join(ids))
+    with open_run(place.uri, "tiny").hold():
+        assert "is held by process" in job.command("forget", "--prompt-ids", str(tmp_path / "ids"), "--delete").output
+        assert "is held by process" in job.command("gc", "--keep", "0", "--delete").output
+    forgotten = job.command("forget", "--prompt-ids", str(tmp_path / "ids"), "--delete")
+    assert forgotten.code == 0, forgotten.output
+    assert found() == 0
+    for entry in store.entries("tiny/export/"):
+        rows = pq.read_table(store.local(entry.key)).to_pylist()
+        assert not any(row["prompt"] or row["completion"] for row in rows if row["prompt_id"] in ids)
+    assert job.command("verify").code == 0
+    store.put("tiny/shards/00/nobodys.arrow", b"nobody's")
+    assert '"shards"' in job.command("gc", "--delete", "--json").output
+    assert not store.exists("tiny/shards/00/nobodys.arrow")
+    assert job.command("gc", "--keep", "0", "--older-than", "1d", "--delete").output.startswith("nothing to delete")
+    assert job.command("gc", "--keep", "0", "--delete").code == 0
+    assert store.entries("tiny/shards/") == store.entries("tiny/policies/") == []
+    assert job.command("verify").code == 0 and job.command("show").code == 0

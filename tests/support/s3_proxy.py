@@ -47,6 +47,8 @@ class Weather:
     """Headers that the server does not know."""
     seen: list[str] = field(default_factory=list)
     """`METHOD /path` of all requests."""
+    headers: list[set[str]] = field(default_factory=list)
+    """What headers all requests had."""
 
     def __post_init__(self) -> None:
         self._turn, self._random = threading.Lock(), random.Random(self.seed)
@@ -78,6 +80,7 @@ def s3_proxy(upstream: str) -> Iterator[tuple[str, Weather]]:
 
         def serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            weather.headers.append({name.lower() for name in self.headers})
             self._answer(weather.strike(f"{self.command} {self.path}"), body)
 
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = serve

@@ -1,6 +1,8 @@
 """The store in S3 on bad days: what is lost, doubled, cut or late between it and real servers, and who may commit."""
 
+import base64
 import os
+import re
 import signal
 import threading
 import time
@@ -286,13 +288,57 @@ def test_credentials_and_endpoint_come_from_the_profile_that_the_environment_nam
     assert bare.open().put("name", b"") and bare.open().exists("name")
 
 
-def test_objects_are_encrypted_as_the_environment_asks(s3_servers, monkeypatch):
-    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "AES256")
-    place = s3_servers.start("moto").place()
-    place.open().put("name", b"")
+KMS_KEY = "arn:aws:kms:us-east-1:123456789012:key/abcd"
+ENCRYPTIONS = {"AES256": {}, "aws:kms": {"AWS_SSE_KMS_KEY_ID": KMS_KEY, "AWS_SSE_BUCKET_KEY_ENABLED": "true"}}
+ENCRYPTED = "x-amz-server-side-encryption"
+"""How its headers begin."""
+
+
+@pytest.mark.parametrize("kind", ENCRYPTIONS)
+def test_every_object_is_encrypted_as_the_environment_asks(s3_servers, tmp_path, monkeypatch, kind):
+    """Records, leases, and files that go whole or in parts: each request says how, and so does the server later."""
+    for name, value in {"AWS_SERVER_SIDE_ENCRYPTION": kind, **ENCRYPTIONS[kind]}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(infra.store.s3, "WHOLE_BYTES", 1 << 20)
+    server = s3_servers.start("moto")
+    with s3_proxy(server.endpoint) as (endpoint, weather):
+        place = server.place(endpoint=endpoint)
+        _put_all_kinds(place.open(), tmp_path)
+        asked = list(zip(weather.seen, weather.headers, strict=True))
+    makes = [names for request, names in asked if re.match("(PUT [^?]*$|POST .*uploads)", request)]
+    extra = {f"{ENCRYPTED}-aws-kms-key-id", f"{ENCRYPTED}-bucket-key-enabled"} if kind == "aws:kms" else set()
+    assert len(makes) > 4 and all({ENCRYPTED, *extra} <= names for names in makes)
     bucket, _, prefix = place.uri.removeprefix("s3://").partition("/")
-    client = boto3.client("s3", endpoint_url=place.environment["AWS_ENDPOINT_URL"], region_name="us-east-1")
-    assert client.head_object(Bucket=bucket, Key=f"{prefix}/name")["ServerSideEncryption"] == "AES256"
+    client = boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")
+    keys = [each["Key"] for each in client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]]
+    said = [client.head_object(Bucket=bucket, Key=key) for key in keys]
+    assert [each["ServerSideEncryption"] for each in said] == [kind] * 4
+    assert {each.get("SSEKMSKeyId", "") for each in said} == {KMS_KEY if extra else ""}
+
+
+def _put_all_kinds(store, directory):
+    for size in (1 << 10, 20 << 20):
+        (directory / f"{size}").write_bytes(os.urandom(size))
+        assert store.put(f"policies/{size}", directory / f"{size}")
+    assert store.put("name", b"")
+    with store.hold("lock") as lease:
+        lease.replace(seconds=4)
+
+
+def test_a_key_of_ones_own_goes_with_every_object_that_is_written_or_read(s3_servers, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "sse-c")
+    monkeypatch.setenv("AWS_SSE_CUSTOMER_KEY_BASE64", base64.b64encode(bytes(range(32))).decode())
+    monkeypatch.setattr(infra.store.s3, "WHOLE_BYTES", 1 << 20)
+    server = s3_servers.start("moto")
+    with s3_proxy(server.endpoint) as (endpoint, weather):
+        store = server.place(endpoint=endpoint).open()
+        _put_all_kinds(store, tmp_path)
+        assert store.read("name") == b""
+        store.delete("policies/1024")
+        asked = list(zip(weather.seen, weather.headers, strict=True))
+    without = [request for request, names in asked if f"{ENCRYPTED}-customer-key" not in names]
+    assert {re.sub("=.*", "", request).partition("?")[2] for request in without} == {"delete", "uploadId"}, without
+    assert not [request for request in without if not request.startswith("POST")]
 
 
 def test_shards_bundles_and_manifests_stand_on_it_and_verify(server, tmp_path):

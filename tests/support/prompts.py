@@ -1,0 +1,40 @@
+"""Prompts that a run is to forget, and what must then not be found."""
+
+import numpy as np
+
+from infra.store.runs import open_run
+from infra.store.shards import read_shard
+
+
+def rollouts(job):
+    """Every rollout of a run, of iterations and evaluations."""
+    run = open_run(str(job.store), "tiny")
+    made = [each for each in run.manifests() if "/rollout/" in each.key]
+    return [row | {"key": each.key} for each in made for row in read_shard(run.store, each.shards[0]).to_pylist()]
+
+
+def chosen(job):
+    """The ids of two prompts that iterations had, and of one that is held out."""
+    rows = rollouts(job)
+    train = list(dict.fromkeys(row["prompt_id"] for row in rows if row["key"].startswith("it-")))
+    heldout = [row["prompt_id"] for row in rows if "eval-" in row["key"]]
+    return [train[0], train[-1], heldout[0]]
+
+
+def secrets_of(job, ids):
+    """What of the prompts must not be found: texts, tokens and log-probs that nothing else in the run has, as bytes."""
+
+    def said(rows):
+        texts = [row[name].encode() for row in rows for name in ("prompt", "completion")]
+        tokens = [
+            np.array(row[name], np.int32).tobytes() for row in rows for name in ("prompt_tokens", "completion_tokens")
+        ]
+        return texts + tokens + [np.array(row["logprobs"], np.float32).tobytes() for row in rows]
+
+    rows = rollouts(job)
+    others = b" ".join(said([row for row in rows if row["prompt_id"] not in ids]))
+    own = [
+        each for each in said([row for row in rows if row["prompt_id"] in ids]) if len(each) > 5 and each not in others
+    ]
+    assert len(own) > 20
+    return own
