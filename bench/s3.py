@@ -1,11 +1,13 @@
 """The store in S3 beside plain boto3: a shard of 64 MB put, its manifest committed, the shard got back.
 
-And what an iteration of many shards asks a server for, counted in a whole run, with the price of it.
+Weights, put and fetched, beside boto3's TransferManager. And what an iteration of many shards asks a server for,
+counted in a whole run where each answer takes its time, with the price of it.
 """
 
 import os
 import resource
 import secrets
+import shutil
 import statistics
 import tempfile
 import time
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import boto3
 import pyarrow as pa
+from botocore.client import BaseClient
 from botocore.config import Config
 
 from bench.tables import Table
@@ -33,6 +36,11 @@ SHARDS = 256
 PRICES = {"PUT": 5.0, "POST": 5.0, "LIST": 5.0, "GET": 0.4, "HEAD": 0.4, "DELETE": 0.0}
 """US dollars for a million requests of S3 Standard in us-east-1 (aws.amazon.com/s3/pricing)."""
 
+ANSWER_SECONDS = 0.02
+"""What each answer of that server takes beside its own work."""
+WEIGHTS, WEIGHTS_ROUNDS = 2_000_000_000, 2
+"""Ceph keeps in memory what was deleted."""
+
 Do = Callable[[str, bytes, bytes], None]
 
 
@@ -46,7 +54,11 @@ def measure() -> list[Table]:
         for home in homes.values():
             home.mkdir()
         running = {name: stack.enter_context(serve(homes[name])) for name, serve in servers.items()}
-        return [_requests(running["moto"], Path(directory)), *(_table(name, each) for name, each in running.items())]
+        return [
+            _requests(running["moto"], Path(directory)),
+            *(_table(name, each) for name, each in running.items()),
+            _weights(Path(directory)),
+        ]
 
 
 def _requests(server: S3Server, home: Path) -> Table:
@@ -64,18 +76,23 @@ def _requests(server: S3Server, home: Path) -> Table:
     with s3_proxy(server.endpoint) as (endpoint, weather), prefect_server(home / "prefect") as api:
         place = server.place(endpoint=endpoint)
         place.open()
+        weather.seconds = ANSWER_SECONDS
         InProcessJob(home / "job", api, address=place.uri).train(
             *(f"{key}={value}" for key, value in overrides.items())
         )
+    beginning, end = (weather.time_of(f"^PUT .*/manifests/it-000{number}/seal") for number in (1, 2))
     asked = weather.between("^PUT .*/manifests/it-0001/seal", "^PUT .*/manifests/it-0002/seal")
     counts = Counter("LIST" if "list-type" in request else request.partition(" ")[0] for request in asked)
     priced = {kind: (count, count * PRICES[kind] / 1000) for kind, count in counts.most_common()}
     total = sum(counts.values()), sum(price for _, price in priced.values())
     return Table(
-        title=f"S3: requests of an iteration of {SHARDS} shards, rollout to update",
+        title=f"S3: requests of an iteration of {SHARDS} shards, rollout to update, in {end - beginning:.0f} s",
         columns=("", "requests", "for each shard", "US$ for 1,000 iterations"),
         rows=tuple((kind, count, count / SHARDS, price) for kind, (count, price) in (*priced.items(), ("all", total))),
-        notes=("of the driver and its workers, on one machine whose cache has room; leases are renewed besides",),
+        notes=(
+            "of the driver and its workers, on one machine whose cache has room; leases are renewed besides",
+            f"each answer takes {1e3 * ANSWER_SECONDS:.0f} ms longer than the server on this machine needs for it",
+        ),
     )
 
 
@@ -107,8 +124,54 @@ def _table(name: str, server: S3Server) -> Table:
     )
 
 
-def _plain(server: S3Server) -> Do:
-    client = boto3.client(
+def _weights(directory: Path) -> Table:
+    """Put a file of weights, and get it back on a machine that does not have it; each way in turn."""
+    home = directory / "weights"
+    home.mkdir()
+    with rgw(home, gibibytes=16) as server:
+        return _moved(server, home / "source", home / "fetched")
+
+
+def _moved(server: S3Server, source: Path, target: Path) -> Table:
+    with source.open("wb") as file:
+        for _ in range(WEIGHTS // 10**8):
+            file.write(os.urandom(10**8))
+    client, taken = _client(server), dict[str, list[tuple[float, float]]]()
+
+    def clocked(way: str, do: Callable[[], object]) -> None:
+        started, cpu = time.perf_counter(), _cpu()
+        do()
+        taken.setdefault(way, []).append((time.perf_counter() - started, _cpu() - cpu))
+
+    for _ in range(WEIGHTS_ROUNDS):
+        key, store = secrets.token_hex(8), server.place().open()
+        clocked("boto3: upload_file", lambda: client.upload_file(str(source), BUCKET, key))  # noqa: B023
+        clocked("boto3: download_file", lambda: client.download_file(BUCKET, key, str(target)))  # noqa: B023
+        client.delete_object(Bucket=BUCKET, Key=key)
+        clocked("the store: put", lambda: store.put(key, source))  # noqa: B023
+        shutil.rmtree(server.home / "cache")
+        clocked("the store: fetch into the cache", lambda: store.local(key))  # noqa: B023
+        assert store.local(key).stat().st_size == WEIGHTS
+        store.delete(key)
+    rows = tuple(
+        (
+            way,
+            statistics.median(seconds for seconds, _ in each),
+            WEIGHTS / 1e6 / statistics.median(seconds for seconds, _ in each),
+            statistics.median(cpu for _, cpu in each),
+        )
+        for way, each in taken.items()
+    )
+    return Table(
+        title=f"S3 on Ceph RGW: {WEIGHTS / 1e9:g} GB of weights in one file: median of {WEIGHTS_ROUNDS}",
+        columns=("", "seconds", "MB/s", "CPU s of the client"),
+        rows=rows,
+        notes=("client and server share this machine; digests are checked besides, where a bundle is loaded",),
+    )
+
+
+def _client(server: S3Server) -> BaseClient:
+    return boto3.client(
         "s3",
         endpoint_url=server.endpoint,
         aws_access_key_id=ACCESS_KEY,
@@ -116,6 +179,10 @@ def _plain(server: S3Server) -> Do:
         region_name="us-east-1",
         config=Config(s3={"addressing_style": "path"}),
     )
+
+
+def _plain(server: S3Server) -> Do:
+    client = _client(server)
 
     def do(name: str, shard: bytes, manifest: bytes) -> None:
         client.put_object(Bucket=BUCKET, Key=f"plain/{name}", Body=shard, IfNoneMatch="*")

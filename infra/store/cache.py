@@ -78,8 +78,10 @@ class Cache:
                 path = Path(directory, name)
                 found.append((path.stat(), path))
         size, before = sum(status.st_size for status, _ in found), time.time() - KEPT_SECONDS
-        for status, path in sorted(found, key=lambda each: each[0].st_atime):
-            if size + wanted <= self.limit_bytes or status.st_atime > before:
+        is_full = size + wanted > self.limit_bytes
+        enough = self.limit_bytes - self.limit_bytes // LOOKS  # so that the next files need no room made
+        for status, path in sorted(found, key=lambda each: each[0].st_atime) if is_full else ():
+            if size + wanted <= enough or status.st_atime > before:
                 break
             path.unlink(missing_ok=True)
             size -= status.st_size

@@ -45,10 +45,14 @@ class Weather:
     """How far the server's clock is ahead."""
     deaf_to: tuple[str, ...] = ()
     """Headers that the server does not know."""
+    seconds: float = 0
+    """How much longer each answer takes."""
     seen: list[str] = field(default_factory=list)
     """`METHOD /path` of all requests."""
     headers: list[set[str]] = field(default_factory=list)
     """What headers all requests had."""
+    times: list[float] = field(default_factory=list)
+    """When they came, on the monotonic clock."""
 
     def __post_init__(self) -> None:
         self._turn, self._random = threading.Lock(), random.Random(self.seed)
@@ -58,10 +62,15 @@ class Weather:
         begin, end = (next(i for i, each in enumerate(self.seen) if re.search(key, each)) for key in (first, last))
         return self.seen[begin + 1 : end + 1]
 
+    def time_of(self, pattern: str) -> float:
+        """When the first request of a pattern came."""
+        return next(at for each, at in zip(self.seen, self.times, strict=True) if re.search(pattern, each))
+
     def strike(self, request: str) -> Fault:
         """Say what happens to a request."""
         with self._turn:
             self.seen.append(request)
+            self.times.append(time.monotonic())
             for fault in self.faults:
                 if fault.times and re.search(fault.pattern, request):
                     fault.times -= 1
@@ -90,6 +99,7 @@ def s3_proxy(upstream: str) -> Iterator[tuple[str, Weather]]:
 
         def _answer(self, struck: Fault, body: bytes) -> None:
             fault = struck.kind
+            time.sleep(weather.seconds)
             if fault == "before":
                 struck.does()
             if fault in ERRORS:

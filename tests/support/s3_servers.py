@@ -154,11 +154,11 @@ def missing_ceph() -> str:
 
 
 @contextmanager
-def rgw(home: Path) -> Iterator[S3Server]:
+def rgw(home: Path, *, gibibytes: int = 4) -> Iterator[S3Server]:
     """Run a monitor, an object store in memory and the S3 gateway of Ceph in a directory, on loopback alone."""
     with ExitStack() as stack:
         cluster = _Cluster(home)
-        cluster.configure(mon_port=free_port())
+        cluster.configure(mon_port=free_port(), gibibytes=gibibytes)
         stack.enter_context(_running(cluster.ceph("ceph-mon", "-i", "a", "-f"), home / "mon.out"))
         cluster.run("ceph", "osd", "new", osd := str(uuid.uuid4()))
         cluster.run("ceph-osd", "-i", "0", "--mkfs", "--no-mon-config", "--osd-uuid", osd)
@@ -190,7 +190,7 @@ class _Cluster:
     def run(self, program: str, *arguments: str) -> None:
         _run(self.ceph(program, *arguments))
 
-    def configure(self, *, mon_port: int) -> None:
+    def configure(self, *, mon_port: int, gibibytes: int) -> None:
         """Write the configuration, the keys and the monitor's map, and make the monitor's store."""
         home, fsid = self.home, str(uuid.uuid4())
         for name in ("mon", "osd", "rgw", "run"):
@@ -212,7 +212,7 @@ class _Cluster:
             "mon allow pool size one": "true",
             "osd crush chooseleaf type": 0,
             "osd objectstore": "memstore",
-            "memstore device bytes": 4 << 30,
+            "memstore device bytes": gibibytes << 30,
             "mon data": home / "mon",
             "osd data": home / "osd",
             "rgw data": home / "rgw",
