@@ -9,7 +9,7 @@ from flows.controllers import launch
 from flows.generation import generate_and_score
 from flows.update import update
 from tasks.auxiliary import estimate
-from tasks.commit import retire_policies, seal_iteration
+from tasks.commit import retire_policies, retire_rollouts, seal_iteration
 from tasks.credit import assign_credit
 from tasks.placement.stage import machines_of_update
 from tasks.plan import plan_iteration, plan_next_wave
@@ -44,7 +44,7 @@ async def learning(session: Session, number: int) -> None:
 
 
 async def closing(session: Session, number: int, thread: Executor) -> None:
-    """Seal an iteration that was learnt from, delete the policies that it makes too old, and tell of it.
+    """Seal an iteration that was learnt from, delete the policies and rollouts that it makes too old, and tell of it.
 
     The next iteration goes on meanwhile: it needs no seal, for what it takes over follows from the same manifests.
     """
@@ -59,6 +59,7 @@ async def closing(session: Session, number: int, thread: Executor) -> None:
 def _seal(session: Session, iteration: Iteration) -> None:
     seal_iteration(session, iteration)
     retire_policies(session, iteration)
+    retire_rollouts(session, iteration)
     session.run.forget()
 
 

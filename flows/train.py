@@ -9,7 +9,7 @@ from flows.evaluation import evaluation
 from flows.iteration import closing, generated, learning
 from flows.session import hold
 from flows.warmup import warmup
-from tasks.commit import retire_policies
+from tasks.commit import retire_policies, retire_rollouts
 from tasks.config.run import RunConfig
 from tasks.preparation import start_pools
 from tasks.reporting import RunSummary, report_run, resume_point
@@ -31,6 +31,7 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
     async with hold(config, accept_change=accept_change, last=evaluation_key(config.iterations)) as session:
         if session.is_over:
             retire_policies(session, Iteration(session.run, config.iterations))
+            retire_rollouts(session, Iteration(session.run, config.iterations))
         else:
             await iterate(session)
         return await report_run(session)

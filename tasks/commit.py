@@ -1,16 +1,18 @@
-"""The manifest that makes an iteration exist, and the retirement of policies that nothing needs any more."""
+"""The manifest that makes an iteration exist, and the retirement of policies and rollouts that nothing needs."""
 
 from datetime import UTC, datetime
 
 from infra.store.bundles import BundleRef, delete_bundle
+from infra.store.garbage import delete_all
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import tombstone_key
-from infra.store.tombstones import Deleted, bury
+from infra.store.tombstones import Deleted, bury, deleted_parts
 from models.records.versions import policy_of
 from tasks.auxiliary import auxiliary_of
-from tasks.run.iteration import Iteration, carry_over_after
-from tasks.run.keys import StageKey
+from tasks.run.iteration import Iteration, carry_over_after, carry_over_before
+from tasks.run.keys import StageKey, iteration_key, iterations_among
+from tasks.run.rescorings import Derived, derived_of
 from tasks.run.session import Session
 from tasks.run.stages import decided_here, finish, record
 from tasks.run.states import newest_with_state, way_to
@@ -80,6 +82,35 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
             retired += 1
     looked.versions = min(newest.start, loadable)
     return retired
+
+
+def retire_rollouts(session: Session, iteration: Iteration) -> None:
+    """Delete the shards of iterations that retention no longer keeps after an iteration.
+
+    Kept is what an update may have to learn again, and what an iteration that is kept goes on with.
+    """
+    run, looked, keep = session.run, session.retention, session.settings.retention.rollouts_keep_last
+    if not keep:
+        return
+    loadable, _ = way_to(run, iteration.number - 1)
+    last = min(iteration.number - keep, loadable)
+    while last > 0 and carry_over_before(run, last + 1).rows():
+        last -= 1
+    if not looked.iterations:  # the newest that a process before this one gave up may have been cut short
+        looked.iterations = max(iterations_among(deleted_parts(run)), default=1) - 1
+    for number in range(looked.iterations + 1, last + 1):
+        _retire_shards(run, number)
+    looked.iterations = max(looked.iterations, last)
+
+
+def _retire_shards(run: Run, number: int) -> None:
+    """Delete an iteration's shards, each of which names it, so that no other has one, after a manifest that says so."""
+    derived = [Derived(line.kind, line.name) for line in derived_of(run)]
+    keys = [iteration_key(number), *(each.iteration_key(number) for each in derived)]
+    below = tuple(f"{key}/" for key in keys)
+    bury(run, iteration_key(number), Deleted(why="retention.rollouts_keep_last", shards_below=below))
+    made = [manifest for prefix in below for manifest in run.manifests(prefix)]
+    delete_all(run, sorted({shard.key for manifest in made for shard in manifest.shards}))
 
 
 def retire_bundle(run: Run, ref: BundleRef) -> None:

@@ -52,9 +52,11 @@ class EvaluationConfig(Settings):
 
 
 class RetentionConfig(Settings):
-    """Which policy versions keep their files; manifests always stay."""
+    """Which policy versions and rollouts keep their files; manifests always stay."""
 
     keep_last: Annotated[int, Field(ge=2)] = 2
     """Newest versions kept; resuming needs them."""
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Every n-th version is kept for good; 0 keeps none but the first and the newest."""
+    rollouts_keep_last: Annotated[int, Field(ge=0)] = 0
+    """Newest iterations that keep rollouts, scores and samples, beside those that resuming needs; 0 keeps all."""

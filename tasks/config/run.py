@@ -79,7 +79,7 @@ class RunConfig(Settings):
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""
     retention: RetentionConfig = RetentionConfig()
-    """How long policies keep their files."""
+    """How long policies and rollouts keep their files."""
     tags: tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")], ...] = ()
     """What the run is found by: in Prefect, and by `rheostat gc --tag`, which keeps it. Another list replaces them."""
 

@@ -69,12 +69,14 @@ class Placing:
 
 @dataclass(slots=True)
 class Retention:
-    """How far this process has looked for policies whose files retention gives up."""
+    """How far this process has looked for policies and iterations whose files retention gives up."""
 
     versions: int = 0
     """Those before were looked at."""
     kept: set[str] = field(default_factory=set)
     """Keys of the bundles of those among them that keep their files."""
+    iterations: int = 0
+    """Those up to this one have given up their shards."""
 
 
 class Commits:

@@ -121,3 +121,27 @@ def test_a_tag_of_the_configuration_keeps_a_run(copy):
 def test_what_cannot_be_a_rule_is_refused_in_one_line(reference, arguments, said):
     ended = reference.command("gc", *arguments)
     assert ended.code == 2 and said in ended.output and ended.output.count("\n") == 1
+
+
+def iterations_with_shards(run):
+    """Iterations of which a rollout shard lies in a run."""
+    return {each.key[:7] for each in run.manifests("it-") if each.shards and run.store.exists(each.shards[0].key)}
+
+
+def test_a_run_that_gives_up_old_rollouts_is_the_same_run_and_goes_on(reference, copy):
+    assert copy.command("export").code == 0
+    (copy.run / "export/it-0001.parquet").unlink()
+    copy.train("retention.rollouts_keep_last=1")
+    run = open_run(str(copy.store), "tiny")
+    assert iterations_with_shards(run) == {"it-0003"} and find_garbage(run) == {}
+    new = manifests_of(copy.run).items() ^ manifests_of(reference.run).items()
+    assert {key for key, _ in new} == {"retention/it-0001", "retention/it-0002"}
+    verified = copy.command("verify")
+    assert verified.code == 0, verified.output
+    assert "deleted rollouts of 2 iterations by retention.rollouts_keep_last" in verified.output
+    assert "rollouts of iteration 1 were deleted" in copy.command("rollouts", "--iteration", "1").output
+    assert copy.command("export").output.count(".parquet") == 1
+    copy.train("retention.rollouts_keep_last=2", "iterations=5")
+    assert iterations_with_shards(open_run(str(copy.store), "tiny")) == {"it-0004", "it-0005"}
+    assert manifests_of(copy.run).items() >= manifests_of(reference.run).items()
+    assert copy.command("verify").code == 0

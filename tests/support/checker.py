@@ -100,7 +100,11 @@ def check_parts(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
     retired = {key.removeprefix("retention/") for key in manifests if key.startswith("retention/")}
     newest = max(updates_of(manifests), default="")
     for key, manifest in manifests.items():
+        gone = key.startswith(given_up(manifests))
         for shard in manifest["shards"]:
+            if gone:
+                yield from [f"{key}: {shard['key']} was given up and is there"] * (run / shard["key"]).exists()
+                continue
             data = (run / shard["key"]).read_bytes()
             if hexdigest(data) != shard["digest"] or len(data) != shard["bytes"]:
                 yield f"{key}: {shard['key']} is damaged"
@@ -176,7 +180,7 @@ def check_iterations(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
         credit, update = manifests[f"{part}/credit"], manifests[f"{part}/update"]
         if update["parents"] != [before["digest"], credit["digest"]]:
             yield f"{part}/update: not made from the policy before it and the iteration's credit"
-        if not whole:
+        if not whole or part.startswith(tuple(below.rstrip("/") for below in given_up(manifests))):
             continue
         generated: set[tuple[int, int]] = set()
         for key in sorted(key for key in manifests if key.startswith(f"{part}/rollout/")):
@@ -202,6 +206,11 @@ def check_states(records: dict[str, Record], manifests: dict[str, Record]) -> It
         elif bool(named) != (number - last >= every):
             yield f"{key}: {'names' if named else 'has no'} state; the one before is of version {last}"
         last, before = number if named else last, named
+
+
+def given_up(manifests: dict[str, Record]) -> tuple[str, ...]:
+    """How the keys of manifests begin whose shards were deleted."""
+    return tuple(below for manifest in manifests.values() for below in manifest["detail"].get("shards_below", ()))
 
 
 def updates_of(manifests: dict[str, Record]) -> list[str]:
