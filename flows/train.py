@@ -12,7 +12,7 @@ from flows.warmup import warmup
 from tasks.commit import retire_policies, retire_rollouts
 from tasks.config.run import RunConfig
 from tasks.preparation import start_pools
-from tasks.reporting import RunSummary, report_run, resume_point
+from tasks.reporting import RunSummary, report_run, resume_point, showing_progress
 from tasks.run.iteration import Iteration
 from tasks.run.keys import evaluation_key
 from tasks.run.session import Session
@@ -50,7 +50,7 @@ async def iterate(session: Session) -> None:
         await warmup(session.ref)
         if config.evaluation.is_due(left.start - 1):
             await evaluation(session, left.start - 1)
-        async with asyncio.TaskGroup() as beside:
+        async with showing_progress(session), asyncio.TaskGroup() as beside:
             closed = None
             async for number in generated(beside, session, left):
                 await learning(session, number)

@@ -3,12 +3,15 @@
 Of training on data alone: losses, held-out pairs, held-out accuracy.
 """
 
+import asyncio
 import base64
 import io
 import logging
 import re
 import string
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from prefect import get_client
 from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, acreate_table_artifact
@@ -29,6 +32,10 @@ from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, newes
 from tasks.views.plots import learning_curve, loss_curves
 
 logger = logging.getLogger(__name__)
+
+PAGES_SECONDS = 5.0  # between two renewals, which the driver and the server pay for
+
+LAST_PAGE_SECONDS = 2.0  # for the renewal as a run ends, whose API may be what ended it
 
 TABLE_ROWS = 50  # of the iterations table while a run goes on; the last one has all
 
@@ -80,17 +87,42 @@ def resume_point(session: Session) -> tuple[range, range]:
 
 
 @stage("report it-{number:04d}")
-async def report_iteration(session: Session, number: int) -> IterationReport:
-    """Log the iteration's line and renew the run's progress and table artifacts, from the newest seals alone."""
-    name, total, term = session.run.name, session.settings.iterations, session.settings.scoring.terms[0]
-    reports = newest_reports(session.run, number, most=TABLE_ROWS, term=term)
-    report, recent = reports[-1], [each.seconds["total"] for each in reports[-LINE_ROWS:]]
-    line = report.line(total, sum(recent) / len(recent) * (total - number))
+async def report_iteration(session: Session, number: int) -> None:
+    """Log the iteration's line, from the newest seals alone; what pages show is renewed every few seconds."""
+    total = session.settings.iterations
+    reports = _newest(session, number, most=LINE_ROWS)
+    recent = [each.seconds["total"] for each in reports]
+    line = reports[-1].line(total, sum(recent) / len(recent) * (total - number))
     logger.info("%s", line)
-    key = artifact_key(name)
-    await acreate_progress_artifact(progress=100 * number / total, key=f"{key}-progress", description=line)
-    await acreate_table_artifact(_table(reports), key=f"{key}-iterations", description=f"Run {name}")
-    return report
+    session.pages.newest = number, line
+    if time.monotonic() - session.pages.renewed >= PAGES_SECONDS:
+        await show_progress(session)
+
+
+async def show_progress(session: Session) -> None:
+    """Renew the run's progress and table artifacts, if an iteration was reported since they were last."""
+    pages, key = session.pages, artifact_key(session.run.name)
+    if pages.newest is None:
+        return
+    number, line = pages.newest
+    pages.newest, pages.renewed = None, time.monotonic()
+    progress = 100 * number / session.settings.iterations
+    await acreate_progress_artifact(progress=progress, key=f"{key}-progress", description=line)
+    table = _table(_newest(session, number, most=TABLE_ROWS))
+    await acreate_table_artifact(table, key=f"{key}-iterations", description=f"Run {session.run.name}")
+
+
+@asynccontextmanager
+async def showing_progress(session: Session) -> AsyncIterator[None]:
+    """Have pages show the last iteration that was reported, however this ends; an API that is gone hinders nothing."""
+    try:
+        yield
+    finally:
+        try:
+            async with asyncio.timeout(LAST_PAGE_SECONDS):
+                await show_progress(session)
+        except Exception as error:  # why the run ends matters more
+            logger.warning("the pages of the last iterations were not renewed: %r", error)
 
 
 @stage("report")
@@ -137,6 +169,10 @@ async def delete_samples(name: str) -> None:
 
 def _seal_key(number: int) -> StageKey:
     return StageKey.of(iteration_key(number), "seal")
+
+
+def _newest(session: Session, number: int, *, most: int) -> list[IterationReport]:
+    return newest_reports(session.run, number, most=most, term=session.settings.scoring.terms[0])
 
 
 def _reports(session: Session) -> list[IterationReport]:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Protocol, TypeVar
 
 from infra.config import PoolsConfig, Settings
@@ -77,6 +78,16 @@ class Retention:
     """Keys of the bundles of those among them that keep their files."""
     iterations: int = 0
     """Those up to this one have given up their shards."""
+
+
+@dataclass(slots=True)
+class Pages:
+    """What Prefect's pages are to show next of a run's iterations."""
+
+    newest: tuple[int, str] | None = None
+    """The last one that was reported and its line; none where they show it."""
+    renewed: float = -inf
+    """When they were last, on the monotonic clock."""
 
 
 class Commits:
@@ -150,6 +161,7 @@ class Session:
         """Held by a batch that is generated and scored, and by the update where it needs the machines of the slots."""
         self.placing: Placing | None = None
         """What the placement knows, once it has been asked."""
+        self.pages = Pages()
         self.retention = Retention()
         """What retention has looked at."""
         self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}

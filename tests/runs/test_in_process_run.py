@@ -1,12 +1,20 @@
 """Runs whose workers are threads of this process; that they are the runs of Ray's processes, test_resume.py tells."""
 
 import shutil
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from prefect import flow
+from prefect.runtime import flow_run
 
 import tasks.run.session
+from flows.cli.train import run_flow
 from infra.errors import BadInput
+from infra.store.runs import open_run
+from tasks.config.run import parse_config
+from tasks.reporting import report_iteration, showing_progress
+from tasks.run.session import Pages
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import PASSWORD, leftovers_of, manifests_of, wait_for
 
@@ -27,6 +35,29 @@ def test_the_tasks_of_an_iteration_are_found_by_its_tag(reference, prefect_api):
     stages = {f"it-0002 {stage}" for stage in ("generate", "score", "credit", "update")}
     assert wait_for(lambda: names() >= {"place it-0002", "report it-0002", *stages}), names()
     assert all("it-0002" in name for name in names())
+
+
+@pytest.mark.system
+def test_pages_are_not_renewed_for_every_iteration_and_show_the_last_one_of_a_run_that_fails(reference, prefect_api):
+    run = open_run(str(reference.store), "tiny")
+    settings = parse_config(
+        {**run.record.config, "name": "tiny", "store": str(reference.store), "iterations": 3}, source="tiny"
+    )
+    session, ids = SimpleNamespace(run=run, settings=settings, pages=Pages()), []
+
+    @flow
+    async def failing():
+        ids.append(str(flow_run.id))
+        async with showing_progress(session):
+            for number in (1, 2, 3):
+                await report_iteration(session, number)
+            raise BadInput("nothing goes on")
+
+    with reference.prefect(), pytest.raises(BadInput, match="nothing goes on"):
+        run_flow(failing())
+    asked = {"artifacts": {"flow_run_id": {"any_": ids}, "key": {"any_": ["tiny-progress"]}}}
+    found = httpx.post(f"{prefect_api}/artifacts/filter", json=asked, auth=PASSWORD).json()
+    assert sorted(round(artifact["data"]) for artifact in found) == [33, 100]
 
 
 def test_what_a_worker_refuses_ends_the_flow_and_the_next_in_this_process_is_none_the_worse(tmp_path, prefect_api):
