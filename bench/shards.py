@@ -29,6 +29,7 @@ def rollouts(seed: int) -> pa.Table:
         "completion": [text[row % 64 :] + str(row) for row in range(ROWS)],
         "answer": [str(row) for row in range(ROWS)],
         "prompt_tokens": list(random.integers(0, 150_000, (ROWS, PROMPT_TOKENS), dtype=np.int32)),
+        "images": [[]] * ROWS,
         "completion_tokens": list(random.integers(0, 150_000, (ROWS, COMPLETION_TOKENS), dtype=np.int32)),
         "logprobs": list(-random.random((ROWS, COMPLETION_TOKENS), dtype=np.float32)),
         "finish_reason": ["stop"] * ROWS,

@@ -175,6 +175,7 @@ def _work(store: Store, policy: Path, size: Size) -> RolloutWork:
         "prompt_id": [f"{row:016x}" for row in range(PROMPTS)],
         "text": texts,
         "tokens": [tokenizer.encode(text) for text in texts],
+        "images": [[]] * PROMPTS,
         "answer": [""] * PROMPTS,
     }
     return RolloutWork(

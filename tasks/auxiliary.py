@@ -55,6 +55,7 @@ async def estimate_tokens(session: Session, iteration: Iteration) -> Manifest:
     work = EstimateWork(
         iteration=iteration.number,
         shards=scored.shards,
+        media=iteration.media,
         policy=policy_of(policy),
         reference=None if reference is None else policy_of(reference),
         critic=None if critic is None else critic_of(critic),

@@ -26,6 +26,7 @@ async def _generate(session: Session, batch: Batch, shard: int) -> Manifest:
         group_size=plan.group_size,
         sampling=plan.sampling,
         seed=session.settings.seed,
+        media=batch.media,
         continued=None if continued is None else continued.shards[1],
         partial=session.settings.rollout.partial if plan.split == "train" else None,
     )

@@ -37,6 +37,7 @@ async def _judge(session: Session, batch: Batch, shard: int, term: str) -> Manif
         rollouts=rollouts.shards[0],
         model=policy_of(served[0]) if served else None,
         seed=settings.seed,
+        media=batch.media,
     )
     key = plan.shard_key(reward_model_role(term), shard)
     return await once(
@@ -56,6 +57,7 @@ async def _score(session: Session, batch: Batch, shard: int) -> Manifest:
         iteration=plan.number,
         rollouts=rollouts.shards[0],
         verdicts=tuple(VerdictShard(term=term, verdicts=made.shards[0]) for term, made in verdicts.items()),
+        media=batch.media,
         tokenizer=_tokenizer_of(session),
         metric="" if dynamic is None else dynamic.metric or settings.scoring.terms[0],
         bearable=_bearable(session, batch),

@@ -79,6 +79,7 @@ def _work(session: Session, iteration: Iteration) -> UpdateWork:
         policy=policy_of(iteration.policy),
         reference=policy_of(iteration.first_policy),
         samples=iteration.credit.shards,
+        media=iteration.media,
         total_iterations=settings.iterations,
         seed=settings.seed,
         critic=None if critic is None else critic_of(iteration.critic),

@@ -14,8 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from models.records.columns import Integers, Mask, concatenated, emptied, lengths_of, lists, row_arrays
 
 COMPLETION_TOKENS: Final = "completion_tokens"
-ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS)
+ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS, "images")
 """Columns that the inputs of rollouts are read from."""
+_HALVES: Final = ROLLOUT_INPUT[:2]
 
 Tokens = NDArray[np.int32]
 
@@ -46,15 +47,18 @@ class ModelInput:
     """
 
     chunks: tuple[TextChunk, ...] = ()
+    images: tuple[str, ...] = ()
+    """Digests of the images that the prompt shows, in order. Its tokens have places for them: for each as many of the
+    model's placeholder tokens as the model makes of it."""
 
     @classmethod
-    def given(cls, tokens: ArrayLike) -> Self:
+    def given(cls, tokens: ArrayLike, images: Sequence[str] = ()) -> Self:
         """Begin with a prompt."""
-        return cls(_chunk(tokens, is_written=False))
+        return cls(_chunk(tokens, is_written=False), tuple(images))
 
     def continued(self, tokens: ArrayLike) -> Self:
         """Append what a model wrote or is to learn to write."""
-        return type(self)(self.chunks + _chunk(tokens, is_written=True))
+        return type(self)(self.chunks + _chunk(tokens, is_written=True), self.images)
 
     def __len__(self) -> int:
         """Count the tokens of all chunks."""
@@ -119,23 +123,23 @@ def _joined(parts: Sequence[Tokens]) -> Tokens:
 
 def prompt_inputs(prompts: pa.Table) -> list[ModelInput]:
     """Read the inputs of a prompts table."""
-    return [ModelInput.given(tokens) for tokens in row_arrays(prompts["tokens"], np.int32)]
+    return list(map(ModelInput.given, row_arrays(prompts["tokens"], np.int32), _images(prompts)))
 
 
 def prompt_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
     """Spell inputs as the columns of a prompts table."""
-    return {"tokens": _column([each.tokens for each in inputs])}
+    return {"tokens": _column([each.tokens for each in inputs]), **_image_column(inputs)}
 
 
 def rollout_inputs(rollouts: pa.Table) -> list[ModelInput]:
     """Read the inputs of a rollout table, completions as far as they are written."""
-    return list(map(_input, *(row_arrays(rollouts[name], np.int32) for name in ROLLOUT_INPUT)))
+    return list(map(_input, *(row_arrays(rollouts[name], np.int32) for name in _HALVES), _images(rollouts)))
 
 
 def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
     """Spell inputs as the columns of a rollout table."""
     parts = ([each.prompt for each in inputs], [each.completion for each in inputs])
-    return dict(zip(ROLLOUT_INPUT, map(_column, parts), strict=True))
+    return dict(zip(_HALVES, map(_column, parts), strict=True)) | _image_column(inputs)
 
 
 def completion_lengths(rollouts: pa.Table) -> Integers:
@@ -145,11 +149,12 @@ def completion_lengths(rollouts: pa.Table) -> Integers:
 
 def sample_columns(rollouts: pa.Table, *, emptied_K: Mask) -> dict[str, pa.Array]:
     """Spell the inputs of rollouts as the columns of a sample table; those that are emptied keep their prompt alone."""
-    prompts, completions = (rollouts[name] for name in ROLLOUT_INPUT)
+    prompts, completions = (rollouts[name] for name in _HALVES)
     if emptied_K.any():
         completions = emptied(completions, emptied_K)
     counts = pa.array(lengths_of(prompts).astype(np.int32))
-    return {"tokens": concatenated(prompts, completions), "num_prompt_tokens": counts}
+    tokens = concatenated(prompts, completions)
+    return {"tokens": tokens, "num_prompt_tokens": counts, "images": rollouts["images"]}
 
 
 def sample_lengths(samples: pa.Table) -> tuple[Integers, Integers]:
@@ -159,14 +164,26 @@ def sample_lengths(samples: pa.Table) -> tuple[Integers, Integers]:
 
 def sample_inputs(samples: pa.Table) -> list[ModelInput]:
     """Read the inputs of a sample table."""
-    rows = zip(row_arrays(samples["tokens"], np.int32), samples["num_prompt_tokens"].to_pylist(), strict=True)
-    return [_input(tokens[:count], tokens[count:]) for tokens, count in rows]
+    counts = samples["num_prompt_tokens"].to_pylist()
+    rows = zip(row_arrays(samples["tokens"], np.int32), counts, _images(samples), strict=True)
+    return [_input(tokens[:count], tokens[count:], images) for tokens, count, images in rows]
 
 
-def _input(prompt: Tokens, completion: Tokens) -> ModelInput:
+def _input(prompt: Tokens, completion: Tokens, images: tuple[str, ...]) -> ModelInput:
     if not len(prompt) or not len(completion):
-        return ModelInput.given(prompt).continued(completion)
-    return ModelInput((TextChunk(prompt, False), TextChunk(completion, True)))  # so it is made in half the time
+        return ModelInput.given(prompt, images).continued(completion)
+    return ModelInput((TextChunk(prompt, False), TextChunk(completion, True)), images)  # made in half the time
+
+
+def _images(table: pa.Table) -> list[tuple[str, ...]]:
+    column = table["images"]
+    if not lengths_of(column).any():
+        return [()] * len(column)
+    return [tuple(digests) for digests in column.to_pylist()]
+
+
+def _image_column(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
+    return {"images": pa.array([each.images for each in inputs], pa.list_(pa.string()))}
 
 
 def _column(rows: Sequence[Tokens]) -> pa.Array:

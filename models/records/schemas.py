@@ -15,13 +15,25 @@ class FinishReason(StrEnum):
 
 PROMPT_SCHEMA = pa.schema(
     [
-        ("prompt_id", pa.string()),  # stable name of the problem: the BLAKE3 of its text, 16 hex digits
+        ("prompt_id", pa.string()),  # stable name of the problem: the BLAKE3 of its text and images, 16 hex digits
         ("text", pa.string()),  # the rendered prompt, as the tokenizer saw it
         ("tokens", pa.list_(pa.int32())),
+        ("images", pa.list_(pa.string())),  # digests, in the order in which the tokens have places for them
         ("answer", pa.string()),  # the reference answer, given to rewards
     ]
 )
 """Prompts of a data set, one row each; a prompt's row number is its name inside a run."""
+
+MEDIA_SCHEMA = pa.schema(
+    [
+        ("digest", pa.string()),  # BLAKE3 of the bytes, 64 hex digits
+        ("format", pa.string()),  # as Pillow calls it: PNG, JPEG, ...
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("bytes", pa.large_binary()),  # as they came
+    ]
+)
+"""Images of prompts, one row each, in order of their first use; each is in one media shard of a split."""
 
 ROLLOUT_SCHEMA = pa.schema(
     [
@@ -32,6 +44,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("completion", pa.string()),
         ("answer", pa.string()),
         ("prompt_tokens", pa.list_(pa.int32())),
+        ("images", pa.list_(pa.string())),  # digests of the prompt's
         ("completion_tokens", pa.list_(pa.int32())),  # ends with EOS when finish_reason is stop
         (
             "logprobs",
@@ -51,6 +64,7 @@ SAMPLE_SCHEMA = pa.schema(
         ("sample", pa.int16()),
         ("tokens", pa.list_(pa.int32())),  # prompt and completion; without completion the sample has no weight
         ("num_prompt_tokens", pa.int32()),
+        ("images", pa.list_(pa.string())),
         # one of each per completion token
         ("logprobs", pa.list_(pa.float32())),  # behaviour log-probs
         ("advantages", pa.list_(pa.float32())),

@@ -58,6 +58,8 @@ class RolloutWork:
     group_size: int
     sampling: SamplingConfig
     seed: int
+    media: tuple[ShardRef, ...] = ()
+    """Shards with the images of the prompts."""
     continued: ShardRef | None = None
     """Groups that an earlier iteration cut; they go on where they were, with the seeds that they have."""
     partial: PartialRollout | None = None
@@ -81,6 +83,8 @@ class JudgeWork:
     model: ModelVersion | None
     """The model; none behind an endpoint."""
     seed: int
+    media: tuple[ShardRef, ...] = ()
+    """Shards with the images of the prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class ScoringWork:
     iteration: int
     rollouts: ShardRef
     verdicts: tuple[VerdictShard, ...] = ()
+    media: tuple[ShardRef, ...] = ()
+    """Shards with the images of the prompts."""
     metric: str = ""
     """Raw term by which a group counts as informative; empty where nobody asks."""
     tokenizer: BundleRef | None = None
@@ -134,6 +140,8 @@ class EstimateWork:
     critic: ModelVersion | None = None
     teacher: ModelVersion | None = None
     """A teacher whose model the run holds; one behind an endpoint is known from the configuration."""
+    media: tuple[ShardRef, ...] = ()
+    """Shards with the images of the prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +191,8 @@ class UpdateWork:
     """Whether the new version is to have its optimizer's state in the store."""
     past: tuple["UpdateWork", ...] = ()
     """Updates since the newest state in the store, oldest first: taken again where the ranks do not stand here."""
+    media: tuple[ShardRef, ...] = ()
+    """Shards with the images of the prompts."""
     was_moved: bool = False
     """Whether the past was learnt on other ranks: what these learn again is near it, not the same."""
 

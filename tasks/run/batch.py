@@ -12,6 +12,7 @@ from infra.config import Settings
 from infra.errors import BadInput
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
+from infra.store.shards import ShardRef
 from infra.store.tombstones import WHOLE_RUN, deleted_parts, find_tombstone
 from models.config.engines import SamplingConfig
 from models.data.curriculum import Cursor
@@ -144,6 +145,11 @@ class Batch:
     def prompts(self) -> Manifest:
         """The prompts that its rows are of."""
         return self.run.require(PROMPTS[self.plan.split])
+
+    @property
+    def media(self) -> tuple[ShardRef, ...]:
+        """Shards with the prompts' images."""
+        return self.prompts.shards[1:]
 
     @property
     def rollouts(self) -> list[Manifest]:

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, JsonValue
 from infra.config import Settings
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
+from infra.store.shards import ShardRef
 from models.config.rollout import DynamicSampling, RolloutConfig
 from models.data.curriculum import Cursor, DynamicSamplingState, give_back
 from models.records.work import ScoredShard
@@ -183,6 +184,11 @@ class Iteration:
     def prompts(self) -> Manifest:
         """All prompts that there are to learn from."""
         return self.run.require(PROMPTS["train"])
+
+    @property
+    def media(self) -> tuple[ShardRef, ...]:
+        """Shards with the prompts' images."""
+        return self.prompts.shards[1:]
 
     @property
     def first_policy(self) -> Manifest:

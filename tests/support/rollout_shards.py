@@ -17,6 +17,7 @@ def rollout(prompt_row: int, sample: int, completion: str, **columns: object) ->
         "completion": completion,
         "answer": "1",
         "prompt_tokens": [100 + position for position in range(prompt_row)],
+        "images": [],
         "completion_tokens": [10 * sample + position for position in range(len(completion))],
         "logprobs": [-0.5 * position for position in range(len(completion))],
         "finish_reason": "stop",

@@ -25,6 +25,7 @@ def example(store: Store, folder: Path) -> RolloutWork:
         "prompt_id": [f"{row:016x}" for row in range(len(TEXTS))],
         "text": TEXTS,
         "tokens": [small_tokenizer().encode(text) for text in TEXTS],
+        "images": [[]] * len(TEXTS),
         "answer": [str(row) for row in range(len(TEXTS))],
     }
     return RolloutWork(

@@ -124,6 +124,7 @@ def test_samples_carry_the_advantages_worked_by_hand(store: Store, make: Make):
         "sample": [0, 1, 0, 1],
         "tokens": [[100, 0], [100, 10, 11], [100, 101, 0], [100, 101, 10, 11, 12]],
         "num_prompt_tokens": [1, 1, 2, 2],
+        "images": [[], [], [], []],
         "logprobs": [[0.0], [0.0, -0.5], [0.0], [0.0, -0.5, -1.0]],
         "advantages": [[2.0], [-2.0, -2.0], [0.5], [-0.5, -0.5, -0.5]],
         "staleness": [[0], [0, 0], [0], [0, 0, 0]],

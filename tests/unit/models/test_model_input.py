@@ -64,6 +64,7 @@ def test_rollouts_are_read_as_they_were_written(pairs):
     assert {name: column.to_pylist() for name, column in columns.items()} == {
         "prompt_tokens": [prompt for prompt, _ in pairs],
         "completion_tokens": [completion for _, completion in pairs],
+        "images": [[] for _ in pairs],
     }
     assert halves(rollout_inputs(table(columns, ROLLOUT_SCHEMA))) == pairs
 
@@ -81,3 +82,14 @@ def test_samples_read_what_rollouts_read_but_for_completions_that_are_emptied(pa
     samples = table(sample_columns(rollouts, emptied_K=np.array(empties, np.bool_)), SAMPLE_SCHEMA)
     expected = [(prompt, [] if empty else whole) for (prompt, whole), empty in zip(pairs, empties, strict=True)]
     assert halves(sample_inputs(samples)) == expected
+
+
+def test_digests_of_images_go_from_prompts_to_rollouts_and_samples_in_order():
+    prompts = [ModelInput.given([7, 7, 1], ["b" * 64, "a" * 64]), ModelInput.given([2])]
+    assert prompt_inputs(table(prompt_columns(prompts), PROMPT_SCHEMA)) == prompts
+    written = [prompt.continued([5]) for prompt in prompts]
+    rollouts = table(rollout_columns(written), ROLLOUT_SCHEMA)
+    assert rollout_inputs(rollouts) == written
+    samples = table(sample_columns(rollouts, emptied_K=np.array([True, False])), SAMPLE_SCHEMA)
+    assert [each.images for each in sample_inputs(samples)] == [("b" * 64, "a" * 64), ()]
+    assert prompts[0] != ModelInput.given([7, 7, 1], ["a" * 64, "b" * 64])

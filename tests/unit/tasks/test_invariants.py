@@ -80,6 +80,7 @@ class Story:
             "prompt_id": [f"{row:016x}" for row in range(len(TEXTS))],
             "text": TEXTS,
             "tokens": [small_tokenizer().encode(text) for text in TEXTS],
+            "images": [[]] * len(TEXTS),
             "answer": TEXTS,
         }
         shard = write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={})

@@ -1,0 +1,39 @@
+"""Images as they came, in media shards; rows of other shards hold their digests."""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import pyarrow as pa
+
+from infra.errors import Damaged
+from infra.store.shards import ShardRef, read_shard
+from infra.store.storage import Store
+
+MEDIA: str = "media"
+"""Kind of the shards."""
+
+
+class Media:
+    """The images of some shards; shards are mapped into memory when one of their images is first asked for."""
+
+    def __init__(self, store: Store, shards: Sequence[ShardRef]) -> None:
+        self._store = store
+        self._shards = tuple(shards)
+
+    def encoded(self, digest: str) -> bytes:
+        """Return the bytes of an image. Raises Damaged where no shard has it."""
+        try:
+            table, row = self._places[digest]
+        except KeyError:
+            shards = ", ".join(shard.key for shard in self._shards) or "none"
+            raise Damaged(f"image {digest}: expected it in a media shard, found none that has it ({shards})") from None
+        return bytes(table["bytes"][row].as_buffer())
+
+    def all_of(self, digests: Iterable[str]) -> list[bytes]:
+        """Return the bytes of several."""
+        return [self.encoded(digest) for digest in digests]
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[pa.Table, int]]:
+        tables = [read_shard(self._store, shard) for shard in self._shards]
+        return {digest: (table, row) for table in tables for row, digest in enumerate(table["digest"].to_pylist())}
