@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from math import isclose
 
-from infra.store.bundles import has_bundle
+from infra.errors import Damaged
+from infra.store.bundles import BundleRef, has_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
@@ -29,7 +30,15 @@ from tasks.views.runs import open_known_run
 def verify_run(store: str, name: str) -> list[str]:
     """Check every digest and every invariant of a run; one line per problem, naming the offender."""
     run = open_known_run(store, name)
-    return verify_store(run, promised=partial(coming_states, moved=moved_at(run))) or check_invariants(run)
+    return verify_store(run, promised=partial(_promised, run)) or check_invariants(run)
+
+
+def _promised(run: Run, manifests: list[Manifest]) -> list[BundleRef]:
+    try:
+        moved = moved_at(run)
+    except Damaged:  # which is told by the journal's own check
+        moved = 0
+    return coming_states(manifests, moved=moved)
 
 
 def ignored_files(store: str, name: str) -> list[str]:
