@@ -58,6 +58,8 @@ def _emptied(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.Chun
     if pa.types.is_string(field.type) and field.name not in _TEXTS_KEPT:
         had = pc.and_(pa.array(is_gone), pc.is_valid(column))
         return pc.if_else(had, pa.scalar(FORGOTTEN if field.name == "error" else ""), column)
+    if pa.types.is_list(field.type) and pa.types.is_string(field.type.value_type):  # digests of images
+        return pc.if_else(pa.array(is_gone), pa.scalar([], field.type), column)
     is_kept = field.name in _NUMBERS_KEPT or field.name.startswith(_SPANS)
     if pa.types.is_list(field.type) and not pa.types.is_struct(field.type.value_type) and not is_kept:
         return _zeroed(column, field.type, is_gone)
