@@ -1,4 +1,4 @@
-"""The store in S3 beside plain boto3: a shard of 64 MB put, its manifest committed, the shard got back.
+"""The store in S3 beside plain boto3 and s3fs: a shard of 64 MB put, its manifest committed, the shard got back.
 
 Weights, put and fetched, beside boto3's TransferManager. And what an iteration of many shards asks a server for,
 counted in a whole run where each answer takes its time, with the price of it.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import boto3
 import pyarrow as pa
+import s3fs
 from botocore.client import BaseClient
 from botocore.config import Config
 
@@ -97,7 +98,11 @@ def _requests(server: S3Server, home: Path) -> Table:
 
 
 def _table(name: str, server: S3Server) -> Table:
-    ways = {"boto3: put_object, put_object, get_object": _plain(server), **_ours(server)}
+    ways = {
+        "boto3: put_object, put_object, get_object": _plain(server),
+        "s3fs: pipe_file, pipe_file, cat_file": _s3fs(server),
+        **_ours(server),
+    }
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for round_ in range(ROUNDS + 1):
         shard, manifest = os.urandom(SHARD), os.urandom(MANIFEST)
@@ -188,6 +193,17 @@ def _plain(server: S3Server) -> Do:
         client.put_object(Bucket=BUCKET, Key=f"plain/{name}", Body=shard, IfNoneMatch="*")
         client.put_object(Bucket=BUCKET, Key=f"plain/{name}.json", Body=manifest, IfNoneMatch="*")
         assert len(client.get_object(Bucket=BUCKET, Key=f"plain/{name}")["Body"].read()) == SHARD
+
+    return do
+
+
+def _s3fs(server: S3Server) -> Do:
+    files = s3fs.S3FileSystem(endpoint_url=server.endpoint, key=ACCESS_KEY, secret=SECRET_KEY)
+
+    def do(name: str, shard: bytes, manifest: bytes) -> None:
+        files.pipe_file(f"{BUCKET}/s3fs/{name}", shard, mode="create")
+        files.pipe_file(f"{BUCKET}/s3fs/{name}.json", manifest, mode="create")
+        assert len(files.cat_file(f"{BUCKET}/s3fs/{name}")) == SHARD
 
     return do
 

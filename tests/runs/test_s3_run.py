@@ -19,6 +19,7 @@ from infra.processes.guard import CLUSTER
 from infra.store.copies import copy_run
 from infra.store.runs import open_run
 from tests.support.in_process import InProcessJob
+from tests.support.jobs import Fault as WorkerFault
 from tests.support.jobs import Job, family_of, files_of, manifests_of
 from tests.support.prompts import chosen, secrets_of
 from tests.support.s3_proxy import Fault, s3_proxy
@@ -108,13 +109,22 @@ def test_on_a_bad_day_a_run_is_the_run_of_a_good_one(s3_servers, reference, pref
         assert place.manifests() == manifests_of(reference.run)
 
 
-def test_processes_of_ray_make_the_same_run_and_write_no_key_anywhere(s3_servers, reference, prefect_api, tmp_path):
+KILLS = (
+    WorkerFault("rollout", "progress", "generate", count=5),
+    WorkerFault("scoring", "begin", "^score"),
+    WorkerFault("update-0", "progress", "update"),
+)
+
+
+def test_processes_of_ray_of_which_some_are_killed_make_the_same_run_and_write_no_key_anywhere(
+    s3_servers, reference, prefect_api, tmp_path
+):
     server, told = s3_servers.start("rgw"), []
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place(endpoint=endpoint)
         place.open()
-        job = Job(tmp_path, prefect_api, address=place.uri)
-        with job.started() as process:
+        job = Job(tmp_path, prefect_api, address=place.uri, counts_works=True)
+        with job.started(faults=KILLS) as process:
 
             def look() -> None:
                 family = family_of(process.pid)
@@ -126,6 +136,7 @@ def test_processes_of_ray_make_the_same_run_and_write_no_key_anywhere(s3_servers
             ended = job.ended(process)
         assert ended.code == 0, ended.output
         assert place.manifests() == manifests_of(reference.run)
+        assert sum(job.works().values()) - len(job.works()) >= len(KILLS), "each kill had a work begun again"
     told.extend(path.read_bytes() for path in files_below(tmp_path))
     assert len(told) > 20 and not [text for text in told if SECRET_KEY.encode() in text]
 
