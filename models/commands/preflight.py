@@ -135,9 +135,9 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
             f"evaluation.problems {inputs.evaluation.problems} exceeds the {len(heldout)} held-out problems: "
             f"set evaluation.problems={len(heldout)}, or keep more back"
         )
-    known = {identity(problem.prompt) for problem in train}
+    known = {problem.identity for problem in train}
     for problem in heldout:
-        if identity(problem.prompt) in known:
+        if problem.identity in known:
             raise BadInput(f"{problem.source}: this held-out problem is a training problem too; remove one of them")
     if inputs.warmup is not None:
         warmup_examples(inputs.data, inputs.warmup.model_copy(update={"steps": 1}), inputs.seed)
@@ -239,7 +239,7 @@ def _check_preferences(
         load_preferences(inputs.preferences, inputs.data, split=split, seed=inputs.seed)
         for split in ("train", "heldout")
     )
-    known = {identity(problem.prompt) for problem in heldout}
+    known = {problem.identity for problem in heldout}
     for pair in train:
         if identity(pair.prompt) in known:
             raise BadInput(f"{pair.source}: this pair to learn from is about a held-out problem; remove one of them")

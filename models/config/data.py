@@ -68,6 +68,11 @@ class FileData(DataSource):
     """How plain text becomes a prompt; `{prompt}` is the column's text. Chat messages use the tokenizer's template."""
     limit: Positive | None = None
     """Read at most so many problems per file."""
+    images_column: str | None = None
+    """Column with the images of the prompt, one or a list: paths below `images_root`, bytes, structs `{bytes, path}` or
+    texts `data:image/...;base64,`. None where prompts have no images."""
+    images_root: Location | None = None
+    """Directory in which paths of images begin, of this machine or at s3://bucket/name; none is that of the file."""
 
     @property
     def has_answers(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from infra.errors import BadInput
 from infra.variants import implementation_of
@@ -15,10 +15,16 @@ from models.config.data import ArithmeticPreferences, DataConfig, FilePreference
 from models.config.training import WarmupConfig
 from models.data.arithmetic import bare_guess, wrong_completion
 from models.data.files import messages_of, prompt_of, read_rows, text_of
-from models.data.problems import Problem, Prompt, fill_prompt, identity, is_heldout, load_problems
+from models.data.problems import Problem, Prompt, check_places, fill_prompt, identity, is_heldout, load_problems
 
-Example = tuple[Prompt, str]
-"""A prompt and the completion that warm-up imitates."""
+
+class Example(NamedTuple):
+    """A prompt, and the completion that warm-up imitates."""
+
+    prompt: Prompt
+    completion: str
+    images: tuple[bytes, ...] = ()
+    """What the prompt shows, encoded."""
 
 
 def warmup_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[Example]:
@@ -31,7 +37,10 @@ def warmup_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[E
     examples: list[Example] = []
     while len(examples) < wanted:
         passing = rng.sample(problems, k=min(len(problems), wanted - len(examples)))
-        examples.extend((problem.prompt, _imitated(problem, warmup.worked_fraction, rng)) for problem in passing)
+        examples.extend(
+            Example(problem.prompt, _imitated(problem, warmup.worked_fraction, rng), problem.images)
+            for problem in passing
+        )
     return examples
 
 
@@ -121,6 +130,7 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
 
 def _pair(place: str, row: Mapping[str, object], config: FilePreferences) -> Preference:
     prompt = prompt_of(place, row, config.prompt_column)
+    check_places(prompt, 0, source=place)
     chosen, rejected = (_completion(place, row, column) for column in (config.chosen_column, config.rejected_column))
     if chosen == rejected:
         columns = f"{config.chosen_column} and {config.rejected_column}"
@@ -137,7 +147,7 @@ def _completion(place: str, row: Mapping[str, object], column: str) -> str:
     if [turn.role for turn in turns] != ["assistant"]:
         found = ", ".join(turn.role for turn in turns) or "no message"
         raise BadInput(f"{place}: {column}: expected one message by the assistant after the prompt's, found {found}")
-    return turns[0].content
+    return text_of(place, turns[0].content, column)
 
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:

@@ -13,7 +13,17 @@ import pyarrow.parquet as pq
 from infra.errors import BadInput
 from infra.store.inputs import fetched, written
 from models.config.data import FileData
-from models.data.problems import Message, Problem, Prompt, fill_prompt, identity, is_heldout
+from models.data.images import images_in
+from models.data.problems import (
+    Content,
+    ImagePlace,
+    Message,
+    Problem,
+    Prompt,
+    check_places,
+    fill_prompt,
+    is_heldout,
+)
 
 FileRow = tuple[str, Mapping[str, object]]
 """A place for messages, and the row's columns."""
@@ -102,8 +112,29 @@ def messages_of(place: str, turns: Sequence[object], column: str) -> tuple[Messa
                 f"{place}: {column}[{index}] is no chat message, expected {{role, content}}, found {turn!r:.80}"
             )
         role = text_of(place, turn["role"], f"{column}[{index}].role")
-        messages.append(Message(role, text_of(place, turn["content"], f"{column}[{index}].content")))
+        messages.append(Message(role, _content(place, turn["content"], f"{column}[{index}].content")))
     return tuple(messages)
+
+
+def _content(place: str, value: object, column: str) -> Content:
+    """Read what a message says and shows."""
+    if not isinstance(value, list):
+        return text_of(place, value, column)
+    parts: list[str | ImagePlace] = []
+    for index, part in enumerate(value):
+        match part:
+            case {"type": "image"}:
+                parts.append(ImagePlace())
+            case {"type": "text", "text": text}:
+                parts.append(text_of(place, text, f"{column}[{index}].text"))
+            case _:
+                raise BadInput(
+                    f'{place}: {column}[{index}]: expected {{type: "image"}} or {{type: "text", text}}, '
+                    f"found {part!r:.80}"
+                )
+    if not parts:
+        raise BadInput(f"{place}: {column}: expected text or images, found none")
+    return tuple(parts)
 
 
 def text_of(place: str, value: object, column: str) -> str:
@@ -130,7 +161,7 @@ def file_problems(data: FileData, split: str, seed: int) -> list[Problem]:
         problems = [
             problem
             for problem in read_problems(data.path, data)
-            if is_heldout(identity(problem.prompt), data.heldout_fraction) == wanted
+            if is_heldout(problem.identity, data.heldout_fraction) == wanted
         ]
     if not problems:
         raise BadInput(
@@ -142,17 +173,20 @@ def file_problems(data: FileData, split: str, seed: int) -> list[Problem]:
 
 def read_problems(path: Path, data: FileData) -> list[Problem]:
     """Read one file as it is, before template and split."""
-    columns = [data.prompt_column, *([data.answer_column] if data.answer_column else [])]
-    problems = [_problem(place, row, data) for place, row in islice(read_rows(path, columns), data.limit)]
+    columns = list(filter(None, [data.prompt_column, data.answer_column, data.images_column]))
+    root = data.images_root or path.parent
+    problems = [_problem(place, row, data, root=root) for place, row in islice(read_rows(path, columns), data.limit)]
     if not problems:
         raise BadInput(f"{path}: no problems, the file is empty")
     return problems
 
 
-def _problem(place: str, row: Mapping[str, object], data: FileData) -> Problem:
+def _problem(place: str, row: Mapping[str, object], data: FileData, *, root: Path) -> Problem:
     prompt = prompt_of(place, row, data.prompt_column)
     answer = _answer(place, row[data.answer_column], data.answer_column) if data.answer_column else ""
-    return Problem(source=place, prompt=prompt, answer=answer)
+    images = images_in(row, data.images_column, place=place, root=root) if data.images_column else ()
+    check_places(prompt, len(images), source=place)
+    return Problem(source=place, prompt=prompt, answer=answer, images=images)
 
 
 def _answer(place: str, value: object, column: str) -> str:

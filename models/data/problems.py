@@ -1,8 +1,8 @@
 """A problem, which split it belongs to, and how those of a split are made or read."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from blake3 import blake3
@@ -10,6 +10,16 @@ from blake3 import blake3
 from infra.errors import BadInput
 from infra.variants import implementation_of
 from models.config.data import DataConfig
+from models.data.images import digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlace:
+    """Where a message shows the next of its problem's images."""
+
+
+Content = str | tuple[str | ImagePlace, ...]
+"""Text, or texts with images between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +27,17 @@ class Message:
     """One turn of a chat."""
 
     role: str
-    content: str
+    content: Content
+
+    def spelt(self) -> dict[str, Any]:
+        """Spell it as chat templates read it."""
+        if isinstance(self.content, str):
+            return {"role": self.role, "content": self.content}
+        return {"role": self.role, "content": [_spelt_part(part) for part in self.content]}
+
+
+def _spelt_part(part: str | ImagePlace) -> dict[str, str]:
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
 Prompt = str | tuple[Message, ...]
@@ -35,6 +55,18 @@ class Problem:
     """Reference answer; empty where the data has none."""
     worked: str | None = None
     """Worked solution that ends in the answer."""
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """What the prompt shows, encoded as it came, in order."""
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Names of the images."""
+        return tuple(map(digest_of, self.images))
+
+    @property
+    def identity(self) -> str:
+        """Spell what it asks and shows as one text that stands for it in hashes and comparisons."""
+        return identity(self.prompt, self.digests)
 
 
 class ProblemSource(Protocol):
@@ -50,11 +82,41 @@ def is_heldout(text: str, share: float) -> bool:
     return int.from_bytes(blake3(text.encode()).digest(length=8), "big") < share * 2**64
 
 
-def identity(prompt: Prompt) -> str:
-    """Spell a prompt as one text that stands for it in hashes and comparisons."""
+def identity(prompt: Prompt, images: Sequence[str] = ()) -> str:
+    """Spell a prompt, and the digests of what it shows, as one text that stands for it in hashes and comparisons."""
     if isinstance(prompt, str):
-        return prompt
-    return json.dumps([(turn.role, turn.content) for turn in prompt], ensure_ascii=False)
+        text = prompt
+    else:
+        text = json.dumps([[*turn.spelt().values()] for turn in prompt], ensure_ascii=False)
+    return json.dumps([text, list(images)], ensure_ascii=False) if images else text
+
+
+def check_places(prompt: Prompt, images: int, *, source: str) -> None:
+    """Refuse a chat that says where images are, but not for as many as there are."""
+    places = num_places(prompt)
+    if places and places != images:
+        raise BadInput(f"{source}: the messages have places for {places} images, found {images}")
+
+
+def num_places(prompt: Prompt) -> int:
+    """Count the places for images; none where the prompt does not say where they are."""
+    if isinstance(prompt, str):
+        return 0
+    return sum(
+        isinstance(part, ImagePlace) for turn in prompt if not isinstance(turn.content, str) for part in turn.content
+    )
+
+
+def with_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]:
+    """Say where images are: where the chat says so, else before the user's first text. Every content is in parts."""
+    missing = images - num_places(prompt)
+    turns: list[Message] = []
+    for turn in prompt:
+        parts = (turn.content,) if isinstance(turn.content, str) else turn.content
+        if missing and (turn.role == "user" or turn is prompt[-1]):
+            parts, missing = (*[ImagePlace()] * missing, *parts), 0
+        turns.append(Message(turn.role, parts))
+    return tuple(turns)
 
 
 def fill_prompt(prompt: Prompt, template: str) -> Prompt:

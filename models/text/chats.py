@@ -40,7 +40,7 @@ class TemplateFailed(ValueError):
 
 
 def render_chats(
-    chats: Sequence[Sequence[Mapping[str, str]]], tokenizer: "PreTrainedTokenizerFast", *, generation_prompt: bool
+    chats: Sequence[Sequence[Mapping[str, object]]], tokenizer: "PreTrainedTokenizerFast", *, generation_prompt: bool
 ) -> list[str]:
     """Spell chats out as `apply_chat_template` does. Raises TemplateFailed."""
     if not chats:
@@ -138,7 +138,7 @@ def _serve() -> None:
                     add_generation_prompt=request["generation_prompt"],
                     **request["special"],
                 )
-                read = sum(len(message["content"]) for message in chat)
+                read = sum(len(part.get("text", "")) for message in chat for part in _parts(message["content"]))
                 if len(text) > SPARE_CHARACTERS + CHARACTERS_PER_CHARACTER * read:
                     answer["error"] = f"makes {len(text)} characters of {read}"
                 else:
@@ -151,6 +151,10 @@ def _serve() -> None:
             sys.stdout.buffer.flush()
             if "error" in answer:
                 break
+
+
+def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"text": content}] if isinstance(content, str) else content
 
 
 if __name__ == "__main__":

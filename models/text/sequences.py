@@ -12,6 +12,7 @@ from models.data.examples import Example, Preference
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
 from models.text.tokenizer import render, tokenize_prompts
+from models.vision.processor import VisionProcessor
 
 _FIELD: Final = re.compile(r"\{(prompt|completion)\}")
 
@@ -29,19 +30,29 @@ class SequencePair:
         return 2 * max(len(self.chosen), len(self.rejected))
 
 
-def example_inputs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, *, source: str) -> list[ModelInput]:
+def example_inputs(
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    source: str,
+    processor: VisionProcessor | None = None,
+) -> list[ModelInput]:
     """Tokenize prompts as for generation, and completions with EOS at their end; each text but once.
 
     `source` is where they came from, for messages.
     """
-    prompts = list(dict.fromkeys(prompt for prompt, _ in examples))
-    tokenized = tokenize_prompts(prompts, tokenizer, sources=[source] * len(prompts))
-    given = {prompt: each.input for prompt, each in zip(prompts, tokenized, strict=True)}
-    texts = sorted({completion for _, completion in examples})
+    asked = list(dict.fromkeys((each.prompt, each.images) for each in examples))
+    prompts, images = [prompt for prompt, _ in asked], [shown for _, shown in asked]
+    tokenized = tokenize_prompts(
+        prompts, tokenizer, sources=[source] * len(prompts), images=images, processor=processor
+    )
+    given = {each: found.input for each, found in zip(asked, tokenized, strict=True)}
+    texts = sorted({each.completion for each in examples})
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     completions = dict(zip(texts, encoded, strict=True))
     return [
-        given[prompt].continued([*completions[completion], tokenizer.eos_token_id]) for prompt, completion in examples
+        given[each.prompt, each.images].continued([*completions[each.completion], tokenizer.eos_token_id])
+        for each in examples
     ]
 
 
@@ -78,7 +89,7 @@ def policy_pairs(
 ) -> list[SequencePair]:
     """Tokenize prompts as for generation, and completions with EOS at their end."""
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
-    examples = [(pair.prompt, text) for pair in preferences for text in (pair.chosen, pair.rejected)]
+    examples = [Example(pair.prompt, text) for pair in preferences for text in (pair.chosen, pair.rejected)]
     return _paired(preferences, example_inputs(examples, tokenizer, source=source), context=context)
 
 

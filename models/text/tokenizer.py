@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.config.policy import ScratchPolicy
-from models.data.problems import Problem, Prompt, identity
+from models.data.images import ImageHeader, read_header
+from models.data.problems import Message, Problem, Prompt, check_places, identity, with_places
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
+from models.vision.processor import VisionProcessor
 
 EOS = "<|eos|>"
 PAD = "<|pad|>"
@@ -31,6 +33,8 @@ class TokenizedPrompt:
 
     text: str
     input: ModelInput
+    image_tokens: tuple[int, ...] = ()
+    """How many tokens each of its images takes."""
 
 
 def scratch_tokenizer(policy: ScratchPolicy, problems: Iterable[Problem]) -> PreTrainedTokenizerFast:
@@ -89,42 +93,101 @@ def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | Non
     return tokenizer
 
 
-def tokenize_problems(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> list[TokenizedPrompt]:
+def tokenize_problems(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, processor: VisionProcessor | None = None
+) -> list[TokenizedPrompt]:
     """Render and tokenize the prompts of problems."""
-    prompts = [problem.prompt for problem in problems]
-    return tokenize_prompts(prompts, tokenizer, sources=[problem.source for problem in problems])
+    prompts, images = [problem.prompt for problem in problems], [problem.images for problem in problems]
+    sources = [problem.source for problem in problems]
+    return tokenize_prompts(prompts, tokenizer, sources=sources, images=images, processor=processor)
 
 
 def tokenize_prompts(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast, *, sources: Sequence[str]
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    sources: Sequence[str],
+    images: Sequence[Sequence[bytes]] | None = None,
+    processor: VisionProcessor | None = None,
 ) -> list[TokenizedPrompt]:
     """Render and tokenize; chat templates write their own special tokens, plain text gets the tokenizer's.
 
-    `sources` are where the prompts came from, for messages.
+    `sources` are where the prompts came from, for messages; `images` are those of each prompt, encoded.
     """
-    texts = render(prompts, tokenizer, sources=sources)
+    headers = [
+        _headers(shown, source=source) for shown, source in zip(images or [()] * len(prompts), sources, strict=True)
+    ]
+    texts = render(prompts, tokenizer, sources=sources, images=list(map(len, headers)), processor=processor)
     found: dict[int, list[int]] = {}
     for special in (True, False):
         rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
         encoded = tokenizer([texts[row] for row in rows], add_special_tokens=special)["input_ids"] if rows else []
         found |= zip(rows, encoded, strict=True)
-    return [TokenizedPrompt(text, ModelInput.given(found[row])) for row, text in enumerate(texts)]
+    if processor is None:
+        return [TokenizedPrompt(text, ModelInput.given(found[row])) for row, text in enumerate(texts)]
+    expanded = []
+    for row, text in enumerate(texts):
+        try:
+            tokens = processor.expand(found[row], [each.size for each in headers[row]])
+        except ValueError as error:
+            raise BadInput(f"{sources[row]}: {_first_line(error)}") from error
+        read = ModelInput.given(tokens, [each.digest for each in headers[row]])
+        expanded.append(TokenizedPrompt(text, read, tuple(processor.num_tokens(each.size) for each in headers[row])))
+    return expanded
 
 
-def render(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast, *, sources: Sequence[str]) -> list[str]:
-    """Spell prompts out: plain text as it is, chats by the tokenizer's template up to the assistant's turn."""
+def _headers(images: Sequence[bytes], *, source: str) -> list[ImageHeader]:
+    return [read_header(encoded, where=f"{source}: image {index + 1}") for index, encoded in enumerate(images)]
+
+
+def render(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    sources: Sequence[str],
+    images: Sequence[int] | None = None,
+    processor: VisionProcessor | None = None,
+) -> list[str]:
+    """Spell prompts out: plain text as it is, chats by the tokenizer's template up to the assistant's turn.
+
+    `images` says how many each prompt shows. Those of plain text come before it.
+    """
+    counts = images or [0] * len(prompts)
+    for prompt, count, source in zip(prompts, counts, sources, strict=True):
+        if count and processor is None:
+            raise BadInput(f"{source}: expected a prompt without images, found {count}: the policy reads text alone")
+        check_places(prompt, count, source=source)
     chats = {row: prompt for row, prompt in enumerate(prompts) if not isinstance(prompt, str)}
     rows = list(chats)
     if rows and not tokenizer.chat_template:
         raise BadInput(
             f"{sources[rows[0]]}: chat messages, but the policy's tokenizer has no chat template; use plain text"
         )
-    turns = [[{"role": each.role, "content": each.content} for each in chat] for chat in chats.values()]
+    in_parts = processor is not None and bool(rows) and not _takes_texts(tokenizer)
+    turns = [_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
     try:
         spelt = dict(zip(rows, render_chats(turns, tokenizer, generation_prompt=True), strict=True))
     except TemplateFailed as error:
         raise BadInput(f"{sources[rows[error.chat]]}: the policy's chat template {_first_line(error)}") from error
-    return [prompt if isinstance(prompt, str) else spelt[row] for row, prompt in enumerate(prompts)]
+    before = "" if processor is None else processor.shown
+    return [
+        before * counts[row] + prompt if isinstance(prompt, str) else spelt[row] for row, prompt in enumerate(prompts)
+    ]
+
+
+def _turns(chat: Sequence[Message], images: int, *, in_parts: bool) -> list[dict[str, object]]:
+    placed = with_places(tuple(chat), images) if images or in_parts else chat
+    return [turn.spelt() for turn in placed]
+
+
+def _takes_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether the chat template shows contents that are plain texts; some of those that know images leave them out."""
+    probe = "a content that is plain text"
+    try:
+        [spelt] = render_chats([[{"role": "user", "content": probe}]], tokenizer, generation_prompt=True)
+    except TemplateFailed:
+        return False
+    return probe in spelt
 
 
 def require_room(problems: Sequence[Problem], prompts: Sequence[TokenizedPrompt], *, max_tokens: int) -> None:
@@ -132,9 +195,14 @@ def require_room(problems: Sequence[Problem], prompts: Sequence[TokenizedPrompt]
     for problem, prompt in zip(problems, prompts, strict=True):
         if not 0 < len(prompt.input) <= max_tokens:
             raise BadInput(
-                f"{problem.source}: the prompt has {len(prompt.input)} tokens, expected 1 to {max_tokens}: context "
-                "less rollout.sampling.max_new_tokens; shorten it, remove it, or leave more room"
+                f"{problem.source}: the prompt has {len(prompt.input)} tokens{_of_images(prompt)}, expected 1 to "
+                f"{max_tokens}: context less rollout.sampling.max_new_tokens; shorten it, remove it, or leave more room"
             )
+
+
+def _of_images(prompt: TokenizedPrompt) -> str:
+    takes = [f"{tokens} for image {index}" for index, tokens in enumerate(prompt.image_tokens, start=1)]
+    return f" ({', '.join(takes)})" if takes else ""
 
 
 def _any_kind() -> type[PreTrainedTokenizerFast]:

@@ -79,16 +79,16 @@ def test_warm_up_shows_the_asked_share_of_worked_answers_and_mostly_wrong_guesse
     answers = {problem.prompt: problem for problem in load_problems(data, "train", 5)}
     examples = warmup_examples(data, warmup, 5)
     assert len(examples) == 4000
-    worked = [completion for _, completion in examples if "=" in completion]
+    worked = [completion for _, completion, _ in examples if "=" in completion]
     assert 900 < len(worked) < 1100
-    assert all(completion == answers[prompt].worked for prompt, completion in examples if "=" in completion)
-    guesses = [(prompt, completion) for prompt, completion in examples if "=" not in completion]
+    assert all(completion == answers[prompt].worked for prompt, completion, _ in examples if "=" in completion)
+    guesses = [(prompt, completion) for prompt, completion, _ in examples if "=" not in completion]
     assert sum(answers[prompt].answer == guess for prompt, guess in guesses) < 0.1 * len(guesses)
 
 
 def test_a_pass_of_the_warm_up_shows_every_problem_once():
     data = ArithmeticData(train_problems=50)
-    prompts = [prompt for prompt, _ in warmup_examples(data, WarmupConfig(steps=10, batch_size=10), 0)]
+    prompts = [prompt for prompt, *_ in warmup_examples(data, WarmupConfig(steps=10, batch_size=10), 0)]
     assert len(set(prompts[:50])) == len(set(prompts[50:])) == 50
     assert prompts[:50] != prompts[50:]
 
@@ -97,7 +97,7 @@ def test_warm_up_on_files_imitates_their_answers(tmp_path):
     data = FileData(path=write_lines(tmp_path / "a.jsonl", *numbered(40)))
     examples = warmup_examples(data, WarmupConfig(steps=5, batch_size=4), 0)
     assert len(examples) == 20
-    assert ("What is 7 + 1?", "8") in warmup_examples(data, WarmupConfig(steps=20, batch_size=4), 0)
+    assert ("What is 7 + 1?", "8", ()) in warmup_examples(data, WarmupConfig(steps=20, batch_size=4), 0)
 
 
 def test_warm_up_without_answers_is_bad_input(tmp_path):

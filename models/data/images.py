@@ -1,0 +1,164 @@
+"""Images of problems: found in the rows of a file, and looked at before anything learns from them. Torch-free.
+
+They are kept as they came. What a file says of itself is read here, its pixels only to see that they can be.
+"""
+
+import base64
+import binascii
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+from PIL import ExifTags, Image, ImageFile
+
+from infra.errors import BadInput
+from infra.store.inputs import fetched, is_remote, written
+from models.vision.families import ImageSize
+
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""What is read, as Pillow calls it; some other formats are programs."""
+SEVERAL_FRAMES: Final = "MPO"
+"""JPEG files of telephones, whose further frames are previews of the first."""
+MOST_PIXELS: Final = Image.MAX_IMAGE_PIXELS or 2**26
+"""Pillow's own limit, beyond which a small file may be meant to fill the memory."""
+MOST_STRETCHED: Final = 200
+"""Longer side over the shorter one, the limit of Qwen's image processors."""
+_LYING: Final = (5, 6, 7, 8)
+"""Values of EXIF's orientation that exchange width and height."""
+_PNG_ORIENTATION: Final = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
+_DATA: Final = re.compile(r"data:image/[\w.+-]+;base64,")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """What an encoded image says of itself."""
+
+    digest: str
+    """BLAKE3 of its bytes."""
+    format: str
+    """As Pillow calls it."""
+    size: ImageSize
+
+
+def digest_of(encoded: bytes) -> str:
+    """Name an image."""
+    return blake3(encoded).hexdigest()
+
+
+def read_header(encoded: bytes, *, where: str) -> ImageHeader:
+    """Read what an image says of itself. Raises BadInput where no model could see it."""
+    with _opened(encoded, where=where) as image:
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise _bomb(where, f"{width} x {height}")
+        # Asked for its orientation, Pillow reads all pixels of a PNG file, where it may be said at the very end.
+        may_lie = image.format != "PNG" or any(name in encoded for name in _PNG_ORIENTATION)
+        lies = may_lie and image.getexif().get(ExifTags.Base.Orientation) in _LYING
+        frames = 1 if image.format == SEVERAL_FRAMES else getattr(image, "n_frames", 1)
+        found = ImageHeader(
+            digest_of(encoded), image.format or "", ImageSize(*((height, width) if lies else (width, height)))
+        )
+    if frames > 1:
+        raise BadInput(f"{where}: expected one picture, found an animation or several pages ({frames} of them)")
+    if not width or not height:
+        raise BadInput(f"{where}: expected an image with pixels, found {width} x {height}")
+    if max(found.size) > MOST_STRETCHED * min(found.size):
+        raise BadInput(f"{where}: expected sides of 1 to {MOST_STRETCHED} at most, found {width} x {height}")
+    return found
+
+
+def check_pixels(encoded: bytes, *, where: str) -> None:
+    """Raise BadInput where the pixels of an image cannot be read to their end."""
+    with _opened(encoded, where=where) as image:
+        try:
+            image.load()
+        except Exception as error:  # decoders raise what they like at bytes that they do not expect
+            raise BadInput(f"{where}: not decodable: {_reason(error)}") from error
+
+
+def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused above, in a line
+            return Image.open(BytesIO(encoded), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise _bomb(where, "more than twice that") from error
+    except Exception as error:  # as above
+        expected = ", ".join(FORMATS)
+        raise BadInput(f"{where}: not decodable: expected an image ({expected}), found {encoded[:8]!r}") from error
+
+
+def _bomb(where: str, found: str) -> BadInput:
+    return BadInput(f"{where}: expected at most {MOST_PIXELS:,} pixels, found {found}: it would fill the memory")
+
+
+def _reason(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+# ---- what a row of a file has
+
+
+def images_in(row: Mapping[str, object], column: str, *, place: str, root: Path) -> tuple[bytes, ...]:
+    """Read the images in a column of a row: one or a list, none where there is no value."""
+    value = row[column]
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    names = [column] if not isinstance(value, list) else [f"{column}[{index}]" for index in range(len(values))]
+    return tuple(_image(each, where=f"{place}: {name}", root=root) for each, name in zip(values, names, strict=True))
+
+
+def _image(value: object, *, where: str, root: Path) -> bytes:
+    match value:
+        case bytes():
+            encoded = value
+        case {"bytes": bytes(held)}:
+            encoded = held
+        case {"path": str(name)} | str(name):
+            encoded = _decoded(name, where=where) if name.startswith("data:") else _file(name, where=where, root=root)
+        case _:
+            raise BadInput(
+                f"{where}: expected a path, bytes, {{bytes, path}} or data:image/...;base64, "
+                f"found {type(value).__name__} {value!r:.60}"
+            )
+    read_header(encoded, where=where)
+    return encoded
+
+
+def _decoded(address: str, *, where: str) -> bytes:
+    start = _DATA.match(address)
+    if start is None:
+        raise BadInput(f"{where}: expected data:image/...;base64, found {address[:40]!r}")
+    try:
+        return base64.b64decode(address[start.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadInput(f"{where}: not base64: {error}") from error
+
+
+def _file(name: str, *, where: str, root: Path) -> bytes:
+    """Read a file below the root; neither `..` nor a link leads out of it."""
+    if _SCHEME.match(name):
+        raise BadInput(
+            f"{where}: expected a path below data.images_root, found the address {name[:60]!r}; fetch it first"
+        )
+    asked = Path(name)
+    if asked.is_absolute() or ".." in asked.parts:
+        raise _outside(name, where=where, root=root)
+    try:
+        path = fetched(root / asked)
+        if not is_remote(root) and not path.resolve().is_relative_to(root.resolve()):
+            raise _outside(name, where=where, root=root)
+        return path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"{where}: {written(root / asked)} cannot be read: {error.strerror or error}") from error
+
+
+def _outside(name: str, *, where: str, root: Path) -> BadInput:
+    return BadInput(
+        f"{where}: expected a file below {written(root)} (data.images_root), found {name[:80]!r} outside it"
+    )
