@@ -14,7 +14,7 @@ from infra.store.garbage import collect_garbage, delete_all
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard, standing_for, write_again
 from infra.store.tombstones import FORGOTTEN, Deleted, bury, is_replacement, needed, replaced
-from models.rollouts.forgotten import Prompts, without
+from models.rollouts.forgotten import Prompts, forgotten_prompts, without
 from tasks.run.keys import PROMPTS, StageKey
 from tasks.views.export import write_export
 
@@ -74,9 +74,7 @@ def _prompts(run: Run, key: str, ids: frozenset[str], shards: Mapping[ShardRef, 
     made = run.find(key)
     if made is None or made.shards[0] not in shards:
         return Prompts(frozenset(), frozenset())
-    names: list[str] = read_shard(run.store, made.shards[0], ["prompt_id"])["prompt_id"].to_pylist()
-    rows = frozenset(row for row, name in enumerate(names) if name in ids)
-    return Prompts(frozenset(names[row] for row in rows), rows)
+    return forgotten_prompts(read_shard(run.store, made.shards[0], ["prompt_id", "images"]), ids)
 
 
 def _rewrite(run: Run, ref: ShardRef, prompts: Prompts, *, delete: bool) -> int:

@@ -31,6 +31,7 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.examples import load_preferences, warmup_examples
+from models.data.images import check_pixels
 from models.data.problems import Problem, identity, load_problems
 from models.engines.protocol import check_implemented
 from models.judges.checks import check_judge
@@ -87,7 +88,8 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
 
     if cache is None or not _is_repeatable(inputs):
         return counts | find()
-    return counts | remembered(cache, lambda: key_of(inputs, train, heldout), find)
+    shown = [problem.digests for problem in (*train, *heldout)]
+    return counts | remembered(cache, lambda: key_of(inputs, train, heldout, shown), find)
 
 
 def _is_repeatable(inputs: Inputs) -> bool:
@@ -162,7 +164,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     policy = inspect_policy(inputs.policy, train)
     shape, tokenizer = policy.shape, policy.tokenizer
     problems = [*train, *heldout]
-    prompts = tokenize_problems(problems, tokenizer)
+    _check_images(problems)
+    prompts = tokenize_problems(problems, tokenizer, policy.sees(inputs.data.pixels))
     new_tokens = inputs.rollout.sampling.max_new_tokens
     if new_tokens >= shape.context:
         raise BadInput(
@@ -183,6 +186,17 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **_check_teacher(inputs, tokenizer, longest_tokens=longest + new_tokens),
         **_check_preferences(inputs, tokenizer, heldout, shape=shape),
     }
+
+
+def _check_images(problems: list[Problem]) -> None:
+    """Read the pixels of each image once: its beginning does not tell whether its end is there."""
+    places = {
+        encoded: f"{problem.source}: image {number}"
+        for problem in problems
+        for number, encoded in enumerate(problem.images, start=1)
+    }
+    for encoded, where in places.items():
+        check_pixels(encoded, where=where)
 
 
 def _update_memory(inputs: Inputs, model: ModelOutline) -> dict[str, float]:

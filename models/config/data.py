@@ -1,9 +1,9 @@
 """Configuration of problems and of preferences between completions. Torch-free."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from infra.config import Positive
 from infra.store.inputs import Location
@@ -11,6 +11,13 @@ from infra.variants import OneOf, Target, Variant
 
 
 # ---- data
+class PixelLimits(NamedTuple):
+    """Pixels that images are sized between, where something else is wanted than what comes with the policy."""
+
+    least: int | None = None
+    most: int | None = None
+
+
 class DataSource(Variant):
     """What all sources share. `implementation` is a `models.data.problems.ProblemSource`."""
 
@@ -26,6 +33,11 @@ class DataSource(Variant):
     def heldout_known(self) -> int | None:
         """How many held-out problems there are, where that is known before they are read or made."""
         return None
+
+    @property
+    def pixels(self) -> PixelLimits:
+        """How large images are for the policy."""
+        return PixelLimits()
 
 
 class ArithmeticData(DataSource):
@@ -73,11 +85,29 @@ class FileData(DataSource):
     texts `data:image/...;base64,`. None where prompts have no images."""
     images_root: Location | None = None
     """Directory in which paths of images begin, of this machine or at s3://bucket/name; none is that of the file."""
+    min_pixels: Positive | None = None
+    """Smaller images are enlarged to so many pixels, for policies whose image processor does that. None leaves it as
+    it comes with the policy."""
+    max_pixels: Positive | None = None
+    """Larger images are shrunk to so many pixels: fewer tokens each."""
+
+    @model_validator(mode="after")
+    def _check_pixels(self) -> Self:
+        if any(self.pixels) and self.images_column is None:
+            raise ValueError("min_pixels and max_pixels need images_column")
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels {self.min_pixels} exceeds max_pixels {self.max_pixels}")
+        return self
 
     @property
     def has_answers(self) -> bool:
         """Whether there is a column of them."""
         return self.answer_column is not None
+
+    @property
+    def pixels(self) -> PixelLimits:
+        """As configured."""
+        return PixelLimits(self.min_pixels, self.max_pixels)
 
 
 class TargetData(Target):

@@ -7,17 +7,19 @@ import base64
 import binascii
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
 from blake3 import blake3
 from PIL import ExifTags, Image, ImageFile
 
 from infra.errors import BadInput
 from infra.store.inputs import fetched, is_remote, written
+from models.records.schemas import MEDIA_SCHEMA
 from models.vision.families import ImageSize
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -26,6 +28,8 @@ SEVERAL_FRAMES: Final = "MPO"
 """JPEG files of telephones, whose further frames are previews of the first."""
 MOST_PIXELS: Final = Image.MAX_IMAGE_PIXELS or 2**26
 """Pillow's own limit, beyond which a small file may be meant to fill the memory."""
+SHARD_BYTES: Final = 2**26
+"""Of images in a media shard; one that is larger has a shard of its own."""
 MOST_STRETCHED: Final = 200
 """Longer side over the shorter one, the limit of Qwen's image processors."""
 _LYING: Final = (5, 6, 7, 8)
@@ -100,6 +104,28 @@ def _bomb(where: str, found: str) -> BadInput:
 
 def _reason(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def media_tables(images: Iterable[bytes]) -> Iterator[pa.Table]:
+    """Spell distinct images as tables of media shards, in order of their first use."""
+    rows: list[tuple[object, ...]] = []
+    known, held = set[str](), 0
+    for encoded in images:
+        if (digest := digest_of(encoded)) in known:
+            continue
+        known.add(digest)
+        if rows and held + len(encoded) > SHARD_BYTES:
+            yield _media_table(rows)
+            rows, held = [], 0
+        header = read_header(encoded, where=f"image {digest}")
+        rows.append((digest, header.format, *header.size, encoded))
+        held += len(encoded)
+    if rows:
+        yield _media_table(rows)
+
+
+def _media_table(rows: Sequence[tuple[object, ...]]) -> pa.Table:
+    return pa.table([list(column) for column in zip(*rows, strict=True)], schema=MEDIA_SCHEMA)
 
 
 # ---- what a row of a file has

@@ -8,7 +8,8 @@ model without weights: it costs seconds to import.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar, cast
@@ -21,9 +22,12 @@ from infra.errors import BadInput
 from infra.plugins import find_target
 from infra.store.inputs import fetched
 from models.admission.directory import admit
+from models.config.data import PixelLimits
 from models.config.policy import DirectoryPolicy, ModelOutline, ModelShape, PolicySource, ScratchPolicy
 from models.data.problems import Problem
 from models.text.tokenizer import load_tokenizer, scratch_tokenizer
+from models.vision.pixels import processor_within
+from models.vision.processor import VisionProcessor
 
 Shape = tuple[int, ...]
 
@@ -135,6 +139,8 @@ class Inspected:
     tokenizer: PreTrainedTokenizerFast
     critic: Callable[[], ModelOutline]
     """Describe a classifier with one output on its trunk. Raises BadInput where transformers knows none."""
+    sees: Callable[[PixelLimits], VisionProcessor | None] = lambda limits: None
+    """Load what it makes of images within such limits; none where it reads text alone."""
 
 
 class Inspection(Protocol):
@@ -170,7 +176,7 @@ def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -
 def inspect_directory(directory: Path) -> Inspected:
     """Refuse a directory that cannot be trained and sampled from; describe what it has."""
     admit(directory)
-    return _plain(directory) or _built(directory)
+    return replace(_plain(directory) or _built(directory), sees=partial(processor_within, directory))
 
 
 def _built(directory: Path) -> Inspected:

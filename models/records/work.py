@@ -37,7 +37,7 @@ class CriticWork:
 
 @dataclass(frozen=True, slots=True)
 class PromptWork:
-    """Render and tokenize a data set's split (`train` or `heldout`) into one prompts shard."""
+    """Render and tokenize a data set's split (`train` or `heldout`) into a prompts shard and media shards."""
 
     data: DataConfig
     split: str

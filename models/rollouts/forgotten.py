@@ -27,10 +27,26 @@ class Prompts:
 
     ids: frozenset[str]
     rows: frozenset[int]
+    others: frozenset[str] = frozenset()
+    """Digests of images that other prompts show."""
+
+
+def forgotten_prompts(table: pa.Table, ids: Collection[str]) -> Prompts:
+    """Find those prompts of a prompts table that are on a list."""
+    names: list[str] = table["prompt_id"].to_pylist()
+    rows = frozenset(row for row, name in enumerate(names) if name in ids)
+    others = {image for row, images in enumerate(table["images"].to_pylist()) if row not in rows for image in images}
+    return Prompts(frozenset(names[row] for row in rows), rows, frozenset(others))
 
 
 def without(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
-    """Empty the rows of some prompts; return the table, and how many rows had anything in them."""
+    """Empty the rows of some prompts, and leave out images that no other prompt shows.
+
+    Returns the table, and how many rows had anything in them.
+    """
+    if "bytes" in table.column_names:
+        kept = table.filter(_mask(table["digest"], prompts.others, pa.string()))
+        return kept, table.num_rows - kept.num_rows
     is_gone = _rows_of(table, prompts)
     emptied = table
     for place, field in enumerate(table.schema):
@@ -60,6 +76,9 @@ def _emptied(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.Chun
         return pc.if_else(had, pa.scalar(FORGOTTEN if field.name == "error" else ""), column)
     if pa.types.is_list(field.type) and pa.types.is_string(field.type.value_type):  # digests of images
         return pc.if_else(pa.array(is_gone), pa.scalar([], field.type), column)
+    if field.name == "images":
+        rows = zip(column.to_pylist(), is_gone, strict=True)
+        return pa.chunked_array([[[] if gone else images for images, gone in rows]], field.type)
     is_kept = field.name in _NUMBERS_KEPT or field.name.startswith(_SPANS)
     if pa.types.is_list(field.type) and not pa.types.is_struct(field.type.value_type) and not is_kept:
         return _zeroed(column, field.type, is_gone)

@@ -1,7 +1,9 @@
 """The worker that prepares a run: the initial policy, and both splits of the prompts."""
 
 import time
+from typing import Final
 
+import PIL
 import pyarrow as pa
 import torch
 from blake3 import blake3
@@ -10,17 +12,24 @@ from transformers import AutoConfig
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
-from models.data.problems import Problem, load_problems
+from models.data.images import media_tables
+from models.data.problems import Problem, identity, load_problems
 from models.inspection.companions import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import copy_directory
 from models.modeling.initial import write_policy, write_served_model
 from models.modeling.policy import policy_shape
+from models.records.media import MEDIA
 from models.records.model_input import prompt_columns
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import CriticWork, PolicyWork, PromptWork, RewardModelPreparation, TeacherWork
 from models.text.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_problems
+from models.vision.pixels import limit_pixels
+from models.vision.processor import load_processor
+
+PILLOW: Final = f"pillow {PIL.__version__}"
+"""What looked at images: another version may decode JPEG a little differently."""
 
 
 class PreparationWorker:
@@ -41,6 +50,7 @@ class PreparationWorker:
         started = time.perf_counter()
         with self._store.scratch() as folder:
             parameters = write_policy(work.policy, folder, data=work.data, seed=work.seed)
+            limit_pixels(folder, work.data.pixels)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="policies")
         self._progress += 1
@@ -97,29 +107,40 @@ class PreparationWorker:
         )
 
     def make_prompts(self, work: PromptWork) -> Outcome:
-        """Render, tokenize and measure one split; its rows are the problems in order."""
+        """Render, tokenize and measure one split; its rows are the problems in order.
+
+        The shards behind the first one hold the images that prompts show.
+        """
         started = time.perf_counter()
         problems = load_problems(work.data, work.split, work.seed)
         self._progress += 1
         directory = fetch_bundle(self._store, work.policy.weights)
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         context = policy_shape(config, parameters=0, source=str(directory)).context
-        prompts = tokenize_problems(problems, load_tokenizer(directory))
+        prompts = tokenize_problems(problems, load_tokenizer(directory), load_processor(directory))
         require_room(problems, prompts, max_tokens=context - work.max_new_tokens)
         self._progress += 1
         metadata = {"run": self._run, "split": work.split, "weights_digest": work.policy.weights.digest}
         ref = write_shard(self._store, _table(problems, prompts), kind="prompts", metadata=metadata)
+        self._progress += 1
+        media = []
+        for table in media_tables(image for problem in problems for image in problem.images):
+            media.append(write_shard(self._store, table, kind=MEDIA, metadata=metadata | {"producer": PILLOW}))
+            self._progress += 1
         lengths = [len(prompt.input) for prompt in prompts]
+        seen = {"images": sum(shard.rows for shard in media)} if media else {}
         return Outcome(
-            shards=(ref,),
-            metrics={"prompts": len(prompts), "tokens": sum(lengths), "longest": max(lengths)},
+            shards=(ref, *media),
+            metrics={"prompts": len(prompts), "tokens": sum(lengths), "longest": max(lengths), **seen},
             timings={"make": time.perf_counter() - started},
         )
 
 
 def _table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.Table:
     columns = {
-        "prompt_id": [blake3(prompt.text.encode()).hexdigest()[:16] for prompt in prompts],
+        "prompt_id": [
+            blake3(identity(prompt.text, prompt.input.images).encode()).hexdigest()[:16] for prompt in prompts
+        ],
         "text": [prompt.text for prompt in prompts],
         **prompt_columns([prompt.input for prompt in prompts]),
         "answer": [problem.answer for problem in problems],

@@ -43,6 +43,7 @@ from models.data.problems import load_problems
 from models.modeling.policy import build_scratch, save_policy
 from models.text.tokenizer import scratch_tokenizer
 from tests.support.environments import leave_vllm
+from tests.support.pictures import picture
 
 GSM8K = Path(__file__).parents[3] / "configs" / "data" / "gsm8k"
 
@@ -456,3 +457,21 @@ def test_adapters_need_gradients_and_optimizer_state_for_themselves_alone():
 def test_a_target_that_no_layer_has_is_bad_input_with_the_nearest_name():
     with pytest.raises(BadInput, match=r"lora.targets 'q_prj': .*down_proj, gate_proj.*did you mean 'q_proj'"):
         check(inputs(update=UpdateConfig(lora=LoraConfig(targets=("q_prj",)))))
+
+
+def test_images_are_read_to_their_end_and_refused_for_a_policy_that_reads_text_alone(tmp_path):
+    whole = picture(size=(300, 300), kind="JPEG")
+    (tmp_path / "red.jpg").write_bytes(whole)
+    lines = [json.dumps({"prompt": f"question {n}", "answer": "1", "images": ["red.jpg"]}) for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    asked = inputs(
+        data=FileData(path=tmp_path / "a.jsonl", heldout_fraction=0.2, images_column="images"),
+        rollout=RolloutConfig(prompts=4),
+    )
+    with pytest.raises(
+        BadInput, match=r"a.jsonl:\d+: expected a prompt without images, found 1: the policy reads text"
+    ):
+        check(asked)
+    (tmp_path / "red.jpg").write_bytes(whole[:-400])
+    with pytest.raises(BadInput, match=r"a.jsonl:\d+: image 1: not decodable: image file is truncated"):
+        check(asked)

@@ -1,0 +1,136 @@
+"""Prompts that show images, prepared: expanded tokens, media shards behind them, and what is left when forgotten."""
+
+import json
+
+import pytest
+
+from infra.errors import BadInput
+from infra.store.bundles import publish_bundle
+from infra.store.shards import read_shard
+from infra.store.storage import open_store
+from models.config.data import FileData, PixelLimits
+from models.data import images
+from models.data.images import digest_of, media_tables
+from models.records.media import Media
+from models.records.model_input import prompt_inputs
+from models.records.schemas import MEDIA_SCHEMA, PROMPT_SCHEMA
+from models.records.versions import ModelVersion
+from models.records.work import PromptWork
+from models.rollouts.forgotten import forgotten_prompts, without
+from models.vision.families import ImageSize
+from models.vision.pixels import limit_pixels, processor_within
+from models.vision.processor import load_processor
+from models.workers.preparation import PreparationWorker
+from tests.support.pictures import picture
+from tests.support.vision import write_seeing
+
+RED, BLUE, GREEN = (picture(colour) for colour in ("red", "blue", "green"))
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return write_seeing(tmp_path_factory.mktemp("idefics3"), "idefics3")
+
+
+@pytest.fixture
+def prepared(tmp_path, policy):
+    """Prepare rows of a question and its pictures for a policy that sees; return the outcome and the store."""
+    store = open_store(f"{tmp_path}/run")
+    version = ModelVersion(version=0, weights=publish_bundle(store, policy, prefix="policies"))
+
+    def prepare(*rows, max_new_tokens=8):
+        for name, encoded in {"red.png": RED, "blue.png": BLUE, "green.png": GREEN}.items():
+            (tmp_path / name).write_bytes(encoded)
+        lines = [{"prompt": "How many red?", "answer": str(n), "images": shown} for n, shown in enumerate(rows)]
+        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        data = FileData(path=tmp_path / "a.jsonl", heldout_path=tmp_path / "a.jsonl", images_column="images")
+        work = PromptWork(data=data, split="train", policy=version, seed=0, max_new_tokens=max_new_tokens)
+        return PreparationWorker(str(tmp_path), "run", threads=1).make_prompts(work)
+
+    return prepare, store
+
+
+def test_prompts_name_their_images_and_the_shards_behind_them_hold_each_once(prepared):
+    prepare, store = prepared
+    outcome = prepare(["red.png"], ["blue.png", "red.png"], [], ["blue.png"])
+    prompts, media = (read_shard(store, shard) for shard in outcome.shards)
+    assert prompts.schema.remove_metadata() == PROMPT_SCHEMA
+    assert media.schema.remove_metadata() == MEDIA_SCHEMA
+    assert media.schema.metadata[b"rheostat.kind"] == b"media"
+    red, blue = digest_of(RED), digest_of(BLUE)
+    assert prompts["images"].to_pylist() == [[red], [blue, red], [], [blue]]
+    assert media.drop_columns("bytes").to_pylist() == [
+        {"digest": digest, "format": "PNG", "width": 24, "height": 24} for digest in (red, blue)
+    ]
+    assert Media(store, outcome.shards[1:]).all_of([blue, red]) == [BLUE, RED]
+    assert outcome.metrics["images"] == 2
+
+
+def test_tokens_are_those_that_the_policy_reads(prepared, policy):
+    prepare, store = prepared
+    outcome = prepare(["red.png"], [], ["blue.png", "red.png"])
+    processor = load_processor(policy)
+    found = [
+        each.tokens.tolist().count(processor.image_id) for each in prompt_inputs(read_shard(store, outcome.shards[0]))
+    ]
+    assert found == [9, 0, 18]
+
+
+def test_two_rows_with_one_text_and_two_pictures_are_two_prompts(prepared):
+    prepare, store = prepared
+    ids = read_shard(store, prepare(["red.png"], ["blue.png"], ["red.png"]).shards[0])["prompt_id"].to_pylist()
+    assert ids[0] == ids[2] != ids[1]
+
+
+def test_the_same_problems_give_the_same_shards(prepared):
+    prepare, _ = prepared
+    assert prepare(["red.png"], ["blue.png"]).shards == prepare(["red.png"], ["blue.png"]).shards
+
+
+def test_a_prompt_that_is_too_long_says_which_image_takes_how_much(prepared):
+    prepare, _ = prepared
+    with pytest.raises(
+        BadInput, match=r"a.jsonl:1: the prompt has \d+ tokens \(9 for image 1, 9 for image 2\), expected 1"
+    ):
+        prepare(["red.png", "blue.png"], max_new_tokens=70)
+
+
+def test_shards_of_images_are_cut_where_they_would_become_too_large(monkeypatch):
+    monkeypatch.setattr(images, "SHARD_BYTES", len(RED) + len(BLUE))
+    tables = list(media_tables([RED, BLUE, RED, GREEN, BLUE]))
+    assert [table["bytes"].to_pylist() for table in tables] == [[RED, BLUE], [GREEN]]
+
+
+# ---- forgotten
+
+
+def test_what_is_forgotten_takes_those_images_with_it_that_no_other_prompt_shows(prepared):
+    prepare, store = prepared
+    outcome = prepare(["red.png", "blue.png"], ["blue.png"], ["green.png"])
+    prompts, media = (read_shard(store, shard) for shard in outcome.shards)
+    gone = forgotten_prompts(prompts, prompts["prompt_id"].to_pylist()[:1])
+    after, rows = without(prompts, gone)
+    assert (after["images"].to_pylist(), rows) == ([[], [digest_of(BLUE)], [digest_of(GREEN)]], 1)
+    kept, lost = without(media, gone)
+    assert (kept["bytes"].to_pylist(), lost) == ([BLUE, GREEN], 1)
+    again = forgotten_prompts(after, gone.ids)  # as where it was cut short between the two
+    assert without(media, again)[0].equals(kept)
+
+
+# ---- how large images are
+
+
+def test_pixels_are_limited_by_settings_in_the_policys_directory(tmp_path):
+    directory = write_seeing(tmp_path / "qwen", "qwen2_5_vl")
+    before, size = load_processor(directory), ImageSize(64, 64)
+    within = processor_within(directory, PixelLimits(most=256))
+    assert (before.num_tokens(size), within.num_tokens(size)) == (16, 4)
+    assert load_processor(directory).num_tokens(size) == 16  # nothing was written there
+    limit_pixels(directory, PixelLimits(most=256))
+    assert load_processor(directory).num_tokens(size) == 4
+    assert load_processor(directory).num_tokens(ImageSize(8, 8)) == before.num_tokens(ImageSize(8, 8))
+
+
+def test_limits_for_a_policy_whose_images_are_not_sized_by_pixels_are_bad_input(policy):
+    with pytest.raises(BadInput, match=r"expected a policy of qwen2_vl, .*; found idefics3"):
+        processor_within(policy, PixelLimits(least=64))
