@@ -1,7 +1,8 @@
 """The process in which users' functions run: it imports nothing of ours.
 
 Run as a file, by the interpreter that the user chose (CPython 3.9 or newer), with the user's folders first on its path.
-It is given an order, says whether the functions can be used (null, or what is wrong), and then answers call by call:
+It is given an order, says whether the functions can be used (which of them take images, or what is wrong), and then
+answers call by call:
 `[token, value, reason, end]`, where an end is how a call's own process ended without a value. A frame is four bytes
 with the length of the JSON that follows; frames alone go through the first stdin and stdout, which functions do not
 get to see.
@@ -9,6 +10,7 @@ get to see.
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import difflib
 import errno
@@ -172,8 +174,11 @@ def _send(pipe: int, content: object) -> None:
         left = left[os.write(pipe, left) :]
 
 
-def _load(function: Mapping[str, Any]) -> Callable[..., object]:
-    """Import a function and prove that it takes (prompt, completion, answer, **options), and its parts."""
+def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], bool]:
+    """Import a function and prove that it takes (prompt, completion, answer, **options), and its parts.
+
+    Also returns whether it has a parameter `images`, which is then given to it.
+    """
     where, target, options, part = (function[name] for name in ("where", "target", "options", "part"))
     _forget(target.partition(":")[0].partition(".")[0])
     found = find(target, where)
@@ -181,10 +186,19 @@ def _load(function: Mapping[str, Any]) -> Callable[..., object]:
         raise Unusable(f"{where}: expected a function that returns a float, or several, found {found!r}")
     if function["made"]:
         made: Callable[..., object] = found(**options)
-        return made
+        return made, False
     named = {part: [], **options} if part else options
+    sees = "images" not in named and _has_parameter(found, "images")
+    named = {"images": [], **named} if sees else named
     check_call(found, "prompt", "completion", "answer", where=where, named=named)
-    return functools.partial(found, **options)
+    return functools.partial(found, **options), sees
+
+
+def _has_parameter(function: Callable[..., object], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except ValueError:  # some built-ins do not tell
+        return False
 
 
 def _forget(name: str) -> None:
@@ -329,9 +343,11 @@ def main() -> None:
     except ValueError as error:
         _send(answers, str(error))
         return
-    _send(answers, None)
+    _send(answers, [sees for _, sees in functions])
     while (call := _receive(calls)) is not None:
-        bound = functools.partial(functions[call["function"]], *call["arguments"], **call["named"])
+        function, sees = functions[call["function"]]
+        shown = {"images": [base64.b64decode(image) for image in call["images"]]} if sees else {}
+        bound = functools.partial(function, *call["arguments"], **call["named"], **shown)
         asked = bound, call["expected"], "".join(call["named"])
         pipes = calls.fileno(), answers
         _send(answers, [call["token"], *(_apart(*asked, limits, pipes) if limits else [*value_of(*asked), None])])

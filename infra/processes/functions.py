@@ -4,6 +4,7 @@ What ends the process says whose doing it was as far as that can be known. Time 
 have used it: neither while it waits for a processor that others hold, nor while this process stands still itself.
 """
 
+import base64
 import json
 import math
 import os
@@ -127,6 +128,8 @@ class FunctionProcess:
         """Start the process, of which a call may take so long; `ready` waits for it."""
         self._what = what
         self._unread, self._killed = b"", False
+        self._functions = len(functions)
+        self._sees: tuple[bool, ...] = ()
         self._sandboxed = interpreter.sandboxed
         command = [interpreter.python, "-I", *(["-B"] if sys.dont_write_bytecode else []), runner.__file__]
         if self._sandboxed:
@@ -160,23 +163,43 @@ class FunctionProcess:
     def ready(self) -> None:
         """Wait until the functions are imported. Raises BadInput if they cannot be used, else ProcessEnded."""
         try:
-            problem, _ = self._exchange(self._order, START_SECONDS)
+            found, _ = self._exchange(self._order, START_SECONDS)
         except ProcessEnded as end:
             if end.cause == "time":
                 raise WorkerFailed(f"{self._what}: not imported after {START_SECONDS:g} s") from None
             raise
-        if problem is not None:
-            raise BadInput(str(problem))
+        if isinstance(found, str):
+            raise BadInput(found)
+        if not isinstance(found, list) or [*map(type, found)] != [bool] * self._functions:
+            raise _meddled()
+        self._sees = tuple(found)
+
+    def sees(self, function: int) -> bool:
+        """Whether a function takes images; known once they are imported."""
+        return self._sees[function]
 
     def call(
-        self, function: int, *arguments: str, seconds: float, named: Mapping[str, list[str]], expected: int | None
+        self,
+        function: int,
+        *arguments: str,
+        seconds: float,
+        named: Mapping[str, list[str]],
+        expected: int | None,
+        images: Sequence[bytes] = (),
     ) -> CallResult:
         """Call a function, which returns a number, or as many as expected (-1: any).
 
         Raises ProcessEnded if the process is gone, or was too slow; it is of no use then.
         """
         token = secrets.token_hex(8)
-        request = {"token": token, "function": function, "arguments": arguments, "named": named, "expected": expected}
+        request = {
+            "token": token,
+            "function": function,
+            "arguments": arguments,
+            "named": named,
+            "images": [base64.b64encode(image).decode() for image in images],
+            "expected": expected,
+        }
         answer, spent = self._exchange(request, seconds)
         return _checked(answer, token, expected, spent)
 

@@ -143,7 +143,8 @@ class TargetReward(RuleReward):
     """Any function `reward(prompt: str, completion: str, answer: str, **options)`.
 
     It returns a number; with `per = "step"` or `"token"` it is also given `steps: list[str]` or `tokens: list[str]`,
-    which concatenated are the completion, and returns as many numbers.
+    which concatenated are the completion, and returns as many numbers. With a parameter `images: list[bytes]` it is
+    given the encoded images of the prompt.
     """
 
     brings_code = True

@@ -123,7 +123,7 @@ def _joined(parts: Sequence[Tokens]) -> Tokens:
 
 def prompt_inputs(prompts: pa.Table) -> list[ModelInput]:
     """Read the inputs of a prompts table."""
-    return list(map(ModelInput.given, row_arrays(prompts["tokens"], np.int32), _images(prompts)))
+    return list(map(ModelInput.given, row_arrays(prompts["tokens"], np.int32), image_digests(prompts)))
 
 
 def prompt_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
@@ -133,7 +133,7 @@ def prompt_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
 
 def rollout_inputs(rollouts: pa.Table) -> list[ModelInput]:
     """Read the inputs of a rollout table, completions as far as they are written."""
-    return list(map(_input, *(row_arrays(rollouts[name], np.int32) for name in _HALVES), _images(rollouts)))
+    return list(map(_input, *(row_arrays(rollouts[name], np.int32) for name in _HALVES), image_digests(rollouts)))
 
 
 def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
@@ -165,7 +165,7 @@ def sample_lengths(samples: pa.Table) -> tuple[Integers, Integers]:
 def sample_inputs(samples: pa.Table) -> list[ModelInput]:
     """Read the inputs of a sample table."""
     counts = samples["num_prompt_tokens"].to_pylist()
-    rows = zip(row_arrays(samples["tokens"], np.int32), counts, _images(samples), strict=True)
+    rows = zip(row_arrays(samples["tokens"], np.int32), counts, image_digests(samples), strict=True)
     return [_input(tokens[:count], tokens[count:], images) for tokens, count, images in rows]
 
 
@@ -175,7 +175,8 @@ def _input(prompt: Tokens, completion: Tokens, images: tuple[str, ...]) -> Model
     return ModelInput((TextChunk(prompt, False), TextChunk(completion, True)), images)  # made in half the time
 
 
-def _images(table: pa.Table) -> list[tuple[str, ...]]:
+def image_digests(table: pa.Table) -> list[tuple[str, ...]]:
+    """Read what the prompts of a table show."""
     column = table["images"]
     if not lengths_of(column).any():
         return [()] * len(column)

@@ -28,6 +28,7 @@ from infra.processes.functions import (
 )
 from models.config.reward_terms import RuleReward, Segmentation
 from models.config.rewards import ScoringConfig
+from models.records.media import Media
 from models.rewards.rules import build_reward
 from models.text.steps import StepValues, segment
 
@@ -48,6 +49,8 @@ class Case:
     """Texts of the completion's tokens; none where nobody asks, or where they do not spell the completion."""
     where: str = "a completion"
     """How messages name it."""
+    images: tuple[str, ...] = ()
+    """Digests of what the prompt shows."""
 
 
 OURS = "models.rewards."
@@ -113,6 +116,7 @@ class Evaluator:
         self._scoring = scoring
         self.done = 0
         """Completions judged so far; another thread may read it."""
+        self._media: Media | None = None
         self._functions = [rule.function for rule in scoring.rules]
         cuts = [steps for rule in scoring.rules if (steps := rule.segmentation) is not None and steps.may_hang]
         what = f"rewards {scoring.rule_terms}"
@@ -131,9 +135,13 @@ class Evaluator:
         for place in self._places.values():
             place.ready()
 
-    def evaluate(self, cases: Sequence[Case]) -> list[Verdict]:
-        """Judge in order; takes twice `timeout_seconds` (and two starts) for each completion that misbehaves."""
+    def evaluate(self, cases: Sequence[Case], media: Media | None = None) -> list[Verdict]:
+        """Judge in order; takes twice `timeout_seconds` (and two starts) for each completion that misbehaves.
+
+        `media` are the images of the cases, read where a function takes them.
+        """
         verdicts = []
+        self._media = media
         try:
             self.start()
             for case in cases:
@@ -208,9 +216,9 @@ class Evaluator:
         while True:
             limit = left if not ends else self._scoring.timeout_seconds
             try:
-                return place.ready().call(
-                    place.functions.index(function), *texts, seconds=limit, named=named or {}, expected=expected
-                )
+                process, index = place.ready(), place.functions.index(function)
+                images = self._images(case) if process.sees(index) else ()
+                return process.call(index, *texts, seconds=limit, named=named or {}, expected=expected, images=images)
             except ProcessEnded as end:
                 place.close()
                 if end.cause == "time":
@@ -220,6 +228,12 @@ class Evaluator:
                     raise
                 if len(ends) == MOST_ENDS:
                     raise _unjudged(function, case, ends) from end
+
+    def _images(self, case: Case) -> list[bytes]:
+        if not case.images:
+            return []
+        assert self._media is not None, "cases with images come with them"
+        return self._media.all_of(case.images)
 
 
 def check_rewards(scoring: ScoringConfig) -> None:

@@ -22,7 +22,8 @@ from models.credit.selection import GroupQuota, informative_prompts
 from models.judges.verdicts import Judgement
 from models.judges.votes import tally, tally_steps
 from models.records.columns import counted
-from models.records.model_input import COMPLETION_TOKENS, completion_lengths
+from models.records.media import Media
+from models.records.model_input import COMPLETION_TOKENS, completion_lengths, image_digests
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from models.rewards.evaluate import Case, Evaluator
@@ -52,9 +53,10 @@ class ScoringWorker:
         Scores that credit would refuse are not written: the same command tries them again.
         """
         began = time.perf_counter()
-        rollouts = read_shard(self._store, work.rollouts, (*PLACES, *TEXTS, COMPLETION_TOKENS))
+        rollouts = read_shard(self._store, work.rollouts, (*PLACES, *TEXTS, COMPLETION_TOKENS, "images"))
         served, starts = self._served(rollouts, work), self._starts(rollouts, work)
-        ruled = self._evaluator.evaluate(_cases(rollouts, starts, iteration=work.iteration))
+        cases = _cases(rollouts, starts, iteration=work.iteration)
+        ruled = self._evaluator.evaluate(cases, Media(self._store, work.media))
         table = score_table(rollouts, joined(ruled, served, self._scoring, starts=starts), self._scoring)
         _check_bearable(table, work)
         metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest}
@@ -147,13 +149,15 @@ class ScoringWorker:
 
 
 def _cases(rollouts: pa.Table, starts: Sequence[Sequence[int] | None], *, iteration: int) -> list[Case]:
-    rows = zip(*(rollouts[name].to_pylist() for name in (*PLACES, *TEXTS)), starts, strict=True)
+    columns = (rollouts[name].to_pylist() for name in (*PLACES, *TEXTS))
+    rows = zip(*columns, image_digests(rollouts), starts, strict=True)
     return [
         Case(
             *(prompt, completion, answer, None if begins is None else token_texts(begins, completion)),
             where=f"iteration {iteration}, prompt {prompt_row}, sample {sample}",
+            images=images,
         )
-        for prompt_row, sample, prompt, completion, answer, begins in rows
+        for prompt_row, sample, prompt, completion, answer, images, begins in rows
     ]
 
 

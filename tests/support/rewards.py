@@ -124,3 +124,13 @@ def lengths_of_tokens(prompt: str, completion: str, answer: str, *, tokens: list
     """Return the number of characters of each token."""
     assert "".join(tokens) == completion
     return [float(len(token)) for token in tokens]
+
+
+def share_of_red(prompt: str, completion: str, answer: str, images: list[bytes]) -> float:
+    """Return the share of images that are red, or -1 where there are none."""
+    from io import BytesIO
+
+    from PIL import Image
+
+    red = [Image.open(BytesIO(image)).getpixel((0, 0)) == (255, 0, 0) for image in images]
+    return sum(red) / len(red) if red else -1.0

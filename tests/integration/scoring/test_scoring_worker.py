@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from infra.errors import Damaged, Quarantined, WorkerLost
+from infra.errors import BadInput, Damaged, Quarantined, WorkerLost
+from infra.processes.sandbox import check_sandbox
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
 from models.config.algorithms import AlgorithmConfig, DrGrpo, Grpo, Ppo
@@ -24,6 +25,7 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import DynamicSampling
 from models.credit.inputs import TermColumns
 from models.credit.selection import informative_prompts
+from models.data.images import media_tables
 from models.objectives.losses import token_weights
 from models.records.schemas import ESTIMATE_SCHEMA, SAMPLE_SCHEMA, score_schema
 from models.records.versions import Outcome
@@ -31,6 +33,7 @@ from models.records.work import CreditWork, ScoredShard, ScoringWork
 from models.training.update_steps import open_samples
 from models.workers.scoring import ScoringWorker
 from tests.support.jobs import wait_for
+from tests.support.pictures import picture
 from tests.support.rollout_shards import rollout, write_rollouts
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")
@@ -423,3 +426,29 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("sandbox", ["none", "bubblewrap"])
+def test_a_function_with_a_parameter_images_is_given_those_of_the_prompt(store: Store, make: Make, sandbox: str):
+    if sandbox == "bubblewrap":
+        try:
+            check_sandbox()
+        except BadInput as reason:
+            pytest.skip(str(reason))
+    [table] = media_tables([picture("red"), picture("blue")])
+    media = write_shard(store, table, kind="media", metadata={})
+    red, blue = table["digest"].to_pylist()
+    rows = [rollout(n, 0, "x", images=shown) for n, shown in enumerate([[red], [blue, red], []])]
+    sees = TargetReward(name="sees", target="tests.support.rewards:share_of_red")
+    worker = make(ScoringConfig(rewards=(sees, RegexReward(name="x", pattern="x")), sandbox=sandbox))
+    work = ScoringWork(iteration=1, rollouts=write_rollouts(store, *rows), media=(media,))
+    table = read_shard(store, worker.score(work).shards[0])
+    assert table["reward_sees"].to_pylist() == [1.0, 0.5, -1.0]
+    assert table["reward_x"].to_pylist() == [1.0] * 3
+
+
+def test_an_image_that_no_shard_has_is_damage_and_no_verdict(store: Store, make: Make):
+    worker = make(ScoringConfig(rewards=(TargetReward(name="sees", target="tests.support.rewards:share_of_red"),)))
+    rollouts = write_rollouts(store, rollout(1, 0, "x", images=["0" * 64]))
+    with pytest.raises(Damaged, match=r"image 0000.*: expected it in a media shard, found none that has it"):
+        worker.score(ScoringWork(iteration=1, rollouts=rollouts))
