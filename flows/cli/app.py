@@ -30,6 +30,7 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (runs.runs, "--store ./runs"),
     (runs.show, "demo"),
     (runs.rollouts, "demo --iteration 3 --sort reward"),
+    (runs.media, "demo 3f9a --to picture.png"),
     (runs.export, "demo"),
     (runs.query, "'select iteration, avg(reward) from rollouts group by iteration' demo"),
     (runs.export_policy, "demo --to demo-policy"),

@@ -6,6 +6,7 @@ from statistics import median
 
 from infra.store.tombstones import WHOLE_RUN, Tombstone
 from infra.terminal import table
+from models.records.media import ShownImage
 from models.rollouts.preview import RolloutPreview
 from placement.records import PlanInputs
 from tasks.views.metrics import shown, small
@@ -131,8 +132,13 @@ def rollout_text(sample: RolloutPreview) -> str:
     return (
         f"--- iteration {sample.iteration}, prompt {sample.prompt_id}, sample {sample.sample}, "
         f"reward {reward}, {tokens}, {sample.finish_reason}{answer}\n"
+        f"{''.join(map(_image_line, sample.images))}"
         f"{_visible(sample.prompt)}{bold}{_visible(sample.completion)}{plain}"
     )
+
+
+def _image_line(image: ShownImage) -> str:
+    return f"image {image.digest[:16]}, {image.format} {image.width} x {image.height}, {image.bytes:,} bytes\n"
 
 
 def answer_rows(answer: Sequence[Mapping[str, object]]) -> Rows:

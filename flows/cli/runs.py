@@ -17,6 +17,8 @@ Sql = Annotated[
     str, Parameter(name="SQL", help="a query, such as 'select run, avg(reward) from rollouts group by run'")
 ]
 NewDirectory = Annotated[Path, Parameter(metavar="DIR", help="a directory that is not there yet")]
+ImageDigest = Annotated[str, Parameter(name="DIGEST", help="of the image, or how it begins (see `rheostat rollouts`)")]
+NewFile = Annotated[Path, Parameter(metavar="FILE", help="a file that is not there yet")]
 PolicyIteration = Annotated[
     int | None, Parameter(metavar="N", show_default="after the last one", help="0 is the initial policy")
 ]
@@ -98,6 +100,17 @@ def rollouts(
         return
     for sample in samples:
         write(rollout_text(sample))
+
+
+def media(
+    run: RunName, digest: ImageDigest, /, *, to: NewFile, store: Store = DEFAULT_STORE, as_json: Json = False
+) -> None:
+    """Write an image that a run's prompts show to a file."""
+    from tasks.views.runs import open_known_run, write_image
+
+    image = write_image(open_known_run(store, run), digest, to)
+    text = f"{to}: {image.format} {image.width} x {image.height}, {image.bytes:,} bytes, {image.digest}"
+    write(image.model_dump_json(indent=2) if as_json else text)
 
 
 def export(run: RunName, /, *, scores: Scores = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:

@@ -5,12 +5,28 @@ from functools import cached_property
 
 import pyarrow as pa
 
+from infra.config import Settings
 from infra.errors import Damaged
 from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store
 
 MEDIA: str = "media"
 """Kind of the shards."""
+
+
+class ShownImage(Settings):
+    """An image as people are told of it."""
+
+    digest: str
+    """BLAKE3 of its bytes."""
+    format: str
+    """As Pillow calls it."""
+    width: int
+    """Pixels."""
+    height: int
+    """Pixels."""
+    bytes: int
+    """Size of the file."""
 
 
 class Media:
@@ -22,16 +38,30 @@ class Media:
 
     def encoded(self, digest: str) -> bytes:
         """Return the bytes of an image. Raises Damaged where no shard has it."""
-        try:
-            table, row = self._places[digest]
-        except KeyError:
-            shards = ", ".join(shard.key for shard in self._shards) or "none"
-            raise Damaged(f"image {digest}: expected it in a media shard, found none that has it ({shards})") from None
+        table, row = self._place(digest)
         return bytes(table["bytes"][row].as_buffer())
+
+    def shown(self, digest: str) -> ShownImage:
+        """Describe an image. Raises Damaged where no shard has it."""
+        table, row = self._place(digest)
+        said = {name: table[name][row].as_py() for name in ("digest", "format", "width", "height")}
+        return ShownImage(**said, bytes=len(table["bytes"][row].as_buffer()))
+
+    @property
+    def digests(self) -> list[str]:
+        """Names of all images."""
+        return list(self._places)
 
     def all_of(self, digests: Iterable[str]) -> list[bytes]:
         """Return the bytes of several."""
         return [self.encoded(digest) for digest in digests]
+
+    def _place(self, digest: str) -> tuple[pa.Table, int]:
+        try:
+            return self._places[digest]
+        except KeyError:
+            shards = ", ".join(shard.key for shard in self._shards) or "none"
+            raise Damaged(f"image {digest}: expected it in a media shard, found none that has it ({shards})") from None
 
     @cached_property
     def _places(self) -> dict[str, tuple[pa.Table, int]]:

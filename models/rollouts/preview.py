@@ -8,7 +8,8 @@ import pyarrow.compute as pc
 from infra.config import Settings
 from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store
-from models.records.model_input import completion_lengths
+from models.records.media import Media, ShownImage
+from models.records.model_input import completion_lengths, image_digests
 from models.records.work import ExcerptWork
 
 COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reason")
@@ -36,6 +37,8 @@ class RolloutPreview(Settings):
     """`stop` or `length`."""
     tokens: int
     """Length of the completion in tokens."""
+    images: tuple[ShownImage, ...] = ()
+    """What the prompt shows, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,21 @@ class Excerpts:
 
 
 def read_samples(
-    store: Store, rollouts: ShardRef, scores: ShardRef | None, *, iteration: int, limit: int | None = None
+    store: Store,
+    rollouts: ShardRef,
+    scores: ShardRef | None,
+    *,
+    iteration: int,
+    media: Media,
+    limit: int | None = None,
 ) -> list[RolloutPreview]:
     """Read the first `limit` completions whole; without scores, rewards are missing."""
-    table, rewards = read_shard(store, rollouts), _rewards(store, rollouts, scores)
-    return _samples(table.slice(0, limit), rewards.slice(0, limit), iteration)
+    table, rewards = read_shard(store, rollouts).slice(0, limit), _rewards(store, rollouts, scores)
+    samples = _samples(table, rewards.slice(0, limit), iteration)
+    return [
+        sample.model_copy(update={"images": tuple(map(media.shown, digests))})
+        for sample, digests in zip(samples, image_digests(table), strict=True)
+    ]
 
 
 def read_excerpts(store: Store, work: ExcerptWork) -> list[RolloutPreview]:

@@ -15,10 +15,11 @@ from infra.store.storage import open_store
 from infra.store.tombstones import Tombstone, find_tombstone
 from infra.validation_errors import nearest
 from models.config.rewards import ScoringConfig
+from models.records.media import Media, ShownImage
 from models.records.versions import directory_of, policy_of
 from models.rollouts.preview import RolloutPreview, read_samples
 from tasks.run.batch import check_rollouts_kept, rollouts_of
-from tasks.run.keys import StageKey, iteration_key, iterations_among
+from tasks.run.keys import PROMPTS, StageKey, iteration_key, iterations_among
 from tasks.run.rescorings import Derived, DerivedLine, derived_of
 from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations
 
@@ -48,7 +49,30 @@ def sample_rollouts(
 def _read(run: Run, manifest: Manifest, iteration: int, *, limit: int | None) -> list[RolloutPreview]:
     scored = run.find(StageKey.parse(manifest.key).at("scoring"))
     scores = None if scored is None else scored.shards[0]
-    return read_samples(run.store, manifest.shards[0], scores, iteration=iteration, limit=limit)
+    media = media_of(run, "train")
+    return read_samples(run.store, manifest.shards[0], scores, iteration=iteration, media=media, limit=limit)
+
+
+def media_of(run: Run, *splits: str) -> Media:
+    """Return the images of prompts."""
+    made = filter(None, (run.find(PROMPTS[split]) for split in splits))
+    return Media(run.store, [shard for prompts in made for shard in prompts.shards[1:]])
+
+
+def write_image(run: Run, digest: str, target: Path) -> ShownImage:
+    """Write an image of a run's prompts, as it came, to a file that is not there yet; a digest may be shortened."""
+    media = media_of(run, "train", "heldout")
+    found = [known for known in media.digests if known.startswith(digest)]
+    if len(found) != 1:
+        several = f"{len(found)} images" if found else f"none of {len(media.digests)} images"
+        raise BadInput(f"image {digest!r}: expected the digest of one image of run {run.name!r}, found {several}")
+    if target.exists():
+        raise BadInput(f"{target}: expected a file that is not there yet, found one")
+    try:
+        target.write_bytes(media.encoded(found[0]))
+    except OSError as error:
+        raise BadInput(f"{target}: cannot be written: {error.strerror or error}") from error
+    return media.shown(found[0])
 
 
 def producers_of(run: Run) -> dict[str, list[str]]:

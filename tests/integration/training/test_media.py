@@ -1,11 +1,15 @@
 """Prompts that show images, prepared: expanded tokens, media shards behind them, and what is left when forgotten."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from flows.cli.app import main
+from flows.cli.output import rollout_text
 from infra.errors import BadInput
 from infra.store.bundles import publish_bundle
+from infra.store.runs import create_run
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.data import FileData, PixelLimits
@@ -17,11 +21,14 @@ from models.records.schemas import MEDIA_SCHEMA, PROMPT_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import PromptWork
 from models.rollouts.forgotten import forgotten_prompts, without
+from models.rollouts.preview import read_samples
 from models.vision.families import ImageSize
 from models.vision.pixels import limit_pixels, processor_within
 from models.vision.processor import load_processor
 from models.workers.preparation import PreparationWorker
+from tasks.views.runs import write_image
 from tests.support.pictures import picture
+from tests.support.rollout_shards import rollout, write_rollouts
 from tests.support.vision import write_seeing
 
 RED, BLUE, GREEN = (picture(colour) for colour in ("red", "blue", "green"))
@@ -134,3 +141,30 @@ def test_pixels_are_limited_by_settings_in_the_policys_directory(tmp_path):
 def test_limits_for_a_policy_whose_images_are_not_sized_by_pixels_are_bad_input(policy):
     with pytest.raises(BadInput, match=r"expected a policy of qwen2_vl, .*; found idefics3"):
         processor_within(policy, PixelLimits(least=64))
+
+
+# ---- seen
+
+
+def test_an_image_of_a_run_is_described_and_written_as_it_came(prepared, tmp_path, capsys):
+    prepare, store = prepared
+    run = create_run(str(tmp_path / "store"), "job", {})
+    shards = prepare(["red.png"], ["blue.png"]).shards
+    media = Media(store, shards[1:])
+    assert media.shown(digest_of(RED)).model_dump() == {
+        "digest": digest_of(RED), "format": "PNG", "width": 24, "height": 24, "bytes": len(RED)
+    }  # fmt: skip
+    with pytest.raises(BadInput, match=r"image 'ab': expected the digest of one image of run 'job', found none of 0"):
+        write_image(run, "ab", tmp_path / "new.png")
+    assert main(["media", "job", "ab", "--to", str(tmp_path / "new.png"), "--store", str(tmp_path / "store")]) == 2
+    assert "image 'ab': expected the digest of one image of run 'job'" in capsys.readouterr().err
+    prompts = {"prompts/train": SimpleNamespace(shards=shards)}
+    having = SimpleNamespace(store=store, name="job", find=lambda key: prompts.get(str(key)))
+    assert write_image(having, digest_of(BLUE)[:6], tmp_path / "new.png").digest == digest_of(BLUE)
+    assert (tmp_path / "new.png").read_bytes() == BLUE
+    with pytest.raises(BadInput, match=r"expected a file that is not there yet, found one"):
+        write_image(having, digest_of(BLUE), tmp_path / "new.png")
+    rollouts = write_rollouts(store, rollout(1, 0, "x", images=[digest_of(RED)]), rollout(2, 0, "y"))
+    samples = read_samples(store, rollouts, None, iteration=1, media=media)
+    assert [[image.digest for image in sample.images] for sample in samples] == [[digest_of(RED)], []]
+    assert f"image {digest_of(RED)[:16]}, PNG 24 x 24, {len(RED)} bytes\nprompt 1" in rollout_text(samples[0])
