@@ -23,6 +23,10 @@ class DataSource(Variant):
 
     makes_pairs: ClassVar[bool] = False
     """Whether preferences of kind `arithmetic` can be made from its problems."""
+    guess: ClassVar[str] = "#### {}"
+    """How warm-up answers without working, where problems have worked answers."""
+    largest_guess: ClassVar[int] = 20
+    """The largest number that it guesses."""
 
     @property
     def has_answers(self) -> bool:
@@ -53,6 +57,25 @@ class ArithmeticData(DataSource):
     """Problems to learn from."""
     heldout_problems: Positive = 256
     """Problems kept for evaluation; a hash of the question decides which, so the two never meet."""
+
+    @property
+    def heldout_known(self) -> int | None:
+        """As many as are made."""
+        return self.heldout_problems
+
+
+class PicturesData(DataSource):
+    """Pictures of 3 x 3 coloured shapes made from a seed, and how many have a colour; for policies that see."""
+
+    implementation = "models.data.pictures:picture_problems"
+    guess = " #### {}"
+    largest_guess = 6
+
+    kind: Literal["pictures"] = "pictures"
+    train_problems: Positive = 3072
+    """Problems to learn from."""
+    heldout_problems: Positive = 256
+    """Problems kept for evaluation; a hash of question and picture decides which, so the two never meet."""
 
     @property
     def heldout_known(self) -> int | None:
@@ -114,7 +137,7 @@ class TargetData(Target):
     """A source of your own: a subclass of `models.config.data.DataSource` (see "Extending")."""
 
 
-DataConfig = Annotated[DataSource, OneOf((ArithmeticData, FileData, TargetData))]
+DataConfig = Annotated[DataSource, OneOf((ArithmeticData, PicturesData, FileData, TargetData))]
 
 
 # ---- preferences

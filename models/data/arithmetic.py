@@ -55,11 +55,6 @@ def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Pro
     return list(found.values())
 
 
-def bare_guess(rng: Random) -> str:
-    """Answer without working: plausible and mostly wrong."""
-    return f"#### {rng.randint(0, LARGEST_TOTAL)}"
-
-
 @dataclass(frozen=True, slots=True)
 class _Step:
     sign: int

@@ -13,7 +13,7 @@ from infra.errors import BadInput
 from infra.variants import implementation_of
 from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
 from models.config.training import WarmupConfig
-from models.data.arithmetic import bare_guess, wrong_completion
+from models.data.arithmetic import wrong_completion
 from models.data.files import messages_of, prompt_of, read_rows, text_of
 from models.data.problems import Problem, Prompt, check_places, fill_prompt, identity, is_heldout, load_problems
 
@@ -38,16 +38,19 @@ def warmup_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[E
     while len(examples) < wanted:
         passing = rng.sample(problems, k=min(len(problems), wanted - len(examples)))
         examples.extend(
-            Example(problem.prompt, _imitated(problem, warmup.worked_fraction, rng), problem.images)
+            Example(problem.prompt, _imitated(problem, data, warmup.worked_fraction, rng), problem.images)
             for problem in passing
         )
     return examples
 
 
-def _imitated(problem: Problem, worked_fraction: float, rng: Random) -> str:
+def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: Random) -> str:
+    """Answer as asked: worked, or by a guess, which is plausible and mostly wrong."""
     if problem.worked is None:
         return problem.answer
-    return problem.worked if rng.random() < worked_fraction else bare_guess(rng)
+    if rng.random() < worked_fraction:
+        return problem.worked
+    return data.guess.format(rng.randint(0, data.largest_guess))
 
 
 @dataclass(frozen=True, slots=True)

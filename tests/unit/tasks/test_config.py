@@ -105,7 +105,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
         ),
         (
             "[data]\nkind = 'files'",
-            "data.kind: expected 'arithmetic' or 'file' or 'target', got 'files'; did you mean 'file'?",
+            "data.kind: expected 'arithmetic' or 'pictures' or 'file' or 'target', got 'files'; did you mean 'file'?",
         ),
         ("[policy]\nlayers = 2", "policy.kind: missing, expected 'scratch' or 'directory'"),
         (

@@ -1,0 +1,106 @@
+"""Pictures of coloured shapes to be counted, for a demo of policies that see and learn on a laptop.
+
+A picture has 3 x 3 cells, each empty or with a circle, a square or a cross in one of four colours. "How many red?" is
+answered by reading the cells row by row, each with the count so far:
+
+    .0 .0 O0 O0 S0 S0 .0 X1 X2 #### 2
+
+A bare guess is right about one time in seven, a worked answer as often as the cells are read right. Torch-free.
+"""
+
+from io import BytesIO
+from random import Random
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from infra.errors import BadInput
+from models.config.data import PicturesData
+from models.data.problems import Problem, is_heldout
+
+CELLS: Final = 3
+CELL: Final = 8
+"""Cells of a side, and pixels of a cell's side."""
+COLOURS: Final = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230), "yellow": (235, 210, 40)}
+GROUND: Final = (20, 20, 20)
+EMPTY_SHARE: Final = 0.3
+ASKED_SHARE: Final = 0.4
+"""Of cells without a shape, and of shapes in the colour that is asked for: counts from 0 to 6 are common."""
+HELDOUT_SHARE: Final = 0.1
+MAX_FRUITLESS_DRAWS: Final = 5000
+
+Cell = tuple[str, str] | None
+"""Shape and colour."""
+
+
+def _masks() -> dict[str, NDArray[np.bool_]]:
+    y_YX, x_YX = np.mgrid[:CELL, :CELL] - (CELL - 1) / 2
+    inside = np.maximum(abs(x_YX), abs(y_YX)) < CELL / 2 - 1
+    return {
+        "O": x_YX**2 + y_YX**2 < (CELL / 2 - 0.7) ** 2,
+        "S": inside,
+        "X": inside & (np.minimum(abs(x_YX - y_YX), abs(x_YX + y_YX)) < 1.5),
+    }
+
+
+MASKS: Final = _masks()
+"""Pixels of each shape, by its letter."""
+
+
+def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]:
+    """Draw the split's problems: no two ask the same of one picture, the same list for the same seed."""
+    wanted = data.train_problems if split == "train" else data.heldout_problems
+    rng = Random(f"{seed}/{split}/pictures")
+    found: dict[str, Problem] = {}
+    fruitless = 0
+    while len(found) < wanted and fruitless < MAX_FRUITLESS_DRAWS:
+        problem = _draw(rng, source=f"{split} problem {len(found)}")
+        name = problem.identity
+        is_new = name not in found and is_heldout(name, HELDOUT_SHARE) == (split == "heldout")
+        fruitless = 0 if is_new else fruitless + 1
+        if is_new:
+            found[name] = problem
+    if len(found) < wanted:
+        raise BadInput(
+            f"data.{split}_problems = {wanted}: only {len(found)} different pictures were found; ask for fewer"
+        )
+    return list(found.values())
+
+
+def _draw(rng: Random, *, source: str) -> Problem:
+    asked = rng.choice(list(COLOURS))
+    cells = [_cell(rng, asked) for _ in range(CELLS**2)]
+    count, work = 0, []
+    for cell in cells:
+        count += cell is not None and cell[1] == asked
+        work.append(f"{'.' if cell is None else cell[0]}{count}")
+    answer = f"#### {count}"
+    # Each word of the worked answer has its space before it, as a token has.
+    return Problem(
+        source=source,
+        prompt=f"How many {asked}?",
+        answer=f" {answer}",
+        worked=f" {' '.join((*work, answer))}",
+        images=(drawn(cells),),
+    )
+
+
+def _cell(rng: Random, asked: str) -> Cell:
+    if rng.random() < EMPTY_SHARE:
+        return None
+    others = [colour for colour in COLOURS if colour != asked]
+    return rng.choice(list(MASKS)), asked if rng.random() < ASKED_SHARE else rng.choice(others)
+
+
+def drawn(cells: list[Cell]) -> bytes:
+    """Draw cells row by row as a PNG file."""
+    pixels = np.full((CELLS * CELL, CELLS * CELL, 3), GROUND, np.uint8)
+    for place, cell in enumerate(cells):
+        if cell is not None:
+            top, left = (CELL * each for each in divmod(place, CELLS))
+            pixels[top : top + CELL, left : left + CELL][MASKS[cell[0]]] = COLOURS[cell[1]]
+    sink = BytesIO()
+    Image.fromarray(pixels).save(sink, "PNG", optimize=False, compress_level=9)
+    return sink.getvalue()

@@ -1,0 +1,58 @@
+"""Pictures to be counted: what is drawn is what is answered, and no picture is in both splits."""
+
+from io import BytesIO
+
+import numpy as np
+from PIL import Image
+
+from models.config.data import PicturesData
+from models.data.pictures import CELL, CELLS, COLOURS, MASKS
+from models.data.problems import load_problems
+
+DATA = PicturesData(train_problems=200, heldout_problems=40)
+
+
+def read_cells(encoded):
+    """Read shapes and colours back from the pixels."""
+    pixels = np.asarray(Image.open(BytesIO(encoded)).convert("RGB"))
+    assert pixels.shape == (24, 24, 3)
+    for place in range(CELLS**2):
+        top, left = (CELL * each for each in divmod(place, CELLS))
+        cell = pixels[top : top + CELL, left : left + CELL]
+        found = [
+            (shape, colour)
+            for shape, mask in MASKS.items()
+            for colour, rgb in COLOURS.items()
+            if np.array_equal((cell == rgb).all(-1), mask)
+        ]
+        yield found[0] if found else None
+
+
+def test_a_worked_answer_reads_the_cells_of_its_picture_and_counts_the_asked_colour():
+    for problem in load_problems(DATA, "train", 0):
+        asked = problem.prompt.removeprefix("How many ").removesuffix("?")
+        count, work = 0, []
+        for cell in read_cells(problem.images[0]):
+            count += cell is not None and cell[1] == asked
+            work.append(f"{cell[0] if cell else '.'}{count}")
+        assert problem.worked == f" {' '.join(work)} #### {count}"
+        assert problem.answer == f" #### {count}"
+
+
+def test_the_same_seed_draws_the_same_pictures_and_another_seed_others():
+    first, again, other = (load_problems(DATA, "train", seed) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def test_a_training_picture_is_never_a_heldout_picture_of_any_seed():
+    train, heldout = (
+        {each.identity for s in range(2) for each in load_problems(DATA, split, s)} for split in ("train", "heldout")
+    )
+    assert (len(train), len(heldout)) == (400, 80)
+    assert train.isdisjoint(heldout)
+
+
+def test_no_count_is_so_common_that_a_guess_pays():
+    answers = [problem.answer for problem in load_problems(DATA, "train", 0)]
+    assert max(answers.count(answer) for answer in answers) < 0.35 * len(answers)
