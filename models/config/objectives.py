@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from infra.config import Positive, Settings
 from infra.errors import BadInput
@@ -280,6 +280,9 @@ class UpdateConfig(Settings):
     """Precision of weights and activations; optimizer moments and master weights are float32."""
     lora: LoraConfig | None = None
     """Train adapters; none trains every weight."""
+    freeze: tuple[Literal["vision", "projector", "language"], ...] = ()
+    """Parts of a policy that sees which stay as they are: its tower, what leads from there to the decoder, the decoder;
+    warm-up on worked examples trains them all."""
     loss: LossConfig = PpoClip()
     """The policy loss."""
     kl: Kl = NoKl()
@@ -290,6 +293,14 @@ class UpdateConfig(Settings):
     """The same for tokens that an earlier policy version wrote; none treats them alike."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Tokens written more versions ago have no weight in the loss; none keeps them all."""
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> "UpdateConfig":
+        if self.freeze and self.lora is not None:
+            raise ValueError("freeze and lora: adapters leave all other weights as they are; remove freeze")
+        if len(set(self.freeze)) == 3:
+            raise ValueError("freeze names vision, projector and language: nothing is left to train")
+        return self
 
     @property
     def kl_penalty(self) -> KlPenalty | None:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from infra.config import Positive
+from infra.config import Positive, Settings
 from infra.store.inputs import Location
 from infra.variants import Variant
 
@@ -52,18 +52,70 @@ class ScratchPolicy(PolicySource):
         return self
 
 
+class ScratchTower(Settings):
+    """Tower of a policy that sees, as Idefics3 has it."""
+
+    image_size: Annotated[int, Field(ge=4, le=4096)] = 24
+    """Side in pixels to which images are resized."""
+    patch_size: Positive = 4
+    """Side of a patch in pixels."""
+    scale_factor: Positive = 2
+    """Side in patches of the square that becomes one token."""
+    hidden_size: Annotated[int, Field(ge=8)] = 64
+    """Width."""
+    intermediate_size: Annotated[int, Field(ge=8)] = 128
+    """Width of the MLP."""
+    layers: Positive = 2
+    """Blocks."""
+    heads: Positive = 2
+    """Attention heads."""
+
+    @model_validator(mode="after")
+    def _sizes_divide(self) -> "ScratchTower":
+        side = self.patch_size * self.scale_factor
+        if self.image_size % side:
+            raise ValueError(f"image_size {self.image_size} is not a multiple of patch_size x scale_factor, {side}")
+        if self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of heads {self.heads}")
+        return self
+
+
+class SeeingScratchPolicy(PolicySource):
+    """A small policy that sees, built from nothing: Idefics3's tower in front of the scratch decoder."""
+
+    implementation = "models.modeling.initial:write_seeing_scratch"
+    inspection = "models.inspection.directory:inspect_seeing_scratch"
+
+    kind: Literal["seeing_scratch"] = "seeing_scratch"
+    tower: ScratchTower = ScratchTower()
+    """What reads images."""
+    decoder: ScratchPolicy = ScratchPolicy(
+        vocab_size=303, hidden_size=64, intermediate_size=192, heads=2, kv_heads=2, context=96
+    )
+    """What reads and writes tokens; three of its vocabulary stand around images."""
+
+    @model_validator(mode="after")
+    def _has_room_for_three(self) -> "SeeingScratchPolicy":
+        if self.decoder.vocab_size < 303:
+            raise ValueError(
+                f"decoder.vocab_size {self.decoder.vocab_size}: images need 3 tokens, expected at least 303"
+            )
+        return self
+
+
 class DirectoryPolicy(PolicySource):
-    """Any causal language model directory in Hugging Face format."""
+    """Any directory in Hugging Face format of a causal language model, or of one that sees as well."""
 
     implementation = "models.modeling.initial:write_import"
     inspection = "models.inspection.directory:inspect_import"
 
     kind: Literal["directory"] = "directory"
     path: Location
-    """Directory with config.json, safetensors and tokenizer, of this machine or at s3://bucket/name."""
+    """Directory with config.json, safetensors, tokenizer, where it sees preprocessor_config.json, of this machine or
+    at s3://bucket/name."""
 
 
-PolicyConfig = Annotated[ScratchPolicy | DirectoryPolicy, Field(discriminator="kind")]
+PolicyConfig = Annotated[ScratchPolicy | SeeingScratchPolicy | DirectoryPolicy, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True, slots=True)

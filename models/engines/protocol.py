@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from infra.errors import BadInput
 from infra.variants import check_implementation, implementation_of
 from models.config.engines import EngineSettings, SamplingConfig
+from models.records.media import ImageSource
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
@@ -115,6 +116,14 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         """Return one list per request, with one completion per seed, in order."""
+
+
+@runtime_checkable
+class SeeingEngine(Protocol):
+    """An engine of policies that see."""
+
+    def show(self, images: ImageSource) -> None:
+        """Say where the images of the prompts that follow are."""
 
 
 class EngineMaker(Protocol):

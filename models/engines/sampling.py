@@ -1,5 +1,6 @@
 """Drawing the next token. B rows, V vocabulary, T draws of one completion."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.config.engines import SamplingConfig
+from models.vision.sight import without
 
 _ELEMENTS: Final = (
     1 << 24
@@ -23,15 +25,17 @@ def uniforms(seed: int, count: int) -> NDArray[np.float64]:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def draw(logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Draw one token per row and return (tokens_B, logprobs_B in float32).
+def draw(
+    logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig, *, banned: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row and return (tokens_B, logprobs_B in float32); what is banned has probability 0.
 
     Log-probs are those of the untruncated softmax at the sampling temperature, or at 1 when the temperature is 0.
     Each row's draw depends on its own logits and its own uniform alone.
     """
     rows = max(1, _ELEMENTS // logits_BV.shape[1])
     parts = [
-        _draw(logits_BV[start : start + rows].double(), uniforms_B[start : start + rows], sampling)
+        _draw(without(logits_BV[start : start + rows].double(), banned), uniforms_B[start : start + rows], sampling)
         for start in range(0, len(logits_BV), rows)
     ]
     tokens, logprobs = zip(*parts, strict=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
@@ -23,7 +24,14 @@ from infra.plugins import find_target
 from infra.store.inputs import fetched
 from models.admission.directory import admit
 from models.config.data import PixelLimits
-from models.config.policy import DirectoryPolicy, ModelOutline, ModelShape, PolicySource, ScratchPolicy
+from models.config.policy import (
+    DirectoryPolicy,
+    ModelOutline,
+    ModelShape,
+    PolicySource,
+    ScratchPolicy,
+    SeeingScratchPolicy,
+)
 from models.data.problems import Problem
 from models.text.tokenizer import load_tokenizer, scratch_tokenizer
 from models.vision.pixels import processor_within
@@ -161,6 +169,25 @@ def inspect_scratch(policy: ScratchPolicy, problems: Sequence[Problem]) -> Inspe
     """Train its tokenizer, and describe what would be built for that."""
     tokenizer = scratch_tokenizer(policy, problems)
     return inspect_decoder(DecoderSizes.from_scratch(policy, vocab_size=len(tokenizer)), tokenizer)
+
+
+def inspect_seeing_scratch(policy: SeeingScratchPolicy, problems: Sequence[Problem]) -> Inspected:
+    """Train its tokenizer, and shape what would be built for that."""
+    from models.modeling.adapters import outline
+    from models.modeling.critic import classifier_of
+    from models.modeling.policy import policy_shape
+    from models.modeling.seeing_scratch import outline_seeing, save_beside_weights, seeing_tokenizer
+
+    tokenizer = seeing_tokenizer(policy, problems)
+    model = outline_seeing(policy, tokenizer)
+    shape = policy_shape(model.config, parameters=model.num_parameters(), source=policy.kind)
+
+    def sees(limits: PixelLimits) -> VisionProcessor | None:
+        with TemporaryDirectory() as made:
+            save_beside_weights(policy, model, tokenizer, Path(made))
+            return processor_within(Path(made), limits)
+
+    return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(model.config)), sees=sees)
 
 
 def inspect_import(policy: DirectoryPolicy, problems: Sequence[Problem]) -> Inspected:

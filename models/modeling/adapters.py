@@ -24,6 +24,7 @@ from models.modeling.policy import making_models
 from models.modeling.safetensors import save_tensors
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion
+from models.vision.parts import part_of
 
 _NAME: Final = "default"  # peft's name for the only adapter of a model; it stands in parameters' names, not in files
 _HEADS: Final = ("score", "classifier")
@@ -111,12 +112,12 @@ def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Lin
 
 
 def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """All but the head."""
+    """All but the head, and of a model that sees those of its decoder alone."""
     head = model.get_output_embeddings() or getattr(model, _head_name(model) or "", None)
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and part_of(name) == "language"
     }
 
 

@@ -24,6 +24,7 @@ from models.modeling.policy import load_policy, load_weights, making_models, sav
 from models.modeling.reward_model import load_reward_model
 from models.modeling.shared_prompts import share_prompts
 from models.text.tokenizer import load_tokenizer
+from models.vision.families import FAMILIES
 
 
 class TokenValues(TokenModule):
@@ -112,6 +113,10 @@ def check_tokenizer(found: PreTrainedTokenizerFast, policy: PreTrainedTokenizerF
 
 def _classifier(config: PretrainedConfig) -> PreTrainedModel:
     """Initialise a classifier with one output and the given trunk; the configuration becomes its own."""
+    if config.model_type in FAMILIES:
+        raise BadInput(
+            f"no critic and no reward model is made of a {config.model_type}, which sees; use an algorithm without"
+        )
     if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         raise BadInput(
             f"transformers knows no sequence classifier of the policy's model_type {config.model_type!r}; set "

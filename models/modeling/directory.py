@@ -7,7 +7,10 @@ from shutil import copyfile
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
@@ -15,6 +18,7 @@ from models.admission.directory import admit
 from models.modeling.merging import base_of, check_fits, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
 from models.text.tokenizer import load_tokenizer
+from models.vision.processor import load_processor, sees
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -36,6 +40,7 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
         check_fits(meta_policy(directory), read_adapter(directory))
         return checked
     config = _causal_config(directory)
+    load_processor(directory)
     weight_files(directory)
     tokenizer = load_tokenizer(directory)
     model = meta_policy(directory)
@@ -100,7 +105,8 @@ def _causal_config(directory: Path) -> PretrainedConfig:
     if not path.is_file():
         raise BadInput(f"policy {directory}: no config.json: not a model directory in Hugging Face format")
     kind = _read_object(path).get("model_type")
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
+    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if sees(directory) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    causal = known.get(kind) if isinstance(kind, str) else None
     if causal is None:
         raise BadInput(f"{path}: model_type {kind!r} is no causal language model that transformers knows")
     try:

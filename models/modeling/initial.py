@@ -17,12 +17,13 @@ from models.config.judges import (
     ServedReward,
     TrainedJudge,
 )
-from models.config.policy import DirectoryPolicy, PolicySource, ScratchPolicy
+from models.config.policy import DirectoryPolicy, PolicySource, ScratchPolicy, SeeingScratchPolicy
 from models.data.problems import Problem, load_problems
 from models.judges.prompts import vocabulary_texts
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, save_policy
 from models.modeling.reward_model import check_reward_model
+from models.modeling.seeing_scratch import build_seeing, save_seeing, seeing_tokenizer
 from models.records.seeds import derive_seed
 from models.text.tokenizer import scratch_tokenizer, train_tokenizer
 
@@ -45,6 +46,14 @@ def write_scratch(policy: ScratchPolicy, directory: Path, *, data: DataConfig, s
     tokenizer = scratch_tokenizer(policy, load_problems(data, "train", seed))
     model = build_scratch(policy, tokenizer, seed=seed)
     save_policy(model, tokenizer, directory)
+    return int(model.num_parameters())
+
+
+def write_seeing_scratch(policy: SeeingScratchPolicy, directory: Path, *, data: DataConfig, seed: int) -> int:
+    """Build the policy that sees, with a tokenizer of the data's text."""
+    tokenizer = seeing_tokenizer(policy, load_problems(data, "train", seed))
+    model = build_seeing(policy, tokenizer, seed=seed)
+    save_seeing(policy, model, tokenizer, directory)
     return int(model.num_parameters())
 
 

@@ -3,7 +3,7 @@
 Shapes: B rows, T padded width, N written tokens, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self, cast
 
 import torch
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from infra.errors import BadInput
 from models.modeling.layout import MicroBatch
 from models.modeling.shared_prompts import SharedTokens, on_device, share_prompts, shared_states
+from models.vision.sight import SeenRows, Sight, look, see, without
 
 
 class ForwardInput(NamedTuple):
@@ -27,9 +28,11 @@ class ForwardInput(NamedTuple):
     targets_N: Tensor
     shared: SharedTokens | None = None
     """Where the one row of tokens stands in attention; none where rows are padded."""
+    seen: SeenRows | None = None
+    """What the rows show, of a model that sees."""
 
     @classmethod
-    def of(cls, batch: MicroBatch, device: torch.device, *, shares: bool) -> Self:
+    def of(cls, batch: MicroBatch, device: torch.device, *, shares: bool, seen: SeenRows | None = None) -> Self:
         """Bring a pass to the device, to a model that `shares` prompts or one that does not."""
         tokens, positions, shared = batch.tokens_BT, batch.positions_N, None
         if shares and batch.shared is not None:
@@ -38,7 +41,7 @@ class ForwardInput(NamedTuple):
         tokens_BT, positions_N, targets_N = (
             torch.from_numpy(array).to(device) for array in (tokens, positions, batch.targets_N)
         )
-        return cls(tokens_BT, positions_N, targets_N, shared)
+        return cls(tokens_BT, positions_N, targets_N, shared, seen)
 
 
 class TokenModule(nn.Module):
@@ -48,14 +51,32 @@ class TokenModule(nn.Module):
     """What is saved."""
 
     shares_prompts: bool
-    """Whether it takes passes in which prompts are shared."""
+    """Whether it takes passes in which prompts are shared; a model that sees does not."""
+
+    sight: Sight | None = None
+    """Of a model that sees."""
+
+    def read(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
+        """Bring a pass to the device, with what its rows show."""
+        seen = None
+        if self.sight is not None:
+            width = batch.tokens_BT.shape[1]
+            seen = look(self.sight, self.model, batch.inputs, device=device, width=width, runs_always=True)
+        elif any(each.images for each in batch.inputs):
+            raise BadInput(f"{type(self.model).__name__} reads text alone, found prompts with images")
+        return ForwardInput.of(batch, device, shares=self.shares_prompts, seen=seen)
 
     def states(self, read: ForwardInput) -> Tensor:
         """Return the hidden state that predicts each written token."""
         if read.shared is not None:
             return shared_states(self.model, read.tokens_BT, read.shared).index_select(0, read.positions_N)
-        states_BTH = self.model.base_model(input_ids=read.tokens_BT, use_cache=False).last_hidden_state
-        return cast(Tensor, states_BTH.flatten(0, 1).index_select(0, read.positions_N))
+        seen = None if read.seen is None else see(self.model, read.seen)
+        options = {} if seen is None else seen.options
+        states_BTH = self.model.base_model(input_ids=read.tokens_BT, use_cache=False, **options).last_hidden_state
+        states_NH = states_BTH.flatten(0, 1).index_select(0, read.positions_N)
+        if seen is not None and seen.nothing is not None:  # every rank's pass has gradients of the same parameters
+            states_NH = states_NH + seen.nothing.to(states_NH.dtype)
+        return cast(Tensor, states_NH)
 
 
 CHUNK_ELEMENTS = 1 << 26
@@ -65,48 +86,68 @@ CHUNK_ELEMENTS = 1 << 26
 class TokenLogprobs(TokenModule):
     """A causal language model that answers with the log-probs of given tokens instead of logits."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        sight: Sight | None = None,
+        chunk_elements: int = CHUNK_ELEMENTS,
+    ) -> None:
         super().__init__()
         self.model = model
-        self.head = _Head(model, temperature=temperature, chunk_elements=chunk_elements)
-        self.shares_prompts = share_prompts(model)
+        self.sight = sight
+        banned = () if sight is None else sight.banned
+        self.head = _Head(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
+        self.shares_prompts = sight is None and share_prompts(model)
 
     def forward(self, read: ForwardInput) -> Tensor:
         """Return log π of each written token in float32."""
         return cast(Tensor, self.head(self.states(read), read.targets_N))
 
 
+class _Settings(NamedTuple):
+    """How logits become log-probs."""
+
+    temperature: float
+    banned: tuple[int, ...]
+    """Tokens whose probability is 0."""
+    rows: int
+    """Tokens of a chunk."""
+
+
 class _Head(nn.Module):
     """The language-model head on completion positions alone; it shares the model's own parameters."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, chunk_elements: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, banned: Sequence[int], chunk_elements: int
+    ) -> None:
         super().__init__()
-        head = _linear_head(model)
+        head = _linear_head(model, banned)
         # Registered here too, so that ZeRO-3 gathers them around this module's forward and backward.
         self.weight = head.weight
         self.bias = head.bias
-        self.temperature = temperature
-        self.rows = max(1, chunk_elements // head.weight.shape[0])
+        self.settings = _Settings(temperature, tuple(banned), rows=max(1, chunk_elements // head.weight.shape[0]))
 
     def forward(self, states_NH: Tensor, targets_N: Tensor) -> Tensor:
-        if len(states_NH) <= self.rows:
-            logits_NV = F.linear(states_NH, self.weight, self.bias).float()
-            if self.temperature != 1:
-                logits_NV = logits_NV / self.temperature
+        temperature, banned, rows = self.settings
+        if len(states_NH) <= rows:
+            logits_NV = without(F.linear(states_NH, self.weight, self.bias).float(), banned)
+            if temperature != 1:
+                logits_NV = logits_NV / temperature
             return -F.cross_entropy(logits_NV, targets_N, reduction="none")
         chunked = cast(_Chunked, _ChunkedLogprobs.apply)
-        return chunked(states_NH, self.weight, self.bias, targets_N, self.temperature, self.rows)
+        return chunked(states_NH, self.weight, self.bias, targets_N, self.settings)
 
 
-_Chunked = Callable[[Tensor, Tensor, Tensor | None, Tensor, float, int], Tensor]
+_Chunked = Callable[[Tensor, Tensor, Tensor | None, Tensor, _Settings], Tensor]
 
 
 class _Saved(FunctionCtx):
     """What the forward pass leaves for the backward pass."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor]
-    temperature: float
-    rows: int
+    settings: _Settings
     needs_input_grad: tuple[bool, ...]
 
 
@@ -120,13 +161,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        temperature: float,
-        rows: int,
+        settings: _Settings,
     ) -> Tensor:
         ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), targets_N)  # none is allowed
-        ctx.temperature, ctx.rows = temperature, rows
+        ctx.settings = settings
+        temperature, banned, rows = settings
         chunks = [
-            -F.cross_entropy(F.linear(states, weight_VH, bias_V).float() / temperature, targets, reduction="none")
+            -F.cross_entropy(
+                without(F.linear(states, weight_VH, bias_V).float(), banned) / temperature, targets, reduction="none"
+            )
             for states, targets in zip(torch.split(states_NH, rows), torch.split(targets_N, rows), strict=True)
         ]
         return torch.cat(chunks)
@@ -140,11 +183,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             torch.zeros_like(parameter, dtype=torch.float32) if needed and parameter is not None else None
             for parameter, needed in zip((weight_VH, bias_V), ctx.needs_input_grad[1:3], strict=True)
         )
-        for start in range(0, len(states_NH), ctx.rows):
-            part = slice(start, start + ctx.rows)
-            grad_logits = F.linear(states_NH[part], weight_VH, bias_V).float().div_(ctx.temperature).softmax(-1)
+        temperature, banned, rows = ctx.settings
+        for start in range(0, len(states_NH), rows):
+            part = slice(start, start + rows)
+            logits = without(F.linear(states_NH[part], weight_VH, bias_V).float(), banned)
+            grad_logits = logits.div_(temperature).softmax(-1)
             grad_logits[torch.arange(len(grad_logits), device=grad_logits.device), targets_N[part]] -= 1
-            grad_logits.mul_(-gradients[0][part, None] / ctx.temperature)
+            grad_logits.mul_(-gradients[0][part, None] / temperature)
             low = grad_logits.to(states_NH.dtype)
             grad_states_NH[part] = low @ weight_VH
             if grad_weight_VH is not None:
@@ -153,13 +198,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias_V += grad_logits.sum(0)
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         grad_bias = None if bias_V is None or grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_states_NH, grad_weight, grad_bias, None, None, None
+        return grad_states_NH, grad_weight, grad_bias, None, None
 
 
-def _linear_head(model: PreTrainedModel) -> nn.Linear:
+def _linear_head(model: PreTrainedModel, banned: Sequence[int]) -> nn.Linear:
     """Return the output layer after checking that logits are that layer and nothing else (no soft cap, no scale)."""
     head = model.get_output_embeddings()
-    tokens_BT = torch.arange(4, device=model.device)[None]
+    plain = [token for token in range(4 + len(banned)) if token not in banned][:4]
+    tokens_BT = torch.tensor([plain], device=model.device)
     if isinstance(head, nn.Linear):
         with torch.no_grad():
             expected = model(input_ids=tokens_BT, use_cache=False).logits

@@ -4,7 +4,7 @@ Weights of any model load here: safetensors only, nothing from the network, noth
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -23,6 +24,10 @@ from transformers.utils import logging as transformers_logging
 
 from infra.errors import BadInput
 from models.config.policy import ModelShape, ScratchPolicy
+from models.records.media import ImageSource
+from models.vision.parts import Part, frozen_names
+from models.vision.processor import load_processor, sees
+from models.vision.sight import Sight
 
 _MAKING = threading.RLock()
 
@@ -114,7 +119,21 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, dire
 
 def load_policy(directory: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load weights, for training in float32; on the `meta` device only their names and shapes."""
-    return load_weights(AutoModelForCausalLM, directory, what="policy", device=device, dtype=dtype)
+    architecture = AutoModelForImageTextToText if sees(directory) else AutoModelForCausalLM
+    return load_weights(architecture, directory, what="policy", device=device, dtype=dtype)
+
+
+def load_sight(directory: Path, *, source: ImageSource | None = None) -> Sight | None:
+    """Load what a policy that sees makes of images; none for one that reads text alone."""
+    processor = load_processor(directory)
+    return None if processor is None else Sight(processor, source=source)
+
+
+def freeze(model: PreTrainedModel, parts: Collection[Part]) -> None:
+    """Keep parts of a model that sees as they are. Raises BadInput where the model has no such part."""
+    parameters = dict(model.named_parameters())
+    for name in frozen_names(parameters, parts, kind=type(model).__name__):
+        parameters[name].requires_grad_(False)
 
 
 def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> ModelShape:

@@ -1,7 +1,8 @@
 """Images as they came, in media shards; rows of other shards hold their digests."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -27,6 +28,38 @@ class ShownImage(Settings):
     """Pixels."""
     bytes: int
     """Size of the file."""
+
+
+class ImageSource(Protocol):
+    """Where images are, by digest."""
+
+    def encoded(self, digest: str) -> bytes:
+        """Return the bytes of an image."""
+        ...
+
+
+class Gallery:
+    """Images of whatever work is under way, for models that stay loaded from one piece of work to the next."""
+
+    def __init__(self) -> None:
+        self.source: ImageSource | None = None
+
+    def encoded(self, digest: str) -> bytes:
+        """Return the bytes of an image. Raises Damaged where no work has said where images are."""
+        if self.source is None:
+            raise Damaged(f"image {digest}: expected the work to name media shards, found none")
+        return self.source.encoded(digest)
+
+
+class HeldImages:
+    """Images in memory, by digest."""
+
+    def __init__(self, images: Mapping[str, bytes]) -> None:
+        self._images = images
+
+    def encoded(self, digest: str) -> bytes:
+        """Return the bytes of an image."""
+        return self._images[digest]
 
 
 class Media:

@@ -11,10 +11,11 @@ from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from infra.errors import Quarantined
+from infra.errors import BadInput, Quarantined
 from models.config.judges import TrainedRewardModel
 from models.config.training import DpoConfig, WarmupConfig
 from models.data.examples import Example
@@ -26,6 +27,7 @@ from models.text.sequences import SequencePair, example_inputs
 from models.text.tokenizer import load_tokenizer
 from models.training.ranks import Ranks, sum_and_max
 from models.training.trainer import Trainer, learning_rate
+from models.vision.processor import VisionProcessor, load_processor
 
 LAST_STEPS = 20
 """Steps over which the last figures are averaged."""
@@ -62,7 +64,9 @@ def imitate(
 
     `directory` has the tokenizer.
     """
-    inputs = example_inputs(examples, load_tokenizer(directory), source="warm-up example")
+    processor = load_processor(directory)
+    inputs = example_inputs(examples, load_tokenizer(directory), source="warm-up example", processor=processor)
+    _require_words(inputs, processor)
     losses = torch.zeros(warmup.steps, dtype=torch.float64, device=ranks.device)
     for step in range(warmup.steps):
         chosen = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
@@ -79,6 +83,15 @@ def imitate(
         "samples": float(len(inputs)),
     }
     return Learnt(metrics=metrics, losses=losses.tolist())
+
+
+def _require_words(inputs: Sequence[ModelInput], processor: VisionProcessor | None) -> None:
+    """Refuse completions with tokens that the policy never writes."""
+    banned = () if processor is None else processor.banned
+    for row, each in enumerate(inputs if banned else ()):
+        found = np.intersect1d(each.completion, banned)
+        if len(found):
+            raise BadInput(f"warm-up example {row}: its completion has token {found[0]}, which stands for no word")
 
 
 def _step(trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | TrainedRewardModel, *, what: str) -> None:

@@ -18,7 +18,7 @@ from infra.store.bundles import BundledFile
 from models.config.objectives import UpdateConfig
 from models.modeling.adapters import has_adapters, save_adapters, trained_parameters
 from models.modeling.layout import MicroBatch
-from models.modeling.logprobs import ForwardInput, TokenModule
+from models.modeling.logprobs import TokenModule
 from models.modeling.safetensors import save_pretrained
 from models.training.ranks import Ranks
 
@@ -58,8 +58,8 @@ class Trainer:
         self._ranks = ranks
         self._max_grad_norm = update.max_grad_norm
         self._stage = zero_stage(update)
-        self._model, self._shares_prompts = module.model, module.shares_prompts
         module = module.to(ranks.device)
+        self._module, self._model = module, module.model
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         optimizer = torch.optim.AdamW(
             trained_parameters(module),
@@ -77,7 +77,7 @@ class Trainer:
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """What the module says of the batch's written tokens; every rank calls it as often."""
-        found_N = self._engine(ForwardInput.of(batch, self._ranks.device, shares=self._shares_prompts))
+        found_N = self._engine(self._module.read(batch, self._ranks.device))
         return cast(Tensor, found_N)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -196,7 +196,7 @@ def zero_stage(update: UpdateConfig) -> int:
 @torch.no_grad()
 def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
     """What a module that is not trained says of the batch's written tokens."""
-    return cast(Tensor, module(ForwardInput.of(batch, module.model.device, shares=module.shares_prompts)))
+    return cast(Tensor, module(module.read(batch, module.model.device)))
 
 
 def _engine_config(update: UpdateConfig) -> dict[str, object]:

@@ -19,7 +19,8 @@ from models.config.objectives import UpdateConfig
 from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
 from models.modeling.logprobs import TokenLogprobs, TokenModule
-from models.modeling.policy import load_policy
+from models.modeling.policy import freeze, load_policy, load_sight
+from models.records.media import Gallery, ImageSource
 from models.records.versions import ModelVersion
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
 from models.training.states import StateWriter, load_state
@@ -198,6 +199,7 @@ class LoadedModels:
         on_progress: Callable[[], None],
     ) -> None:
         self.ranks = ranks
+        self.images = Gallery()
         self.states = StateWriter(store, update, ranks=ranks, on_progress=on_progress)
         self.policy = Learner(store, self._actor, update, ranks=ranks)
         self.critic = Learner(store, self._valuer, update, ranks=ranks)
@@ -211,8 +213,10 @@ class LoadedModels:
         """A policy that is compared with and never trained; it has no adapter."""
         if self._reference is None or self._reference[0] != version.digest:
             self._reference = None
-            model = load_policy(fetch_bundle(self._store, version.weights)).requires_grad_(False).eval()
-            policy = TokenLogprobs(model, temperature=self._temperature)
+            directory = fetch_bundle(self._store, version.weights)
+            model = load_policy(directory).requires_grad_(False).eval()
+            sight = load_sight(directory, source=self.images)
+            policy = TokenLogprobs(model, temperature=self._temperature, sight=sight)
             self._reference = (version.digest, policy.to(self.ranks.device))
         return self._reference[1]
 
@@ -222,7 +226,11 @@ class LoadedModels:
             self._teacher = None
             directory = fetch_bundle(self._store, version.weights)
             teacher = load_teacher(
-                directory, dtype=self._update.dtype, temperature=self._temperature, device=self.ranks.device
+                directory,
+                dtype=self._update.dtype,
+                temperature=self._temperature,
+                images=self.images,
+                device=self.ranks.device,
             )
             self._teacher = (version.digest, teacher)
         return self._teacher[1]
@@ -234,15 +242,23 @@ class LoadedModels:
 
     def _actor(self, version: ModelVersion) -> TokenLogprobs:
         model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
-        return TokenLogprobs(model, temperature=self._temperature)
+        freeze(model, self._update.freeze)
+        sight = load_sight(fetch_bundle(self._store, version.weights), source=self.images)
+        return TokenLogprobs(model, temperature=self._temperature, sight=sight)
 
     def _valuer(self, version: ModelVersion) -> TokenValues:
         return TokenValues(load_trainable(self._store, version, load=load_critic, lora=self._update.lora))
 
 
 def load_teacher(
-    directory: Path, *, dtype: Literal["float32", "bfloat16"], temperature: float, device: torch.device
+    directory: Path,
+    *,
+    dtype: Literal["float32", "bfloat16"],
+    temperature: float,
+    images: ImageSource | None = None,
+    device: torch.device,
 ) -> TokenLogprobs:
     """Load a model of the run. In the update's precision, and over its passes, equal weights say exactly the same."""
     model = load_policy(directory, dtype=DTYPES[dtype])
-    return TokenLogprobs(model, temperature=temperature).requires_grad_(False).eval().to(device)
+    sight = load_sight(directory, source=images)
+    return TokenLogprobs(model, temperature=temperature, sight=sight).requires_grad_(False).eval().to(device)

@@ -140,7 +140,7 @@ class VisionProcessor:
 
 def load_processor(directory: Path) -> VisionProcessor | None:
     """Load what a policy makes of images; none where it reads text alone. Raises BadInput in one line."""
-    kind = str(_settings(directory / "config.json").get("model_type"))
+    kind = _kind(directory)
     if kind not in FAMILIES:
         return None  # of a directory that is no model at all others say so
     if not any((directory / name).is_file() for name in SETTINGS):
@@ -159,6 +159,15 @@ def load_processor(directory: Path) -> VisionProcessor | None:
     return _checked(
         FAMILIES[kind], Parts(config, images, lambda token: str(tokenizer.id_to_token(token))), tokenizer, directory
     )
+
+
+def sees(directory: Path) -> bool:
+    """Whether the policy in a directory reads images."""
+    return _kind(directory) in FAMILIES
+
+
+def _kind(directory: Path) -> str:
+    return str(_settings(directory / "config.json").get("model_type"))
 
 
 def open_image(encoded: bytes) -> Image.Image:

@@ -12,11 +12,13 @@ from models.config.data import DataConfig, PreferencesConfig
 from models.config.objectives import UpdateConfig
 from models.config.training import WarmupConfig
 from models.data.examples import Example, Preference, load_preferences, warmup_examples
+from models.data.images import digest_of
 from models.judges.prompts import judge_examples
 from models.modeling.critic import TokenValues, critic_from_policy
 from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import load_policy, policy_shape
+from models.modeling.policy import load_policy, load_sight, policy_shape
 from models.objectives.losses import DpoTerms, PairTerms, bradley_terry, dpo
+from models.records.media import Gallery, HeldImages
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, WarmupWork
 from models.text.sequences import SequencePair, policy_pairs, reward_pairs
@@ -38,6 +40,7 @@ class OfflineTrainer:
         self._update = update
         self._ranks = ranks
         self._on_progress = on_progress
+        self._images = Gallery()
 
     def warmup(self, work: WarmupWork) -> Outcome:
         """Imitate worked examples."""
@@ -84,6 +87,8 @@ class OfflineTrainer:
         return self._learn(work.policy, learning, self._rewards)
 
     def _imitate(self, model: ModelVersion, examples: Sequence[Example], warmup: WarmupConfig) -> Outcome:
+        self._images.source = HeldImages({digest_of(image): image for each in examples for image in each.images})
+
         def learn(trainer: Trainer) -> Learnt:
             return imitate(
                 trainer,
@@ -120,7 +125,9 @@ class OfflineTrainer:
         return Outcome(model=policy, metrics=learnt.metrics, detail={"losses": [*learnt.curve()]}, timings=timings)
 
     def _logprobs(self, version: ModelVersion) -> TokenLogprobs:
-        return TokenLogprobs(load_policy(fetch_bundle(self._store, version.weights)), temperature=1.0)
+        directory = fetch_bundle(self._store, version.weights)
+        sight = load_sight(directory, source=self._images)
+        return TokenLogprobs(load_policy(directory), temperature=1.0, sight=sight)
 
     def _rewards(self, version: ModelVersion) -> TokenValues:
         directory = fetch_bundle(self._store, version.weights)

@@ -12,7 +12,8 @@ from infra.store.bundles import fetch_bundle, proved_beside
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.engines import EngineConfig
-from models.engines.protocol import build_engine
+from models.engines.protocol import SeeingEngine, build_engine
+from models.records.media import Media
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import RolloutWork
@@ -86,6 +87,7 @@ class RolloutWorker:
         loaded, before = clock(), self._engine.steps()
         begun = self._groups(work)
         requests = [group.request(work.policy.version, work.partial) for group in begun]
+        self._show(work)
         answers = self._engine.generate(requests, work.sampling)
         generated = clock()
         groups = [group.continued(new, work.policy.version) for group, new in zip(begun, answers, strict=True)]
@@ -105,6 +107,14 @@ class RolloutWorker:
             | self._moved()
             | self._engine.steps().since(before),
         )
+
+    def _show(self, work: RolloutWork) -> None:
+        """Tell the engine where the images of the prompts are."""
+        if not work.media:
+            return
+        if not isinstance(self._engine, SeeingEngine):
+            raise BadInput(f"engine {self._engine.producer()}: it has no method `show`, found prompts with images")
+        self._engine.show(Media(self._store, work.media))
 
     def _groups(self, work: RolloutWork) -> list[Group]:
         """Groups that go on, then the new ones in the order of the prompts' shard."""

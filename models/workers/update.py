@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,11 +10,13 @@ import torch
 
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import BundleRef, fetch_bundle, sync_bundle
+from infra.store.shards import ShardRef
 from infra.store.storage import open_store
 from models.config.algorithms import AlgorithmConfig
 from models.config.objectives import UpdateConfig
 from models.config.teachers import Teacher
 from models.modeling.layout import AuxiliaryPass
+from models.records.media import Media
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import EstimateWork, JudgeWarmupWork, PreferenceWork, RewardModelWork, UpdateWork, WarmupWork
 from models.training.auxiliary import ask_endpoint, ask_model, write_estimates
@@ -100,6 +102,7 @@ class UpdateWorker:
     def estimate(self, work: EstimateWork) -> Outcome:
         """Ask models about every token of an iteration's rollouts before credit; nothing is learnt."""
         models, laps = self._joined(), StageTimer()
+        self._show(work.media)
         asks = self._asks(work, models)
         laps.end("load")
         asked = write_estimates(
@@ -118,6 +121,7 @@ class UpdateWorker:
         very weights and state; so has a policy that does not learn yet.
         """
         models, laps = self._joined(), StageTimer()
+        self._show(media for update in (*work.past, work) for media in update.media)
         samples = open_samples(self._store, work.samples)
         steps = policy_steps(samples, work, config=self._update, ranks=models.ranks)
         taken, valued, finite = None, None, True
@@ -147,6 +151,10 @@ class UpdateWorker:
         )
         torch.cuda.empty_cache()  # a server may share the GPU, and torch keeps what it once had; without one, nothing
         return outcome
+
+    def _show(self, media: Iterable[ShardRef]) -> None:
+        """Say where images are; shards that several pieces of work name are one."""
+        self._joined().images.source = Media(self._store, [*dict.fromkeys(media)])
 
     def _published(self, work: UpdateWork, laps: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
         """Publish what was learnt, for engines to take at once, and begin to write its states."""

@@ -40,7 +40,7 @@ def picture(seed: int, *, width: int = 24, height: int = 24) -> bytes:
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Train a vocabulary that has all families' tokens."""
-    tokenizer = train_tokenizer(["How many red? #### 4\n\n\n describe the picture"], vocab_size=300, context=96)
+    tokenizer = train_tokenizer(["How many red? #### 4\n\n\n describe the picture"], vocab_size=300, context=320)
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [AddedToken(token, normalized=False, special=True) for token in SPECIALS]}
     )
@@ -56,7 +56,7 @@ def _text(tokens: PreTrainedTokenizerFast, **other: object) -> dict[str, object]
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 96,
+        "max_position_embeddings": 320,
         "eos_token_id": tokens.eos_token_id,
         "pad_token_id": tokens.pad_token_id,
         "bos_token_id": None,

@@ -25,6 +25,7 @@ from models.engines.requests import CompletionRow, stop_window, texts_of, unstop
 from models.engines.sampling import draw, uniforms
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
+from models.vision.sight import Sight, look, see, without
 
 _KEEP_SHARE: Final = 0.75  # with fewer live rows than this, copying the cache is cheaper than decoding dead rows on
 
@@ -40,6 +41,13 @@ class LoadedPolicy:
     """Every token that ends a completion."""
     context: int | None
     """Longest sequence in tokens; none where the architecture sets no limit."""
+    sight: Sight | None = None
+    """Of a policy that sees."""
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Tokens whose probability is 0."""
+        return () if self.sight is None else self.sight.banned
 
 
 @dataclass(slots=True)
@@ -53,15 +61,15 @@ class _Live:
     padding_B: Tensor
     """Tokens of the cache that are padding; they stand on the left."""
     lengths_B: Tensor
-    """Real tokens in the cache while the row was alive, thus the position of the next one."""
+    """Real tokens in the cache while the row was alive, thus the position of the next one without images."""
+    offsets_B: Tensor
+    """How much further the position of the next token is: images may take fewer positions than tokens."""
     cache: Cache
 
     def keep_alive(self) -> None:
         kept_B = self.alive_B.nonzero().squeeze(1)
-        self.rows_B, self.padding_B, self.lengths_B = (
-            self.rows_B[kept_B],
-            self.padding_B[kept_B],
-            self.lengths_B[kept_B],
+        self.rows_B, self.padding_B, self.lengths_B, self.offsets_B = (
+            held_B[kept_B] for held_B in (self.rows_B, self.padding_B, self.lengths_B, self.offsets_B)
         )
         self.alive_B = self.alive_B[kept_B]
         self.cache.reorder_cache(kept_B)
@@ -80,6 +88,7 @@ class _Live:
         self.padding_B = torch.cat([self.padding_B + (width - self.width), new.padding_B + (width - new.width)])
         self.rows_B, self.alive_B = torch.cat([self.rows_B, new.rows_B]), torch.cat([self.alive_B, new.alive_B])
         self.lengths_B = torch.cat([self.lengths_B, new.lengths_B])
+        self.offsets_B = torch.cat([self.offsets_B, new.offsets_B])
         self.width = width
 
 
@@ -126,7 +135,7 @@ def decode(
     while True:
         _require_finite(logits_BV, live, policy, rows)
         at_B = written.ends(live)
-        tokens_B, logprobs_B = draw(logits_BV, drawn_RT[live.rows_B, at_B], sampling)
+        tokens_B, logprobs_B = draw(logits_BV, drawn_RT[live.rows_B, at_B], sampling, banned=policy.banned)
         _write(live, written, at_B, tokens_B, logprobs_B)
         _end_rows(live, written, at_B, policy, sampling.stop)
         num_alive = int(live.alive_B.sum())
@@ -172,7 +181,7 @@ def _prefill(policy: LoadedPolicy, rows: Sequence[CompletionRow], which: range) 
     firsts = [index for index in which if index == which.start or not _shares_cache(rows[index], rows[index - 1])]
     counts = np.diff([*firsts, which.stop])
     prompts = [rows[index].input for index in firsts]
-    logits_PV, mask_PT, cache = read_prompts(policy, prompts)
+    logits_PV, mask_PT, offsets_P, cache = read_prompts(policy, prompts)
     prompt_B = torch.arange(len(prompts), device=device).repeat_interleave(torch.from_numpy(counts).to(device))
     cache.reorder_cache(prompt_B)
     hold_in_place(cache)
@@ -183,26 +192,35 @@ def _prefill(policy: LoadedPolicy, rows: Sequence[CompletionRow], which: range) 
         width=mask_PT.shape[1],
         padding_B=(mask_PT.shape[1] - lengths_P)[prompt_B],
         lengths_B=lengths_P[prompt_B],
+        offsets_B=offsets_P[prompt_B],
         cache=cache,
     )
     return logits_PV[prompt_B], live
 
 
-def read_prompts(policy: LoadedPolicy, prompts: Sequence[ModelInput]) -> tuple[Tensor, Tensor, Cache]:
-    """Run prompts once, padded on the left; return the logits of the next token, the mask and the filled cache."""
+def read_prompts(policy: LoadedPolicy, prompts: Sequence[ModelInput]) -> tuple[Tensor, Tensor, Tensor, Cache]:
+    """Run prompts once, padded on the left.
+
+    Returns the logits of the next token, the mask, what to add to the positions that follow, and the filled cache.
+    """
     device, width = policy.model.device, max(map(len, prompts))
     given_PT = np.zeros((len(prompts), width), np.int64)
     for tokens_T, prompt in zip(given_PT, prompts, strict=True):
         tokens_T[width - len(prompt) :] = prompt.tokens
     mask_PT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    offsets_P = torch.zeros_like(mask_PT[:, 0])
+    options = {"position_ids": (mask_PT.cumsum(dim=1) - 1).clamp(min=0)}
+    if policy.sight is not None:
+        rows = look(policy.sight, policy.model, prompts, device=device, width=width, pads_left=True)
+        offsets_P, options = rows.offsets_B, see(policy.model, rows).options
     output = policy.model(
         input_ids=torch.from_numpy(given_PT).to(device),
         attention_mask=mask_PT,
-        position_ids=(mask_PT.cumsum(dim=1) - 1).clamp(min=0),
         use_cache=True,
         logits_to_keep=1,
+        **options,
     )
-    return output.logits[:, -1], mask_PT, output.past_key_values
+    return output.logits[:, -1], mask_PT, offsets_P, output.past_key_values
 
 
 def _shares_cache(row: CompletionRow, other: CompletionRow) -> bool:
@@ -216,7 +234,7 @@ def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
     output = policy.model(
         input_ids=tokens_B[:, None],
         attention_mask=mask_BT.long(),
-        position_ids=live.lengths_B[:, None],
+        position_ids=(live.lengths_B + live.offsets_B)[:, None],
         past_key_values=live.cache,
         use_cache=True,
         logits_to_keep=1,
@@ -291,7 +309,7 @@ def continuation_logprobs(
 ) -> Tensor:
     """Return the log-probability of each continuation after each prompt, at temperature 1: P x C in float64."""
     device, longest = policy.model.device, max(map(len, continuations))
-    logits_PV, mask_PT, cache = read_prompts(policy, prompts)
+    logits_PV, mask_PT, offsets_P, cache = read_prompts(policy, prompts)
     first_C = torch.tensor([tokens[0] for tokens in continuations], device=device)
     logprobs_PC = _log_softmax(logits_PV, policy)[:, first_C]
     if longest == 1:
@@ -306,7 +324,7 @@ def continuation_logprobs(
     logits_RLV = policy.model(
         input_ids=tokens_RL[:, :-1],
         attention_mask=torch.cat([mask_PT[row_R], real_RL[:, :-1]], dim=1),
-        position_ids=mask_PT.sum(dim=1)[row_R][:, None] + steps_L,
+        position_ids=(mask_PT.sum(dim=1) + offsets_P)[row_R][:, None] + steps_L,
         past_key_values=cache,
         use_cache=True,
     ).logits
@@ -318,4 +336,4 @@ def continuation_logprobs(
 def _log_softmax(logits: Tensor, policy: LoadedPolicy) -> Tensor:
     if not logits.isfinite().all():
         raise Quarantined(f"policy {policy.digest}: logits that are not finite while continuations were compared")
-    return logits.double().log_softmax(dim=-1)
+    return without(logits.double(), policy.banned).log_softmax(dim=-1)

@@ -13,7 +13,8 @@ from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, d
 from models.engines.protocol import Completion, Request, StepSums
 from models.engines.requests import end_tokens, require_context, require_engine_room, rows_of
 from models.modeling.merging import load_merged
-from models.modeling.policy import load_policy
+from models.modeling.policy import load_policy, load_sight
+from models.records.media import ImageSource
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
@@ -34,6 +35,7 @@ class HuggingFaceEngine:
         self._config = config
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._policy: LoadedPolicy | None = None
+        self._images: ImageSource | None = None
         self._steps = StepSums()
         self._stepped = 0.0  # when the last forward pass ended
 
@@ -55,9 +57,15 @@ class HuggingFaceEngine:
             digest=policy.digest,
             eos_E=torch.tensor(end_tokens(tokenizer, model.generation_config), device=self._device),
             context=context,
+            sight=load_sight(directory, source=self._images),
         )
         self.progress += 1
         return policy.weights.bytes + (policy.adapter.bytes if policy.adapter is not None else 0)
+
+    def show(self, images: ImageSource) -> None:
+        self._images = images
+        if self._policy is not None and self._policy.sight is not None:
+            self._policy.sight.source = images
 
     def serves(self) -> str:
         return "" if self._policy is None else self._policy.digest

@@ -64,7 +64,7 @@ def test_only_layers_that_grow_by_every_token_are_taken_over(architecture, chang
         load_policy(tmp_path).eval(), tokenizer, "digest", torch.tensor([tokenizer.eos_token_id]), 256
     )
     with torch.inference_mode():
-        _, _, cache = read_prompts(policy, PROMPTS)
+        _, _, _, cache = read_prompts(policy, PROMPTS)
     before = [type(layer) for layer in cache.layers]
     hold_in_place(cache)
     after = [type(layer) for layer in cache.layers]

@@ -107,7 +107,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
             "[data]\nkind = 'files'",
             "data.kind: expected 'arithmetic' or 'pictures' or 'file' or 'target', got 'files'; did you mean 'file'?",
         ),
-        ("[policy]\nlayers = 2", "policy.kind: missing, expected 'scratch' or 'directory'"),
+        ("[policy]\nlayers = 2", "policy.kind: missing, expected 'scratch' or 'seeing_scratch' or 'directory'"),
         (
             "[[scoring.rewards]]\nkind = 'maths'",
             "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'target' or 'judge' or "

@@ -1,0 +1,80 @@
+"""A small policy that sees, built from nothing: Idefics3's architecture, with the scratch decoder inside."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import torch
+from transformers import (
+    AutoModelForImageTextToText,
+    Idefics3Config,
+    Idefics3ImageProcessorPil,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from models.config.policy import SeeingScratchPolicy
+from models.data.problems import Problem
+from models.modeling.policy import making_models, save_policy, scratch_config
+from models.text.tokenizer import scratch_tokenizer
+
+IMAGE, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
+_SPECIAL: Final = (IMAGE, AROUND, WHOLE)
+
+
+def seeing_tokenizer(policy: SeeingScratchPolicy, problems: Iterable[Problem]) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on the data's text, with the tokens around images behind it."""
+    room = policy.decoder.model_copy(update={"vocab_size": policy.decoder.vocab_size - len(_SPECIAL)})
+    tokenizer = scratch_tokenizer(room, problems)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*_SPECIAL]})
+    return tokenizer
+
+
+def build_seeing(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
+    """Initialise the model at random from the seed; the caller's random state stays as it was."""
+    with making_models():
+        torch.manual_seed(seed)
+        return AutoModelForImageTextToText.from_config(_config(policy, tokenizer))
+
+
+def outline_seeing(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Shape the model, without weights."""
+    with making_models(), torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(_config(policy, tokenizer))
+
+
+def save_seeing(
+    policy: SeeingScratchPolicy, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path
+) -> None:
+    """Write a directory that any user of transformers or vLLM can load."""
+    save_policy(model, tokenizer, directory)
+    save_beside_weights(policy, model, tokenizer, directory)
+
+
+def save_beside_weights(
+    policy: SeeingScratchPolicy, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path
+) -> None:
+    """Write all but the weights."""
+    model.config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    side = {"longest_edge": policy.tower.image_size}
+    Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False).save_pretrained(directory)
+
+
+def _config(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> Idefics3Config:
+    return Idefics3Config(
+        text_config=scratch_config(policy.decoder, tokenizer).to_dict(),
+        vision_config={
+            "hidden_size": policy.tower.hidden_size,
+            "intermediate_size": policy.tower.intermediate_size,
+            "num_hidden_layers": policy.tower.layers,
+            "num_attention_heads": policy.tower.heads,
+            "patch_size": policy.tower.patch_size,
+            "image_size": policy.tower.image_size,
+        },
+        scale_factor=policy.tower.scale_factor,
+        image_token_id=int(tokenizer.convert_tokens_to_ids(IMAGE)),
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )

@@ -1,0 +1,77 @@
+"""Policies that see in a store, with samples and images for them."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from infra.store.bundles import publish_bundle
+from infra.store.shards import ShardRef, write_shard
+from infra.store.storage import open_store
+from models.data.images import digest_of
+from models.records.media import MEDIA
+from models.records.model_input import ModelInput
+from models.records.schemas import MEDIA_SCHEMA, PROMPT_SCHEMA, SAMPLE_SCHEMA
+from models.records.versions import ModelVersion
+from models.vision.families import ImageSize
+from models.vision.processor import load_processor
+from tests.support.vision import picture, write_seeing
+
+PICTURES = {digest_of(encoded): encoded for encoded in map(picture, range(4))}
+"""24 x 24 pixels each, by digest."""
+
+
+def publish_seeing(store_uri: str, directory: Path, kind: str = "idefics3") -> ModelVersion:
+    """Publish a policy of a family as version 0."""
+    write_seeing(directory, kind)
+    return ModelVersion(version=0, weights=publish_bundle(open_store(store_uri), directory, prefix="policies"))
+
+
+def write_media(store_uri: str) -> ShardRef:
+    """Write the pictures."""
+    rows = [
+        {"digest": digest, "format": "PNG", "width": 24, "height": 24, "bytes": encoded}
+        for digest, encoded in PICTURES.items()
+    ]
+    return write_shard(open_store(store_uri), pa.Table.from_pylist(rows, MEDIA_SCHEMA), kind=MEDIA, metadata={})
+
+
+def prompts_of(directory: Path, shown: list[int]) -> list[ModelInput]:
+    """Make prompts, each with as many of the pictures as it says."""
+    processor, names = load_processor(directory), [*PICTURES]
+    found = []
+    for row, count in enumerate(shown):
+        places = [token for _ in range(count) for token in (processor.place_id, 11)]
+        tokens = processor.expand([5 + row, *places, 7, 8], [ImageSize(24, 24)] * count)
+        found.append(ModelInput.given(tokens, [names[(row + each) % len(names)] for each in range(count)]))
+    return found
+
+
+def write_prompts(store_uri: str, directory: Path, shown: list[int]) -> ShardRef:
+    """Write the prompts."""
+    rows = [
+        {"prompt_id": str(row), "text": "", "tokens": each.tokens.tolist(), "images": each.images, "answer": ""}
+        for row, each in enumerate(prompts_of(directory, shown))
+    ]
+    return write_shard(open_store(store_uri), pa.Table.from_pylist(rows, PROMPT_SCHEMA), kind="prompts", metadata={})
+
+
+def write_seen_samples(store_uri: str, directory: Path, shown: list[int], *, group: int = 3) -> ShardRef:
+    """Write random samples of the prompts."""
+    rng, rows = np.random.default_rng(0), []
+    for row, each in enumerate(prompts_of(directory, shown)):
+        for sample in range(group):
+            length = int(rng.integers(1, 8))
+            rows.append(
+                {
+                    "prompt_row": row,
+                    "sample": sample,
+                    "tokens": [*each.tokens.tolist(), *rng.integers(20, 280, length).tolist()],
+                    "num_prompt_tokens": len(each),
+                    "images": each.images,
+                    "logprobs": (-5.8 + 0.1 * rng.normal(size=length)).tolist(),
+                    "advantages": [float(rng.normal())] * length,
+                    "staleness": [0] * length,
+                }
+            )
+    return write_shard(open_store(store_uri), pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})

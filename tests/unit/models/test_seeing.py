@@ -1,0 +1,190 @@
+"""Policies that see: the engine, with its cache, and the update, with padded rows, say the same of the same images."""
+
+import functools
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+from infra.errors import BadInput
+from models.config.engines import SamplingConfig
+from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
+from models.engines.requests import CompletionRow
+from models.engines.sampling import draw
+from models.modeling.layout import lay_out
+from models.modeling.logprobs import TokenLogprobs
+from models.modeling.policy import load_policy, load_sight
+from models.records.model_input import ModelInput
+from models.text.tokenizer import load_tokenizer
+from models.vision.families import ImageSize
+from tests.support.policies import write_policy
+from tests.support.vision import FAMILIES, picture, write_seeing
+
+SIZES = {"a": (24, 24), "b": (48, 24), "c": (20, 60)}
+
+
+class Pictures:
+    """Images by name."""
+
+    def encoded(self, digest):
+        width, height = SIZES[digest]
+        return picture(ord(digest), width=width, height=height)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directory(request, tmp_path_factory):
+    return write_seeing(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def loaded(directory):
+    tokenizer = load_tokenizer(directory)
+    return LoadedPolicy(
+        load_policy(directory).eval(),
+        tokenizer,
+        "digest",
+        torch.tensor([tokenizer.eos_token_id]),
+        96,
+        sight=load_sight(directory, source=Pictures()),
+    )
+
+
+def prompt(policy, *images, before=(5, 6), after=(7, 8, 9)):
+    processor = policy.sight.processor
+    places = [token for _ in images for token in (processor.place_id, 11)]
+    sizes = [ImageSize(*SIZES[image]) for image in images]
+    return ModelInput.given(processor.expand([*before, *places, *after], sizes), images)
+
+
+def prompts(policy):
+    return [prompt(policy, "a"), prompt(policy, "b", "a", before=()), prompt(policy), prompt(policy, "a", "c")]
+
+
+def written(policy, *, group=3, tokens=6, places=64):
+    rows = [
+        CompletionRow(
+            request=index, sample=sample, prompt_row=index, input=each, seed=100 * index + sample, limit=tokens
+        )
+        for index, each in enumerate(prompts(policy))
+        for sample in range(group)
+    ]
+    sampling = SamplingConfig(max_new_tokens=tokens)
+    completions = decode(policy, rows, sampling, places=places, on_step=lambda _: None)
+    return [(row.input.continued(done.tokens), done.logprobs) for row, done in zip(rows, completions, strict=True)]
+
+
+def said(module, inputs):
+    with torch.no_grad():
+        return module(module.read(lay_out(inputs), torch.device("cpu")))
+
+
+def test_the_updates_log_probs_are_the_engines(directory):
+    policy = loaded(directory)
+    for places in (64, 4):  # all at once, and with rows that wait
+        completions = written(policy, places=places)
+        found = said(
+            TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight), [each for each, _ in completions]
+        )
+        expected = torch.tensor([logprob for _, logprobs in completions for logprob in logprobs])
+        assert torch.allclose(found, expected, atol=1e-5, rtol=0)
+
+
+def test_likelihoods_are_the_updates_log_probs(directory):
+    policy = loaded(directory)
+    inputs = prompts(policy)
+    found = continuation_logprobs(policy, inputs, [[20], [21, 22]])
+    module = TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
+    ones = said(module, [each.continued([20]) for each in inputs])
+    twos = said(module, [each.continued([21, 22]) for each in inputs]).view(-1, 2).sum(1)
+    assert torch.allclose(found.float(), torch.stack([ones, twos], dim=1), atol=1e-5, rtol=0)
+
+
+def test_it_looks(directory):
+    policy = loaded(directory)
+    module = TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
+    one = prompt(policy, "a")
+    other = ModelInput(one.chunks, ("d",))
+    SIZES["d"] = SIZES["a"]
+    [first, second] = said(module, [one.continued([20]), other.continued([20])]).tolist()
+    assert abs(first - second) > 1e-4
+
+
+def test_what_the_engine_and_the_update_say_is_what_the_model_says_of_pixels(directory):
+    policy = loaded(directory)
+    whole = prompt(policy, "b", "a").continued([20, 21])
+    tokens = torch.from_numpy(whole.tokens.astype(np.int64))[None]
+    images = [policy.sight.prepared(name).arrays for name in whole.images]
+    arrays = {name: torch.from_numpy(np.concatenate([each[name] for each in images])) for name in images[0]}
+    if "pixel_attention_mask" in arrays:
+        arrays = {name: array[None] for name, array in arrays.items()}
+    places = (tokens == policy.sight.processor.image_id).long()
+    kinds = {"mm_token_type_ids": places.int(), "token_type_ids": places}
+    kinds = {name: value for name, value in (kinds | arrays).items() if name != "num_crops"}
+    takes = inspect.signature(policy.model.forward).parameters
+    logits = policy.model(input_ids=tokens, **{name: value for name, value in kinds.items() if name in takes}).logits
+    logits = logits.index_fill(-1, torch.tensor(policy.banned), -torch.inf)
+    expected = logits.log_softmax(-1)[0, [-3, -2], [20, 21]]
+    found = said(TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight), [whole])
+    assert torch.allclose(found, expected, atol=1e-5, rtol=0)
+
+
+def test_ten_thousand_draws_from_uniform_logits_hold_no_banned_token(directory):
+    policy = loaded(directory)
+    logits = torch.zeros(10_000, policy.model.config.get_text_config().vocab_size)
+    uniforms = torch.rand(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for sampling in (SamplingConfig(), SamplingConfig(top_p=0.9), SamplingConfig(temperature=0)):
+        tokens, logprobs = draw(logits, uniforms, sampling, banned=policy.banned)
+        assert not set(tokens.tolist()) & set(policy.banned)
+        assert logprobs.exp().allclose(torch.tensor(1 / (logits.shape[1] - len(policy.banned))))
+
+
+def test_the_update_gives_a_banned_token_no_probability(directory):
+    policy = loaded(directory)
+    inputs = [prompt(policy, "a").continued([token]) for token in range(300) if token not in policy.banned]
+    for chunk in (1 << 26, 7 * 300):
+        module = TokenLogprobs(policy.model, temperature=0.7, sight=policy.sight, chunk_elements=chunk)
+        module.model.requires_grad_(False)
+        some = said(module, inputs[:1])
+        rows = (
+            [prompt(policy, "a").continued([policy.banned[0]])]
+            if policy.banned[0] != policy.sight.processor.image_id
+            else []
+        )
+        assert not rows or said(module, rows).item() == -torch.inf
+        assert some.isfinite().all()
+
+
+def test_the_tower_reads_each_distinct_image_of_a_pass_once(directory, monkeypatch):
+    policy = loaded(directory)
+    base, calls = policy.model.base_model, []
+    run = base.get_image_features
+
+    @functools.wraps(run)
+    def counted(**arrays):
+        calls.append(next(iter(arrays.values())).numel())
+        return run(**arrays)
+
+    group = [prompt(policy, "a").continued([20 + sample, 30]) for sample in range(8)]
+    alone = policy.sight.prepared("a").arrays["pixel_values"].size
+    module = TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
+    monkeypatch.setattr(base, "get_image_features", counted)
+    said(module, group)
+    assert calls == [alone]
+
+
+def test_gradients_reach_the_tower_and_a_blank_image_gives_it_zeros(directory):
+    policy = loaded(directory)
+    module = TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
+    tower = [p for name, p in module.model.named_parameters() if "vision" in name or "visual" in name]
+    for inputs, moves in ((prompt(policy, "a"), True), (prompt(policy), False)):
+        module.zero_grad()
+        module(module.read(lay_out([inputs.continued([20, 21])]), torch.device("cpu"))).sum().backward()
+        norms = [float(p.grad.abs().sum()) for p in tower if p.grad is not None]
+        assert norms and (sum(norms) > 0) is moves
+
+
+def test_a_text_model_refuses_prompts_with_images(tmp_path):
+    write_policy(tmp_path)
+    module = TokenLogprobs(load_policy(tmp_path), temperature=1.0)
+    with pytest.raises(BadInput, match="reads text alone, found prompts with images"):
+        module.read(lay_out([ModelInput.given([1], ("a",)).continued([2])]), torch.device("cpu"))
