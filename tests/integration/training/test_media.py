@@ -94,12 +94,13 @@ def test_the_same_problems_give_the_same_shards(prepared):
     assert prepare(["red.png"], ["blue.png"]).shards == prepare(["red.png"], ["blue.png"]).shards
 
 
-def test_a_prompt_that_is_too_long_says_which_image_takes_how_much(prepared):
+def test_a_prompt_that_is_too_long_says_which_image_takes_how_much(prepared, policy):
     prepare, _ = prepared
+    context = json.loads((policy / "config.json").read_text())["text_config"]["max_position_embeddings"]
     with pytest.raises(
         BadInput, match=r"a.jsonl:1: the prompt has \d+ tokens \(9 for image 1, 9 for image 2\), expected 1"
     ):
-        prepare(["red.png", "blue.png"], max_new_tokens=70)
+        prepare(["red.png", "blue.png"], max_new_tokens=context - 18)
 
 
 def test_shards_of_images_are_cut_where_they_would_become_too_large(monkeypatch):
