@@ -15,7 +15,7 @@ from typing import Final
 
 from infra.errors import BadInput
 from models.config.data import ArithmeticData
-from models.data.problems import Problem, is_heldout
+from models.data.problems import Problem, draw_problems
 
 NAMES = ("Ana", "Ben", "Eva", "Ian", "Lea", "Max", "Tom", "Zoe")
 
@@ -29,30 +29,18 @@ LARGEST_TOTAL = 20  # every running total is one token, and few enough to be lea
 
 LARGEST_STEP = 5
 
-HELDOUT_SHARE = 0.1
-
-MAX_FRUITLESS_DRAWS = 5000  # one draw in ten is a held-out question; so many in a row mean that they have run out
-
 
 def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Problem]:
     """Make the split's problems: different questions, the same list for the same seed."""
     wanted = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/{data.operations}")
-    found: dict[str, Problem] = {}
-    fruitless = 0
-    while len(found) < wanted and fruitless < MAX_FRUITLESS_DRAWS:
-        problem = _draw(rng, data.operations, source=f"{split} problem {len(found)}")
-        text = str(problem.prompt)
-        is_new = text not in found and is_heldout(text, HELDOUT_SHARE) == (split == "heldout")
-        fruitless = 0 if is_new else fruitless + 1
-        if is_new:
-            found[text] = problem
+    found = draw_problems(lambda source: _draw(rng, data.operations, source=source), split=split, wanted=wanted)
     if len(found) < wanted:
         raise BadInput(
             f"data.{split}_problems = {wanted}: only {len(found)} different questions with "
             f"{data.operations} operations were found; ask for fewer or for more operations"
         )
-    return list(found.values())
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from infra.errors import BadInput
 from models.config.data import PicturesData
-from models.data.problems import Problem, is_heldout
+from models.data.problems import Problem, draw_problems
 
 CELLS: Final = 3
 CELL: Final = 8
@@ -28,8 +28,6 @@ GROUND: Final = (20, 20, 20)
 EMPTY_SHARE: Final = 0.3
 ASKED_SHARE: Final = 0.4
 """Of cells without a shape, and of shapes in the colour that is asked for: counts from 0 to 6 are common."""
-HELDOUT_SHARE: Final = 0.1
-MAX_FRUITLESS_DRAWS: Final = 5000
 
 Cell = tuple[str, str] | None
 """Shape and colour."""
@@ -53,20 +51,12 @@ def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]
     """Draw the split's problems: no two ask the same of one picture, the same list for the same seed."""
     wanted = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/pictures")
-    found: dict[str, Problem] = {}
-    fruitless = 0
-    while len(found) < wanted and fruitless < MAX_FRUITLESS_DRAWS:
-        problem = _draw(rng, source=f"{split} problem {len(found)}")
-        name = problem.identity
-        is_new = name not in found and is_heldout(name, HELDOUT_SHARE) == (split == "heldout")
-        fruitless = 0 if is_new else fruitless + 1
-        if is_new:
-            found[name] = problem
+    found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
     if len(found) < wanted:
         raise BadInput(
             f"data.{split}_problems = {wanted}: only {len(found)} different pictures were found; ask for fewer"
         )
-    return list(found.values())
+    return found
 
 
 def _draw(rng: Random, *, source: str) -> Problem:

@@ -1,9 +1,9 @@
 """A problem, which split it belongs to, and how those of a split are made or read."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from blake3 import blake3
 
@@ -122,6 +122,26 @@ def with_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]
 def fill_prompt(prompt: Prompt, template: str) -> Prompt:
     """Put plain text into the template; chats have the tokenizer's own."""
     return template.replace("{prompt}", prompt) if isinstance(prompt, str) else prompt
+
+
+HELDOUT_SHARE: Final = 0.1
+"""Of problems that are made."""
+MAX_FRUITLESS_DRAWS: Final = 5000
+"""One draw in ten is a held-out problem; so many in a row without a new one mean that they have run out."""
+
+
+def draw_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) -> list[Problem]:
+    """Have different problems of a split made, each told its source; fewer than wanted where they run out."""
+    found: dict[str, Problem] = {}
+    fruitless = 0
+    while len(found) < wanted and fruitless < MAX_FRUITLESS_DRAWS:
+        problem = draw(f"{split} problem {len(found)}")
+        name = problem.identity
+        is_new = name not in found and is_heldout(name, HELDOUT_SHARE) == (split == "heldout")
+        fruitless = 0 if is_new else fruitless + 1
+        if is_new:
+            found[name] = problem
+    return list(found.values())
 
 
 def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
