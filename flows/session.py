@@ -2,14 +2,18 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Final, cast
 
 from prefect import tags
+from prefect.blocks.system import Secret
 from prefect.client.schemas.objects import State
 from prefect.runtime import deployment
 from prefect.states import Crashed
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from flows.controllers import controllers, serve
 from infra.errors import BadInput, HolderLost, first_cause
@@ -24,9 +28,12 @@ from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_run, layout_of, next_iteration
 from tasks.run.orders import Shards
-from tasks.run.secrets import take_secrets
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
 from tasks.run.stages import recover, within
+
+SECRETS: Final = "RHEOSTAT_SECRETS"
+"""Names of Secret blocks of Prefect, separated by commas, where flows of deployments find keys."""
+_VALUES: Final = TypeAdapter(dict[str, str])
 
 Work = Callable[[Session, Batch, Sequence[int]], Awaitable[object]]
 """What a role does with some of a batch's shards."""
@@ -144,6 +151,25 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
 
 async def _begin() -> None:
     """Take keys from Prefect, and let our reports through to handlers, such as Prefect's, which shows them."""
-    await take_secrets()
+    await _take_secrets()
     for room in ("flows", "tasks", "models", "placement", "infra"):
         logging.getLogger(room).setLevel(logging.INFO)
+
+
+async def _take_secrets() -> None:
+    """Set the variables that the named blocks hold, as JSON objects of text; those that are set already stay.
+
+    Raises BadInput where there is no such block, or one with something else in it, which is not repeated.
+    """
+    for name in filter(None, map(str.strip, os.environ.get(SECRETS, "").split(","))):
+        try:
+            block = cast(Secret[str], await Secret.aload(name))
+        except ValueError:
+            raise BadInput(f"{SECRETS}: expected a Secret block of Prefect called {name!r}, found none") from None
+        value: JsonValue = block.value.get_secret_value()  # one that was written in the UI is text
+        try:
+            values = _VALUES.validate_json(value) if isinstance(value, str) else _VALUES.validate_python(value)
+        except ValidationError:
+            raise BadInput(f"{SECRETS}: expected Secret block {name!r} to be a JSON object of texts by name") from None
+        for variable, text in values.items():
+            os.environ.setdefault(variable, text)
