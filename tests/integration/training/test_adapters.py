@@ -31,7 +31,6 @@ from tests.support.critics import start as start_critic
 from tests.support.engines import MIXED, POLICY
 from tests.support.policies import write_policy
 from tests.support.processes import preload
-from tests.support.training import publish_scratch
 from tests.support.update_workers import (
     CONFIG,
     UNCLIPPED,
@@ -53,16 +52,6 @@ preload(__name__)
 LORA = LoraConfig(rank=4, alpha=10)
 ADAPTED = CONFIG.model_copy(update={"lora": LORA, "learning_rate": 1e-2})
 BASE = BundleRef(key="policies/base", digest="base", bytes=0)
-
-
-@pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return str(tmp_path)
-
-
-@pytest.fixture
-def policy(uri: str) -> ModelVersion:
-    return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2"])

@@ -32,20 +32,9 @@ from models.workers.preparation import PreparationWorker
 from tests.support.critics import learn, start
 from tests.support.policies import ARCHITECTURES, DECODER, write_policy
 from tests.support.processes import preload
-from tests.support.training import publish_scratch
 from tests.support.update_workers import CONFIG, staged, together
 
 preload(__name__)
-
-
-@pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return str(tmp_path)
-
-
-@pytest.fixture
-def policy(uri: str) -> ModelVersion:
-    return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
 
 
 @pytest.fixture

@@ -36,11 +36,6 @@ SCORING = ScoringConfig(rewards=(NumericReward(weight=1),), max_missing=1.0)
 
 
 @pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return str(tmp_path)
-
-
-@pytest.fixture
 def student(uri: str) -> ModelVersion:
     return publish_scratch(f"{uri}/run", Path(uri, "student"))
 

@@ -9,18 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from models.records.versions import ModelVersion, Outcome
 from models.training.layouts import StateLayout, respread
-from tests.support.training import publish_scratch
 from tests.support.update_workers import CONFIG, files, staged, start, together, work
-
-
-@pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return str(tmp_path)
-
-
-@pytest.fixture
-def policy(uri: str) -> ModelVersion:
-    return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
 
 
 def moved(rank: int, ranks: int, port: int, uri: str, version: ModelVersion, stages: list, dtype: str) -> None:

@@ -25,7 +25,7 @@ from models.text.sequences import encode, policy_pairs, reward_pairs
 from models.text.tokenizer import load_tokenizer
 from tests.support import update_workers
 from tests.support.processes import preload
-from tests.support.training import DATA, TINY, publish_scratch
+from tests.support.training import DATA, TINY
 from tests.support.update_workers import start, together
 
 preload(__name__)
@@ -36,16 +36,6 @@ TRAINING = TrainedRewardModel(steps=6, batch_size=8, learning_rate=3e-3)
 CONFIG = UpdateConfig(max_grad_norm=1e9)
 ROOMY = update_workers.CONFIG.model_copy(update={"microbatch_tokens": 4096})
 TEMPLATE = "{prompt}{completion}<|eos|>"
-
-
-@pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return str(tmp_path)
-
-
-@pytest.fixture
-def policy(uri: str) -> ModelVersion:
-    return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
 
 
 def dpo_work(policy: ModelVersion, dpo: DpoConfig = DPO, preferences=PREFERENCES) -> PreferenceWork:

@@ -43,11 +43,6 @@ SHOWN = [1, 0, 2, 1, 0, 1]
 
 
 @pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return str(tmp_path)
-
-
-@pytest.fixture
 def policy(uri):
     return publish_seeing(f"{uri}/run", Path(uri, "seeing"))
 

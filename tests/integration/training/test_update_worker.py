@@ -2,7 +2,6 @@
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +22,7 @@ from models.records.versions import ModelVersion
 from models.records.work import WarmupWork
 from models.text.tokenizer import scratch_tokenizer
 from models.training.states import StateWriter
-from tests.support.training import DATA, TINY, publish_scratch
+from tests.support.training import DATA, TINY
 from tests.support.update_workers import (
     CONFIG,
     UNCLIPPED,
@@ -36,16 +35,6 @@ from tests.support.update_workers import (
     start,
     work,
 )
-
-
-@pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return str(tmp_path)
-
-
-@pytest.fixture
-def policy(uri: str) -> ModelVersion:
-    return publish_scratch(f"{uri}/run", Path(uri, "scratch"))
 
 
 # ---- one rank
