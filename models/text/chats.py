@@ -1,8 +1,9 @@
-"""Chats spelt out by a tokenizer's template, in a process of their own.
+"""Chats spelt out by a tokenizer's template, and turns read by its response template, in a process of their own.
 
-A template is a program that comes with a model from elsewhere. Its sandbox keeps it from files and from our objects,
-not from running for ever or filling the memory: the kernel ends a process that goes beyond its share. The process
-renders as transformers does, waits for more, and ends with its owner. Run as a file, it imports nothing of the house.
+A template is a program, or expressions that search texts, and comes with a model from elsewhere. Its sandbox keeps it
+from files and from our objects, not from running for ever or filling the memory: the kernel ends a process that goes
+beyond its share. The process does as transformers does, waits for more, and ends with its owner. Run as a file, it
+imports nothing of the house.
 """
 
 import atexit
@@ -15,10 +16,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
     from transformers import PreTrainedTokenizerFast
 
 CPU_SECONDS: Final = 3
@@ -31,7 +33,7 @@ SPARE_CHARACTERS, CHARACTERS_PER_CHARACTER = 2**16, 16
 
 
 class TemplateFailed(ValueError):
-    """A chat template refused a chat, or went beyond its share of time or memory."""
+    """A template refused a chat or a turn, or went beyond its share of time or memory."""
 
     def __init__(self, message: str, *, chat: int) -> None:
         super().__init__(message)
@@ -40,22 +42,47 @@ class TemplateFailed(ValueError):
 
 
 def render_chats(
-    chats: Sequence[Sequence[Mapping[str, object]]], tokenizer: "PreTrainedTokenizerFast", *, generation_prompt: bool
+    chats: Sequence[Sequence[Mapping[str, object]]],
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    generation_prompt: bool,
+    tools: "Sequence[Mapping[str, JsonValue]]" = (),
 ) -> list[str]:
-    """Spell chats out as `apply_chat_template` does. Raises TemplateFailed."""
+    """Spell chats out as `apply_chat_template` does; `tools` are JSON schemas of functions. Raises TemplateFailed."""
     if not chats:
         return []
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:
         raise TemplateFailed(f"refuses it: {error}", chat=0) from error
-    request = {
-        "template": template,
-        "special": tokenizer.special_tokens_map,
-        "chats": [list(map(dict, chat)) for chat in chats],
-        "generation_prompt": generation_prompt,
+    settings = {
+        "chat_template": template,
+        "add_generation_prompt": generation_prompt,
+        "tools": list(map(dict, tools)) or None,
+        **tokenizer.special_tokens_map,
     }
-    return _RENDERER.render(json.dumps(request).encode() + b"\n", len(chats))
+    return _RENDERER.render("chat", [list(map(dict, chat)) for chat in chats], settings)
+
+
+def parse_response(
+    text: str,
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    prefix: str,
+    tools: "Sequence[Mapping[str, JsonValue]]" = (),
+) -> "dict[str, JsonValue]":
+    """Read a turn as the tokenizer's own `parse_response` does, by its response template, into a message.
+
+    `prefix` is what the chat template wrote before it; `tools` are JSON schemas of functions. Raises TemplateFailed.
+    """
+    settings = {
+        "response_template": tokenizer.response_template,
+        "prefix": prefix,
+        "tools": list(map(dict, tools)) or None,
+    }
+    [message] = _RENDERER.render("turn", [text], settings)
+    found: dict[str, JsonValue] = json.loads(message)
+    return found
 
 
 class _Renderer:
@@ -66,7 +93,8 @@ class _Renderer:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
 
-    def render(self, request: bytes, count: int) -> list[str]:
+    def render(self, kind: str, items: Sequence[object], settings: Mapping[str, object]) -> list[str]:
+        request = json.dumps({"kind": kind, "items": items, "settings": settings}).encode() + b"\n"
         with self._turn:
             process = self._started()
             assert process.stdin is not None and process.stdout is not None, "they were asked for"
@@ -74,7 +102,7 @@ class _Renderer:
             with contextlib.suppress(OSError):  # it ended: its answers tell how far it came
                 process.stdin.write(request)
                 process.stdin.flush()
-            while len(texts) < count:
+            while len(texts) < len(items):
                 answer = process.stdout.readline()
                 if not answer.endswith(b"\n"):
                     self._process = None
@@ -118,39 +146,51 @@ _RENDERER: Final = _Renderer()
 # ---- the process
 
 
-def _serve() -> None:
-    from transformers.utils.chat_template_utils import render_jinja_template
+class _TooLong(Exception):
+    """A chat became much longer than what it was made of."""
 
+
+def _serve() -> None:
+    from transformers.utils import chat_parsing, chat_template_utils
+
+    def rendered(chat: list[dict[str, Any]], **settings: object) -> str:
+        [text], _ = chat_template_utils.render_jinja_template(conversations=[chat], **settings)
+        read = sum(len(part.get("text", "")) for message in chat for part in _parts(message["content"]))
+        read += len(json.dumps(settings["tools"])) if settings["tools"] else 0
+        if len(text) > SPARE_CHARACTERS + CHARACTERS_PER_CHARACTER * read:
+            raise _TooLong(f"makes {len(text)} characters of {read}")
+        return str(text)
+
+    def parsed(text: str, **settings: object) -> str:
+        return json.dumps(chat_parsing.parse_response(text, **settings))
+
+    makers: dict[str, Callable[..., str]] = {"chat": rendered, "turn": parsed}
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, MEMORY_BYTES)):
         with contextlib.suppress(OSError, ValueError):  # not every system has each
             resource.setrlimit(limit, (value, value))
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)
+        make = makers[request["kind"]]
         spent = resource.getrusage(resource.RUSAGE_SELF)
-        allowed = spent.ru_utime + spent.ru_stime + CPU_SECONDS + CPU_SECONDS_PER_CHAT * len(request["chats"])
+        allowed = spent.ru_utime + spent.ru_stime + CPU_SECONDS + CPU_SECONDS_PER_CHAT * len(request["items"])
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(allowed), resource.RLIM_INFINITY))
-        for chat in request["chats"]:
-            answer = {}
-            try:
-                [text], _ = render_jinja_template(
-                    conversations=[chat],
-                    chat_template=request["template"],
-                    add_generation_prompt=request["generation_prompt"],
-                    **request["special"],
-                )
-                read = sum(len(part.get("text", "")) for message in chat for part in _parts(message["content"]))
-                if len(text) > SPARE_CHARACTERS + CHARACTERS_PER_CHARACTER * read:
-                    answer["error"] = f"makes {len(text)} characters of {read}"
-                else:
-                    answer["text"] = text
-            except MemoryError:
-                answer["error"] = f"takes more than {MEMORY_BYTES} bytes of memory"
-            except Exception as error:  # a template may raise what it likes
-                answer["error"] = f"refuses it: {str(error).strip() or type(error).__name__}"
+        for item in request["items"]:
+            answer = _answered(make, item, request["settings"])
             sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
             sys.stdout.buffer.flush()
             if "error" in answer:
                 break
+
+
+def _answered(make: Callable[..., str], item: object, settings: Mapping[str, object]) -> dict[str, str]:
+    try:
+        return {"text": make(item, **settings)}
+    except MemoryError:
+        return {"error": f"takes more than {MEMORY_BYTES} bytes of memory"}
+    except _TooLong as error:
+        return {"error": str(error)}
+    except Exception as error:  # a template may raise what it likes
+        return {"error": f"refuses it: {str(error).strip() or type(error).__name__}"}
 
 
 def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:

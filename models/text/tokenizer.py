@@ -1,12 +1,13 @@
 """The tokenizer beside a policy: trained from text, or loaded and checked; it turns prompts into tokens."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import cast
 
+from pydantic import JsonValue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,6 +21,9 @@ from models.vision.processor import VisionProcessor
 
 EOS = "<|eos|>"
 PAD = "<|pad|>"
+
+ToolSchema = Mapping[str, JsonValue]
+"""JSON schema of a function, as `transformers.utils.get_json_schema` makes it."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -94,12 +98,16 @@ def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | Non
 
 
 def tokenize_problems(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, processor: VisionProcessor | None = None
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerFast,
+    processor: VisionProcessor | None = None,
+    *,
+    tools: Sequence[ToolSchema] = (),
 ) -> list[TokenizedPrompt]:
     """Render and tokenize the prompts of problems."""
     prompts, images = [problem.prompt for problem in problems], [problem.images for problem in problems]
     sources = [problem.source for problem in problems]
-    return tokenize_prompts(prompts, tokenizer, sources=sources, images=images, processor=processor)
+    return tokenize_prompts(prompts, tokenizer, sources=sources, images=images, processor=processor, tools=tools)
 
 
 def tokenize_prompts(
@@ -109,15 +117,18 @@ def tokenize_prompts(
     sources: Sequence[str],
     images: Sequence[Sequence[bytes]] | None = None,
     processor: VisionProcessor | None = None,
+    tools: Sequence[ToolSchema] = (),
 ) -> list[TokenizedPrompt]:
     """Render and tokenize; chat templates write their own special tokens, plain text gets the tokenizer's.
 
-    `sources` are where the prompts came from, for messages; `images` are those of each prompt, encoded.
+    `sources` are where the prompts came from, for messages; `images` are those of each prompt, encoded; `tools` are
+    shown by chat templates.
     """
     headers = [
         _headers(shown, source=source) for shown, source in zip(images or [()] * len(prompts), sources, strict=True)
     ]
-    texts = render(prompts, tokenizer, sources=sources, images=list(map(len, headers)), processor=processor)
+    counts = list(map(len, headers))
+    texts = render(prompts, tokenizer, sources=sources, images=counts, processor=processor, tools=tools)
     found: dict[int, list[int]] = {}
     for special in (True, False):
         rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
@@ -147,10 +158,11 @@ def render(
     sources: Sequence[str],
     images: Sequence[int] | None = None,
     processor: VisionProcessor | None = None,
+    tools: Sequence[ToolSchema] = (),
 ) -> list[str]:
     """Spell prompts out: plain text as it is, chats by the tokenizer's template up to the assistant's turn.
 
-    `images` says how many each prompt shows. Those of plain text come before it.
+    `images` says how many each prompt shows. Those of plain text come before it. `tools` are for the template alone.
     """
     counts = images or [0] * len(prompts)
     for prompt, count, source in zip(prompts, counts, sources, strict=True):
@@ -166,7 +178,7 @@ def render(
     in_parts = processor is not None and bool(rows) and not _takes_texts(tokenizer)
     turns = [_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
     try:
-        spelt = dict(zip(rows, render_chats(turns, tokenizer, generation_prompt=True), strict=True))
+        spelt = dict(zip(rows, render_chats(turns, tokenizer, generation_prompt=True, tools=tools), strict=True))
     except TemplateFailed as error:
         raise BadInput(f"{sources[rows[error.chat]]}: the policy's chat template {_first_line(error)}") from error
     before = "" if processor is None else processor.shown

@@ -1,0 +1,250 @@
+"""Calls of tools in what a policy wrote, and the text beside them. Torch-free and pure.
+
+A policy may write anything: no text raises, and a call that cannot be read is a call with an error, in words for the
+policy. All parsers take a turn's text with its special tokens, without the one that ended it.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NoReturn
+
+from pydantic import JsonValue
+from transformers import PreTrainedTokenizerFast
+
+from infra.errors import BadInput
+from infra.plugins import check_function, find_target, nearest_name
+from models.text.chats import TemplateFailed, parse_response, render_chats
+from models.text.tokenizer import ToolSchema
+
+_SPACE: Final = re.compile(r"\s*")
+_BETWEEN_CALLS: Final = re.compile(r"[\s;]*")
+_THOUGHT_END, _OPENING, _CLOSING, _PYTHON = "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"
+_LONGEST_NUMBER: Final = 400
+"""Digits of an integer; float64 has 309 before its point."""
+_DEEPEST: Final = 32
+"""Lists and objects in each other, far from where a reader of arguments runs out of stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool that a policy asks for."""
+
+    name: str
+    """Empty where it could not be read."""
+    arguments: Mapping[str, JsonValue]
+    error: str = ""
+    """What is wrong with it, for the policy to read; empty where nothing is. A call with an error has no arguments."""
+
+    def spelt(self, number: int = 0) -> dict[str, object]:
+        """Spell it as chat templates read it; `number` tells the calls of a turn apart."""
+        return {"id": f"{number:09d}", "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """What a policy wrote in a turn."""
+
+    text: str
+    """All but the calls, without white space at its ends."""
+    calls: tuple[Call, ...] = ()
+
+
+Parser = Callable[[str], ParsedTurn]
+
+
+def parser_of(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequence[ToolSchema] = ()) -> Parser:
+    """Find a parser: `hermes`, `llama3_json`, `none`, a target `pkg.mod:function`, or `auto`.
+
+    A target takes a turn's text and returns a `ParsedTurn`. `auto` is the tokenizer's response template where it has
+    one that reads calls, else the parser that reads a call as the chat template writes it. Raises BadInput.
+    """
+    if name == "auto":
+        return _found(tokenizer, tools)
+    if name in PARSERS:
+        return PARSERS[name]
+    if ":" in name:
+        check_function(name, "text", where=f"parser {name!r}")
+        return partial(_by_target, name)
+    raise BadInput(f"parser: expected auto, {_NAMES}, found {name!r}{nearest_name(name, ['auto', *PARSERS])}")
+
+
+# ---- formats
+def unparsed(text: str) -> ParsedTurn:
+    """Read no calls: the environment reads the text."""
+    return ParsedTurn(text)
+
+
+def hermes(text: str) -> ParsedTurn:
+    """Read `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them, after the turn's thoughts.
+
+    >>> hermes('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    ParsedTurn(text='Let me see.', calls=(Call(name='add', arguments={'a': 1}, error=''),))
+    """
+    at = _after_thoughts(text)
+    beside: list[str] = [text[:at]]
+    calls: list[Call] = []
+    while (begin := text.find(_OPENING, at)) >= 0:
+        beside.append(text[at:begin])
+        call, at = _hermes_call(text, begin + len(_OPENING))
+        calls.append(call)
+    return ParsedTurn("".join([*beside, text[at:]]).strip(), tuple(calls))
+
+
+def _hermes_call(text: str, begin: int) -> tuple[Call, int]:
+    """Read the call that begins here; also say where it ends."""
+    try:
+        value, stop = _decoded(text, begin)
+    except ValueError as error:
+        end = text.find(_CLOSING, begin)
+        return _malformed(f"between {_OPENING} and {_CLOSING}: {error}"), end + len(_CLOSING) if end >= 0 else len(text)
+    end = _after(_SPACE, text, stop)
+    if not text.startswith(_CLOSING, end):
+        return _malformed(f"expected {_CLOSING} after the call's JSON object, found {_shown(text, end)}"), stop
+    return _call(value, ("arguments",)), end + len(_CLOSING)
+
+
+def llama3_json(text: str) -> ParsedTurn:
+    """Read `{"name": …, "parameters": {…}}`, or several with `;` between, as a whole turn or after `<|python_tag|>`."""
+    begin = _after_thoughts(text)
+    at = text.find(_PYTHON, begin)
+    if at >= 0:
+        begin, at = at, at + len(_PYTHON)
+    elif text.startswith("{", _after(_SPACE, text, begin)) and re.search(r'"(name|parameters)"', text[begin:]):
+        at = begin
+    else:
+        return ParsedTurn(text.strip())
+    calls: list[Call] = []
+    while not calls or text.startswith("{", at):
+        try:
+            value, stop = _decoded(text, at)
+        except ValueError as error:
+            calls.append(_malformed(str(error)))
+            at = len(text)
+            break
+        calls.append(_call(value, ("parameters", "arguments")))
+        at = _after(_BETWEEN_CALLS, text, stop)
+    return ParsedTurn((text[:begin] + text[at:]).strip(), tuple(calls))
+
+
+PARSERS: Final[Mapping[str, Parser]] = {"hermes": hermes, "llama3_json": llama3_json, "none": unparsed}
+_NAMES: Final = f"{', '.join(PARSERS)} or a target pkg.mod:function"
+
+
+# ---- JSON of policies
+def _call(value: JsonValue, keys: Sequence[str]) -> Call:
+    """Make a call of what stands for one; its arguments have one of these keys."""
+    expected = f'expected {{"name": …, "{keys[0]}": {{…}}}}'
+    if not isinstance(value, dict):
+        return _malformed(f"{expected}, found {json.dumps(value):.40}")
+    name, arguments = value.get("name"), next((value[key] for key in keys if key in value), None)
+    if not isinstance(name, str) or not name:
+        return _malformed(f"{expected}, found no name")
+    if not isinstance(arguments, dict):
+        return Call(name, {}, f"{expected}, found no object of {keys[0]}")
+    if not _is_shallow(value, _DEEPEST):
+        return _malformed(f"{expected}, found one that is nested more than {_DEEPEST} deep")
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return _malformed(f"{expected}, found a string or number in it that UTF-8 or JSON cannot spell")
+    return Call(name, arguments)
+
+
+def _is_shallow(value: JsonValue, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels >= 0 and all(_is_shallow(each, levels - 1) for each in inner)
+
+
+def _malformed(error: str) -> Call:
+    return Call("", {}, error)
+
+
+def _decoded(text: str, begin: int) -> tuple[JsonValue, int]:
+    """Read the JSON value that begins here or after white space, and say where it ends. Raises ValueError."""
+    try:
+        value, end = _DECODER.raw_decode(text, _after(_SPACE, text, begin))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected a JSON object, found {_shown(text, error.pos)}: {error.msg}") from error
+    except RecursionError as error:
+        raise ValueError("expected a JSON object, found one that is nested too deeply") from error
+    return value, end
+
+
+def _integer(digits: str) -> int:
+    return int(digits) if len(digits) <= _LONGEST_NUMBER else _refused(digits)
+
+
+def _real(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _refused(digits)
+
+
+def _refused(digits: str) -> NoReturn:
+    raise ValueError(f"expected a number that JSON knows, found {digits:.20}")
+
+
+_DECODER: Final = json.JSONDecoder(parse_int=_integer, parse_float=_real, parse_constant=_refused)
+
+
+def _after_thoughts(text: str) -> int:
+    end = text.find(_THOUGHT_END)
+    return end + len(_THOUGHT_END) if end >= 0 else 0
+
+
+def _after(pattern: re.Pattern[str], text: str, begin: int) -> int:
+    found = pattern.match(text, begin)
+    assert found is not None, "it matches nothing, too"
+    return found.end()
+
+
+def _shown(text: str, begin: int) -> str:
+    return repr(text[begin : begin + 20]) if begin < len(text) else "the end"
+
+
+# ---- a tokenizer's own format
+def _found(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema]) -> Parser:
+    prompt: dict[str, object] = {"role": "user", "content": "Hello."}
+    try:
+        [prefix] = render_chats([[prompt]], tokenizer, generation_prompt=True, tools=tools)
+        if "tool_calls" in ((tokenizer.response_template or {}).get("fields") or {}):
+            return partial(_by_template, tokenizer, prefix=prefix, tools=tools)
+        call = Call("find", {"a": "b"})
+        turn = {"role": "assistant", "content": "", "tool_calls": [call.spelt()]}
+        [chat] = render_chats([[prompt, turn]], tokenizer, generation_prompt=False)
+        [before] = render_chats([[prompt]], tokenizer, generation_prompt=True)
+    except TemplateFailed as error:
+        raise BadInput(f"parser 'auto': the policy's chat template {error}; name {_NAMES}") from error
+    for parser in PARSERS.values():
+        if parser(chat.removeprefix(before)).calls == (call,):
+            return parser
+    raise BadInput(
+        "parser 'auto': the tokenizer has no response template that reads calls, and its chat template writes them in "
+        f"none of the formats that are known; name {_NAMES}"
+    )
+
+
+def _by_template(
+    tokenizer: PreTrainedTokenizerFast, text: str, *, prefix: str, tools: Sequence[ToolSchema]
+) -> ParsedTurn:
+    try:
+        message = parse_response(text, tokenizer, prefix=prefix, tools=tools)
+    except TemplateFailed as error:
+        reason = next(iter(str(error).splitlines()))
+        return ParsedTurn(text.strip(), (_malformed(f"the parser of calls {reason:.200}"),))
+    said, found = message.get("content"), message.get("tool_calls") or []
+    calls = found if isinstance(found, list) else [found]
+    functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
+    return ParsedTurn(said if isinstance(said, str) else "", tuple(_call(each, ("arguments",)) for each in functions))
+
+
+def _by_target(target: str, text: str) -> ParsedTurn:
+    parse = find_target(target, where=f"parser {target!r}")
+    assert callable(parse), "checked"
+    found = parse(text)
+    if not isinstance(found, ParsedTurn):
+        raise ValueError(f"parser {target!r}: expected models.text.calls.ParsedTurn, found {found!r:.80}")
+    return found
