@@ -35,7 +35,8 @@ async def make_teacher(session: Session) -> Manifest:
     assert teacher is not None, "make_teacher where holds_teacher"
     base, prompts = session.run.require(BASE), session.run.require(PROMPTS["train"])
     longest = int(prompts.metrics["longest"]) + settings.rollout.sampling.max_new_tokens
-    work = TeacherWork(teacher=teacher, policy=policy_of(base), longest_tokens=longest)
+    pixels = session.settings.data.pixels
+    work = TeacherWork(teacher=teacher, policy=policy_of(base), longest_tokens=longest, pixels=pixels)
     return await once(session, TEACHER, role="preparation", method="make_teacher", work=work, parents=[base, prompts])
 
 

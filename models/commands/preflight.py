@@ -2,8 +2,9 @@
 
 `python -m models.commands.preflight run`, `plan` to write nothing, or `scoring` for the rewards alone.
 
-Reads a run's configuration as JSON on stdin; prints `{"ok": true, "error": "", "facts": {…}}`, or `ok` false with the
-error in one line and exit code 2. A process of its own, since flows may not load what reads tokenizers and models.
+Reads a run's configuration as JSON on stdin; prints `{"ok": true, "error": "", "is_down": false, "facts": {…}}`, or
+`ok` false with the error in one line and exit code 2; `is_down` says that an endpoint did not answer, which may pass. A
+process of its own, since flows may not load what reads tokenizers and models.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from infra.config import PoolsConfig
-from infra.errors import BadInput
+from infra.errors import BadInput, EndpointDown
 from infra.runner import die_with
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm
@@ -31,12 +32,13 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.examples import load_preferences, warmup_examples
-from models.data.images import check_pixels
 from models.data.problems import Problem, identity, load_problems
 from models.engines.protocol import check_implemented
+from models.inspection.images import check_images, check_judges_see, check_seen, check_teacher_sees
 from models.judges.checks import check_judge
 from models.rewards.evaluate import check_rewards
 from models.rewards.rules import build_reward
+from models.vision.processor import VisionProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -81,15 +83,19 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     train = load_problems(inputs.data, "train", inputs.seed)
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
     _check_data(inputs, train, heldout)
+    check_seen(inputs.scoring, [*train, *heldout])
     counts = {"train_problems": len(train), "heldout_problems": len(heldout)}
 
     def find() -> dict[str, float]:
         return {**_check_policy(inputs, train, heldout), **_check_served(inputs, train)}
 
     if cache is None or not _is_repeatable(inputs):
-        return counts | find()
-    shown = [problem.digests for problem in (*train, *heldout)]
-    return counts | remembered(cache, lambda: key_of(inputs, train, heldout, shown), find)
+        facts = counts | find()
+    else:
+        shown = [problem.digests for problem in (*train, *heldout)]
+        facts = counts | remembered(cache, lambda: key_of(inputs, train, heldout, shown), find)
+    check_judges_see(inputs.scoring)  # each time: another model may answer there by now
+    return facts
 
 
 def _is_repeatable(inputs: Inputs) -> bool:
@@ -107,9 +113,10 @@ def check_scoring(inputs: Inputs) -> dict[str, float]:
     """
     _check_rewards(inputs)
     _check_environments(None, inputs)
-    return (
-        _check_served(inputs, load_problems(inputs.data, "train", inputs.seed)) if inputs.scoring.hosted_rewards else {}
-    )
+    hosted = bool(inputs.scoring.hosted_rewards)
+    facts = _check_served(inputs, load_problems(inputs.data, "train", inputs.seed)) if hosted else {}
+    check_judges_see(inputs.scoring)
+    return facts
 
 
 def _check_environments(rollout: RolloutConfig | None, inputs: Inputs) -> None:
@@ -155,17 +162,17 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
     # Imported here: what is wrong with rewards and data is said before the second that transformers takes.
     from models.inspection.directory import inspect_policy
-    from models.text.tokenizer import require_room, tokenize_problems
+    from models.text.tokenizer import problem_texts, require_room, tokenize_problems
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
         check_implemented(engine, name=name)
     if not inputs.update.loss.ships_with("models"):  # importing ours takes seconds
         check_implementation(inputs.update.loss, *LOSS, where="update.loss", named=LOSS_NAMED)
-    policy = inspect_policy(inputs.policy, train)
+    policy = inspect_policy(inputs.policy, problem_texts(train))
     shape, tokenizer = policy.shape, policy.tokenizer
-    problems = [*train, *heldout]
-    _check_images(problems)
-    prompts = tokenize_problems(problems, tokenizer, policy.sees(inputs.data.pixels))
+    problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)
+    check_images(problems, processor)
+    prompts = tokenize_problems(problems, tokenizer, processor)
     new_tokens = inputs.rollout.sampling.max_new_tokens
     if new_tokens >= shape.context:
         raise BadInput(
@@ -183,20 +190,9 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         ),
         **_update_memory(inputs, policy.outline),
         **_check_critic(inputs, policy, longest_tokens=longest + new_tokens),
-        **_check_teacher(inputs, tokenizer, longest_tokens=longest + new_tokens),
+        **_check_teacher(inputs, problems, tokenizer, processor, longest_tokens=longest + new_tokens),
         **_check_preferences(inputs, tokenizer, heldout, shape=shape),
     }
-
-
-def _check_images(problems: list[Problem]) -> None:
-    """Read the pixels of each image once: its beginning does not tell whether its end is there."""
-    places = {
-        encoded: f"{problem.source}: image {number}"
-        for problem in problems
-        for number, encoded in enumerate(problem.images, start=1)
-    }
-    for encoded, where in places.items():
-        check_pixels(encoded, where=where)
 
 
 def _update_memory(inputs: Inputs, model: ModelOutline) -> dict[str, float]:
@@ -228,7 +224,14 @@ def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -
     }
 
 
-def _check_teacher(inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", *, longest_tokens: int) -> dict[str, float]:
+def _check_teacher(
+    inputs: Inputs,
+    problems: list[Problem],
+    tokenizer: "PreTrainedTokenizerFast",
+    processor: VisionProcessor | None,
+    *,
+    longest_tokens: int,
+) -> dict[str, float]:
     """Every update rank holds the whole teacher, whatever ZeRO divides of the policy."""
     from models.inspection.companions import check_teacher
 
@@ -236,6 +239,7 @@ def _check_teacher(inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", *, long
     if distillation is None:
         return {}
     parameters = check_teacher(distillation.teacher, tokenizer, longest_tokens=longest_tokens)
+    check_teacher_sees(distillation.teacher, problems, processor, limits=inputs.data.pixels)
     if not parameters:
         return {}
     return {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}
@@ -284,7 +288,7 @@ def main() -> int:
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # rewards and libraries may print; the answer stands alone
         inputs = Inputs.model_validate_json(sys.stdin.read())
-        error, facts = "", dict[str, float]()
+        error, is_down, facts = "", False, dict[str, float]()
         try:
             match sys.argv[1:]:
                 case ["scoring"]:
@@ -293,10 +297,10 @@ def main() -> int:
                     facts = check(inputs, cache=None)
                 case _:
                     facts = check(inputs, cache=checks_directory())
-        except BadInput as found:
-            error = " ".join(str(found).split())
+        except (BadInput, EndpointDown) as found:
+            error, is_down = " ".join(str(found).split()), isinstance(found, EndpointDown)
     with answer:
-        answer.write(json.dumps({"ok": not error, "error": error, "facts": facts}) + "\n")
+        answer.write(json.dumps({"ok": not error, "error": error, "is_down": is_down, "facts": facts}) + "\n")
     return 2 if error else 0
 
 

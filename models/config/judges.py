@@ -9,7 +9,7 @@ from infra.config import Fraction, Positive, Settings
 from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
-from models.config.policy import ScratchPolicy
+from models.config.policy import ScratchPolicy, SeeingScratchPolicy
 from models.config.reward_terms import Aggregated, BlankLines, RewardTerm, Segmentation, Valued
 from models.config.training import WarmupConfig
 
@@ -120,8 +120,8 @@ class TrainedJudge(JudgeModel):
     chats = False  # it learns from the bare question
 
     kind: Literal["trained"] = "trained"
-    shape: ScratchPolicy = ScratchPolicy()
-    """The decoder."""
+    shape: Annotated[ScratchPolicy | SeeingScratchPolicy, Field(discriminator="kind")] = ScratchPolicy()
+    """The decoder; of kind `seeing_scratch` with a tower, for a judge that is shown images."""
     warmup: WarmupConfig = WarmupConfig()
     """Its training."""
     engine: EngineConfig = TransformersEngine()
@@ -165,6 +165,11 @@ class JudgeReward(RewardTerm):
     trains is asked in a few words. `{prompt}`, `{completion}` and `{answer}` are filled in, escaped; `{fence}` is a
     delimiter that no completion can guess. A verdict of kind `steps` has `{steps}`, the completion in tags, in place
     of `{completion}`."""
+    images: Literal["none", "prompt"] = "none"
+    """What it is shown beside the question: `prompt` shows it the images of the prompt, in order, before the text."""
+    sight_question: str = "What colour is the square in the image? Answer with one word."
+    """What a judge behind an endpoint that is shown images is asked twice before the run: about a red square and a
+    blue one. Equal answers are those of a judge that does not get its images, and refuse it."""
     verdict: VerdictConfig = ChoiceVerdict()
     """How its answer becomes a number."""
     votes: Annotated[int, Field(ge=1, le=64)] = 1

@@ -115,6 +115,8 @@ def _broken(problem: Problem, rng: Random) -> str:
 def _slipped(worked: str, rng: Random) -> str:
     """Get one step wrong and go on from there, so that the answer is wrong too."""
     steps = list(_STEP.finditer(worked))
+    if not steps:  # worked in another way than these problems
+        return _other_number(worked, rng)
     at = rng.randrange(len(steps))
     results = [int(step[4]) for step in steps]
     slips = [slip for slip in range(-5, 6) if slip and min(results[at:]) + slip >= 0 and max(results[at:]) + slip <= 20]

@@ -86,6 +86,13 @@ def check_pixels(encoded: bytes, *, where: str) -> None:
             raise BadInput(f"{where}: not decodable: {_reason(error)}") from error
 
 
+def data_address(encoded: bytes) -> str:
+    """Spell an image as `data:image/...;base64,...`, which a request or a page holds whole."""
+    with _opened(encoded, where="image") as image:
+        kind = Image.MIME[image.format or ""]
+    return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
+
+
 def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
     try:
         with warnings.catch_warnings():

@@ -38,8 +38,8 @@ ITS_OWN = {400, 413}
 class EndpointRequest(Generic[R]):
     """What is sent, and what becomes of the response; either reader may raise, which ends all requests."""
 
-    body: dict[str, JsonValue]
-    """Sent as JSON."""
+    body: Callable[[], dict[str, JsonValue]]
+    """Makes what is sent as JSON, at each attempt: what waits for its turn takes no memory for it."""
     answer: Callable[[bytes], R]
     """Reads the body of an answer."""
     refusal: Callable[[str], R]
@@ -137,7 +137,7 @@ class EndpointClient:
         seconds = self._config.timeout_seconds
         post = partial(client.stream, "POST", str(self._endpoint), extensions={"attempt": attempt})
         try:
-            async with asyncio.timeout(seconds), post(json=request.body) as response:
+            async with asyncio.timeout(seconds), post(json=request.body()) as response:
                 data = await _read(response, max_bytes=self._max_bytes)
         except TimeoutError:
             raise _Unanswered(f"no answer within {seconds:g} s") from None

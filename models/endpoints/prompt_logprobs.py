@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from infra.errors import WorkerFailed
+from infra.errors import BadInput, WorkerFailed
 from models.config.endpoints import Endpoint
 from models.endpoints.client import EndpointClient, EndpointRequest
 from models.records.model_input import ModelInput
@@ -60,16 +60,19 @@ class TokenScorer:
         return self._client.ask([self._request(text) for text in texts])
 
     def _request(self, text: ModelInput) -> EndpointRequest[NDArray[np.float32]]:
+        if text.images:
+            raise BadInput(f"{self._client}: it is asked about token ids alone, found a prompt with images")
         # Spelt out, since a server may have other defaults, and some versions temper and filter these log-probs too.
         plain: dict[str, JsonValue] = {"temperature": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
+        body: dict[str, JsonValue] = {
+            "model": self._model,
+            "prompt": text.tokens.tolist(),
+            "prompt_logprobs": 1,
+            "max_tokens": 1,  # the fewest that every version generates
+            **plain,
+        }
         return EndpointRequest(
-            body={
-                "model": self._model,
-                "prompt": text.tokens.tolist(),
-                "prompt_logprobs": 1,
-                "max_tokens": 1,  # the fewest that every version generates
-                **plain,
-            },
+            body=lambda: body,
             answer=partial(self._read, text),
             refusal=partial(self._refuse, text),
         )

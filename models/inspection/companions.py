@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from infra.plugins import find_target
+from models.config.data import PixelLimits
 from models.config.engines import EngineSettings
 from models.config.judges import (
     DirectoryJudge,
@@ -21,9 +22,11 @@ from models.config.policy import ModelOutline
 from models.config.teachers import Teacher, TeacherDirectory, TeacherEndpoint
 from models.data.problems import Problem
 from models.endpoints.prompt_logprobs import TokenScorer
-from models.inspection.directory import DecoderSizes, Inspected, inspect_decoder, inspect_directory
+from models.inspection.directory import Inspected, inspect_directory, inspect_policy
 from models.judges.prompts import question_about, vocabulary_texts
-from models.text.tokenizer import speller, train_tokenizer
+from models.text.tokenizer import speller, tokenize_questions
+from models.vision.families import FAMILIES
+from models.vision.processor import VisionProcessor
 
 
 def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: int) -> ModelOutline:
@@ -142,31 +145,35 @@ def check_trained_judge(
     reward: JudgeReward, model: TrainedJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
     """Describe the judge that would be built."""
-    tokenizer = train_tokenizer(
-        vocabulary_texts(reward, problems, seed=seed), vocab_size=model.shape.vocab_size, context=model.shape.context
-    )
-    found = inspect_decoder(DecoderSizes.from_scratch(model.shape, vocab_size=len(tokenizer)), tokenizer)
+    found = inspect_policy(model.shape, vocabulary_texts(reward, problems, seed=seed))
     return _check_judge(found, reward, model.engine, problems=problems, gpus=gpus)
 
 
 def _check_judge(
     found: Inspected, reward: JudgeReward, engine: EngineSettings, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    longest = _check_room(reward, problems, tokenizer=found.tokenizer, context=found.shape.context)
+    processor = found.sees(PixelLimits())
+    if reward.images == "prompt" and processor is None:
+        raise BadInput(
+            f'images = "prompt": expected a judge that sees ({", ".join(FAMILIES)}), found one that reads text alone'
+        )
+    longest = _check_room(reward, problems, found=found, processor=processor)
     engine.memory(found.shape, longest=longest, gpus=gpus, name="model.engine")
     return found.shape.parameters
 
 
 def _check_room(
-    reward: JudgeReward, problems: Sequence[Problem], *, tokenizer: PreTrainedTokenizerFast, context: int
+    reward: JudgeReward, problems: Sequence[Problem], *, found: Inspected, processor: VisionProcessor | None
 ) -> int:
     """Refuse a judge that could not even read a question about a right answer; return the tokens of the longest."""
     room = reward.sampling.max_new_tokens if reward.writes else 1
     texts = [question_about(p, p.worked or p.answer, reward=reward, seed=0) for p in problems]
-    longest = max(len(tokens) for tokens in tokenizer(texts)["input_ids"])
-    if longest + room > context:
+    shown = [p.images if reward.images == "prompt" else () for p in problems]
+    questions = tokenize_questions(texts, shown, found.tokenizer, chat=reward.model.chats, processor=processor)
+    longest = max(len(question.input) for question in questions)
+    if longest + room > found.shape.context:
         raise BadInput(
             f"questions about right answers have up to {longest} tokens and a verdict up to {room}, expected at most "
-            f"{context} together: the judge's context"
+            f"{found.shape.context} together: the judge's context"
         )
     return longest + room

@@ -7,7 +7,7 @@ model without weights: it costs seconds to import.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -32,8 +32,7 @@ from models.config.policy import (
     ScratchPolicy,
     SeeingScratchPolicy,
 )
-from models.data.problems import Problem
-from models.text.tokenizer import load_tokenizer, scratch_tokenizer
+from models.text.tokenizer import load_tokenizer, train_tokenizer
 from models.vision.pixels import processor_within
 from models.vision.processor import VisionProcessor
 
@@ -154,31 +153,31 @@ class Inspected:
 class Inspection(Protocol):
     """Describes the policy that a source would make."""
 
-    def __call__(self, policy: Any, problems: Sequence[Problem], /) -> Inspected:  # noqa: ANN401 -- its own settings
-        """`problems` are those to learn from. Raises BadInput where it could not be trained and sampled from."""
+    def __call__(self, policy: Any, texts: Iterable[str], /) -> Inspected:  # noqa: ANN401 -- its own settings
+        """`texts` are for its tokenizer to learn from. Raises BadInput where it cannot be trained or sampled from."""
         ...
 
 
-def inspect_policy(policy: PolicySource, problems: Sequence[Problem]) -> Inspected:
+def inspect_policy(policy: PolicySource, texts: Iterable[str]) -> Inspected:
     """Describe a run's initial policy."""
     found = find_target(policy.inspection, where=f"policy {policy.known_as!r}")
-    return cast(Inspection, found)(policy, problems)
+    return cast(Inspection, found)(policy, texts)
 
 
-def inspect_scratch(policy: ScratchPolicy, problems: Sequence[Problem]) -> Inspected:
+def inspect_scratch(policy: ScratchPolicy, texts: Iterable[str]) -> Inspected:
     """Train its tokenizer, and describe what would be built for that."""
-    tokenizer = scratch_tokenizer(policy, problems)
+    tokenizer = train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
     return inspect_decoder(DecoderSizes.from_scratch(policy, vocab_size=len(tokenizer)), tokenizer)
 
 
-def inspect_seeing_scratch(policy: SeeingScratchPolicy, problems: Sequence[Problem]) -> Inspected:
+def inspect_seeing_scratch(policy: SeeingScratchPolicy, texts: Iterable[str]) -> Inspected:
     """Train its tokenizer, and shape what would be built for that."""
     from models.modeling.adapters import outline
     from models.modeling.critic import classifier_of
     from models.modeling.policy import policy_shape
     from models.modeling.seeing_scratch import outline_seeing, save_beside_weights, seeing_tokenizer
 
-    tokenizer = seeing_tokenizer(policy, problems)
+    tokenizer = seeing_tokenizer(policy, texts)
     model = outline_seeing(policy, tokenizer)
     shape = policy_shape(model.config, parameters=model.num_parameters(), source=policy.kind)
 
@@ -190,7 +189,7 @@ def inspect_seeing_scratch(policy: SeeingScratchPolicy, problems: Sequence[Probl
     return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(model.config)), sees=sees)
 
 
-def inspect_import(policy: DirectoryPolicy, problems: Sequence[Problem]) -> Inspected:
+def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
     """Describe the directory."""
     return inspect_directory(fetched(policy.path))
 

@@ -10,8 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from infra.errors import BadInput
 from models.config.engines import SamplingConfig
 from models.config.judges import ChoiceVerdict, EndpointJudge, LogprobVerdict, VerdictConfig
+from models.data.images import data_address
 from models.endpoints.client import EndpointClient, EndpointRequest
 from models.judges.verdicts import Answer, Question
+from models.records.media import Gallery, ImageSource
 
 SEEDS = 1 << 31  # servers differ in how large a seed they take; all take 31 bits
 
@@ -66,12 +68,20 @@ def check_request(judge: EndpointJudge, sampling: SamplingConfig, verdict: Verdi
 
 
 def request_body(
-    question: Question, judge: EndpointJudge, *, sampling: SamplingConfig, verdict: VerdictConfig
+    question: Question,
+    images: Sequence[bytes],
+    judge: EndpointJudge,
+    *,
+    sampling: SamplingConfig,
+    verdict: VerdictConfig,
 ) -> dict[str, JsonValue]:
-    """Put one question."""
+    """Put one question; its images, encoded, stand before its text."""
+    parts: list[JsonValue] = [{"type": "image_url", "image_url": {"url": data_address(image)}} for image in images]
     body: dict[str, JsonValue] = {
         "model": judge.model,
-        "messages": [{"role": "user", "content": question.text}],
+        "messages": [
+            {"role": "user", "content": [*parts, {"type": "text", "text": question.text}] if parts else question.text}
+        ],
         "seed": question.seed % SEEDS,
     }
     if isinstance(verdict, LogprobVerdict):
@@ -152,17 +162,25 @@ class ChatJudge:
         """Check what can be checked without the network. Raises BadInput."""
         check_request(config, sampling, verdict)
         self.progress = 0
+        self._images = Gallery()
         self._body = partial(request_body, judge=config, sampling=sampling, verdict=verdict)
         self._read = partial(read_answer, verdict=verdict)
         self._client = EndpointClient(
             config, "/chat/completions", max_bytes=MAX_BODY_BYTES, on_progress=self._on_progress
         )
 
+    def show(self, images: ImageSource) -> None:
+        """Say where the images of the questions that follow are."""
+        self._images.source = images
+
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer per question, in order."""
         return self._client.ask(
-            [EndpointRequest(self._body(question), answer=self._read, refusal=refusal) for question in questions]
+            [EndpointRequest(partial(self._put, each), answer=self._read, refusal=refusal) for each in questions]
         )
+
+    def _put(self, question: Question) -> dict[str, JsonValue]:
+        return self._body(question, [self._images.encoded(digest) for digest in question.images])
 
     def _on_progress(self) -> None:
         self.progress += 1

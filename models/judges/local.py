@@ -9,18 +9,23 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from infra.errors import BadInput
 from models.config.engines import EngineConfig, SamplingConfig
 from models.config.judges import ChoiceVerdict, LogprobVerdict, VerdictConfig
-from models.data.problems import Message, Prompt
-from models.engines.protocol import Completion, Request, StepSums, build_engine
+from models.engines.protocol import Completion, Request, SeeingEngine, StepSums, build_engine
 from models.engines.sampling import uniforms
 from models.judges.verdicts import Answer, Question
+from models.records.media import Gallery, ImageSource
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
-from models.text.tokenizer import load_tokenizer, tokenize_prompts
+from models.text.tokenizer import load_tokenizer, tokenize_questions
+from models.vision.processor import VisionProcessor, load_processor
 
 _WEIGHED: Final = 1  # tokens of an answer that is chosen rather than written: one decision, one forward pass
+_Read = tuple[str, tuple[str, ...]]
+"""Text and images of a question."""
+_Prompts = dict[_Read, ModelInput]
 _UNREAD: Final = Answer(text=None, probabilities=None, tokens=0, error=None)
 
 
@@ -39,6 +44,8 @@ class LocalJudge:
         self._verdict = verdict
         self._chat = chat  # ask in a chat's turn where the tokenizer has a template for it
         self._tokenizer: PreTrainedTokenizerFast | None = None
+        self._processor: VisionProcessor | None = None
+        self._images = Gallery()
         self._context: int | None = None
 
     @property
@@ -49,7 +56,7 @@ class LocalJudge:
     def load(self, directory: Path, model: ModelVersion) -> None:
         """Take the model in `directory`, whose files were verified to be those of its digest."""
         self._engine.load(directory, model)
-        self._tokenizer = load_tokenizer(directory)
+        self._tokenizer, self._processor = load_tokenizer(directory), load_processor(directory)
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         self._context = getattr(config.get_text_config(), "max_position_embeddings", None)
 
@@ -73,22 +80,29 @@ class LocalJudge:
         """Sums over all decoding steps so far."""
         return self._engine.steps()
 
+    def show(self, images: ImageSource) -> None:
+        """Say where the images of the questions that follow are."""
+        if not isinstance(self._engine, SeeingEngine):
+            raise BadInput(f"engine {self.producer()}: it has no method `show`, found a judge that is shown images")
+        self._images.source = images
+        self._engine.show(images)
+
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Answer together; a question that is longer than the context is an error of its own."""
         choices = _choices(self._verdict)
         continuations = [self._tokens(choice) for choice in choices]
         room = max(map(len, continuations)) if choices else self._sampling.max_new_tokens
         prompts = self._prompts(questions)
-        fitting = {text: prompt for text, prompt in prompts.items() if self._fits(len(prompt) + room)}
-        asked = [question for question in questions if question.text in fitting]
+        fitting = {read: prompt for read, prompt in prompts.items() if self._fits(len(prompt) + room)}
+        asked = [question for question in questions if question.read in fitting]
         answers = iter(self._compare(asked, fitting, continuations) if choices else self._write(asked, fitting))
         return [
-            next(answers) if question.text in fitting else self._too_long(len(prompts[question.text]), room)
+            next(answers) if question.read in fitting else self._too_long(len(prompts[question.read]), room)
             for question in questions
         ]
 
     def _compare(
-        self, questions: Sequence[Question], prompts: dict[str, ModelInput], continuations: list[list[int]]
+        self, questions: Sequence[Question], prompts: _Prompts, continuations: list[list[int]]
     ) -> list[Answer]:
         if not questions:
             return []
@@ -96,24 +110,24 @@ class LocalJudge:
         logprobs = dict(zip(prompts, map(np.array, found), strict=True))
         choices = _choices(self._verdict)
         if isinstance(self._verdict, LogprobVerdict):
-            shares = {text: _softmax(values).tolist() for text, values in logprobs.items()}
-            return [Answer(None, dict(zip(choices, shares[q.text], strict=True)), _WEIGHED, None) for q in questions]
-        drawn = [_draw(logprobs[q.text], self._sampling.temperature, q.seed) for q in questions]
+            shares = {read: _softmax(values).tolist() for read, values in logprobs.items()}
+            return [Answer(None, dict(zip(choices, shares[q.read], strict=True)), _WEIGHED, None) for q in questions]
+        drawn = [_draw(logprobs[q.read], self._sampling.temperature, q.seed) for q in questions]
         return [Answer(choices[index], None, _WEIGHED, None) for index in drawn]
 
-    def _write(self, questions: Sequence[Question], prompts: dict[str, ModelInput]) -> list[Answer]:
+    def _write(self, questions: Sequence[Question], prompts: _Prompts) -> list[Answer]:
         if not questions:
             return []
-        places: dict[str, list[int]] = {text: [] for text in prompts}
+        places: dict[_Read, list[int]] = {read: [] for read in prompts}
         for index, question in enumerate(questions):
-            places[question.text].append(index)
+            places[question.read].append(index)
         requests = [
             Request(
                 row=row,
-                inputs=(prompts[text],) * len(indices),
+                inputs=(prompts[read],) * len(indices),
                 seeds=tuple(questions[index].seed for index in indices),
             )
-            for row, (text, indices) in enumerate(places.items())
+            for row, (read, indices) in enumerate(places.items())
         ]
         answers = [_UNREAD] * len(questions)
         for indices, group in zip(places.values(), self._engine.generate(requests, self._sampling), strict=True):
@@ -121,14 +135,19 @@ class LocalJudge:
                 answers[index] = _written(completion)
         return answers
 
-    def _prompts(self, questions: Sequence[Question]) -> dict[str, ModelInput]:
-        """Tokenize each text once, in the order of first appearance."""
+    def _prompts(self, questions: Sequence[Question]) -> _Prompts:
+        """Tokenize what is read once, in the order of first appearance."""
         assert self._tokenizer is not None, "ask before load"
-        texts = list(dict.fromkeys(question.text for question in questions))
-        chat = self._chat and bool(self._tokenizer.chat_template)
-        turns: list[Prompt] = [(Message("user", text),) if chat else text for text in texts]
-        found = tokenize_prompts(turns, self._tokenizer, sources=["judge's question"] * len(turns))
-        return {text: tokenized.input for text, tokenized in zip(texts, found, strict=True)}
+        reads = list(dict.fromkeys(question.read for question in questions))
+        encoded = {digest: self._images.encoded(digest) for digest in {d for _, images in reads for d in images}}
+        found = tokenize_questions(
+            [text for text, _ in reads],
+            [[encoded[digest] for digest in images] for _, images in reads],
+            self._tokenizer,
+            chat=self._chat,
+            processor=self._processor,
+        )
+        return {read: tokenized.input for read, tokenized in zip(reads, found, strict=True)}
 
     def _tokens(self, choice: str) -> list[int]:
         assert self._tokenizer is not None, "ask before load"

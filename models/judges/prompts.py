@@ -200,7 +200,8 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
         problem, is_right = rng.choice(problems), rng.random() < 0.5
         completion = right_completion(problem, rng) if is_right else wrong_completion(problem, problems, rng)
         question = question_about(problem, completion, reward=reward, seed=derive_seed("judge", seed, index))
-        examples.append(Example(question, right if is_right else wrong))
+        shown = problem.images if reward.images == "prompt" else ()
+        examples.append(Example(question, right if is_right else wrong, shown))
     return examples
 
 

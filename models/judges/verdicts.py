@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Final, Literal, Protocol, assert_never
 
 from models.config.judges import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
+from models.records.media import ImageSource
 from models.text.steps import aggregate
 
 
@@ -23,6 +24,13 @@ class Question:
     text: str
     seed: int
     """Of everything that is drawn for the answer, where whoever answers takes seeds."""
+    images: tuple[str, ...] = ()
+    """Digests of the images that are shown before the text, in order."""
+
+    @property
+    def read(self) -> tuple[str, tuple[str, ...]]:
+        """What the judge reads: questions that differ in their seeds alone have the same."""
+        return self.text, self.images
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,9 @@ class Judge(Protocol):
     @property
     def progress(self) -> int:
         """A count that moves while questions are answered; another thread may read it."""
+
+    def show(self, images: ImageSource) -> None:
+        """Say where the images of the questions that follow are."""
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer per question, in order. What one question does is its own error, never another's."""

@@ -32,6 +32,8 @@ class Judged:
     answer: str
     origin: int
     """Row of the prompt, of a canary too."""
+    images: tuple[str, ...] = ()
+    """Digests of what the prompt shows."""
 
     @property
     def says_nothing(self) -> bool:
@@ -56,7 +58,7 @@ class Ballot:
         seed = derive_seed(name, *seed_parts, it.origin, it.sample, self.vote, attempt)
         fence = derive_seed(name, *seed_parts, it.origin, it.sample) if reward.template is None else seed
         text = question_text(reward, prompt=it.prompt, completion=it.completion, answer=it.answer, seed=fence)
-        return Question(text=text, seed=seed)
+        return Question(text=text, seed=seed, images=it.images if reward.images == "prompt" else ())
 
 
 def with_canaries(completions: Sequence[Judged], canaries: Canaries | None) -> list[Judged]:
@@ -75,6 +77,7 @@ def _canaries(completions: Sequence[Judged], canaries: Canaries) -> Iterator[Jud
             completion=canaries.answers[number % len(canaries.answers)],
             answer=source.answer,
             origin=source.prompt_row,
+            images=source.images,
         )
 
 

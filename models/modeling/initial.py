@@ -1,6 +1,6 @@
 """Models that a run starts from, each written into an empty directory: its policy, and those behind served rewards."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -25,39 +25,44 @@ from models.modeling.policy import build_scratch, save_policy
 from models.modeling.reward_model import check_reward_model
 from models.modeling.seeing_scratch import build_seeing, save_seeing, seeing_tokenizer
 from models.records.seeds import derive_seed
-from models.text.tokenizer import scratch_tokenizer, train_tokenizer
+from models.text.tokenizer import problem_texts, train_tokenizer
 
 
 class PolicyWriter(Protocol):
     """Builds or copies a policy; the same arguments give the same bytes."""
 
-    def __call__(self, policy: Any, directory: Path, /, *, data: DataConfig, seed: int) -> int:  # noqa: ANN401 -- its own
-        """Return its number of parameters."""
+    def __call__(self, policy: Any, directory: Path, /, *, texts: Iterable[str], seed: int) -> int:  # noqa: ANN401 -- its own
+        """`texts` are for its tokenizer to learn from. Return its number of parameters."""
         ...
 
 
-def write_policy(policy: PolicySource, directory: Path, *, data: DataConfig, seed: int) -> int:
+def write_policy(policy: PolicySource, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Build or copy the policy into an empty directory; return its number of parameters."""
-    return cast(PolicyWriter, implementation_of(policy))(policy, directory, data=data, seed=seed)
+    return cast(PolicyWriter, implementation_of(policy))(policy, directory, texts=texts, seed=seed)
 
 
-def write_scratch(policy: ScratchPolicy, directory: Path, *, data: DataConfig, seed: int) -> int:
-    """Build the decoder, with a tokenizer of the data's text."""
-    tokenizer = scratch_tokenizer(policy, load_problems(data, "train", seed))
+def texts_of(data: DataConfig, seed: int) -> Iterator[str]:
+    """Make the texts of training problems, once they are asked for."""
+    yield from problem_texts(load_problems(data, "train", seed))
+
+
+def write_scratch(policy: ScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
+    """Build the decoder, with a tokenizer of the texts."""
+    tokenizer = train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
     model = build_scratch(policy, tokenizer, seed=seed)
     save_policy(model, tokenizer, directory)
     return int(model.num_parameters())
 
 
-def write_seeing_scratch(policy: SeeingScratchPolicy, directory: Path, *, data: DataConfig, seed: int) -> int:
-    """Build the policy that sees, with a tokenizer of the data's text."""
-    tokenizer = seeing_tokenizer(policy, load_problems(data, "train", seed))
+def write_seeing_scratch(policy: SeeingScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
+    """Build the policy that sees, with a tokenizer of the texts."""
+    tokenizer = seeing_tokenizer(policy, texts)
     model = build_seeing(policy, tokenizer, seed=seed)
     save_seeing(policy, model, tokenizer, directory)
     return int(model.num_parameters())
 
 
-def write_import(policy: DirectoryPolicy, directory: Path, *, data: DataConfig, seed: int) -> int:
+def write_import(policy: DirectoryPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Copy a directory from elsewhere."""
     return _copy(fetched(policy.path), directory)
 
@@ -111,13 +116,9 @@ def write_judge(
 def write_trained_judge(
     reward: JudgeReward, model: TrainedJudge, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Build the decoder that the run will train, with a tokenizer of its questions and verdicts."""
-    tokenizer = train_tokenizer(
-        vocabulary_texts(reward, problems, seed=seed), vocab_size=model.shape.vocab_size, context=model.shape.context
-    )
-    built = build_scratch(model.shape, tokenizer, seed=derive_seed("judge", seed))
-    save_policy(built, tokenizer, directory)
-    return int(built.num_parameters())
+    """Build the model that the run will train, with a tokenizer of its questions and verdicts."""
+    texts = vocabulary_texts(reward, problems, seed=seed)
+    return write_policy(model.shape, directory, texts=texts, seed=derive_seed("judge", seed))
 
 
 def _copy(source: Path, directory: Path) -> int:

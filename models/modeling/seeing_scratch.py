@@ -14,18 +14,17 @@ from transformers import (
 )
 
 from models.config.policy import SeeingScratchPolicy
-from models.data.problems import Problem
 from models.modeling.policy import making_models, save_policy, scratch_config
-from models.text.tokenizer import scratch_tokenizer
+from models.text.tokenizer import train_tokenizer
 
 IMAGE, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
 _SPECIAL: Final = (IMAGE, AROUND, WHOLE)
 
 
-def seeing_tokenizer(policy: SeeingScratchPolicy, problems: Iterable[Problem]) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the data's text, with the tokens around images behind it."""
-    room = policy.decoder.model_copy(update={"vocab_size": policy.decoder.vocab_size - len(_SPECIAL)})
-    tokenizer = scratch_tokenizer(room, problems)
+def seeing_tokenizer(policy: SeeingScratchPolicy, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on texts, with the tokens around images behind them."""
+    decoder = policy.decoder
+    tokenizer = train_tokenizer(texts, vocab_size=decoder.vocab_size - len(_SPECIAL), context=decoder.context)
     tokenizer.add_special_tokens({"additional_special_tokens": [*_SPECIAL]})
     return tokenizer
 

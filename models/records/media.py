@@ -1,6 +1,6 @@
 """Images as they came, in media shards; rows of other shards hold their digests."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -84,10 +84,6 @@ class Media:
     def digests(self) -> list[str]:
         """Names of all images."""
         return list(self._places)
-
-    def all_of(self, digests: Iterable[str]) -> list[bytes]:
-        """Return the bytes of several."""
-        return [self.encoded(digest) for digest in digests]
 
     def _place(self, digest: str) -> tuple[pa.Table, int]:
         try:

@@ -8,7 +8,7 @@ from infra.plugins import find_target
 from infra.store.bundles import BundleRef
 from infra.store.shards import ShardRef
 from models.config.algorithms import CriticConfig
-from models.config.data import DataConfig, PreferencesConfig
+from models.config.data import DataConfig, PixelLimits, PreferencesConfig
 from models.config.engines import SamplingConfig
 from models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
 from models.config.policy import PolicyConfig
@@ -230,6 +230,8 @@ class TeacherWork:
     """Whose tokens it must know."""
     longest_tokens: int
     """Prompt and completion that it must have room for, together."""
+    pixels: PixelLimits
+    """How large images are for the policy, and so for it."""
 
 
 @dataclass(frozen=True, slots=True)

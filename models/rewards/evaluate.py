@@ -28,7 +28,7 @@ from infra.processes.functions import (
 )
 from models.config.reward_terms import RuleReward, Segmentation
 from models.config.rewards import ScoringConfig
-from models.records.media import Media
+from models.records.media import ImageSource
 from models.rewards.rules import build_reward
 from models.text.steps import StepValues, segment
 
@@ -116,7 +116,7 @@ class Evaluator:
         self._scoring = scoring
         self.done = 0
         """Completions judged so far; another thread may read it."""
-        self._media: Media | None = None
+        self._media: ImageSource | None = None
         self._functions = [rule.function for rule in scoring.rules]
         cuts = [steps for rule in scoring.rules if (steps := rule.segmentation) is not None and steps.may_hang]
         what = f"rewards {scoring.rule_terms}"
@@ -135,7 +135,7 @@ class Evaluator:
         for place in self._places.values():
             place.ready()
 
-    def evaluate(self, cases: Sequence[Case], media: Media | None = None) -> list[Verdict]:
+    def evaluate(self, cases: Sequence[Case], media: ImageSource | None = None) -> list[Verdict]:
         """Judge in order; takes twice `timeout_seconds` (and two starts) for each completion that misbehaves.
 
         `media` are the images of the cases, read where a function takes them.
@@ -151,6 +151,22 @@ class Evaluator:
             self.close()  # a value of this call may still come through a pipe; the next call must not read it
             raise
         return verdicts
+
+    def try_images(self, case: Case, media: ImageSource) -> str | None:
+        """Call the functions that take images; return the first reason that one has no value, as `term: why`."""
+        self.start()
+        self._media = media
+        for function, term, rule in zip(self._functions, self._scoring.rule_terms, self._scoring.rules, strict=True):
+            place = self._places[_is_ours(function)]
+            if not place.ready().sees(place.functions.index(function)):
+                continue
+            try:
+                value, reason, _ = self._value(function, rule, case, left=self._scoring.timeout_seconds)
+            except ProcessEnded as end:
+                return f"{term}: {end}"
+            if value is None:
+                return f"{term}: {reason}"
+        return None
 
     def close(self) -> None:
         """Kill the processes and what they started."""
@@ -233,7 +249,7 @@ class Evaluator:
         if not case.images:
             return []
         assert self._media is not None, "cases with images come with them"
-        return self._media.all_of(case.images)
+        return [self._media.encoded(digest) for digest in case.images]
 
 
 def check_rewards(scoring: ScoringConfig) -> None:

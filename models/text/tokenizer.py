@@ -1,7 +1,7 @@
 """The tokenizer beside a policy: trained from text, or loaded and checked; it turns prompts into tokens."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -42,9 +42,13 @@ class TokenizedPrompt:
 
 
 def scratch_tokenizer(policy: ScratchPolicy, problems: Iterable[Problem]) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on prompts and answers, worked ones included."""
-    texts = chain.from_iterable((identity(p.prompt), p.worked or p.answer) for p in problems)
-    return train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
+    """Train the tokenizer on the texts of problems."""
+    return train_tokenizer(problem_texts(problems), vocab_size=policy.vocab_size, context=policy.context)
+
+
+def problem_texts(problems: Iterable[Problem]) -> Iterator[str]:
+    """List what a policy's tokenizer learns from: prompts and answers, worked ones included."""
+    return chain.from_iterable((identity(p.prompt), p.worked or p.answer) for p in problems)
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> PreTrainedTokenizerFast:
@@ -145,6 +149,21 @@ def tokenize_prompts(
         read = ModelInput.given(tokens, [each.digest for each in headers[row]])
         expanded.append(TokenizedPrompt(text, read, tuple(processor.num_tokens(each.size) for each in headers[row])))
     return expanded
+
+
+def tokenize_questions(
+    texts: Sequence[str],
+    images: Sequence[Sequence[bytes]],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    chat: bool,
+    processor: VisionProcessor | None,
+) -> list[TokenizedPrompt]:
+    """Tokenize what a judge is asked, with the images of each question; in a chat's turn where it has a template."""
+    in_turns = chat and bool(tokenizer.chat_template)
+    turns: list[Prompt] = [(Message("user", text),) if in_turns else text for text in texts]
+    sources = ["judge's question"] * len(turns)
+    return tokenize_prompts(turns, tokenizer, sources=sources, images=images, processor=processor)
 
 
 def _headers(images: Sequence[bytes], *, source: str) -> list[ImageHeader]:

@@ -97,6 +97,11 @@ class VisionProcessor:
         image = open_image(encoded)
         return self._prepared(image, tokens=self.num_tokens(ImageSize(*image.size)), options={})
 
+    def check(self, encoded: bytes) -> None:
+        """Raise ValueError where a part of the image would be taken for padding. Most settings make none of any."""
+        if self._makes_zeros:
+            self.prepare(encoded)
+
     def blank(self) -> PreparedImage:
         """A small white image that no prompt shows, for passes without one."""
         return self._prepared(Image.new("RGB", (64, 64), (255, 255, 255)), tokens=0, options=self._family.whole)
@@ -129,6 +134,16 @@ class VisionProcessor:
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return tokens
+
+    @cached_property
+    def _makes_zeros(self) -> bool:
+        """Whether a frame of one colour may become 0 in all channels, in families that drop such frames."""
+        images = self._parts.images
+        if "pixel_attention_mask" not in images.model_input_names:
+            return False
+        factor = images.rescale_factor if images.do_rescale else 1.0
+        means = images.image_mean if images.do_normalize else [0.0]
+        return all(np.isclose(np.arange(256) * factor, mean, atol=1e-6).any() for mean in means)
 
     @cached_property
     def _newlines(self) -> dict[int, int]:

@@ -16,6 +16,8 @@ from models.config.judges import EndpointJudge, JudgeReward
 from models.engines.protocol import StepSums
 from models.judges.verdicts import Answer, Judge, Judgement, read_verdict, worst
 from models.judges.votes import Ballot, Judged, count, with_canaries
+from models.records.media import Media
+from models.records.model_input import image_digests
 from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import JudgeWork
@@ -98,8 +100,10 @@ class JudgeWorker:
             if work.model is None:
                 raise BadInput(f"judge {self._term}: expected the model to judge with, found none")
             self.take(work.model)
+        if self._reward.images == "prompt":
+            self._judge.show(Media(self._store, work.media))
         loaded, before = clock(), self._steps()
-        completions = _completions(read_shard(self._store, work.rollouts, ROLLOUT_COLUMNS))
+        completions = _completions(read_shard(self._store, work.rollouts, (*ROLLOUT_COLUMNS, "images")))
         everything = with_canaries(completions, self._reward.canaries)
         votes = self._collect([judged for judged in everything if not judged.says_nothing], work)
         judged = clock()
@@ -162,7 +166,7 @@ def _endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
 
 def _completions(rollouts: pa.Table) -> list[Judged]:
     columns = (rollouts[name].to_pylist() for name in (*ROLLOUT_COLUMNS, "prompt_row"))
-    return [Judged(*row) for row in zip(*columns, strict=True)]
+    return [Judged(*row) for row in zip(*columns, image_digests(rollouts), strict=True)]
 
 
 def _table(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> pa.Table:

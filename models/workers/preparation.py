@@ -17,7 +17,7 @@ from models.data.problems import Problem, identity, load_problems
 from models.inspection.companions import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import copy_directory
-from models.modeling.initial import write_policy, write_served_model
+from models.modeling.initial import texts_of, write_policy, write_served_model
 from models.modeling.policy import policy_shape
 from models.records.media import MEDIA
 from models.records.model_input import prompt_columns
@@ -49,7 +49,7 @@ class PreparationWorker:
         """Build or import the policy before its warm-up, and publish it as version 0."""
         started = time.perf_counter()
         with self._store.scratch() as folder:
-            parameters = write_policy(work.policy, folder, data=work.data, seed=work.seed)
+            parameters = write_policy(work.policy, folder, texts=texts_of(work.data, work.seed), seed=work.seed)
             limit_pixels(folder, work.data.pixels)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="policies")
@@ -97,6 +97,7 @@ class PreparationWorker:
         parameters = check_teacher(work.teacher, tokenizer, longest_tokens=work.longest_tokens)
         with self._store.scratch() as folder:
             copy_directory(work.teacher.path, folder)
+            limit_pixels(folder, work.pixels)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="teachers")
         self._progress += 1

@@ -12,7 +12,7 @@ from typing import Literal
 
 import psutil
 
-from infra.errors import BadInput, WorkerFailed
+from infra.errors import BadInput, EndpointDown, WorkerFailed
 from infra.processes.watch import LOOK_SECONDS, STILL_SECONDS, WatchedServer, apart
 from infra.store.storage import open_store
 from tasks.config.run import RunConfig
@@ -46,6 +46,6 @@ async def preflight(config: RunConfig, *, part: Literal["run", "plan", "scoring"
     except ValueError:
         raise WorkerFailed(f"the input check ended with code {process.returncode}: {errors.decode()[-2000:]}") from None
     if not verdict["ok"]:
-        raise BadInput(verdict["error"])
+        raise (EndpointDown if verdict["is_down"] else BadInput)(verdict["error"])
     facts: dict[str, float] = verdict["facts"]
     return facts

@@ -1,5 +1,6 @@
 """A small real OpenAI-compatible server that answers as it is told, and remembers what it was asked."""
 
+import base64
 import json
 import ssl
 import threading
@@ -35,7 +36,18 @@ class Asked:
     @property
     def text(self) -> str:
         """What is asked: a question, or a prompt's token ids."""
-        return self.body["messages"][0]["content"] if "messages" in self.body else json.dumps(self.body["prompt"])
+        if "messages" not in self.body:
+            return json.dumps(self.body["prompt"])
+        content = self.body["messages"][0]["content"]
+        return content if isinstance(content, str) else content[-1]["text"]
+
+    @property
+    def images(self) -> list[bytes]:
+        """What a question shows, in order."""
+        parts = self.body["messages"][0]["content"][:-1]
+        addresses = [part["image_url"]["url"].split(",", 1) for part in parts if isinstance(part, dict)]
+        assert all(kind == "data:image/png;base64" for kind, _ in addresses)
+        return [base64.b64decode(encoded) for _, encoded in addresses]
 
 
 @dataclass

@@ -1,12 +1,16 @@
-"""A judge for whole runs, and rollouts for judges."""
+"""Judges for whole runs, what servers of judges answer about images, and rollouts for judges."""
 
+import re
+from io import BytesIO
 from pathlib import Path
 
 import pyarrow as pa
+from PIL import Image
 
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
 from models.records.schemas import ROLLOUT_SCHEMA
+from tests.support.chat_server import Asked, Reply, says
 
 JUDGE = (
     "scoring.rewards=["
@@ -37,3 +41,23 @@ def rollouts(home: Path, *completions: str, group: int = 2) -> ShardRef:
     ]
     table = pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA)
     return write_shard(open_store(f"{home}/run"), table, kind="rollouts", metadata={})
+
+
+def colour_of(image: bytes) -> str:
+    """Name the colour of a picture's first pixel, as whoever looks at it would."""
+    pixel = Image.open(BytesIO(image)).convert("RGB").getpixel((0, 0))
+    return {(255, 0, 0): "red", (0, 0, 255): "blue", (0, 128, 0): "green"}.get(pixel, "something else")
+
+
+def looks(asked: Asked, before: int) -> Reply:
+    """Say what colour is shown; of a completion, whether it names the colour that the prompt shows."""
+    colour = colour_of(asked.images[0]) if asked.images else "nothing"
+    if "What colour is the square" in asked.text:
+        return says(f"{colour.title()}.")
+    completion = re.search(r"(fence-\w+)\n(.*?)\n\1", asked.text, re.S)
+    return says("yes" if completion is not None and colour in completion[2] else "no")
+
+
+def ignores(asked: Asked, before: int) -> Reply:
+    """Answer as servers do that leave images out without a word."""
+    return says("I see no image." if "What colour is the square" in asked.text else "yes")

@@ -134,3 +134,19 @@ def share_of_red(prompt: str, completion: str, answer: str, images: list[bytes])
 
     red = [Image.open(BytesIO(image)).getpixel((0, 0)) == (255, 0, 0) for image in images]
     return sum(red) / len(red) if red else -1.0
+
+
+def needs_rgba(prompt: str, completion: str, answer: str, images: list[bytes]) -> float:
+    """Read images that have a fourth channel alone."""
+    from io import BytesIO
+
+    from PIL import Image
+
+    if (mode := Image.open(BytesIO(images[0])).mode) != "RGBA":
+        raise ValueError(f"expected RGBA, found {mode}")
+    return 1.0
+
+
+def says_nothing(prompt: str, completion: str, answer: str, images: list[bytes]) -> float:
+    """Return nothing."""
+    return None  # type: ignore[return-value]

@@ -1,9 +1,14 @@
 """Policies that see in a store, with samples and images for them."""
 
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from infra.store.bundles import publish_bundle
 from infra.store.shards import ShardRef, write_shard
@@ -21,9 +26,9 @@ PICTURES = {digest_of(encoded): encoded for encoded in map(picture, range(4))}
 """24 x 24 pixels each, by digest."""
 
 
-def publish_seeing(store_uri: str, directory: Path, kind: str = "idefics3") -> ModelVersion:
+def publish_seeing(store_uri: str, directory: Path, kind: str = "idefics3", *, seed: int = 0) -> ModelVersion:
     """Publish a policy of a family as version 0."""
-    write_seeing(directory, kind)
+    write_seeing(directory, kind, seed=seed)
     return ModelVersion(version=0, weights=publish_bundle(open_store(store_uri), directory, prefix="policies"))
 
 
@@ -45,6 +50,23 @@ def prompts_of(directory: Path, shown: list[int]) -> list[ModelInput]:
         tokens = processor.expand([5 + row, *places, 7, 8], [ImageSize(24, 24)] * count)
         found.append(ModelInput.given(tokens, [names[(row + each) % len(names)] for each in range(count)]))
     return found
+
+
+def logits_of(directory: Path, tokens: list[int], image: bytes) -> Tensor:
+    """Logits of all positions of a text that shows an image, as transformers itself runs the model."""
+    processor, model = load_processor(directory), AutoModelForImageTextToText.from_pretrained(directory).eval()
+    options = {"do_pan_and_scan": False} if model.config.model_type == "gemma3" else {}
+    seen = AutoImageProcessor.from_pretrained(directory, backend="pil")(
+        images=[Image.open(BytesIO(image)).convert("RGB")], return_tensors="pt", **options
+    )
+    taken = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
+    arrays = {name: seen[name] for name in taken if name in seen}
+    ids_1T = torch.tensor([tokens])
+    for kind, name in {"qwen": "mm_token_type_ids", "gemma3": "token_type_ids"}.items():
+        if model.config.model_type.startswith(kind):
+            arrays[name] = (ids_1T == processor.image_id).long()
+    with torch.no_grad():
+        return model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), **arrays).logits[0]
 
 
 def write_prompts(store_uri: str, directory: Path, shown: list[int]) -> ShardRef:

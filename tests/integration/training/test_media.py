@@ -69,7 +69,8 @@ def test_prompts_name_their_images_and_the_shards_behind_them_hold_each_once(pre
     assert media.drop_columns("bytes").to_pylist() == [
         {"digest": digest, "format": "PNG", "width": 24, "height": 24} for digest in (red, blue)
     ]
-    assert Media(store, outcome.shards[1:]).all_of([blue, red]) == [BLUE, RED]
+    shown = Media(store, outcome.shards[1:])
+    assert [shown.encoded(digest) for digest in (blue, red)] == [BLUE, RED]
     assert outcome.metrics["images"] == 2
 
 

@@ -21,7 +21,7 @@ from models.data.examples import Example
 from models.inspection.directory import inspect_directory, inspect_policy
 from models.modeling.adapters import adapted_layers
 from models.modeling.directory import check_directory, copy_directory
-from models.modeling.initial import write_policy
+from models.modeling.initial import texts_of, write_policy
 from models.modeling.policy import load_policy, load_sight
 from models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
 from models.training.offline import imitate
@@ -196,12 +196,10 @@ def test_warm_up_imitates_examples_with_images(uri, policy):
 
 def test_a_policy_that_sees_built_from_nothing_is_what_was_described_and_loads_elsewhere(tmp_path):
     policy = SeeingScratchPolicy()
-    from models.data.problems import load_problems
-
-    described = inspect_policy(policy, load_problems(DATA, "train", 0))
+    described = inspect_policy(policy, texts_of(DATA, 0))
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    parameters = write_policy(policy, tmp_path / "one", data=DATA, seed=3)
+    parameters = write_policy(policy, tmp_path / "one", texts=texts_of(DATA, 0), seed=3)
     assert parameters == described.shape.parameters
     found = inspect_directory(tmp_path / "one")
     assert (found.shape, found.outline) == (described.shape, described.outline)

@@ -1,0 +1,132 @@
+"""What can be wrong with images before a run begins: in their bytes, and with whoever is to see them. Torch-free."""
+
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Final
+
+from PIL import Image
+
+from infra.errors import BadInput, WorkerFailed
+from models.config.data import PixelLimits
+from models.config.judges import EndpointJudge, JudgeReward, ScoreVerdict
+from models.config.rewards import ScoringConfig
+from models.config.teachers import Teacher
+from models.data.images import check_pixels, digest_of, read_header
+from models.data.problems import Problem, identity
+from models.judges.endpoint import ChatJudge
+from models.judges.verdicts import Answer, Question
+from models.records.media import HeldImages
+from models.rewards.evaluate import Case, Evaluator
+from models.vision.pixels import processor_within
+from models.vision.processor import VisionProcessor
+
+SQUARES: Final = ("red", "blue")
+SIDE: Final = 224
+"""Pixels of a square's side, which every family of models reads."""
+
+
+def check_images(problems: Sequence[Problem], processor: VisionProcessor | None) -> None:
+    """Read the pixels of each image once: its beginning does not tell whether its end is there.
+
+    `processor` is of the policy that sees them. Raises BadInput with the place of an image that cannot be seen.
+    """
+    places = {
+        encoded: f"{problem.source}: image {number}"
+        for problem in problems
+        for number, encoded in enumerate(problem.images, start=1)
+    }
+    for encoded, where in places.items():
+        check_pixels(encoded, where=where)
+        try:
+            if processor is not None:
+                processor.check(encoded)
+        except ValueError as error:
+            raise BadInput(f"{where}: {error}") from error
+
+
+def check_seen(scoring: ScoringConfig, problems: Sequence[Problem]) -> None:
+    """Refuse judges to whom no problem shows an image, and functions that cannot read those that there are."""
+    shown = next((problem for problem in problems if problem.images), None)
+    for term, reward in scoring.model_rewards.items():
+        if reward.kind == "judge" and reward.images == "prompt" and shown is None:
+            raise BadInput(f'reward {term}: images = "prompt": expected problems that show images, found none')
+    targets = [rule for rule in scoring.rules if rule.brings_code]
+    if shown is not None and targets:
+        _check_functions(scoring.model_copy(update={"rewards": tuple(targets)}), shown)
+
+
+def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
+    """Call the functions that take images once, with a problem and its right answer."""
+    answer = problem.worked or problem.answer
+    case = Case(identity(problem.prompt), answer, problem.answer, tokens=(answer,), images=problem.digests)
+    evaluator = Evaluator(scoring)
+    try:
+        found = evaluator.try_images(case, HeldImages(dict(zip(problem.digests, problem.images, strict=True))))
+    finally:
+        evaluator.close()
+    if found is not None:
+        raise BadInput(f"reward {found}; it was called with the images of {problem.source} and the right answer")
+
+
+def check_teacher_sees(
+    teacher: Teacher, problems: Sequence[Problem], processor: VisionProcessor | None, *, limits: PixelLimits
+) -> None:
+    """Refuse a teacher that cannot score prompts with images: it has to read as many tokens of each as the policy."""
+    shown = [problem for problem in problems if problem.images]
+    if not shown or processor is None:
+        return
+    where = f"algorithm.distillation.teacher: {shown[0].source} shows images"
+    if teacher.held is None:
+        raise BadInput(f"{where}: expected a directory of a teacher that sees; an endpoint is asked about tokens alone")
+    own = processor_within(teacher.held.path, limits)
+    if own is None:
+        raise BadInput(f"{where}: expected a teacher that sees, found one that reads text alone")
+    encoded = {image: problem.source for problem in shown for image in problem.images}
+    sizes = {read_header(image, where=source).size: source for image, source in encoded.items()}
+    for size, source in sizes.items():
+        if own.spell(size) != processor.spell(size):
+            raise BadInput(
+                f"algorithm.distillation.teacher: an image of {source}, {size.width} x {size.height}, is "
+                f"{own.num_tokens(size)} tokens to it, expected the {processor.num_tokens(size)} of the policy, spelt "
+                "alike: its image processor has other settings"
+            )
+
+
+def check_judges_see(scoring: ScoringConfig) -> None:
+    """Ask judges behind endpoints that are shown images the same of a red square and a blue one.
+
+    Raises BadInput where the answers are equal, or where there are none; EndpointDown where one cannot be asked now.
+    """
+    for term, reward in scoring.model_rewards.items():
+        if reward.kind == "judge" and reward.images == "prompt" and reward.endpoint is not None:
+            _check_judge_sees(term, reward, reward.endpoint)
+
+
+def _check_judge_sees(term: str, reward: JudgeReward, endpoint: EndpointJudge) -> None:
+    greedy = reward.sampling.model_copy(update={"temperature": 0.0})
+    judge = ChatJudge(endpoint, sampling=greedy, verdict=ScoreVerdict())  # free text, whatever its verdicts are
+    squares = {digest_of(encoded): encoded for encoded in map(_square, SQUARES)}
+    judge.show(HeldImages(squares))
+    try:
+        answers = judge.ask([Question(reward.sight_question, seed=0, images=(digest,)) for digest in squares])
+    except WorkerFailed as error:
+        raise BadInput(f"reward {term}: its judge is to see images, and refuses one: {error}") from error
+    said = [_said(term, colour, answer) for colour, answer in zip(SQUARES, answers, strict=True)]
+    if len({text.casefold().strip(" \t\n.,;:!\"'`*") for text in said}) == 1:
+        raise BadInput(
+            f"reward {term}: its judge at {endpoint.base_url!r} does not see: asked {reward.sight_question!r} of a red "
+            f"square and of a blue one, it answered {said[0]!r:.80} twice; expected different answers: give it a model "
+            "that sees, or a sight_question that it can answer"
+        )
+
+
+def _square(colour: str) -> bytes:
+    sink = BytesIO()
+    Image.new("RGB", (SIDE, SIDE), colour).save(sink, "PNG")
+    return sink.getvalue()
+
+
+def _said(term: str, colour: str, answer: Answer) -> str:
+    if answer.error is not None:
+        raise BadInput(f"reward {term}: its judge is to see images, and says nothing of a {colour} one: {answer.error}")
+    return answer.text or ""
