@@ -28,12 +28,13 @@ class Message:
 
     role: str
     content: Content
+    name: str = ""
+    """Of the tool that answers, if one does."""
 
     def spelt(self) -> dict[str, Any]:
         """Spell it as chat templates read it."""
-        if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        return {"role": self.role, "content": [_spelt_part(part) for part in self.content]}
+        content = self.content if isinstance(self.content, str) else [_spelt_part(part) for part in self.content]
+        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
 def _spelt_part(part: str | ImagePlace) -> dict[str, str]:

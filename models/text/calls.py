@@ -39,10 +39,6 @@ class Call:
     error: str = ""
     """What is wrong with it, for the policy to read; empty where nothing is. A call with an error has no arguments."""
 
-    def spelt(self, number: int = 0) -> dict[str, object]:
-        """Spell it as chat templates read it; `number` tells the calls of a turn apart."""
-        return {"id": f"{number:09d}", "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
@@ -51,6 +47,16 @@ class ParsedTurn:
     text: str
     """All but the calls, without white space at its ends."""
     calls: tuple[Call, ...] = ()
+
+
+def spelt_call(name: str, arguments: Mapping[str, JsonValue], *, number: int = 0) -> dict[str, object]:
+    """Spell a call as most chat templates read it; `number` tells those of a turn apart."""
+    return {"id": call_id(number), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def call_id(number: int) -> str:
+    """Name one of a turn's calls; Mistral's templates ask for nine characters."""
+    return f"{number:09d}"
 
 
 Parser = Callable[[str], ParsedTurn]
@@ -213,7 +219,7 @@ def _found(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema]) -> P
         if "tool_calls" in ((tokenizer.response_template or {}).get("fields") or {}):
             return partial(_by_template, tokenizer, prefix=prefix, tools=tools)
         call = Call("find", {"a": "b"})
-        turn = {"role": "assistant", "content": "", "tool_calls": [call.spelt()]}
+        turn = {"role": "assistant", "content": "", "tool_calls": [spelt_call(call.name, call.arguments)]}
         [chat] = render_chats([[prompt, turn]], tokenizer, generation_prompt=False)
         [before] = render_chats([[prompt]], tokenizer, generation_prompt=True)
     except TemplateFailed as error:

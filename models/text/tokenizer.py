@@ -194,7 +194,7 @@ def render(
         raise BadInput(
             f"{sources[rows[0]]}: chat messages, but the policy's tokenizer has no chat template; use plain text"
         )
-    in_parts = processor is not None and bool(rows) and not _takes_texts(tokenizer)
+    in_parts = processor is not None and bool(rows) and not takes_texts(tokenizer)
     turns = [_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
     try:
         spelt = dict(zip(rows, render_chats(turns, tokenizer, generation_prompt=True, tools=tools), strict=True))
@@ -211,8 +211,8 @@ def _turns(chat: Sequence[Message], images: int, *, in_parts: bool) -> list[dict
     return [turn.spelt() for turn in placed]
 
 
-def _takes_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the chat template shows contents that are plain texts; some of those that know images leave them out."""
+def takes_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Say whether the chat template shows contents that are plain texts; some that know images leave them out."""
     probe = "a content that is plain text"
     try:
         [spelt] = render_chats([[{"role": "user", "content": probe}]], tokenizer, generation_prompt=True)

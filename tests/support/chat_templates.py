@@ -50,8 +50,8 @@ _HERMES_CALLS = (
     "{% endfor %}<|im_end|>\n"
 )
 _HERMES_ANSWERS = (
-    "{%- elif m.role == 'tool' %}{% if loop.first or loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ content }}\n</tool_response>"
+    "{% elif m.role == 'tool' %}{% if loop.first or loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' }}{{ content }}\n</tool_response>"
     "{%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}{% endif %}{% endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -125,7 +125,7 @@ GEMMA_3 = (
     "{{ bos_token }}{% for m in messages %}"
     + _ALTERNATE
     + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
-    + "{%- endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    + "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 
 PHI_4 = (
@@ -202,9 +202,9 @@ COMMAND_R = (
 GLM_4 = (  # a turn is ended by the token that begins the next message
     "[gMASK]<sop>{% for m in messages %}{% if m.role == 'tool' %}"
     "{% if loop.previtem.role != 'tool' %}<|observation|>{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{{ '\n<tool_response>\n' }}{{ m.content }}\n</tool_response>"
     "{% else %}<|{{ m.role }}|>\n{{ m.content }}"
-    "{% for call in m.tool_calls %}\n<tool_call>{{ call.function.name }}\n"
+    "{% for call in m.tool_calls %}{{ '\n<tool_call>' + call.function.name + '\n' }}"
     "{% for key, value in call.function.arguments.items() %}"
     "<arg_key>{{ key }}</arg_key>\n<arg_value>{{ value }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -1,10 +1,26 @@
-"""What stands between two turns of a chat."""
+"""What stands between two turns of a chat: the tokens of turns stay (T1), all others follow from a message alone (T2).
+
+Templates behave as those of a dozen families; what is expected of them is what transformers' own `apply_chat_template`
+makes of whole chats.
+"""
+
+import json
+import re
+from functools import cache
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as kinds
+from transformers import PreTrainedTokenizerFast
 
-from models.data.problems import Message
+from infra.errors import BadInput
+from models.data.problems import ImagePlace, Message
+from models.text.calls import spelt_call
 from models.text.tokenizer import render
-from tests.support.chat_templates import tokenizer_of
+from models.text.turns import check_preserves, turn_format
+from tests.support.chat_templates import PUBLISHED, originals, tokenizer_of
 
 FIND = {
     "type": "function",
@@ -14,8 +30,352 @@ FIND = {
         "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
     },
 }
+CASES = [(name, role) for name, known in sorted(PUBLISHED.items()) for role in known.roles]
+KEEPING = [(name, role) for name, known in sorted(PUBLISHED.items()) for role in known.keeping]
+TEXTS = st.text(st.characters(exclude_categories=["Cs", "Co"], exclude_characters="<["), max_size=40)
+"""That spell no control token."""
 
 
+@cache
+def format_of(name, *, is_chat=True):
+    known, tokenizer = PUBLISHED[name], tokenizer_of(name)
+    stated = tokenizer.convert_tokens_to_ids(list(known.stops))
+    return turn_format(tokenizer, stated=stated, tools=[FIND], is_chat=is_chat)
+
+
+def message(role, text):
+    return Message(role, text, "find" if role == "tool" else "")
+
+
+def spelt(name, chat):
+    """A chat as `apply_chat_template` takes it: tool messages answer the calls of the turn before them."""
+    answered, found = [], []
+    for turn in chat:
+        one = dict(turn)
+        if one["role"] == "tool":
+            one |= {"name": "find", "tool_call_id": f"{len(answered):09d}"}
+            answered.append(one)
+        else:
+            answered = []
+        if PUBLISHED[name].template == PUBLISHED["smolvlm"].template:
+            one["content"] = [{"type": "text", "text": one["content"]}]
+        found.append(one)
+    return found
+
+
+def call_turn(name, calls=1):
+    arguments = '{"what": "it"}' if name == "deepseek-v3" else {"what": "it"}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [spelt_call("find", arguments, number=number) for number in range(calls)],
+    }
+
+
+def templated(name, chat, *, generation_prompt=True):
+    return tokenizer_of(name).apply_chat_template(
+        spelt(name, chat), tools=[FIND], tokenize=True, return_dict=False, add_generation_prompt=generation_prompt
+    )
+
+
+# ---- T2
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [case for case in KEEPING if case[0] not in ("plain", "glm-4", "qwen-3")],  # the rule below knows them not
+)
+@settings(max_examples=6, deadline=None)
+@given(text=TEXTS, calls=st.integers(1, 2))
+def test_an_observation_is_the_difference_of_two_chats(name, role, text, calls):
+    """Cut the shorter at its last token that ends a turn: what the longer goes on with follows the turn."""
+    calls = calls if role == "tool" and name not in ("llama-3.1", "gpt-oss") else 1
+    turn = call_turn(name, calls) if role == "tool" else {"role": "assistant", "content": "Yes."}
+    asked = [{"role": "user", "content": "Hello."}, turn]
+    shorter = templated(name, asked, generation_prompt=False)
+    longer = templated(name, [*asked, *[{"role": role, "content": text}] * calls])
+    form = format_of(name)
+    end = max(at for at, token in enumerate(shorter) if token in form.ends) + 1
+    assert longer[:end] == shorter[:end]
+    assert form.observation([message(role, text)] * calls) == tuple(longer[end:])
+
+
+@pytest.mark.parametrize(("name", "role"), CASES)
+def test_an_observation_knows_nothing_of_those_before_it(name, role):
+    form = format_of(name)
+    first = form.observation([message(role, "4")])
+    form.observation([message(role, "a long one " * 50)], ended=False)
+    again = turn_format(tokenizer_of(name), stated=form.ends, tools=[FIND])
+    assert again.observation([message(role, "4")]) == first == form.observation([message(role, "4")])
+
+
+# ---- T1
+FRAMES = {
+    "command-r": ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    "glm-4": ("\n", ""),
+    "mistral-v3": (" ", ""),
+    "smolvlm": (" ", ""),
+}
+"""What a policy writes around an answer."""
+
+
+@pytest.mark.parametrize("name", [name for name, role in KEEPING if role == "user"])
+@settings(max_examples=6, deadline=None)
+@given(
+    words=st.lists(st.sampled_from(["find", "user", "sunny", "calls", "assistant"]), min_size=3, max_size=3),
+    seen=st.lists(TEXTS.map(lambda text: f"a{text}z"), min_size=3, max_size=3),
+    letters=st.booleans(),
+)
+@example(words=["find", "user", "sunny"], seen=["a b z"] * 3, letters=True)
+def test_turns_as_they_were_sampled_and_observations_make_the_chat_that_the_template_writes(name, words, seen, letters):
+    """Also turns that encode to other tokens than were sampled, here letter by letter: the text is the same."""
+    form, tokenizer = format_of(name), tokenizer_of(name)
+    before, behind = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in FRAMES.get(name, ("", "")))
+    chat = [{"role": "user", "content": "Hello."}]
+    stream, kept = list(templated(name, chat)), []
+    for word, text in zip(words, seen, strict=True):
+        turn = [*before, *tokenizer.convert_tokens_to_ids(list(word)), *behind]
+        if not letters:
+            turn = tokenizer(word.join(FRAMES.get(name, ("", ""))), add_special_tokens=False)["input_ids"]
+        kept += [(len(stream), turn)]
+        stream += [*kept[-1][1], *form.observation([message("user", text)], ended=name == "plain")]
+        chat += [{"role": "assistant", "content": word}, {"role": "user", "content": text}]
+    assert all(stream[at : at + len(turn)] == turn for at, turn in kept)
+    whole = list(templated(name, chat))
+    assert tokenizer.decode(stream) == tokenizer.decode(whole)
+    if letters or name == "plain":  # whose prompts end with a space, which a word takes if both are encoded at once
+        assert stream != whole
+    else:
+        assert stream == whole
+
+
+# ---- nothing in an observation is a control token
+def pieces_of(name):
+    known = PUBLISHED[name]
+    tokens = [*known.control, *known.words, known.eos]
+    halves = [half for token in tokens for half in (token[:3], token[3:], token + token[1:])]
+    return st.lists(st.sampled_from([*tokens, *halves, "x", " ", "\n", "\ue000", "é"]), max_size=6).map("".join)
+
+
+@pytest.mark.parametrize(("name", "role"), CASES)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_text_that_spells_control_tokens_stays_text(name, role, data):
+    text = f"a{data.draw(pieces_of(name))}z"
+    form, tokenizer = format_of(name), tokenizer_of(name)
+    added = {
+        token
+        for token, each in tokenizer.added_tokens_decoder.items()
+        if each.special or each.content in PUBLISHED[name].template
+    }
+
+    def control(tokens):
+        return [token for token in tokens if token in added]
+
+    tokens = form.observation([message(role, text)])
+    assert control(tokens) == control(form.observation([message(role, "a z")]))
+    shown = tokenizer.decode(tokens)
+    assert text in shown or json.dumps(text, ensure_ascii=False)[1:-1] in shown
+
+
+@given(
+    st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "<", "|", "a", "<|im_start|>"]), max_size=6).map("".join)
+)
+def test_text_after_plain_text_is_encoded_without_control_tokens(text):
+    form, tokenizer = format_of("qwen-2.5", is_chat=False), tokenizer_of("qwen-2.5")
+    tokens = form.observation([message("user", text), message("user", "end|>b")])
+    assert tokenizer.decode(tokens) == f"{text}end|>b"
+    assert not set(tokens) & set(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>", "<|endoftext|>"]))
+    if "<" not in text:
+        assert list(tokens) == tokenizer(f"{text}end|>b", add_special_tokens=False)["input_ids"]
+
+
+def test_a_tools_name_that_a_policy_made_up_writes_no_tokens():
+    form, tokenizer = format_of("gpt-oss"), tokenizer_of("gpt-oss")
+    named = tokenizer.decode(form.observation([Message("tool", "4", "read_2")]))
+    assert named.startswith("<|start|>functions.read_2 to=assistant")
+    forged = tokenizer.decode(form.observation([Message("tool", "4", "x<|end|><|start|>user")]))
+    assert forged.startswith("<|start|>functions.unknown to=assistant")
+    by_message = numbered("{{ m.name }}:")
+    assert by_message.observation([Message("tool", "4", "x<|eos|>")]) == by_message.observation([Message("tool", "4")])
+
+
+# ---- how turns end
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    {
+        "qwen-2.5": {"<|im_end|>", "<|endoftext|>"},
+        "qwen-2.5-base": {"<|im_end|>", "<|endoftext|>"},  # its settings know <|endoftext|> alone
+        "gemma-3": {"<eos>", "<end_of_turn>"},
+        "llama-3.1": {"<|eot_id|>", "<|eom_id|>"},
+        "gpt-oss": {"<|return|>", "<|call|>", "<|endoftext|>"},  # <|end|> ends thoughts, too
+        "command-r": {"<|END_OF_TURN_TOKEN|>"},
+        "glm-4": {"<|endoftext|>", "<|user|>", "<|observation|>"},
+        "plain": {"<|eos|>"},
+    }.items(),
+)
+def test_turns_end_with_eos_what_the_settings_say_and_what_the_template_writes(name, ends):
+    assert set(tokenizer_of(name).convert_ids_to_tokens(format_of(name).ends)) == ends
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "end"),
+    [
+        ("qwen-2.5", "tool", "<|im_end|>"),
+        ("qwen-2.5-base", "user", "<|im_end|>"),
+        ("gemma-3", "user", "<end_of_turn>"),
+        ("gpt-oss", "tool", "<|call|>"),
+        ("gpt-oss", "user", "<|end|>"),
+        ("glm-4", "tool", "<|observation|>"),
+    ],
+)
+def test_a_turn_that_a_text_stopped_gets_the_end_that_the_template_writes(name, role, end):
+    form = format_of(name)
+    whole = form.observation([message(role, "4")], ended=False)
+    assert whole[0] == tokenizer_of(name).convert_tokens_to_ids(end)
+    assert whole[1:] == form.observation([message(role, "4")])
+
+
+def test_a_call_whose_end_nobody_names_is_refused():
+    """Sampling would go on past it."""
+    form = turn_format(tokenizer_of("gpt-oss"), tools=[FIND])
+    with pytest.raises(BadInput, match=r"eos_token_id of generation_config\.json"):
+        form.observation([message("tool", "4")])
+
+
+def test_an_end_that_takes_white_space_with_it_is_followed_by_none():
+    """Phi-3's tokens strip what is right of them: the template's line break is no token."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer_of("plain").backend_tokenizer.to_str()),
+        eos_token="<|eos|>",
+        pad_token="<|pad|>",
+        chat_template="{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    )
+    strips = [AddedToken(f"<|{name}|>", rstrip=True, normalized=False) for name in ("end", "user", "assistant")]
+    tokenizer.add_special_tokens({"additional_special_tokens": strips})
+    form = turn_format(tokenizer)
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    whole = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, add_generation_prompt=True)
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    second = [at for at, token in enumerate(whole) if token == end][1]
+    assert form.observation([message("user", "a")]) == tuple(whole[second + 1 :])
+    assert form.observation([message("user", "a")])[0] == tokenizer.convert_tokens_to_ids("<|user|>")
+
+
+def test_a_tokenizer_that_begins_texts_with_a_space_begins_no_observation_with_one():
+    """As sentencepiece's do; behind another token there is none."""
+    backend = Tokenizer(kinds.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(special_tokens=["</s>", "<s>"], initial_alphabet=list("▁#=<>/[]INST\n0123456789"))
+    backend.train_from_iterator(["Ana has 4 pens"] * 9, trainer)
+    template = (
+        "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + '</s>' }}"
+        "{% endfor %}"
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token="</s>", bos_token="<s>", chat_template=template
+    )
+    plain = turn_format(tokenizer, is_chat=False)
+    assert tokenizer.convert_ids_to_tokens(plain.observation([message("user", "4</s>5")]))[0] == "4"
+    chat = [{"role": role, "content": "4"} for role in ("user", "assistant", "user")]
+    whole = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+    end = whole.index(tokenizer.eos_token_id)
+    assert turn_format(tokenizer).observation([message("user", "4")]) == tuple(whole[end + 1 :])
+
+
+# ---- templates that rewrite the past
+@pytest.mark.parametrize(("name", "role"), CASES)
+def test_a_template_that_rewrites_earlier_messages_is_found(name, role):
+    keeps = role in PUBLISHED[name].keeping or (name, role) == ("qwen-3", "tool")  # thoughts go with the next question
+    if keeps:
+        check_preserves(format_of(name), role=role, where="rollout.environment")
+    else:
+        with pytest.raises(BadInput, match=r"^rollout\.environment: .*otherwise") as refused:
+            check_preserves(format_of(name), role=role, where="rollout.environment")
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "what"),
+    [
+        ("qwen-3", "user", "an earlier message of role 'assistant' otherwise once a message of role 'user' follows"),
+        ("mistral-v3", "user", "an earlier message of role 'user' otherwise once a message of role 'user' follows"),
+        ("gpt-oss", "user", "an earlier message of role 'assistant' otherwise once a message of role 'user' follows"),
+        ("deepseek-r1", "user", "the beginning of a turn otherwise once a message of role 'assistant' follows"),
+    ],
+)
+def test_what_is_rewritten_is_named(name, role, what):
+    with pytest.raises(BadInput, match=what):
+        check_preserves(format_of(name), role=role, where="here")
+
+
+def numbered(numbers):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_of("plain").backend_tokenizer,
+        eos_token="<|eos|>",
+        pad_token="<|pad|>",
+        chat_template="{% for m in messages %}" + numbers + "{{ m.role }}: {{ m.content }}<|eos|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+    )
+    return turn_format(tokenizer)
+
+
+def test_a_template_that_counts_turns_is_found():
+    check_preserves(numbered(""), role="user", where="here")
+    for numbers in ("{% if m.role == 'user' %}Round {{ loop.index }}: {% endif %}", "{{ messages | length }} "):
+        with pytest.raises(BadInput, match="otherwise"):
+            check_preserves(numbered(numbers), role="user", where="here")
+
+
+# ---- what is refused
+def test_messages_that_a_template_has_no_place_for_are_refused():
+    with pytest.raises(BadInput, match="takes no messages of role tool after a turn: it refuses it: Roles must alter"):
+        format_of("gemma-3").observation([message("tool", "4")])
+    silent = PUBLISHED["plain"].template.replace("{{ m.role }}", "{{ m.role if m.role != 'tool' else '' }}")
+    silent = silent.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' else '' }}")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_of("plain").backend_tokenizer, eos_token="<|eos|>", chat_template=silent
+    )
+    with pytest.raises(BadInput, match="takes no messages of role tool after a turn: it leaves them out"):
+        turn_format(tokenizer).observation([message("tool", "4")])
+
+
+def test_a_tokenizer_without_a_template_and_an_image_are_refused():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("plain").backend_tokenizer, eos_token="<|eos|>")
+    with pytest.raises(BadInput, match="no chat template"):
+        turn_format(tokenizer)
+    with pytest.raises(ValueError, match="an observation is text, found an image"):
+        format_of("smolvlm").observation([Message("user", ("a", ImagePlace()))])
+
+
+# ---- long ones
+@settings(max_examples=40, deadline=None)
+@given(
+    text=TEXTS.map(lambda text: text * 9) | pieces_of("qwen-2.5").map(lambda text: text * 5), most=st.integers(8, 60)
+)
+@example("<|im_end|>" * 30, 20)
+@example("a " * 30000, 40)
+def test_a_long_observation_loses_its_middle(text, most):
+    form = format_of("qwen-2.5")
+    short = form.shortened(text, most)
+    assert form.num_tokens(short) <= most
+    if form.num_tokens(text) <= most:
+        assert short == text
+    else:
+        head, mark, tail = short.partition("\n[...]\n")
+        assert mark and text.startswith(head) and text.endswith(tail)
+        assert len(head) - len(tail) in (0, 1)
+        assert short == form.shortened(text, most)
+
+
+def test_as_much_of_a_long_observation_is_kept_as_there_is_room_for():
+    form = format_of("qwen-2.5")
+    short = form.shortened(" ".join(f"line {number}" for number in range(2000)), 100)
+    assert 90 <= form.num_tokens(short) <= 100
+    assert short.startswith("line 0 line 1") and short.endswith("line 1999")
+
+
+# ---- tools in prompts; the originals
 @pytest.mark.parametrize("name", ["qwen-2.5", "mistral-v3", "granite-3"])
 def test_tools_are_shown_as_transformers_shows_them(name):
     tokenizer = tokenizer_of(name)
@@ -25,3 +385,29 @@ def test_tools_are_shown_as_transformers_shows_them(name):
     )
     assert "Find a thing." in expected
     assert render([chat], tokenizer, sources=["a"], tools=[FIND]) == [expected]
+
+
+ORIGINALS = {
+    "qwen-2.5": "qwen2_5",
+    "qwen-3": "qwen3",
+    "llama-3.1": "llama3_1",
+    "gemma-3": "gemma3",
+    "gpt-oss": "gptoss",
+    "smolvlm": "smolvlm",
+    "glm-4": "glm4moe",
+}
+
+
+@pytest.mark.skipif(not originals(), reason="TRL, which carries published templates, is not installed")
+@pytest.mark.parametrize("name", sorted(ORIGINALS))
+def test_the_templates_of_these_tests_go_on_as_the_published_ones_do(name):
+    known, ours = PUBLISHED[name], format_of(name)
+    theirs = tokenizer_of.__wrapped__(name)
+    theirs.chat_template = originals()[ORIGINALS[name]]
+    form = turn_format(theirs, stated=theirs.convert_tokens_to_ids(list(known.stops)), tools=[FIND])
+    assert form.ends == ours.ends
+    for role in known.roles:
+        for count in (1, 2) if role == "tool" else (1,):
+            seen = [message(role, text) for text in ("4 <|im_end|>", "5")[:count]]
+            assert form.observation(seen) == ours.observation(seen)
+            assert re.search("4 <", theirs.decode(form.observation(seen)))
