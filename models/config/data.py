@@ -27,6 +27,8 @@ class DataSource(Variant):
     """How warm-up answers without working, where problems have worked answers."""
     largest_guess: ClassVar[int] = 20
     """The largest number that it guesses."""
+    beside: ClassVar[str] = ""
+    """`pkg.mod:function` that names the files which its own files name in turn; empty where they name none."""
 
     @property
     def has_answers(self) -> bool:
@@ -87,6 +89,7 @@ class FileData(DataSource):
     """Problems from a JSON Lines, Parquet or Arrow file."""
 
     implementation = "models.data.files:file_problems"
+    beside = "models.data.image_files:image_files"
 
     kind: Literal["file"] = "file"
     path: Location

@@ -9,7 +9,7 @@ that only the running code knows is not found, nor are files that it reads.
 import ast
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -17,18 +17,19 @@ from importlib.machinery import ModuleSpec
 from importlib.util import resolve_name
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from blake3 import blake3
 from pydantic import BaseModel
 
-from infra.plugins import target_folders
+from infra.plugins import find_target, target_folders
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.inputs import fetched, is_remote, written
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.tombstones import check_not_deleted, check_remembers
 from infra.variants import Variant
 from models.config.algorithms import Algorithm
+from models.config.data import DataSource
 from models.config.engines import EngineSettings
 from models.config.job import slot_engines
 from models.config.rewards import ScoringConfig
@@ -63,7 +64,7 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     paths = sorted({path for place in places for path in _files(place)})
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
-    data = {written(path): _content(path, known) for path in paths}
+    data = {written(path): _content(path, known) for path in paths} | _content_beside(config.data, known)
     return _dependencies(variants, engines, config.scoring, data=data, layout=config.layout())
 
 
@@ -163,6 +164,31 @@ def _content(path: Path, known: Mapping[str, FileContent]) -> FileContent:
     if before is not None and size > WHOLE_BYTES and (before.bytes, before.modified_ns) == (size, modified_ns):
         return before
     return FileContent(digest=_digest(here, size, modified_ns), bytes=size, modified_ns=modified_ns)
+
+
+def _content_beside(source: DataSource, known: Mapping[str, FileContent]) -> dict[str, FileContent]:
+    """Describe the files that data files name, one entry for each directory: there may be very many."""
+    if not source.beside:
+        return {}
+    named = cast(Callable[[DataSource], Iterator[Path]], find_target(source.beside, where=source.known_as))(source)
+    folders: dict[Path, list[Path]] = {}
+    for path in named:
+        if is_remote(path) or path.is_file():
+            folders.setdefault(path.parent, []).append(path)
+    return {f"{written(folder)}/*": _together(sorted(paths), known) for folder, paths in sorted(folders.items())}
+
+
+def _together(paths: Sequence[Path], known: Mapping[str, FileContent]) -> FileContent:
+    found = [fetched(path).stat() for path in paths]
+    size, modified_ns = sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)
+    before = known.get(f"{written(paths[0].parent)}/*")
+    if before is not None and size > WHOLE_BYTES and (before.bytes, before.modified_ns) == (size, modified_ns):
+        return before
+    whole = blake3()
+    for path in paths:
+        content = _content(path, {})
+        whole.update(f"{path.name}\n{content.digest}\n".encode())
+    return FileContent(digest=whole.hexdigest(), bytes=size, modified_ns=modified_ns)
 
 
 @cache

