@@ -22,7 +22,7 @@ from infra.errors import Damaged
 from infra.store.manifests import Manifest
 from models.records.versions import directory_of, policy_of
 from models.records.work import ExcerptWork, ScoredShard
-from models.rollouts.preview import Excerpts, RolloutPreview
+from models.rollouts.preview import PICTURED, Excerpts, RolloutPreview
 from tasks.preparation import losses_of
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, artifact_key, iteration_key, iterations_among
@@ -145,14 +145,14 @@ async def report_run(session: Session) -> RunSummary:
         digest=last.digest,
         plot=run.store.locate(plot_key),
     )
-    samples = await _excerpts(session, Iteration(run, len(reports))) if reports else []
+    excerpts = await _excerpts(session, Iteration(run, len(reports))) if reports else Excerpts(())
     key = artifact_key(run.name)
     await acreate_table_artifact(_table(reports), key=f"{key}-iterations", description=f"Run {run.name}")
     await acreate_table_artifact(
-        rollout_table(samples), key=f"{key}-rollouts", description=f"Rollouts of iteration {len(reports)}"
+        rollout_table(excerpts.samples), key=f"{key}-rollouts", description=f"Rollouts of iteration {len(reports)}"
     )
     await acreate_markdown_artifact(
-        summary_page(summary, png, samples), key=f"{key}-summary", description=f"Summary of run {run.name}"
+        summary_page(summary, png, excerpts), key=f"{key}-summary", description=f"Summary of run {run.name}"
     )
     return summary
 
@@ -180,17 +180,21 @@ def _reports(session: Session) -> list[IterationReport]:
     return reports_of(session.run, term=term)
 
 
-async def _excerpts(session: Session, iteration: Iteration) -> Sequence[RolloutPreview]:
+async def _excerpts(session: Session, iteration: Iteration) -> Excerpts:
     """The first completion of each of some prompts, shortened by a worker: this process holds no payload."""
     shards: list[ScoredShard] = []
     for rollouts, scores in zip(iteration.stage("rollout"), iteration.stage("scoring"), strict=True):
         if sum(shard.rollouts.rows for shard in shards) < SAMPLE_ROWS * session.settings.rollout.group_size:
             shards.append(ScoredShard(rollouts=rollouts.shards[0], scores=scores.shards[0]))
     work = ExcerptWork(
-        iteration=iteration.number, shards=tuple(shards), prompts=SAMPLE_ROWS, characters=SAMPLE_CHARACTERS
+        iteration=iteration.number,
+        shards=tuple(shards),
+        prompts=SAMPLE_ROWS,
+        characters=SAMPLE_CHARACTERS,
+        media=iteration.media,
     )
     done = await session.ask("scoring", "excerpts", work, returns=Excerpts)
-    return done.result.samples
+    return done.result
 
 
 def _table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
@@ -229,7 +233,8 @@ def escape_markdown(text: str) -> str:
 
 
 def rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
-    """Show completions with their rewards, their texts escaped."""
+    """Show completions with their rewards, their texts escaped; where prompts show images, how these are named."""
+    sees = any(sample.images for sample in samples)
     return [
         {
             "reward": sample.reward,
@@ -239,20 +244,23 @@ def rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
             "tokens": sample.tokens,
             "finish": sample.finish_reason,
             "prompt_id": sample.prompt_id,
+            **({"images": ", ".join(image.digest[:16] for image in sample.images)} if sees else {}),
         }
         for sample in samples
     ]
 
 
-def summary_page(summary: RunSummary, png: bytes, samples: Sequence[RolloutPreview]) -> str:
-    """Write a run's summary as Markdown; completions stand in fences that they cannot close."""
+def summary_page(summary: RunSummary, png: bytes, excerpts: Excerpts) -> str:
+    """Write a run's summary as Markdown; completions stand in fences that they cannot close, below small images."""
     image = base64.b64encode(png).decode()
     text = io.StringIO()
     text.write(f"# Run {summary.run}\n\n{accuracy_lines(summary)}\n\n")
     added = f", added to `{summary.base}`" if summary.base else ""
     text.write(f"- policy `{summary.policy}`{added}\n- digest `{summary.digest}`\n- run `{summary.path}`\n\n")
     text.write(f"![learning curve](data:image/png;base64,{image})\n\n")
-    for sample in samples[:4]:
+    for sample in excerpts.samples[:PICTURED]:
+        pictured = [each.digest for each in sample.images if each.digest in excerpts.thumbnails]
+        text.writelines(f"![image {digest[:16]}]({excerpts.thumbnails[digest]})\n\n" for digest in pictured)
         told = f"{sample.prompt}{sample.completion}"
         fence = "`" * max(3, *(len(found) + 1 for found in re.findall("`+|$", told)))  # longer than any in the text
         text.write(f"{fence}text\n{told}\n{fence}\nreward {sample.reward}\n\n")

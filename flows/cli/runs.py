@@ -13,6 +13,7 @@ from infra.terminal import Json, table, write
 
 Sort = Annotated[Literal["position", "reward", "length"], Parameter(help="as generated, best first, or longest first")]
 Shown = Annotated[int, Parameter(metavar="N", help="completions shown")]
+Opened = Annotated[bool, Parameter(name="--open", help="show them with their images on a page, in the browser")]
 Sql = Annotated[
     str, Parameter(name="SQL", help="a query, such as 'select run, avg(reward) from rollouts group by run'")
 ]
@@ -85,18 +86,23 @@ def rollouts(
     iteration: Iteration = None,
     sort: Sort = "position",
     limit: Shown = 10,
+    opened: Opened = False,
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
     """Read a run's rollouts."""
     from flows.cli.output import rollout_text
-    from tasks.views.runs import read_rollouts
+    from tasks.views.pages import open_rollouts
+    from tasks.views.runs import open_known_run, read_rollouts
 
     if limit < 1:
         raise BadInput(f"--limit {limit}: expected at least 1")
     samples = read_rollouts(store, run, iteration=iteration, order=sort, limit=limit)
     if as_json:
         write(json.dumps([sample.model_dump() for sample in samples], indent=2, ensure_ascii=False))
+        return
+    if opened:
+        write(str(open_rollouts(open_known_run(store, run), samples)))
         return
     for sample in samples:
         write(rollout_text(sample))

@@ -15,7 +15,7 @@ from typing import Final
 
 import pyarrow as pa
 from blake3 import blake3
-from PIL import ExifTags, Image, ImageFile
+from PIL import ExifTags, Image, ImageFile, ImageOps
 
 from infra.errors import BadInput
 from infra.store.inputs import fetched, is_remote, written
@@ -30,6 +30,7 @@ MOST_PIXELS: Final = Image.MAX_IMAGE_PIXELS or 2**26
 """Pillow's own limit, beyond which a small file may be meant to fill the memory."""
 SHARD_BYTES: Final = 2**26
 """Of images in a media shard; one that is larger has a shard of its own."""
+THUMBNAIL_BYTES: Final = 4096
 MOST_STRETCHED: Final = 200
 """Longer side over the shorter one, the limit of Qwen's image processors."""
 _LYING: Final = (5, 6, 7, 8)
@@ -91,6 +92,24 @@ def data_address(encoded: bytes) -> str:
     with _opened(encoded, where="image") as image:
         kind = Image.MIME[image.format or ""]
     return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
+
+
+def thumbnail(encoded: bytes) -> bytes:
+    """Make a small copy for a page, of at most `THUMBNAIL_BYTES`; tiny pictures are enlarged, pixel by pixel."""
+    with _opened(encoded, where="image") as opened:
+        image = ImageOps.exif_transpose(opened).convert("RGB")
+    image.info.clear()  # profiles of colours may be larger than the copy
+    for side in (96, 64, 32):
+        small = image.copy()
+        small.thumbnail((side, side))
+        if (factor := side // max(small.size)) > 1:
+            small = small.resize((small.width * factor, small.height * factor), Image.Resampling.NEAREST)
+        for kind, options in (("PNG", {"optimize": True}), ("JPEG", {"quality": 80}), ("JPEG", {"quality": 40})):
+            sink = BytesIO()
+            small.save(sink, kind, **options)
+            if sink.tell() <= THUMBNAIL_BYTES:
+                return sink.getvalue()
+    raise AssertionError("32 x 32 pixels take 3,072 bytes, uncompressed")
 
 
 def _opened(encoded: bytes, *, where: str) -> ImageFile.ImageFile:

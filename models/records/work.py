@@ -124,6 +124,8 @@ class ExcerptWork:
     """Prompts shown, in order."""
     characters: int
     """Longest text shown."""
+    media: tuple[ShardRef, ...] = ()
+    """Shards with the images of the prompts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """Completions as people read them: a few rows of a rollout shard beside their scores. Torch-free."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -8,10 +10,15 @@ import pyarrow.compute as pc
 from infra.config import Settings
 from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store
+from models.data.images import data_address, thumbnail
 from models.records.media import Media, ShownImage
 from models.records.model_input import completion_lengths, image_digests
 from models.records.work import ExcerptWork
 
+PICTURED: Final = 4
+"""Completions of a report whose images are shown, not only named."""
+IMAGES: Final = 2
+"""Of each, at most."""
 COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reason")
 TEXTS = ("prompt", "completion", "answer")
 
@@ -46,6 +53,8 @@ class Excerpts:
     """What a worker hands back of payloads, for a report: few completions, each text shortened."""
 
     samples: tuple[RolloutPreview, ...]
+    thumbnails: Mapping[str, str] = field(default_factory=dict)
+    """Small copies of the images that the first of them show, as `data:image/...;base64,...`, by digest."""
 
 
 def read_samples(
@@ -59,22 +68,29 @@ def read_samples(
 ) -> list[RolloutPreview]:
     """Read the first `limit` completions whole; without scores, rewards are missing."""
     table, rewards = read_shard(store, rollouts).slice(0, limit), _rewards(store, rollouts, scores)
-    samples = _samples(table, rewards.slice(0, limit), iteration)
-    return [
-        sample.model_copy(update={"images": tuple(map(media.shown, digests))})
-        for sample, digests in zip(samples, image_digests(table), strict=True)
-    ]
+    return _shown(_samples(table, rewards.slice(0, limit), iteration), table, media)
 
 
-def read_excerpts(store: Store, work: ExcerptWork) -> list[RolloutPreview]:
+def read_excerpts(store: Store, work: ExcerptWork) -> Excerpts:
     """Read the first completion of each of the first prompts; a text that is longer ends in `…`."""
     samples: list[RolloutPreview] = []
+    media = Media(store, work.media)
     for shard in work.shards:
         table = read_shard(store, shard.rollouts)
         first = pc.indices_nonzero(pc.equal(table["sample"], 0)).slice(0, work.prompts - len(samples))
         rewards = _rewards(store, shard.rollouts, shard.scores).take(first)
-        samples += _samples(_shortened(table.take(first), work.characters), rewards, work.iteration)
-    return samples
+        short = _shortened(table.take(first), work.characters)
+        samples += _shown(_samples(short, rewards, work.iteration), short, media)
+    pictured = [image.digest for sample in samples[:PICTURED] for image in sample.images[:IMAGES]]
+    return Excerpts(tuple(samples), {name: data_address(thumbnail(media.encoded(name))) for name in pictured})
+
+
+def _shown(samples: Sequence[RolloutPreview], table: pa.Table, media: Media) -> list[RolloutPreview]:
+    """Say what the prompts of the table's rows show."""
+    return [
+        sample.model_copy(update={"images": tuple(map(media.shown, digests))}) if digests else sample
+        for sample, digests in zip(samples, image_digests(table), strict=True)
+    ]
 
 
 def _shortened(table: pa.Table, characters: int) -> pa.Table:

@@ -108,7 +108,7 @@ class ScoringWorker:
 
     def excerpts(self, work: ExcerptWork) -> Excerpts:
         """Shorten a few completions for a report; controllers hold no payload, and this is all that they show of it."""
-        return Excerpts(tuple(read_excerpts(self._store, work)))
+        return read_excerpts(self._store, work)
 
     def _informative(self, rollouts: pa.Table, scores: pa.Table, metric: str) -> int:
         """Count a shard's informative groups."""

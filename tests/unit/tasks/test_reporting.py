@@ -1,15 +1,22 @@
 """What Prefect's pages show of completions: their text, whatever Markdown or HTML it is made of."""
 
 import re
+from io import BytesIO
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
+from PIL import Image
 
-from models.rollouts.preview import RolloutPreview
+from models.data.images import THUMBNAIL_BYTES, data_address, digest_of, thumbnail
+from models.records.media import HeldImages, ShownImage
+from models.rollouts.preview import Excerpts, RolloutPreview
 from tasks.reporting import RunSummary, escape_markdown, rollout_table, summary_page
 from tasks.views.metrics import Accuracy
+from tasks.views.pages import rollouts_page
+from tests.support.pictures import picture
 
 ATTACKS = [
     "![x](http://evil/y.png) <img src=x> [a](javascript:1)",
@@ -27,6 +34,20 @@ RENDERERS = {
     "plain": MarkdownIt("commonmark", {"html": True}),
     "github": MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]),
 }
+
+
+ACCURACY = Accuracy(number=0, problems=2, mean=0.5, low=0.1, high=0.9)
+SUMMARY = RunSummary(
+    run="r",
+    path="/r",
+    iterations=1,
+    before=ACCURACY,
+    after=ACCURACY,
+    policy="/r/p",
+    base=None,
+    digest="d",
+    plot="/r/x",
+)
 
 
 def preview(text: str) -> RolloutPreview:
@@ -69,18 +90,69 @@ def test_a_missing_answer_stays_missing():
 
 @pytest.mark.parametrize("attack", [*ATTACKS, "`" * 9 + "\n![x](http://evil)", "~~~\n![x](http://evil)"])
 def test_the_only_picture_of_a_summary_is_the_learning_curve(attack):
-    accuracy = Accuracy(number=0, problems=2, mean=0.5, low=0.1, high=0.9)
-    summary = RunSummary(
-        run="r",
-        path="/r",
-        iterations=1,
-        before=accuracy,
-        after=accuracy,
-        policy="/r/p",
-        base=None,
-        digest="d",
-        plot="/r/x",
-    )
-    html = RENDERERS["github"].render(summary_page(summary, b"png", [preview(attack)]))
+    html = RENDERERS["github"].render(summary_page(SUMMARY, b"png", Excerpts((preview(attack),))))
     assert html.count("<img") == html.count('<img src="data:image/png;base64,') == 1
     assert "<a" not in html
+
+
+# ---- images
+
+
+def shows(text: str, *images: bytes) -> RolloutPreview:
+    named = [ShownImage(digest=digest_of(each), format="PNG", width=24, height=24, bytes=len(each)) for each in images]
+    return preview(text).model_copy(update={"images": tuple(named)})
+
+
+def shown_as(kind: str, sample: RolloutPreview) -> RolloutPreview:
+    return sample.model_copy(update={"images": tuple(e.model_copy(update={"format": kind}) for e in sample.images)})
+
+
+def noise(side: int) -> bytes:
+    sink = BytesIO()
+    pixels = np.random.default_rng(side).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    profile = b"0" * 6000
+    Image.fromarray(pixels).save(sink, "PNG", icc_profile=profile)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("side", [1, 24, 64, 300, 1500])
+def test_a_thumbnail_is_a_picture_of_4_kilobytes_at_most(side):
+    small = thumbnail(noise(side))
+    assert len(small) <= THUMBNAIL_BYTES
+    with Image.open(BytesIO(small)) as image:
+        image.load()
+        assert image.format in ("PNG", "JPEG") and 32 <= max(image.size) <= 96
+
+
+def test_a_tiny_picture_is_enlarged_pixel_by_pixel():
+    with Image.open(BytesIO(thumbnail(picture("red")))) as image:
+        assert (image.size, image.getcolors()) == ((96, 96), [(96 * 96, (255, 0, 0))])
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_summary_shows_what_prompts_show_beside_the_learning_curve_and_nothing_that_a_completion_names(attack):
+    red, blue = picture("red"), picture("blue")
+    addresses = {digest_of(red): data_address(thumbnail(red))}
+    page = summary_page(SUMMARY, b"png", Excerpts((shows(attack, red, blue), shows(attack)), addresses))
+    html = RENDERERS["github"].render(page)
+    assert html.count("<img") == 2, "the learning curve and the image that has a small copy"
+    assert html.count('<img src="data:image/png;base64,') == 2
+    assert f'alt="image {digest_of(red)[:16]}"' in html
+
+
+def test_the_table_names_images_where_there_are_any():
+    red = picture("red")
+    rows = rollout_table([shows("x", red), shows("y")])
+    assert [row["images"] for row in rows] == [digest_of(red)[:16], ""]
+    assert "images" not in rollout_table([shows("y")])[0]
+
+
+@pytest.mark.parametrize("attack", [*ATTACKS, "</pre><img src=x>", '"><script>x</script>'])
+def test_the_page_of_rollouts_has_their_images_and_a_completion_is_text(attack):
+    red, tiff = picture("red"), picture("blue", kind="TIFF")
+    held = HeldImages({digest_of(each): each for each in (red, tiff)})
+    html = rollouts_page("tiny", [shows(attack, red), shown_as("TIFF", shows(attack, tiff))], held)
+    assert tags(html) == {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "img", "pre", "b"}
+    sources = re.findall(r'<img src="([^"]*)"', html)
+    assert sources == [data_address(red), data_address(thumbnail(tiff))], "no browser shows TIFF"
+    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in html

@@ -1,0 +1,62 @@
+"""Rollouts as a page for the browser: completions with the images that their prompts show.
+
+The page is one file that fetches nothing; what a policy wrote is text in it, whatever it is made of.
+"""
+
+import os
+import tempfile
+import webbrowser
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Final
+
+from infra.store.runs import Run
+from models.data.images import data_address, thumbnail
+from models.records.media import ImageSource, ShownImage
+from models.rollouts.preview import RolloutPreview
+from tasks.views.runs import media_of
+
+SHOWN_BY_BROWSERS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_HEAD: Final = """\
+<!doctype html>
+<html><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+body {{ font-family: sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+img {{ max-height: 16rem; min-height: 6rem; margin-right: 0.5rem; image-rendering: pixelated; }}
+pre {{ white-space: pre-wrap; background: #f4f4f4; padding: 0.75rem; }}
+</style></head><body>
+<h1>{title}</h1>
+"""
+
+
+def open_rollouts(run: Run, samples: Sequence[RolloutPreview]) -> Path:
+    """Write completions to a page of their own, which only its user may read, and open it; return where it lies."""
+    descriptor, name = tempfile.mkstemp(prefix=f"rheostat-{run.name}-", suffix=".html")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(rollouts_page(run.name, samples, media_of(run, "train")))
+    path = Path(name)
+    webbrowser.open(path.as_uri())  # where there is none, its place is all that is told
+    return path
+
+
+def rollouts_page(run: str, samples: Sequence[RolloutPreview], images: ImageSource) -> str:
+    """Spell completions as HTML, each below the images of its prompt."""
+    return _HEAD.format(title=escape(f"Rollouts of {run}")) + "".join(_section(each, images) for each in samples)
+
+
+def _section(sample: RolloutPreview, images: ImageSource) -> str:
+    reward = "missing" if sample.reward is None else f"{sample.reward:g}"
+    told = f"iteration {sample.iteration}, prompt {sample.prompt_id}, sample {sample.sample}, reward {reward}"
+    shown = "".join(f'<img src="{_address(each, images)}" alt="{each.digest[:16]}">' for each in sample.images)
+    return (
+        f"<h2>{escape(told)}</h2>\n<p>{shown}</p>\n"
+        f"<pre>{escape(sample.prompt)}<b>{escape(sample.completion)}</b></pre>\n<p>{escape(sample.answer or '')}</p>\n"
+    )
+
+
+def _address(image: ShownImage, images: ImageSource) -> str:
+    encoded = images.encoded(image.digest)
+    return data_address(encoded if image.format in SHOWN_BY_BROWSERS else thumbnail(encoded))
