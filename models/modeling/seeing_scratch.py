@@ -1,5 +1,6 @@
 """A small policy that sees, built from nothing: Idefics3's architecture, with the scratch decoder inside."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -58,6 +59,10 @@ def save_beside_weights(
     tokenizer.save_pretrained(directory)
     side = {"longest_edge": policy.tower.image_size}
     Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False).save_pretrained(directory)
+    # Pipelines of transformers ask it for the tokens of an image, which by default are those of another tower.
+    taken = (policy.tower.image_size // policy.tower.patch_size // policy.tower.scale_factor) ** 2
+    said = {"processor_class": "Idefics3Processor", "image_seq_len": taken}
+    (directory / "processor_config.json").write_text(json.dumps(said, indent=2) + "\n")
 
 
 def _config(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> Idefics3Config:

@@ -4,19 +4,28 @@ import json
 import re
 import shutil
 import stat
+from io import BytesIO
 from pathlib import Path
 
 import httpx
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
+from transformers import pipeline
 
 from infra.store.runs import open_run
 from infra.store.shards import read_shard
 from models.config.data import PicturesData
+from models.config.engines import SamplingConfig, TransformersEngine
 from models.data.images import digest_of
 from models.data.pictures import picture_problems
-from models.records.media import Media
+from models.engines.local.engine import HuggingFaceEngine
+from models.engines.protocol import Request
+from models.records.media import HeldImages, Media
 from models.records.model_input import image_digests
+from models.records.versions import policy_of
+from models.text.tokenizer import load_tokenizer, tokenize_problems
+from models.vision.processor import load_processor
 from tasks.run.keys import PROMPTS
 from tasks.verification.invariants import verify_run
 from tests.support import checker
@@ -189,6 +198,30 @@ def test_prefects_summary_shows_small_pictures_of_the_last_rollouts_and_the_tabl
     assert all(len(encoded) <= 4096 * 4 // 3 + 4 for _, encoded in named)
     tables = [json.loads(each["data"]) for each in found if each["key"] == "tiny-rollouts"]
     assert any(row["images"] in {digest[:16] for digest in known} for rows in tables for row in rows if "images" in row)
+
+
+def test_an_exported_policy_says_in_transformers_pipeline_what_the_engine_says(whole, tmp_path):
+    [problem] = picture_problems(PicturesData(train_problems=1, heldout_problems=1), "train", 7)
+    target = tmp_path / "policy"
+    exported = whole.command("export-policy", "--to", str(target))
+    assert exported.code == 0, exported.output
+    answering = pipeline("image-text-to-text", model=str(target))
+    processor, tokenizer = load_processor(target), load_tokenizer(target)
+    [prompt] = tokenize_problems([problem], tokenizer, processor)
+    shown = Image.open(BytesIO(problem.images[0]))
+    read = answering.processor(images=[shown], text=prompt.text)
+    assert read["input_ids"][0] == prompt.input.tokens.tolist()
+    options = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": [*processor.banned]}
+    [said] = answering(images=[shown], text=prompt.text, return_full_text=False, generate_kwargs=options)
+    engine, policy = (
+        HuggingFaceEngine(TransformersEngine()),
+        open_run(str(whole.store), "tiny").require("policy/initial"),
+    )
+    engine.load(target, policy_of(policy))
+    engine.show(HeldImages({digest_of(problem.images[0]): problem.images[0]}))
+    greedy = SamplingConfig(temperature=0, max_new_tokens=6)
+    [[completion]] = engine.generate([Request(row=0, inputs=(prompt.input,), seeds=(0,))], greedy)
+    assert said["generated_text"].strip() == completion.text.strip() != ""
 
 
 # ---- killed

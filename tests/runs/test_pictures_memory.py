@@ -1,0 +1,62 @@
+"""Controllers of a run with pictures hold none: their memory has no byte of one, and does not grow with them."""
+
+import json
+import secrets
+
+import pytest
+
+from bench.controllers import Place, processes_of
+from bench.processes import Watched, holds_file, watching
+from tests.support.jobs import Job
+from tests.support.pictures import picture
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
+
+PICTURES = 12
+SMALL, LARGE = 1 << 19, 1 << 23
+"""Bytes of each picture: 6 MiB together, and sixteen times as many."""
+SEEING = (
+    "data.kind=file",
+    "data.images_column=images",
+    "policy.kind=seeing_scratch",
+    "iterations=1",
+    "warmup.steps=2",
+    "rollout.prompts=4",
+    "rollout.shard_prompts=2",
+    "rollout.sampling.max_new_tokens=6",
+    "evaluation.problems=1",
+)
+
+
+def watched(home, api, size: int) -> tuple[list[Watched], list[Watched]]:
+    """Run a job with pictures of a size, each full of a marker; return its driver and controllers, and its workers."""
+    marker = secrets.token_hex(16).encode()
+    home.mkdir()
+    rows = []
+    for number in range(PICTURES):
+        encoded = picture((number, 0, 0))
+        (home / f"{number}.png").write_bytes(encoded + marker * ((size - len(encoded)) // len(marker)))
+        rows.append(json.dumps({"prompt": "How red?", "answer": str(number), "images": f"{number}.png"}))
+    (home / "rows.jsonl").write_text("\n".join(rows))
+    job = Job(home, api)
+    data = (f"data.path={home / 'rows.jsonl'}", "data.heldout_fraction=0.3")
+    with (
+        job.started(*SEEING, *data) as process,
+        watching(lambda: processes_of(process.pid, Place(home)), marker=marker) as seen,
+    ):
+        ended = job.ended(process)
+    assert ended.code == 0, ended.output
+    assert holds_file(job.run / "shards", marker), "the pictures are in the run"
+    workers = [each for each in seen.values() if each.kind == "worker"]
+    return [each for each in seen.values() if each.kind != "worker"], workers
+
+
+def test_controllers_hold_no_byte_of_a_picture_and_as_much_memory_for_sixteen_times_as_many(tmp_path, prefect_api):
+    few, _ = watched(tmp_path / "few", prefect_api, SMALL)
+    many, workers = watched(tmp_path / "many", prefect_api, LARGE)
+    for process in (*few, *many):
+        assert process.searches > 0 and process.hits == 0, process
+    assert sum(worker.hits for worker in workers) > 0, "the search finds them where they are"
+    peaks = [max(each.peak_bytes for each in seen if each.kind == "driver") for seen in (few, many)]
+    print(f"driver's peak {peaks[0] >> 20} MiB, and {peaks[1] >> 20} MiB")  # noqa: T201
+    assert peaks[1] - peaks[0] < (LARGE - SMALL) * PICTURES / 4
