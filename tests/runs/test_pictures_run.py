@@ -265,3 +265,27 @@ def test_a_run_goes_on_from_its_first_iteration_to_the_same_bits(whole, tmp_path
     job.train(*SEEING)
     assert manifests_of(job.run) == manifests_of(whole.run)
     assert shards_of(job.run) == shards_of(whole.run)
+
+
+# ---- judged
+
+
+@pytest.mark.system
+def test_a_run_trains_a_judge_that_sees_and_learns_from_what_it_says_the_same_twice(tmp_path, prefect_api):
+    shape = (
+        "{kind='seeing_scratch',"
+        " decoder={vocab_size=310, hidden_size=16, intermediate_size=32, heads=2, kv_heads=2, context=160}}"
+    )
+    model = f"{{kind='trained', warmup={{steps=2, batch_size=4}}, shape={shape}}}"
+    rewards = f"scoring.rewards=[{{kind='judge', images='prompt', verdict={{kind='logprob'}}, model={model}}}]"
+    jobs = [InProcessJob(tmp_path / name, prefect_api) for name in ("one", "two")]
+    for each in jobs:
+        each.train(*SEEING, rewards)
+    first, second = jobs
+    assert manifests_of(first.run) == manifests_of(second.run)
+    run = open_run(str(first.store), "tiny")
+    judged = [each for each in run.manifests("it-") if "/judge-judge/" in each.key]
+    values = [v for each in judged for v in read_shard(run.store, each.shards[0])["value"].to_pylist()]
+    assert len(values) == 32 and len(set(values)) > 4
+    assert verify_run(str(first.store), "tiny") == []
+    assert checker.problems_of(first.run) == []
