@@ -71,7 +71,7 @@ class PicturesData(DataSource):
 
     implementation = "models.data.pictures:picture_problems"
     guess = " #### {}"
-    largest_guess = 6
+    largest_guess = 9
 
     kind: Literal["pictures"] = "pictures"
     train_problems: Positive = 3072

@@ -42,6 +42,8 @@ class ScratchPolicy(PolicySource):
     """Key-value heads."""
     context: Annotated[int, Field(ge=16)] = 256
     """Longest sequence in tokens."""
+    initial_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "ScratchPolicy":
@@ -69,6 +71,8 @@ class ScratchTower(Settings):
     """Blocks."""
     heads: Positive = 2
     """Attention heads."""
+    initial_std: Annotated[float, Field(gt=0)] = 0.125
+    """Standard deviation of the initial weights: 1 / √64."""
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> "ScratchTower":
@@ -90,7 +94,7 @@ class SeeingScratchPolicy(PolicySource):
     tower: ScratchTower = ScratchTower()
     """What reads images."""
     decoder: ScratchPolicy = ScratchPolicy(
-        vocab_size=303, hidden_size=64, intermediate_size=192, heads=2, kv_heads=2, context=96
+        vocab_size=303, hidden_size=64, intermediate_size=192, heads=2, kv_heads=2, context=96, initial_std=0.125
     )
     """What reads and writes tokens; three of its vocabulary stand around images."""
 

@@ -24,10 +24,12 @@ CELLS: Final = 3
 CELL: Final = 8
 """Cells of a side, and pixels of a cell's side."""
 COLOURS: Final = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230), "yellow": (235, 210, 40)}
+COMMON: Final = (0.5, 0.25, 0.15, 0.1)
+"""How common each colour is, of shapes and of questions alike. Were all as common, neither the colour of a cell nor that
+of the question would say anything without the other, and gradients have nothing to begin with."""
 GROUND: Final = (20, 20, 20)
-EMPTY_SHARE: Final = 0.3
-ASKED_SHARE: Final = 0.4
-"""Of cells without a shape, and of shapes in the colour that is asked for: counts from 0 to 6 are common."""
+EMPTY_SHARE: Final = 0.25
+"""Of cells without a shape."""
 
 Cell = tuple[str, str] | None
 """Shape and colour."""
@@ -60,8 +62,8 @@ def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]
 
 
 def _draw(rng: Random, *, source: str) -> Problem:
-    asked = rng.choice(list(COLOURS))
-    cells = [_cell(rng, asked) for _ in range(CELLS**2)]
+    asked = _colour(rng)
+    cells = [_cell(rng) for _ in range(CELLS**2)]
     count, work = 0, []
     for cell in cells:
         count += cell is not None and cell[1] == asked
@@ -77,11 +79,12 @@ def _draw(rng: Random, *, source: str) -> Problem:
     )
 
 
-def _cell(rng: Random, asked: str) -> Cell:
-    if rng.random() < EMPTY_SHARE:
-        return None
-    others = [colour for colour in COLOURS if colour != asked]
-    return rng.choice(list(MASKS)), asked if rng.random() < ASKED_SHARE else rng.choice(others)
+def _cell(rng: Random) -> Cell:
+    return None if rng.random() < EMPTY_SHARE else (rng.choice(list(MASKS)), _colour(rng))
+
+
+def _colour(rng: Random) -> str:
+    return rng.choices(list(COLOURS), COMMON)[0]
 
 
 def drawn(cells: list[Cell]) -> bytes:

@@ -96,6 +96,7 @@ def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) ->
         num_key_value_heads=policy.kv_heads,
         head_dim=policy.hidden_size // policy.heads,
         max_position_embeddings=policy.context,
+        initializer_range=policy.initial_std,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

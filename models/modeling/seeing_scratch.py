@@ -75,6 +75,7 @@ def _config(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> 
             "num_attention_heads": policy.tower.heads,
             "patch_size": policy.tower.patch_size,
             "image_size": policy.tower.image_size,
+            "initializer_range": policy.tower.initial_std,
         },
         scale_factor=policy.tower.scale_factor,
         image_token_id=int(tokenizer.convert_tokens_to_ids(IMAGE)),

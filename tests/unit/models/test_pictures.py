@@ -56,3 +56,15 @@ def test_a_training_picture_is_never_a_heldout_picture_of_any_seed():
 def test_no_count_is_so_common_that_a_guess_pays():
     answers = [problem.answer for problem in load_problems(DATA, "train", 0)]
     assert max(answers.count(answer) for answer in answers) < 0.35 * len(answers)
+
+
+def test_a_cell_of_a_common_colour_is_counted_more_often_whatever_is_asked():
+    counted = {colour: [] for colour in COLOURS}
+    for problem in load_problems(PicturesData(), "train", 0):
+        for cell in read_cells(problem.images[0]):
+            if cell is not None:
+                counted[cell[1]].append(cell[1] == problem.prompt.removeprefix("How many ").removesuffix("?"))
+    shares = [np.mean(each) for each in counted.values()]
+    np.testing.assert_allclose(shares, (0.5, 0.25, 0.15, 0.1), atol=0.03)
+    common = [len(each) for each in counted.values()]
+    np.testing.assert_allclose(np.array(common) / sum(common), (0.5, 0.25, 0.15, 0.1), atol=0.02)
