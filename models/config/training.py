@@ -17,7 +17,7 @@ class WarmupConfig(Settings):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-2
     """Peak learning rate; linear over 5% of the steps, then cosine to a tenth. Pretrained policies take 1e-5."""
     worked_fraction: Fraction = 0.3
-    """Share of arithmetic examples that show the worked answer; the others show a bare guess."""
+    """Share of examples of problems with a worked answer that show it; the others show a bare guess."""
 
 
 class DpoConfig(Settings):

@@ -211,6 +211,15 @@ def test_a_policy_that_sees_built_from_nothing_is_what_was_described_and_loads_e
     assert sight.processor.prepare(next(iter(PICTURES.values()))).tokens == 9
 
 
+def test_a_policy_that_sees_built_from_nothing_begins_as_widely_spread_as_its_settings_say(tmp_path):
+    policy = SeeingScratchPolicy.model_validate({"tower": {"initial_std": 0.3}, "decoder": {"initial_std": 0.05}})
+    write_policy(policy, tmp_path, data=DATA, seed=3)
+    for name, weight in load_policy(tmp_path).named_parameters():
+        if weight.ndim > 1:
+            spread = 0.3 if part_of(name) == "vision" else 0.05
+            assert weight.std().item() == pytest.approx(spread, rel=0.1), name
+
+
 def test_a_critic_of_a_policy_that_sees_is_refused(tmp_path):
     found = inspect_directory(write_seeing(tmp_path, "idefics3"))
     with pytest.raises(BadInput, match="no critic and no reward model is made of a idefics3, which sees"):
