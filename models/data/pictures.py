@@ -25,8 +25,8 @@ CELL: Final = 8
 """Cells of a side, and pixels of a cell's side."""
 COLOURS: Final = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230), "yellow": (235, 210, 40)}
 COMMON: Final = (0.5, 0.25, 0.15, 0.1)
-"""How common each colour is, of shapes and of questions alike. Were all as common, neither the colour of a cell nor that
-of the question would say anything without the other, and gradients have nothing to begin with."""
+"""How common each colour is, of shapes and of questions alike. Were all as common, neither a cell's colour nor the
+question's would say anything without the other, and gradients would have nothing to begin with."""
 GROUND: Final = (20, 20, 20)
 EMPTY_SHARE: Final = 0.25
 """Of cells without a shape."""
