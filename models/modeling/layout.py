@@ -53,6 +53,8 @@ class SharedRows:
     """A place of each token."""
     blocks: tuple[tuple[int, int], ...]
     """Rows and width of each."""
+    prompts: tuple[ModelInput, ...]
+    """For every prompt one of the inputs that begin with it, in the order of the prompts' tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def lay_out(inputs: Sequence[ModelInput]) -> MicroBatch:
 def _share(
     inputs: Sequence[ModelInput], tokens_BT: Indexes, holds_BT: NDArray[np.bool_], *, predicting_N: Indexes
 ) -> SharedRows | None:
-    token_BT, num_tokens = _numbered(inputs, tokens_BT.shape[1])
+    token_BT, num_tokens, prompts = _numbered(inputs, tokens_BT.shape[1])
     if not inputs or tokens_BT.size < SHARING_PAYS * num_tokens:
         return None
     rows, lengths = tuple(range(len(inputs))), holds_BT.sum(axis=1)
@@ -135,23 +137,27 @@ def _share(
         places_P=places_P,
         collected_L=np.flatnonzero(holds_P)[first_L],
         blocks=tuple((len(block), width) for block, width in zip(blocks, widths, strict=True)),
+        prompts=prompts,
     )
 
 
-def _numbered(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, int]:
-    """Number the tokens of a pass, those of a prompt once; return which stands where, and how many there are."""
+def _numbered(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, int, tuple[ModelInput, ...]]:
+    """Number the tokens of a pass, those of a prompt once.
+
+    Returns which stands where, how many there are, and an input of each prompt.
+    """
     token_BT = np.zeros((max(1, len(inputs)), width), np.int64)
-    begins: dict[bytes, int] = {}
+    begins: dict[tuple[bytes, tuple[str, ...]], tuple[int, ModelInput]] = {}
     used = 0
     for token_T, each in zip(token_BT, inputs, strict=False):
         prompt, whole = each.num_prompt_tokens, len(each)
-        name = each.prompt.tobytes()
+        name = (each.prompt.tobytes(), each.images)
         if name not in begins:
-            begins[name], used = used, used + prompt
-        token_T[:prompt] = np.arange(begins[name], begins[name] + prompt)
+            begins[name], used = (used, each), used + prompt
+        token_T[:prompt] = np.arange(begins[name][0], begins[name][0] + prompt)
         token_T[prompt:whole] = np.arange(used, used + whole - prompt)
         used += whole - prompt
-    return token_BT, used
+    return token_BT, used, tuple(first for _, first in begins.values())
 
 
 def lay_out_samples(samples: Sequence[TrainingSample], weights: Sequence[float]) -> TrainingBatch:

@@ -51,7 +51,7 @@ class TokenModule(nn.Module):
     """What is saved."""
 
     shares_prompts: bool
-    """Whether it takes passes in which prompts are shared; a model that sees does not."""
+    """Whether it takes passes in which prompts are shared."""
 
     sight: Sight | None = None
     """Of a model that sees."""
@@ -60,23 +60,26 @@ class TokenModule(nn.Module):
         """Bring a pass to the device, with what its rows show."""
         seen = None
         if self.sight is not None:
+            shows = batch.shared.prompts if self.shares_prompts and batch.shared is not None else batch.inputs
             width = batch.tokens_BT.shape[1]
-            seen = look(self.sight, self.model, batch.inputs, device=device, width=width, runs_always=True)
+            seen = look(self.sight, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
             raise BadInput(f"{type(self.model).__name__} reads text alone, found prompts with images")
         return ForwardInput.of(batch, device, shares=self.shares_prompts, seen=seen)
 
     def states(self, read: ForwardInput) -> Tensor:
         """Return the hidden state that predicts each written token."""
-        if read.shared is not None:
-            return shared_states(self.model, read.tokens_BT, read.shared).index_select(0, read.positions_N)
         seen = None if read.seen is None else see(self.model, read.seen)
         options = {} if seen is None else seen.options
-        states_BTH = self.model.base_model(input_ids=read.tokens_BT, use_cache=False, **options).last_hidden_state
-        states_NH = states_BTH.flatten(0, 1).index_select(0, read.positions_N)
+        if read.shared is not None:
+            states_LH = shared_states(self.model, read.tokens_BT, read.shared, options=options)
+        else:
+            output = self.model.base_model(input_ids=read.tokens_BT, use_cache=False, **options)
+            states_LH = output.last_hidden_state.flatten(0, 1)
+        states_NH = states_LH.index_select(0, read.positions_N)
         if seen is not None and seen.nothing is not None:  # every rank's pass has gradients of the same parameters
             states_NH = states_NH + seen.nothing.to(states_NH.dtype)
-        return cast(Tensor, states_NH)
+        return states_NH
 
 
 CHUNK_ELEMENTS = 1 << 26
@@ -99,7 +102,7 @@ class TokenLogprobs(TokenModule):
         self.sight = sight
         banned = () if sight is None else sight.banned
         self.head = _Head(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
-        self.shares_prompts = sight is None and share_prompts(model)
+        self.shares_prompts = share_prompts(model)
 
     def forward(self, read: ForwardInput) -> Tensor:
         """Return log π of each written token in float32."""

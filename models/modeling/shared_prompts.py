@@ -7,7 +7,7 @@ That goes through the interface at which transformers looks attention up; no mod
 Shapes: L tokens of a pass, P places of its padded blocks, B rows of a block, T its width, H heads, D numbers of a head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from models.modeling.layout import SharedRows, lay_out
 from models.records.model_input import ModelInput
+from models.vision.sight import reads_in_line
 
 _NAME: Final = "sdpa_of_shared_prompts"
 _OURS: Final = "sdpa"  # what attention is inside
@@ -68,14 +69,17 @@ def reading(shared: SharedTokens) -> Iterator[None]:
         _READING.reset(token)
 
 
-def shared_states(model: PreTrainedModel, tokens_1L: Tensor, shared: SharedTokens) -> Tensor:
-    """Return the last hidden state of every token."""
+def shared_states(
+    model: PreTrainedModel, tokens_1L: Tensor, shared: SharedTokens, *, options: Mapping[str, object] | None = None
+) -> Tensor:
+    """Return the last hidden state of every token; `options` are what the model takes beside tokens."""
+    placed = {**(options or {}), "position_ids": shared.positions_1L}
     with reading(shared):
         output = model.base_model(
             input_ids=tokens_1L,
-            position_ids=shared.positions_1L,
             attention_mask=torch.ones_like(tokens_1L),  # without one, positions that begin again would make it a mask
             use_cache=False,
+            **placed,
         )
     states_LH: Tensor = output.last_hidden_state[0]
     return states_LH
@@ -124,7 +128,8 @@ def share_prompts(model: PreTrainedModel) -> bool:
     ones, which is tried here. Recurrent layers do not, and all have a convolution, whose share of the states may be
     too small to be seen.
     """
-    takes_positions = "position_ids" in signature(model.base_model.forward).parameters
+    takes = signature(model.base_model.forward).parameters
+    takes_positions = "position_ids" in takes and reads_in_line(model)
     convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
     if model.config._attn_implementation != _OURS or not takes_positions or convolves:
         return False

@@ -207,5 +207,15 @@ def _flat(said: Any) -> Tensor:  # noqa: ANN401
     return states.flatten(0, -2)
 
 
+def reads_in_line(model: PreTrainedModel) -> bool:
+    """Whether images are to a model what text is: each token's position is its place, and none looks ahead."""
+    looks_ahead = "token_type_ids" in inspect.signature(model.base_model.forward).parameters and _sees(model)
+    return not _is_mrope(model) and not looks_ahead
+
+
+def _sees(model: PreTrainedModel) -> bool:
+    return hasattr(model.base_model, "get_image_features")
+
+
 def _is_mrope(model: PreTrainedModel) -> bool:
     return hasattr(model.base_model, "get_rope_index")
