@@ -172,6 +172,30 @@ def test_the_tower_reads_each_distinct_image_of_a_pass_once(directory, monkeypat
     assert calls == [alone]
 
 
+def test_passes_with_shared_prompts_say_and_teach_what_padded_ones_do(directory):
+    policy = loaded(directory)
+    module = TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
+    in_line = policy.model.config.model_type in ("idefics3", "internvl", "llava", "smolvlm")
+    assert module.shares_prompts is in_line
+    SIZES["d"] = SIZES["a"]
+    shown = [prompt(policy, "a"), prompt(policy, "d"), prompt(policy, "b", "a", before=()), prompt(policy)]
+    batch = lay_out([each.continued(range(20, 22 + 3 * row)) for each in shown for row in range(3)])
+    assert batch.shared is not None and batch.shared.prompts == tuple(batch.inputs[::3])
+    found = []
+    for shares in {in_line, False}:
+        module.shares_prompts = shares
+        module.zero_grad()
+        read = module.read(batch, torch.device("cpu"))
+        assert (read.shared is not None) is shares
+        said_N = module(read)
+        (said_N * torch.linspace(-1, 1, len(said_N))).sum().backward()
+        gradients = [each.grad.flatten() for each in module.parameters() if each.grad is not None]
+        found.append((said_N.detach(), torch.cat(gradients)))
+    for said_N, gradients in found:
+        assert torch.allclose(said_N, found[0][0], atol=5e-6, rtol=0)
+        assert torch.allclose(gradients, found[0][1], atol=1e-4 * float(gradients.abs().max()), rtol=1e-4)
+
+
 def test_gradients_reach_the_tower_and_a_blank_image_gives_it_zeros(directory):
     policy = loaded(directory)
     module = TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
