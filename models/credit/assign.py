@@ -18,11 +18,10 @@ from models.algorithms.ragged import group_statistics
 from models.config.algorithms import AlgorithmConfig
 from models.credit.inputs import TermColumns, check_needed, not_finite, read_estimates, scored_groups, unusable
 from models.credit.selection import GroupQuota, Selection, select_groups
+from models.credit.turns import WrittenTokens
 from models.records.columns import Floats, Integers, Mask, emptied, flat, floats, integers, lengths_of, lists
-from models.records.model_input import ROLLOUT_INPUT, completion_lengths, sample_columns
-from models.records.schemas import SAMPLE_SCHEMA, FinishReason
-
-PER_TOKEN = ("logprobs", "advantages", "staleness", "values", "returns")
+from models.records.model_input import ENVIRONMENT, ROLLOUT_INPUT, completion_lengths, sample_columns
+from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA, FinishReason
 
 
 def sample_table(
@@ -45,7 +44,7 @@ def sample_table(
     rollouts = rollouts.append_column("staleness", lists(staleness(rollouts, lengths_N, policy_version), lengths_N))
     order_K = np.lexsort((integers(rollouts["sample"]), integers(rollouts["prompt_row"])))
     order_K = order_K[kept_N[order_K]]
-    rows = rollouts.drop_columns(["segments", "finish_reason"]).take(pa.array(order_K)).combine_chunks()
+    rows = rollouts.drop_columns(["segments", "finish_reason", "turns"]).take(pa.array(order_K)).combine_chunks()
     columns = {name: rows[name] for name in rows.column_names}
     if emptied_N[order_K].any():
         columns |= {name: emptied(rows[name], emptied_N[order_K]) for name in PER_TOKEN}
@@ -56,7 +55,7 @@ def sample_table(
 def staleness(
     rollouts: pa.Table, lengths_N: Integers, policy_version: int
 ) -> np.ndarray[tuple[int], np.dtype[np.int16]]:
-    """Return how many versions each token's writer is behind the one that learns from it."""
+    """Return how many versions each token's writer is behind the one that learns from it; -1 where it was no policy."""
     segments = rollouts["segments"]
     row_S = np.repeat(np.arange(rollouts.num_rows), lengths_of(segments))
     parts = pc.list_flatten(segments)
@@ -67,7 +66,8 @@ def staleness(
         raise Damaged(f"rollout {row}: expected segments of {lengths_N[row]} tokens in all, found {written_N[row]:.0f}")
     if len(versions_S) and versions_S.max() > policy_version:
         raise Damaged(f"rollouts: expected tokens of policies up to {policy_version}, found some of {versions_S.max()}")
-    return np.repeat((policy_version - versions_S).astype(np.int16), tokens_S)
+    stale_S = np.where(versions_S == ENVIRONMENT, ENVIRONMENT, policy_version - versions_S)
+    return np.repeat(stale_S.astype(np.int16), tokens_S)
 
 
 def _floats_column(values_T: Floats | None, lengths_N: Integers) -> pa.Array:
@@ -98,9 +98,28 @@ def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float
 
 
 def length_metrics(rollouts: pa.Table) -> dict[str, float]:
-    """Describe all completions, missing ones too."""
-    lengths_N = completion_lengths(rollouts).astype(np.float64)
+    """Describe all completions, missing ones too, by what the policy wrote of them."""
+    lengths_N = WrittenTokens.of(rollouts).counts_N.astype(np.float64)
     return _mean("length_mean", lengths_N) | _mean("truncated_fraction", truncated(rollouts).astype(np.float64))
+
+
+def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
+    """Describe episodes; of completions that are none, nothing."""
+    episodes = rollouts["turns"].drop_null()
+    if not len(episodes):
+        return {}
+    parts = pc.list_flatten(episodes)
+    calls, errors, said = (
+        float(integers(pc.struct_field(parts, name)).sum()) for name in ("calls", "errors", "observation")
+    )
+    failed_N = pc.equal(rollouts["finish_reason"], FinishReason.FAILED.value).to_numpy().astype(np.float64)
+    return {
+        "turns_mean": len(parts) / len(episodes),
+        "observation_tokens_mean": said / len(episodes),
+        "calls_mean": calls / len(episodes),
+        **({"call_error_fraction": errors / calls} if calls else {}),
+        **_mean("failed_episode_fraction", failed_N),
+    }
 
 
 def truncated(rollouts: pa.Table) -> Mask:
@@ -126,7 +145,7 @@ def _mean(name: str, values_N: Floats) -> dict[str, float]:
 
 
 ROLLOUT_COLUMNS = (
-    "prompt_row", "sample", *ROLLOUT_INPUT, "logprobs", "finish_reason", "segments",
+    "prompt_row", "sample", *ROLLOUT_INPUT, "logprobs", "finish_reason", "turns",
 )  # fmt: skip
 """Columns of the rollout shards that credit reads."""
 
@@ -182,21 +201,22 @@ def credit_completions(
         _check_paired(rollouts, estimates, "estimates")
     _check_apart(rollouts)
     table, judged = pa.concat_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
-    lengths_N = completion_lengths(table)
+    lengths_N, written = completion_lengths(table), WrittenTokens.of(table)
     models = read_estimates(estimates, lengths_N)
     check_needed(models, rule.algorithm)
     bad = {BAD_LOGPROBS: not_finite(table["logprobs"], lengths_N), BAD_ESTIMATES: unusable(models, lengths_N)}
-    scored = scored_groups(judged, lengths_N, rule.terms, unusable_N=bad[BAD_LOGPROBS] | bad[BAD_ESTIMATES])
+    unusable_N = bad[BAD_LOGPROBS] | bad[BAD_ESTIMATES]
+    scored = written.of_groups(scored_groups(judged, lengths_N, rule.terms, unusable_N=unusable_N))
     chosen = _chosen(table, scored, rule)
     experience = Experience(
         scored=scored,
-        logprobs_T=flat(table["logprobs"]).astype(np.float64),
+        logprobs_T=written.taken(flat(table["logprobs"]).astype(np.float64)),
         counted_N=chosen.kept_N & ~chosen.filling_N,
-        estimates=models,
+        estimates=written.of_estimates(models),
         max_new_tokens=rule.max_new_tokens,
         kl_coefficient=rule.kl_coefficient,
     )
-    made = token_advantages(experience, rule.algorithm)
+    made = written.spread(token_advantages(experience, rule.algorithm))
     samples = sample_table(
         table,
         made,
@@ -212,6 +232,7 @@ def credit_completions(
         **({"bad_estimates": float(bad[BAD_ESTIMATES].sum())} if estimates else {}),
         **reward_metrics(scored, chosen.informative_G),
         **length_metrics(table),
+        **turn_metrics(table),
         **made.metrics,
         **({"masked": float(chosen.masked_N.sum())} if rule.algorithm.mask_truncated else {}),
         **(chosen.selection.metrics() if chosen.selection else {}),

@@ -9,14 +9,28 @@ from typing import Final, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from models.records.columns import Integers, Mask, concatenated, emptied, lengths_of, lists, row_arrays
+from infra.errors import Damaged
+from models.records.columns import (
+    Integers,
+    Mask,
+    concatenated,
+    emptied,
+    flat,
+    integers,
+    lengths_of,
+    lists,
+    row_arrays,
+)
 
 COMPLETION_TOKENS: Final = "completion_tokens"
-ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS, "images")
+ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS, "images", "segments")
 """Columns that the inputs of rollouts are read from."""
 _HALVES: Final = ROLLOUT_INPUT[:2]
+ENVIRONMENT: Final = -1
+"""The `policy_version` of a segment that no policy wrote but an environment; the `staleness` of its tokens, too."""
 
 Tokens = NDArray[np.int32]
 
@@ -42,8 +56,9 @@ class TextChunk:
 class ModelInput:
     """A sequence as models read it: the prompt, which is given, and the completion, as far as there is one.
 
-    A completion begins with the first token that is written. Every chunk says which tokens it takes in the sequence, so
-    lengths, budgets and passes follow from them, whatever kind of chunk it is. No chunk is empty.
+    A completion begins with the first token that is written; what an environment answers inside it is given again.
+    Every chunk says which tokens it takes in the sequence, so lengths, budgets and passes follow from them, whatever
+    kind of chunk it is. No chunk is empty.
     """
 
     chunks: tuple[TextChunk, ...] = ()
@@ -59,6 +74,10 @@ class ModelInput:
     def continued(self, tokens: ArrayLike) -> Self:
         """Append what a model wrote or is to learn to write."""
         return type(self)(self.chunks + _chunk(tokens, is_written=True), self.images)
+
+    def answered(self, tokens: ArrayLike) -> Self:
+        """Append what an environment says inside the completion: it is given, as the prompt is."""
+        return type(self)(self.chunks + _chunk(tokens, is_written=False), self.images)
 
     def __len__(self) -> int:
         """Count the tokens of all chunks."""
@@ -94,6 +113,12 @@ class ModelInput:
     def num_completion_tokens(self) -> int:
         """Count the tokens from the first that is written on."""
         return _length(self.chunks[self._begin :])
+
+    @property
+    def num_turn_tokens(self) -> int:
+        """Count the tokens behind the last that is given: those of the turn that is being written."""
+        begin = max((index + 1 for index, each in enumerate(self.chunks) if not each.is_written), default=0)
+        return _length(self.chunks[begin:])
 
     @property
     def _begin(self) -> int:
@@ -133,13 +158,28 @@ def prompt_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
 
 def rollout_inputs(rollouts: pa.Table) -> list[ModelInput]:
     """Read the inputs of a rollout table, completions as far as they are written."""
-    return list(map(_input, *(row_arrays(rollouts[name], np.int32) for name in _HALVES), image_digests(rollouts)))
+    prompts, completions = (row_arrays(rollouts[name], np.int32) for name in _HALVES)
+    return _inputs(prompts, completions, image_digests(rollouts), written_T=written_tokens(rollouts))
 
 
 def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
     """Spell inputs as the columns of a rollout table."""
     parts = ([each.prompt for each in inputs], [each.completion for each in inputs])
     return dict(zip(_HALVES, map(_column, parts), strict=True)) | _image_column(inputs)
+
+
+def written_tokens(rollouts: pa.Table) -> Mask:
+    """Say of each completion token of a rollout table, row after row, whether a policy wrote it."""
+    parts = pc.list_flatten(rollouts["segments"])
+    tokens_S, versions_S = (integers(pc.struct_field(parts, name)) for name in ("tokens", "policy_version"))
+    written_T: Mask = np.repeat(versions_S != ENVIRONMENT, tokens_S)
+    return written_T
+
+
+def learnt_tokens(samples: pa.Table) -> Mask:
+    """Say of each completion token of a sample table, row after row, whether a policy wrote it and learns from it."""
+    learnt_T: Mask = flat(samples["staleness"]) != ENVIRONMENT
+    return learnt_T
 
 
 def completion_lengths(rollouts: pa.Table) -> Integers:
@@ -165,8 +205,33 @@ def sample_lengths(samples: pa.Table) -> tuple[Integers, Integers]:
 def sample_inputs(samples: pa.Table) -> list[ModelInput]:
     """Read the inputs of a sample table."""
     counts = samples["num_prompt_tokens"].to_pylist()
-    rows = zip(row_arrays(samples["tokens"], np.int32), counts, image_digests(samples), strict=True)
-    return [_input(tokens[:count], tokens[count:], images) for tokens, count, images in rows]
+    rows = [*zip(row_arrays(samples["tokens"], np.int32), counts, strict=True)]
+    prompts, completions = [tokens[:count] for tokens, count in rows], [tokens[count:] for tokens, count in rows]
+    return _inputs(prompts, completions, image_digests(samples), written_T=learnt_tokens(samples))
+
+
+def _inputs(
+    prompts: Sequence[Tokens], completions: Sequence[Tokens], images: Sequence[tuple[str, ...]], *, written_T: Mask
+) -> list[ModelInput]:
+    ends = np.cumsum([len(tokens) for tokens in completions])
+    if len(written_T) != (ends[-1] if len(ends) else 0):
+        raise Damaged(
+            f"completions of {ends[-1]} tokens: expected to know who wrote each, found {len(written_T)} writers"
+        )
+    if written_T.all():
+        return list(map(_input, prompts, completions, images))
+    masks = np.split(written_T, ends[:-1])
+    return [
+        ModelInput(_chunk(prompt, is_written=False) + _turns(completion, mask), shown)
+        for prompt, completion, mask, shown in zip(prompts, completions, masks, images, strict=True)
+    ]
+
+
+def _turns(completion: Tokens, written: Mask) -> tuple[TextChunk, ...]:
+    """Cut a completion where what is written and what is given meet."""
+    cuts = np.flatnonzero(np.diff(written)) + 1
+    parts = zip(np.split(completion, cuts), np.split(written, cuts), strict=True)
+    return tuple(TextChunk(tokens, bool(is_written[0])) for tokens, is_written in parts if len(tokens))
 
 
 def _input(prompt: Tokens, completion: Tokens, images: tuple[str, ...]) -> ModelInput:

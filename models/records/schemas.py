@@ -6,11 +6,16 @@ import pyarrow as pa
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended: the policy stopped it, the length limit did, or this iteration's budget, for now."""
+    """Why a completion ended: the policy stopped it, the length limit did, or this iteration's budget, for now.
+
+    An episode also ends where its turns are used up, or its environment failed.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     CUT = "cut"
+    TURNS = "turns"
+    FAILED = "failed"
 
 
 PROMPT_SCHEMA = pa.schema(
@@ -35,6 +40,18 @@ MEDIA_SCHEMA = pa.schema(
 )
 """Images of prompts, one row each, in order of their first use; each is in one media shard of a split."""
 
+TURN = pa.struct(
+    [
+        ("tokens", pa.int32()),  # that the policy wrote
+        ("observation", pa.int32()),  # tokens of what the environment said to it
+        ("calls", pa.int32()),  # of tools
+        ("errors", pa.int32()),  # of these, those that could not be read
+        ("reward", pa.float64()),  # the environment's own; null where it gave none
+        ("error", pa.string()),  # why the environment failed
+    ]
+)
+"""A turn of an episode."""
+
 ROLLOUT_SCHEMA = pa.schema(
     [
         ("prompt_row", pa.int32()),  # row in the prompts shard
@@ -52,8 +69,10 @@ ROLLOUT_SCHEMA = pa.schema(
         ),  # behaviour log-probs, one per completion token
         ("finish_reason", pa.string()),
         ("seed", pa.uint64()),
-        # Which policy versions wrote it, in order: more than one where it was continued in a later iteration.
+        # Which policy versions wrote it, in order: more than one where it was continued in a later iteration; version
+        # -1 stands for an environment, whose tokens have log-probs of 0.
         ("segments", pa.list_(pa.struct([("policy_version", pa.int32()), ("tokens", pa.int32())]))),
+        ("turns", pa.list_(TURN)),  # of an episode, in order; null where no environment answers
     ]
 )
 """Completions, one row each, ordered by (prompt_row, sample)."""
@@ -68,12 +87,19 @@ SAMPLE_SCHEMA = pa.schema(
         # one of each per completion token
         ("logprobs", pa.list_(pa.float32())),  # behaviour log-probs
         ("advantages", pa.list_(pa.float32())),
-        ("staleness", pa.list_(pa.int16())),  # versions between who wrote the token and who learns from it
+        (
+            "staleness",
+            pa.list_(pa.int16()),
+        ),  # versions between who wrote the token and who learns from it; -1: an environment wrote it
         ("values", pa.list_(pa.float32())),  # the critic's values before the update; null without a critic
         ("returns", pa.list_(pa.float32())),  # what the critic learns; null without a critic
     ]
 )
 """Training samples, one row each: all that the update reads."""
+
+PER_TOKEN = ("logprobs", "advantages", "staleness", "values", "returns")
+"""Columns of samples that have one number per completion token; where no policy wrote the token, 0 and a staleness of
+-1."""
 
 ESTIMATE_SCHEMA = pa.schema(
     [

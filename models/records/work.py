@@ -10,6 +10,7 @@ from infra.store.shards import ShardRef
 from models.config.algorithms import CriticConfig
 from models.config.data import DataConfig, PixelLimits, PreferencesConfig
 from models.config.engines import SamplingConfig
+from models.config.environments import EnvironmentConfig
 from models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
 from models.config.policy import PolicyConfig
 from models.config.rollout import DynamicSampling, PartialRollout
@@ -45,6 +46,8 @@ class PromptWork:
     seed: int
     max_new_tokens: int
     """Room that completions need; a prompt that leaves less in the policy's context is bad input."""
+    environment: EnvironmentConfig | None = None
+    """Whose tools prompts show."""
 
 
 @dataclass(frozen=True, slots=True)

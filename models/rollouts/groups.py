@@ -1,15 +1,15 @@
 """Groups of completions on their way: begun in one iteration, perhaps ended in a later one. Torch-free."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import pyarrow as pa
 
 from models.config.rollout import PartialRollout
 from models.engines.protocol import Completion, Request
-from models.records.model_input import ROLLOUT_INPUT, ModelInput, prompt_inputs, rollout_columns, rollout_inputs
+from models.records.model_input import ENVIRONMENT, ModelInput, prompt_inputs, rollout_columns, rollout_inputs
 from models.records.schemas import ROLLOUT_SCHEMA, FinishReason
 from models.records.seeds import sample_seed
 
@@ -23,6 +23,24 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """A turn of an episode, and what its environment made of it."""
+
+    tokens: int
+    """That the policy wrote."""
+    observation: int = 0
+    """Tokens of what the environment said."""
+    calls: int = 0
+    """Of tools."""
+    errors: int = 0
+    """Of these, those that could not be read."""
+    reward: float | None = None
+    """The environment's own; none where it gave none."""
+    error: str | None = None
+    """Why the environment failed."""
+
+
+@dataclass(frozen=True, slots=True)
 class PartialCompletion:
     """A completion as far as it is written; it goes on while its reason is `cut`."""
 
@@ -33,6 +51,8 @@ class PartialCompletion:
     text: str = ""
     finish_reason: FinishReason = FinishReason.CUT
     segments: tuple[Segment, ...] = ()
+    turns: tuple[TurnRecord, ...] = ()
+    """Of an episode."""
 
     def continued(self, completion: Completion, version: int) -> "PartialCompletion":
         """Append what policy `version` wrote."""
@@ -43,6 +63,22 @@ class PartialCompletion:
             text=completion.text,
             finish_reason=completion.finish_reason,
             segments=(*self.segments, Segment(policy_version=version, tokens=len(completion.tokens))),
+        )
+
+    @property
+    def num_written(self) -> int:
+        """Count the tokens that policies wrote."""
+        return sum(segment.tokens for segment in self.segments if segment.policy_version != ENVIRONMENT)
+
+    def answered(self, tokens: Sequence[int]) -> "PartialCompletion":
+        """Append what an environment said."""
+        if not tokens:
+            return self
+        return replace(
+            self,
+            input=self.input.answered(tokens),
+            logprobs=self.logprobs + (0.0,) * len(tokens),
+            segments=(*self.segments, Segment(policy_version=ENVIRONMENT, tokens=len(tokens))),
         )
 
 
@@ -103,7 +139,7 @@ def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, see
 
 def groups_of(rollouts: pa.Table) -> list[Group]:
     """Read groups back from a table of rollouts."""
-    rows: list[_Row] = rollouts.drop_columns([*ROLLOUT_INPUT]).to_pylist()
+    rows: list[_Row] = rollouts.select([*_Row.__annotations__]).to_pylist()
     pairs = groupby(zip(rows, rollout_inputs(rollouts), strict=True), key=lambda pair: pair[0]["prompt_row"])
     return [_group([*members]) for _, members in pairs]
 
@@ -127,6 +163,7 @@ def table_of(groups: Sequence[Group]) -> pa.Table:
             [{"policy_version": segment.policy_version, "tokens": segment.tokens} for segment in draft.segments]
             for _, _, draft in pairs
         ],
+        "turns": [[asdict(turn) for turn in draft.turns] or None for _, _, draft in pairs],
     }
     return pa.table(columns, schema=ROLLOUT_SCHEMA)
 
@@ -143,6 +180,7 @@ class _Row(TypedDict):
     finish_reason: str
     seed: int
     segments: list[dict[str, int]]
+    turns: list[dict[str, Any]] | None
 
 
 def _group(members: list[tuple[_Row, ModelInput]]) -> Group:
@@ -164,4 +202,5 @@ def _draft(row: _Row, read: ModelInput) -> PartialCompletion:
         text=row["completion"],
         finish_reason=FinishReason(row["finish_reason"]),
         segments=tuple(Segment(**segment) for segment in row["segments"]),
+        turns=tuple(TurnRecord(**turn) for turn in row["turns"] or ()),
     )

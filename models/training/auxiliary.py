@@ -1,6 +1,6 @@
 """What models say of every token of scored rollouts: all of them read the very same passes.
 
-Shapes: N completion tokens of one pass, T those of a rank, C columns.
+Shapes: N written tokens of one pass, T completion tokens, W of these those that were written, C columns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,8 @@ from models.config.teachers import TeacherEndpoint
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import Sequences, StepPlan, plan_step
 from models.modeling.layout import AuxiliaryPass, MicroBatch, lay_out
-from models.records.columns import counted
-from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollout_inputs
+from models.records.columns import Mask, counted, lists
+from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollout_inputs, written_tokens
 from models.records.schemas import ESTIMATE_SCHEMA
 from models.records.work import EstimateWork
 from models.text.tokenizer import load_tokenizer, speller
@@ -77,7 +77,7 @@ def write_estimates(
     """Ask about every token, by column of the estimates, and have rank 0 write one shard per rollout shard."""
     tables = [counted(read_shard(store, shard.rollouts, _COLUMNS), shard.rows) for shard in work.shards]
     table = pa.concat_tables([part.replace_schema_metadata(None) for part in tables]).combine_chunks()
-    inputs, completions = rollout_inputs(table), completion_lengths(table)
+    inputs, completions, written_T = rollout_inputs(table), completion_lengths(table), written_tokens(table)
     rows = tuple(range(len(inputs)))
     sequences = Sequences(
         lengths=[len(each) for each in inputs],
@@ -90,22 +90,32 @@ def write_estimates(
     gathered = gather_bytes(np.stack(said).tobytes() if said else b"", ranks)
     encoded = b""
     if ranks.rank == 0:
-        columns = dict(zip(asks, _in_order(gathered, plan, completions, num_columns=len(said)), strict=True))
+        counts = np.array([len(each.written) for each in inputs], np.int64)
+        columns = {
+            name: lists(_spread(said_W, written_T), completions)
+            for name, said_W in zip(asks, _in_order(gathered, plan, counts, num_columns=len(said)), strict=True)
+        }
         encoded = _REFS.dump_json(_write(store, work, tables, columns))
     shards = _REFS.validate_json(broadcast_bytes(encoded, ranks))
-    return TokenScores(shards=shards, sequences=len(rows), tokens=int(completions.sum()))
+    return TokenScores(shards=shards, sequences=len(rows), tokens=int(written_T.sum()))
 
 
 def _in_order(
-    gathered: Sequence[bytes], plan: StepPlan, completions: NDArray[np.int64], *, num_columns: int
-) -> list[pa.ListArray]:
-    """Turn what the ranks said, in the order of their passes, into one column each in the order of the rows."""
+    gathered: Sequence[bytes], plan: StepPlan, counts: NDArray[np.int64], *, num_columns: int
+) -> list[NDArray[np.float32]]:
+    """Put what the ranks said, in the order of their passes, in the order of the rows; `counts` are those of each."""
     parts = [np.frombuffer(data, np.float32).reshape(num_columns, -1) for data in gathered]
-    said_CT = np.concatenate(parts, axis=1)
+    said_CW = np.concatenate(parts, axis=1)
     order = np.array([row for passes in plan.passes for rows in passes for row in rows], dtype=np.int64)
-    offsets = np.concatenate([[0], np.cumsum(completions[order])]).astype(np.int32)
     back = pa.array(np.argsort(order))
-    return [pa.ListArray.from_arrays(pa.array(offsets), pa.array(said_T)).take(back) for said_T in said_CT]
+    return [lists(said_W, counts[order]).take(back).flatten().to_numpy() for said_W in said_CW]
+
+
+def _spread(said_W: NDArray[np.float32], written_T: Mask) -> NDArray[np.float32]:
+    """Give tokens that no policy wrote, about which nobody was asked, 0."""
+    said_T = np.zeros(len(written_T), np.float32)
+    said_T[written_T] = said_W
+    return said_T
 
 
 def _write(

@@ -33,9 +33,9 @@ from models.objectives.losses import (
     update_loss,
     value_loss,
 )
-from models.records.columns import row_arrays
-from models.records.model_input import sample_inputs, sample_lengths
-from models.records.schemas import SAMPLE_SCHEMA
+from models.records.columns import Integers, Mask, flat, lengths_of, lists, row_arrays
+from models.records.model_input import learnt_tokens, sample_inputs, sample_lengths
+from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA
 from models.records.work import UpdateWork
 from models.training.ranks import Ranks, sum_and_max
 from models.training.trainer import Trainer, frozen_forward, learning_rate
@@ -50,13 +50,14 @@ class TrainingSamples:
     """Prompt row of each sample."""
     lengths: tuple[int, ...]
     """Tokens of each sample, prompt and completion."""
-    completion_lengths: tuple[int, ...]
+    prompt_lengths: tuple[int, ...]
+    learnt_lengths: tuple[int, ...]
+    """Completion tokens of each sample that a policy wrote: those that are learnt from."""
 
     @property
     def sequences(self) -> Sequences:
         """What plans know of them."""
-        prompts = [whole - part for whole, part in zip(self.lengths, self.completion_lengths, strict=True)]
-        return Sequences(lengths=self.lengths, prompts=prompts, groups=self.groups)
+        return Sequences(lengths=self.lengths, prompts=self.prompt_lengths, groups=self.groups)
 
 
 def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
@@ -78,17 +79,23 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
         table=table,
         groups=tuple(table["prompt_row"].to_pylist()),
         lengths=tuple(lengths.tolist()),
-        completion_lengths=tuple(completions.tolist()),
+        prompt_lengths=tuple(prompts.tolist()),
+        learnt_lengths=_counts(learnt_tokens(table), completions),
     )
 
 
 def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tuple[int, ...]:
     """Completion tokens of each sample that have a weight in the loss: those that are not too stale."""
     if max_staleness is None:
-        return samples.completion_lengths
-    rows_T = np.repeat(np.arange(len(samples.lengths)), samples.completion_lengths)
-    recent_T = pc.list_flatten(samples.table["staleness"]).to_numpy() <= max_staleness
-    return tuple(np.bincount(rows_T[recent_T], minlength=len(samples.lengths)).tolist())
+        return samples.learnt_lengths
+    recent_T = flat(samples.table["staleness"]) <= max_staleness
+    return _counts(learnt_tokens(samples.table) & recent_T, lengths_of(samples.table["staleness"]))
+
+
+def _counts(among_T: Mask, lengths_K: Integers) -> tuple[int, ...]:
+    """Count in each sample the completion tokens that are among some."""
+    rows_T = np.repeat(np.arange(len(lengths_K)), lengths_K)
+    return tuple(np.bincount(rows_T[among_T], minlength=len(lengths_K)).tolist())
 
 
 def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[int, TrainingSample]:
@@ -96,7 +103,8 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
     if not rows:
         return {}
     taken = samples.table.take(pa.array(rows, pa.int64())).combine_chunks()
-    inputs, staleness = sample_inputs(taken), row_arrays(taken["staleness"], np.int16)
+    inputs, taken = sample_inputs(taken), _learnt_alone(taken)
+    staleness = row_arrays(taken["staleness"], np.int16)
     logprobs, advantages = (row_arrays(taken[name], np.float32) for name in ("logprobs", "advantages"))
     values, returns = (_rows_if_known(taken, name) for name in ("values", "returns"))
     return {
@@ -110,6 +118,19 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
         )
         for index, row in enumerate(rows)
     }
+
+
+def _learnt_alone(table: pa.Table) -> pa.Table:
+    """Leave out of the columns that have a number per completion token those of tokens that no policy wrote."""
+    learnt_T, lengths_K = learnt_tokens(table), lengths_of(table["staleness"])
+    if learnt_T.all():
+        return table
+    counts_K = np.array(_counts(learnt_T, lengths_K), np.int64)
+    for name in PER_TOKEN:
+        if table[name].null_count == 0:
+            column = pa.chunked_array([lists(flat(table[name])[learnt_T], counts_K)])
+            table = table.set_column(table.schema.get_field_index(name), name, column)
+    return table
 
 
 def _lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
@@ -234,7 +255,7 @@ def _lay_out_step(
     plan: StepPlan, samples: TrainingSamples, read: dict[int, TrainingSample], *, config: UpdateConfig, rank: int
 ) -> tuple[TrainingBatch, ...]:
     rows = plan.rows
-    lengths = [samples.completion_lengths[row] for row in rows]
+    lengths = [samples.learnt_lengths[row] for row in rows]
     weights = dict(zip(rows, token_weights(config.loss.aggregation, lengths), strict=True))
 
     def batch(part: Rows) -> TrainingBatch:

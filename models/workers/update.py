@@ -143,7 +143,7 @@ class UpdateWorker:
                 **({} if taken is None else _metrics(taken, samples, steps)),
                 **({} if valued is None else value_metrics(valued)),
                 "steps": float(len(steps)),
-                "tokens": float(sum(samples.completion_lengths)),
+                "tokens": float(sum(samples.learnt_lengths)),
                 "samples": float(len(samples.groups)),
                 "quarantined": 0.0,
             },
@@ -376,7 +376,7 @@ def _next(parent: ModelVersion) -> ModelVersion:
 def _metrics(taken: StepsTaken, samples: TrainingSamples, steps: list[StepPasses]) -> dict[str, float]:
     sums, maxima = dict(taken.sums), dict(taken.maxima)
     del sums["not_finite"]
-    num_tokens, num_compared = sum(samples.completion_lengths), sums.pop("mismatch_tokens")
+    num_tokens, num_compared = sum(samples.learnt_lengths), sums.pop("mismatch_tokens")
     metrics = {"loss": sums.pop("loss") / len(steps), "mismatch_tokens": num_compared}
     for name, total in sums.items():
         metrics[name] = total / (max(1.0, num_compared) if name.startswith("mismatch") else num_tokens)

@@ -7,7 +7,7 @@ from operator import itemgetter
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
-from models.records.model_input import COMPLETION_TOKENS
+from models.records.model_input import COMPLETION_TOKENS, ENVIRONMENT
 from models.records.schemas import FinishReason
 from models.records.versions import policy_of
 from tasks.run.batch import Batch
@@ -98,17 +98,22 @@ def _check_cut(iteration: Iteration, manifest: Manifest, found: list[list[Name]]
 
 
 def _check_segments(iteration: Iteration, manifest: Manifest) -> Iterator[str]:
-    """Every token has the policy version that wrote it, and none is newer than the iteration's."""
+    """Every token has the policy version that wrote it, and none is newer than the iteration's.
+
+    Of an episode the turns have those tokens, each a policy's and then its environment's.
+    """
+    columns = ["prompt_row", "sample", COMPLETION_TOKENS, "segments", "turns"]
     for ref in manifest.shards:
-        rows = read_shard(iteration.run.store, ref, columns=["prompt_row", "sample", COMPLETION_TOKENS, "segments"])
-        for row in rows.to_pylist():
-            versions = [segment["policy_version"] for segment in row["segments"]]
-            told = sum(segment["tokens"] for segment in row["segments"])
-            if (
-                told != len(row[COMPLETION_TOKENS])
-                or versions != sorted({*versions})
-                or versions[-1] >= iteration.number
-            ):
+        for row in read_shard(iteration.run.store, ref, columns=columns).to_pylist():
+            parts = [(segment["policy_version"], segment["tokens"]) for segment in row["segments"]]
+            versions = [version for version, _ in parts if version != ENVIRONMENT]
+            adds_up = sum(tokens for _, tokens in parts) == len(row[COMPLETION_TOKENS])
+            if row["turns"] is None:
+                adds_up &= versions == sorted({*versions}) and len(versions) == len(parts)
+            else:
+                turns = [(turn[name], name == "tokens") for turn in row["turns"] for name in ("tokens", "observation")]
+                adds_up &= [(tokens, version != ENVIRONMENT) for version, tokens in parts] == [t for t in turns if t[0]]
+            if not adds_up or any(version >= iteration.number for version in versions):
                 prompt, sample = _name(row)
                 yield f"{manifest.key}: the segments of sample {sample} of prompt {prompt} do not make up its tokens"
 
@@ -140,8 +145,9 @@ def _versions(run: Run, rollouts: Manifest) -> dict[Name, int]:
     """The policy version that began each finished completion."""
     columns = ["prompt_row", "sample", "segments"]
     return {
-        _name(row): min(segment["policy_version"] for segment in row["segments"])
+        _name(row): min(versions)
         for row in read_shard(run.store, rollouts.shards[0], columns=columns).to_pylist()
+        if (versions := [each["policy_version"] for each in row["segments"] if each["policy_version"] != ENVIRONMENT])
     }
 
 

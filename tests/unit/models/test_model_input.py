@@ -31,6 +31,14 @@ def halves(inputs: list[ModelInput]) -> list[tuple[list[int], list[int]]]:
 
 def table(columns: dict[str, pa.Array], schema: pa.Schema) -> pa.Table:
     """A table of these columns in two chunks, of which the second is a slice."""
+    who = {"completion_tokens": ("segments", "policy_version"), "num_prompt_tokens": ("staleness", "")}
+    for there, (name, field) in who.items():
+        if there in columns and name not in columns:
+            lists = columns["completion_tokens"] if field else columns["tokens"]
+            counts = pa.array(columns.get("num_prompt_tokens", [0] * len(lists))).to_pylist()
+            lengths = [len(row) - count for row, count in zip(pa.array(lists).to_pylist(), counts, strict=True)]
+            wrote = [[{"policy_version": 0, "tokens": length}] if field else [0] * length for length in lengths]
+            columns = columns | {name: pa.array(wrote, schema.field(name).type)}
     whole = pa.table(columns, schema=pa.schema([schema.field(name) for name in columns]))
     return pa.concat_tables([whole.slice(0, 2), whole.slice(2)])
 
@@ -47,6 +55,41 @@ def test_what_is_given_after_a_written_token_belongs_to_the_completion():
     read = ModelInput(turns)
     assert (read.prompt.tolist(), read.completion.tolist()) == ([1], [2, 3, 4])
     assert read.written.tolist() == [1, 3]
+
+
+def episode(*parts: list[int]) -> ModelInput:
+    """A prompt, and in turn what the policy and its environment said."""
+    read = ModelInput.given(parts[0])
+    for number, part in enumerate(parts[1:]):
+        read = read.answered(part) if number % 2 else read.continued(part)
+    return read
+
+
+TURNS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=4), min_size=2, max_size=7)
+
+
+@given(st.lists(TURNS, max_size=5))
+def test_episodes_are_read_as_they_were_written_from_rollouts_and_from_samples(played):
+    inputs = [episode(*parts) for parts in played]
+    segments = [
+        [{"policy_version": -1 if number % 2 else 3, "tokens": len(part)} for number, part in enumerate(parts[1:])]
+        for parts in played
+    ]
+    rollouts = table(
+        rollout_columns(inputs) | {"segments": pa.array(segments, ROLLOUT_SCHEMA.field("segments").type)},
+        ROLLOUT_SCHEMA,
+    )
+    assert rollout_inputs(rollouts) == inputs
+    stale = [[-1 if number % 2 else 2 for number, part in enumerate(parts[1:]) for _ in part] for parts in played]
+    columns = sample_columns(rollouts, emptied_K=np.zeros(len(played), np.bool_))
+    samples = table(columns | {"staleness": pa.array(stale, SAMPLE_SCHEMA.field("staleness").type)}, SAMPLE_SCHEMA)
+    assert sample_inputs(samples) == inputs
+
+
+def test_the_turn_that_is_written_begins_behind_what_is_given():
+    assert ModelInput.given([1, 2]).num_turn_tokens == 0
+    assert episode([1], [2, 3], [4]).num_turn_tokens == 0
+    assert episode([1], [2, 3], [4], [5, 6, 7]).num_turn_tokens == 3
 
 
 def test_inputs_are_equal_where_the_same_tokens_have_the_same_authors():
