@@ -1,6 +1,6 @@
 """Code that users bring, named `pkg.mod:attribute`, in processes that are ours: settings and what they name.
 
-Functions of theirs that need nothing of ours run elsewhere (infra/processes/functions.py).
+Functions of theirs that need nothing of ours run elsewhere (infra/processes/child.py).
 """
 
 import inspect

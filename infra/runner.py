@@ -325,6 +325,45 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> None:
+    """Load an environment, or tools, and answer turn by turn. Raises ValueError if they cannot be used."""
+    spec = importlib.util.spec_from_file_location("rheostat_episodes", Path(__file__).with_name("episode_runner.py"))
+    assert spec is not None and spec.loader is not None, "it lies beside this file"
+    episodes_module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = episodes_module
+    spec.loader.exec_module(episodes_module)
+    make, tools = _environment(order, episodes_module.ToolBox)
+    _send(answers, episodes_module.schemas_of(tools) if order["describes"] else [])
+    episodes = episodes_module.Episodes(make, order["role"])
+    while (call := _receive(calls)) is not None:
+        try:
+            episodes.close(call["closed"])
+            step, reason = episodes.take(call) if call["episode"] else None, None
+        except BaseException as error:  # whatever an environment raises is its own fault
+            step, reason = None, one_line(f"{type(error).__name__}: {_told(error)}")
+        _send(answers, [call["token"], step, reason, None])
+
+
+def _environment(
+    order: Mapping[str, Any], tool_box: Callable[..., object]
+) -> tuple[Callable[[], object], list[Callable[..., object]]]:
+    """Import what makes an environment for each episode, and the tools that it offers."""
+    where, options = order["where"], order["options"]
+    for target in (order["target"], *order["tools"]):
+        _forget(target.partition(":")[0].partition(".")[0])
+    if not order["target"]:
+        tools = [find(tool, f"tool {tool!r}") for tool in order["tools"]]
+        for tool in tools:
+            if not callable(tool):
+                raise Unusable(f"{where}: expected functions as tools, found {tool!r}")
+        return (lambda: tool_box(tools)), tools  # type: ignore[return-value]
+    found = find(order["target"], where)
+    if not callable(found) or not callable(getattr(found, "step", None)):
+        raise Unusable(f"{where}: expected a class with a method step(turn), found {found!r}")
+    check_call(found, where=where, named=options)
+    return functools.partial(found, **options), [*getattr(found, "tools", ())]
+
+
 def main() -> None:
     """Load the functions of the order, then answer calls until the pipe ends."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
@@ -339,6 +378,9 @@ def main() -> None:
     try:
         if limits is not None:
             _shut(order["outside"])
+        if "environment" in order:
+            serve_episodes(order["environment"], calls, answers)
+            return
         functions = [_load(function) for function in order["functions"]]
     except ValueError as error:
         _send(answers, str(error))

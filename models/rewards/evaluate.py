@@ -11,21 +11,13 @@ Functions of users run where nothing of ours is imported, ours in another proces
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Final, cast
 
-from infra.errors import WorkerFailed, WorkerLost
-from infra.processes.functions import (
-    MOST_ENDS,
-    STARTS,
-    CallResult,
-    FunctionProcess,
-    Interpreter,
-    ProcessEnded,
-    RunFunction,
-    our_interpreter,
-    users_interpreter,
-)
+from infra.errors import WorkerLost
+from infra.processes.child import MOST_ENDS, Place, ProcessEnded, our_interpreter, users_interpreter
+from infra.processes.functions import CallResult, FunctionProcess, RunFunction
 from models.config.reward_terms import RuleReward, Segmentation
 from models.config.rewards import ScoringConfig
 from models.records.media import ImageSource
@@ -65,48 +57,12 @@ class Verdict:
     error: str | None
 
 
-class _Place:
-    """A process for some of the rules; it is started when it is needed, and again whenever it is gone."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Functions that run in one place."""
 
-    def __init__(
-        self, functions: Sequence[RunFunction], interpreter: Interpreter, *, what: str, seconds: float
-    ) -> None:
-        self.functions, self._interpreter, self._what, self._seconds = functions, interpreter, what, seconds
-        self._process: FunctionProcess | None = None
-        self._is_ready = False
-
-    def start(self) -> None:
-        """Start the process, if there is none."""
-        if self._process is None:
-            self._process = FunctionProcess(self.functions, self._interpreter, what=self._what, seconds=self._seconds)
-            self._is_ready = False
-
-    def ready(self) -> FunctionProcess:
-        """Return the process with its functions imported; one that dies meanwhile is started again."""
-        for attempt in range(STARTS):
-            self.start()
-            assert self._process is not None, "it was started"
-            if self._is_ready:
-                break
-            try:
-                self._process.ready()
-                self._is_ready = True
-                break
-            except ProcessEnded as end:
-                self.close()
-                if attempt + 1 == STARTS:
-                    raise WorkerFailed(f"{self._what}: while importing them, {end} ({STARTS} times)") from None
-            except BaseException:
-                self.close()
-                raise
-        assert self._process is not None, "it is ready"
-        return self._process
-
-    def close(self) -> None:
-        """Kill the process and what it started, if there is one."""
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
+    functions: tuple[RunFunction, ...]
+    place: Place[FunctionProcess]
 
 
 class Evaluator:
@@ -120,20 +76,21 @@ class Evaluator:
         self._functions = [rule.function for rule in scoring.rules]
         cuts = [steps for rule in scoring.rules if (steps := rule.segmentation) is not None and steps.may_hang]
         what = f"rewards {scoring.rule_terms}"
-        self._places: dict[bool, _Place] = {}
+        self._parts: dict[bool, _Part] = {}
         for ours in (True, False):
             there = [each for each in (*self._functions, *map(_cutting, cuts)) if _is_ours(each) == ours]
             if there:
                 sandboxed = scoring.sandbox == "bubblewrap"
                 interpreter = our_interpreter() if ours else users_interpreter(scoring.python, sandboxed=sandboxed)
-                self._places[ours] = _Place(there, interpreter, what=what, seconds=scoring.timeout_seconds)
+                start = partial(FunctionProcess, there, interpreter, what=what, seconds=scoring.timeout_seconds)
+                self._parts[ours] = _Part(tuple(there), Place(start, what=what))
 
     def start(self) -> None:
         """Import the rewards. Raises BadInput if they cannot be used."""
-        for place in self._places.values():
-            place.start()  # all at once
-        for place in self._places.values():
-            place.ready()
+        for part in self._parts.values():
+            part.place.start()  # all at once
+        for part in self._parts.values():
+            part.place.ready()
 
     def evaluate(self, cases: Sequence[Case], media: ImageSource | None = None) -> list[Verdict]:
         """Judge in order; takes twice `timeout_seconds` (and two starts) for each completion that misbehaves.
@@ -157,8 +114,8 @@ class Evaluator:
         self.start()
         self._media = media
         for function, term, rule in zip(self._functions, self._scoring.rule_terms, self._scoring.rules, strict=True):
-            place = self._places[_is_ours(function)]
-            if not place.ready().sees(place.functions.index(function)):
+            part = self._parts[_is_ours(function)]
+            if not part.place.ready().sees(part.functions.index(function)):
                 continue
             try:
                 value, reason, _ = self._value(function, rule, case, left=self._scoring.timeout_seconds)
@@ -170,8 +127,8 @@ class Evaluator:
 
     def close(self) -> None:
         """Kill the processes and what they started."""
-        for place in self._places.values():
-            place.close()
+        for part in self._parts.values():
+            part.place.close()
 
     def _verdict(self, case: Case) -> Verdict:
         values: list[Value | None] = []
@@ -227,16 +184,16 @@ class Evaluator:
         expected: int | None = None,
     ) -> CallResult:
         """Call a function, and again in another process where the end of the first may not be its own doing."""
-        place = self._places[_is_ours(function)]
+        part = self._parts[_is_ours(function)]
         texts, ends = (case.prompt, case.completion, case.answer), list[str]()
         while True:
             limit = left if not ends else self._scoring.timeout_seconds
             try:
-                process, index = place.ready(), place.functions.index(function)
+                process, index = part.place.ready(), part.functions.index(function)
                 images = self._images(case) if process.sees(index) else ()
                 return process.call(index, *texts, seconds=limit, named=named or {}, expected=expected, images=images)
             except ProcessEnded as end:
-                place.close()
+                part.place.close()
                 if end.cause == "time":
                     end.args = (f"no value after {self._scoring.timeout_seconds:g} s",)
                 ends.append(end.cause)

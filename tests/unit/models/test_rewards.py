@@ -13,7 +13,7 @@ import pytest
 
 from infra import runner
 from infra.errors import BadInput, WorkerFailed, WorkerLost
-from infra.processes.functions import MOST_ENDS
+from infra.processes.child import MOST_ENDS
 from models.config.reward_terms import BuiltInReward, MathReward, NumericReward, RegexReward, TargetReward
 from models.config.rewards import RewardConfig, ScoringConfig
 from models.rewards.evaluate import Case, Evaluator, Verdict, check_rewards
