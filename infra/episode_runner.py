@@ -148,7 +148,7 @@ def schemas_of(tools: Sequence[Callable[..., object]]) -> list[dict[str, Any]]:
 # ---- episodes
 
 
-class Episodes:
+class LiveEpisodes:
     """The objects of the episodes that are under way in this process."""
 
     def __init__(self, make: Callable[[], Any], role: str) -> None:

@@ -334,7 +334,7 @@ def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> N
     spec.loader.exec_module(episodes_module)
     make, tools = _environment(order, episodes_module.ToolBox)
     _send(answers, episodes_module.schemas_of(tools) if order["describes"] else [])
-    episodes = episodes_module.Episodes(make, order["role"])
+    episodes = episodes_module.LiveEpisodes(make, order["role"])
     while (call := _receive(calls)) is not None:
         try:
             episodes.close(call["closed"])

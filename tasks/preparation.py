@@ -43,6 +43,7 @@ async def make_prompts(session: Session, base: Manifest, split: str) -> Manifest
         policy=policy_of(base),
         seed=settings.seed,
         max_new_tokens=settings.rollout.sampling.max_new_tokens,
+        environment=settings.rollout.environment,
     )
     return await once(session, PROMPTS[split], role="preparation", method="make_prompts", work=work, parents=[base])
 

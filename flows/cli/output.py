@@ -7,6 +7,7 @@ from statistics import median
 from infra.store.tombstones import WHOLE_RUN, Tombstone
 from infra.terminal import table
 from models.records.media import ShownImage
+from models.rollouts.groups import TurnRecord
 from models.rollouts.preview import RolloutPreview
 from placement.records import PlanInputs
 from tasks.views.metrics import shown, small
@@ -133,12 +134,22 @@ def rollout_text(sample: RolloutPreview) -> str:
         f"--- iteration {sample.iteration}, prompt {sample.prompt_id}, sample {sample.sample}, "
         f"reward {reward}, {tokens}, {sample.finish_reason}{answer}\n"
         f"{''.join(map(_image_line, sample.images))}"
+        f"{''.join(_turn_line(number, turn) for number, turn in enumerate(sample.turns or (), start=1))}"
         f"{_visible(sample.prompt)}{bold}{_visible(sample.completion)}{plain}"
     )
 
 
 def _image_line(image: ShownImage) -> str:
     return f"image {image.digest[:16]}, {image.format} {image.width} x {image.height}, {image.bytes:,} bytes\n"
+
+
+def _turn_line(number: int, turn: TurnRecord) -> str:
+    """What a turn took, and what its environment made of it."""
+    parts = [f"{turn.tokens} tokens", f"{turn.observation} of the answer"]
+    parts += [f"{turn.calls} calls, {turn.errors} of them unreadable"] if turn.calls else []
+    parts += [f"reward {turn.reward:g}"] if turn.reward is not None else []
+    parts += [f"failed: {turn.error}"] if turn.error is not None else []
+    return f"turn {number}: {', '.join(parts)}\n"
 
 
 def answer_rows(answer: Sequence[Mapping[str, object]]) -> Rows:

@@ -103,7 +103,12 @@ def _is_repeatable(inputs: Inputs) -> bool:
     engines = (engine for _, engine, _ in slot_engines(inputs.rollout, inputs.scoring))
     distillation = inputs.algorithm.distillation
     asks = distillation is not None and distillation.teacher.endpoint is not None
-    return not asks and all(part.ships_with("models") for part in (inputs.algorithm, inputs.update.loss, *engines))
+    environment = inputs.rollout.environment
+    return (
+        not asks
+        and environment is None
+        and all(part.ships_with("models") for part in (inputs.algorithm, inputs.update.loss, *engines))
+    )
 
 
 def check_scoring(inputs: Inputs) -> dict[str, float]:
@@ -161,6 +166,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
 
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
     # Imported here: what is wrong with rewards and data is said before the second that transformers takes.
+    from models.environments.scene import check_turns, tools_of
     from models.inspection.directory import inspect_policy
     from models.text.tokenizer import problem_texts, require_room, tokenize_problems
 
@@ -172,7 +178,11 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     shape, tokenizer = policy.shape, policy.tokenizer
     problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)
     check_images(problems, processor)
-    prompts = tokenize_problems(problems, tokenizer, processor)
+    environment = inputs.rollout.environment
+    tools = tools_of(environment, problems)
+    prompts = tokenize_problems(problems, tokenizer, processor, tools=tools)
+    if environment is not None:
+        check_turns(environment, tokenizer, tools, problems[0])
     new_tokens = inputs.rollout.sampling.max_new_tokens
     if new_tokens >= shape.context:
         raise BadInput(

@@ -85,6 +85,24 @@ class PicturesData(DataSource):
         return self.heldout_problems
 
 
+class CalculationsData(DataSource):
+    """Word problems of one calculation made from a seed, to be asked of a calculator; for policies in environments."""
+
+    implementation = "models.data.calculations:calculation_problems"
+    largest_guess = 100
+
+    kind: Literal["calculations"] = "calculations"
+    train_problems: Positive = 4096
+    """Problems to learn from."""
+    heldout_problems: Positive = 256
+    """Problems kept for evaluation; a hash of the question decides which, so the two never meet."""
+
+    @property
+    def heldout_known(self) -> int | None:
+        """As many as are made."""
+        return self.heldout_problems
+
+
 class FileData(DataSource):
     """Problems from a JSON Lines, Parquet or Arrow file."""
 
@@ -140,7 +158,7 @@ class TargetData(Target):
     """A source of your own: a subclass of `models.config.data.DataSource` (see "Extending")."""
 
 
-DataConfig = Annotated[DataSource, OneOf((ArithmeticData, PicturesData, FileData, TargetData))]
+DataConfig = Annotated[DataSource, OneOf((ArithmeticData, PicturesData, CalculationsData, FileData, TargetData))]
 
 
 # ---- preferences

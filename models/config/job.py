@@ -43,6 +43,11 @@ def reasons_against(job: Job) -> Iterator[str]:
     yield from job.update.loss.reasons_against(job)
     yield from _against_staleness(job.update, job.rollout)
     yield from job.rollout.engine.reasons_against(job)
+    if job.rollout.environment is not None:
+        yield from job.rollout.environment.reasons_against(job)
+    elif job.scoring.environment_rewards:
+        [term, *_] = job.scoring.environment_rewards
+        yield f"reward {term!r}: no environment gives it, set [rollout.environment] or remove the reward"
     for name, engine, slots in slot_engines(job.rollout, job.scoring):
         yield from engine.reasons_against_place(name, gpus=slots * job.pools.gpus_per_worker, pools=job.pools)
 

@@ -10,7 +10,7 @@ from infra.config import Settings
 from infra.processes.functions import RunFunction
 from infra.variants import Variant
 
-Valued = Literal["completion", "step", "token"]
+Valued = Literal["completion", "step", "token", "turn"]
 
 Aggregated = Literal["mean", "sum", "min"]
 
@@ -30,7 +30,7 @@ class RewardTerm(Variant):
 
     @property
     def values_steps(self) -> bool:
-        """Whether it values steps or tokens rather than whole completions."""
+        """Whether it values steps, tokens or turns rather than whole completions."""
         return self.valued != "completion"
 
     @property
@@ -154,7 +154,7 @@ class TargetReward(RuleReward):
     """`pkg.mod:function`."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments given to the function."""
-    per: Valued = "completion"
+    per: Literal["completion", "step", "token"] = "completion"
     """What gets a number of its own."""
     steps: Segmentation = BlankLines()
     """What a step is."""
@@ -186,3 +186,26 @@ class TargetReward(RuleReward):
 BuiltInConfig = NumericReward | MathReward | RegexReward
 
 RuleConfig = BuiltInConfig | TargetReward
+
+
+# ---- environments
+class EnvironmentReward(RewardTerm):
+    """What the environment itself gave for an episode; 0 where it gave nothing, missing where it failed."""
+
+    kind: Literal["environment"] = "environment"
+    aggregate: Literal["sum", "last"] = "sum"
+    """How the rewards of turns become one where a number per completion is wanted."""
+    per: Literal["completion", "turn"] = "completion"
+    """What gets a number of its own: with `turn` every turn gets its return to go, for algorithms that credit steps."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Factor per turn of what later turns earned, in a return to go."""
+
+    @property
+    def valued(self) -> Valued:
+        """What gets a number of its own."""
+        return self.per
+
+    @property
+    def aggregated(self) -> Aggregated:
+        """The return of an episode is that of its first turn."""
+        return "sum"

@@ -6,9 +6,9 @@ from pydantic import Field, model_validator
 
 from infra.config import Fraction, Settings
 from models.config.judges import ModelReward, ServedReward, TrainedRewardModel
-from models.config.reward_terms import BuiltInReward, NumericReward, RuleConfig, RuleReward
+from models.config.reward_terms import BuiltInReward, EnvironmentReward, NumericReward, RuleConfig, RuleReward
 
-RewardConfig = Annotated[RuleConfig | ServedReward, Field(discriminator="kind")]
+RewardConfig = Annotated[RuleConfig | EnvironmentReward | ServedReward, Field(discriminator="kind")]
 
 
 class ScoringConfig(Settings):
@@ -48,7 +48,14 @@ class ScoringConfig(Settings):
     @property
     def rule_terms(self) -> tuple[str, ...]:
         """Column names of the rules, in order."""
-        return tuple(term for term in self.terms if term not in self.model_rewards)
+        pairs = zip(self.terms, self.rewards, strict=True)
+        return tuple(term for term, reward in pairs if isinstance(reward, RuleReward))
+
+    @property
+    def environment_rewards(self) -> dict[str, EnvironmentReward]:
+        """Rewards that the environment gave, by term."""
+        pairs = zip(self.terms, self.rewards, strict=True)
+        return {term: reward for term, reward in pairs if isinstance(reward, EnvironmentReward)}
 
     @property
     def model_rewards(self) -> dict[str, ServedReward]:

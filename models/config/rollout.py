@@ -6,6 +6,7 @@ from pydantic import Field
 
 from infra.config import Positive, Settings
 from models.config.engines import EngineConfig, SamplingConfig, TransformersEngine
+from models.config.environments import EnvironmentConfig
 
 
 class DynamicSampling(Settings):
@@ -60,3 +61,5 @@ class RolloutConfig(Settings):
     """Dynamic sampling; none trains on the first wave as it is."""
     partial: PartialRollout | None = None
     """Partial rollout; none generates every completion to its end."""
+    environment: EnvironmentConfig | None = None
+    """What answers the policy's turns; without one a completion is one turn."""

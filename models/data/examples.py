@@ -25,6 +25,8 @@ class Example(NamedTuple):
     completion: str
     images: tuple[bytes, ...] = ()
     """What the prompt shows, encoded."""
+    more: tuple[str, ...] = ()
+    """What follows in an episode: in turn what the environment says, and the next turn, which is imitated too."""
 
 
 def warmup_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[Example]:
@@ -38,19 +40,20 @@ def warmup_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[E
     while len(examples) < wanted:
         passing = rng.sample(problems, k=min(len(problems), wanted - len(examples)))
         examples.extend(
-            Example(problem.prompt, _imitated(problem, data, warmup.worked_fraction, rng), problem.images)
+            Example(problem.prompt, completion, problem.images, tuple(more))
             for problem in passing
+            for completion, *more in [_imitated(problem, data, warmup.worked_fraction, rng)]
         )
     return examples
 
 
-def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: Random) -> str:
-    """Answer as asked: worked, or by a guess, which is plausible and mostly wrong."""
+def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: Random) -> tuple[str, ...]:
+    """Answer as asked: worked, in turns where that takes some, or by a guess, which is plausible and mostly wrong."""
     if problem.worked is None:
-        return problem.answer
+        return (problem.answer,)
     if rng.random() < worked_fraction:
-        return problem.worked
-    return data.guess.format(rng.randint(0, data.largest_guess))
+        return problem.worked_turns or (problem.worked,)
+    return (data.guess.format(rng.randint(0, data.largest_guess)),)
 
 
 @dataclass(frozen=True, slots=True)

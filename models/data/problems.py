@@ -56,6 +56,8 @@ class Problem:
     """Reference answer; empty where the data has none."""
     worked: str | None = None
     """Worked solution that ends in the answer."""
+    worked_turns: tuple[str, ...] = ()
+    """The same of an episode: the policy's turns, and between them what the environment says to them."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
     """What the prompt shows, encoded as it came, in order."""
 

@@ -30,6 +30,11 @@ class CompletionRow:
         """Tokens that the completion already has."""
         return self.input.num_completion_tokens
 
+    @property
+    def turn(self) -> int:
+        """Index, in the completion, of the first token of the turn that is written."""
+        return self.begun - min(self.begun, self.input.num_turn_tokens)
+
 
 def rows_of(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]:
     """Say of each wanted completion what it has and where it ends; those of one request are neighbours."""

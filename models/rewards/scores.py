@@ -26,17 +26,22 @@ class Scores:
 
 def joined(
     ruled: Sequence[Verdict],
-    served: Mapping[str, Sequence[Judgement | StepValues]],
+    others: Mapping[str, Sequence[Judgement | StepValues | Spans]],
     scoring: ScoringConfig,
     *,
     starts: Sequence[Sequence[int] | None],
+    failures: Sequence[str | None],
 ) -> list[Scores]:
-    """Join what rules and served rewards found about each completion, in the order of the terms.
+    """Join what rules, and by term others, found about each completion, in the order of the terms.
 
     `starts` has the character at which each token of a completion begins; none where the tokens do not spell it.
+    `failures` say why the environments of some completions failed: whatever was found about them is missing.
     """
+    nothing = (None,) * len(scoring.terms)
     return [
-        _joined(verdict, {term: found[row] for term, found in served.items()}, scoring, starts=starts[row])
+        _joined(verdict, {term: found[row] for term, found in others.items()}, scoring, starts=starts[row])
+        if failures[row] is None
+        else Scores(nothing, f"environment: {failures[row]}")
         for row, verdict in enumerate(ruled)
     ]
 
@@ -80,14 +85,14 @@ def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
 
 def _joined(
     verdict: Verdict,
-    served: Mapping[str, Judgement | StepValues],
+    others: Mapping[str, Judgement | StepValues | Spans],
     scoring: ScoringConfig,
     *,
     starts: Sequence[int] | None,
 ) -> Scores:
-    found: dict[str, Value | None] = dict(zip(scoring.rule_terms, verdict.values, strict=True))
+    found: dict[str, Value | Spans | None] = dict(zip(scoring.rule_terms, verdict.values, strict=True))
     errors = [verdict.error] if verdict.error else []
-    for term, judgement in served.items():
+    for term, judgement in others.items():
         found[term] = judgement.value if isinstance(judgement, Judgement) else judgement
         if isinstance(judgement, Judgement) and judgement.error:
             errors.append(f"{term}: {judgement.error}")

@@ -14,12 +14,13 @@ from models.data.images import data_address, thumbnail
 from models.records.media import Media, ShownImage
 from models.records.model_input import completion_lengths, image_digests
 from models.records.work import ExcerptWork
+from models.rollouts.groups import TurnRecord
 
 PICTURED: Final = 4
 """Completions of a report whose images are shown, not only named."""
 IMAGES: Final = 2
 """Of each, at most."""
-COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reason")
+COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reason", "turns")
 TEXTS = ("prompt", "completion", "answer")
 
 
@@ -41,7 +42,9 @@ class RolloutPreview(Settings):
     reward: float | None
     """Total reward; none if it is missing."""
     finish_reason: str
-    """`stop` or `length`."""
+    """`stop` or `length`; of an episode also `turns` or `failed`."""
+    turns: tuple[TurnRecord, ...] | None = None
+    """Of an episode, in order."""
     tokens: int
     """Length of the completion in tokens."""
     images: tuple[ShownImage, ...] = ()

@@ -1,7 +1,7 @@
 """Texts with their ends as models read them: examples to imitate, texts to score, and pairs of these. Torch-free."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,13 +47,17 @@ def example_inputs(
         prompts, tokenizer, sources=[source] * len(prompts), images=images, processor=processor
     )
     given = {each: found.input for each, found in zip(asked, tokenized, strict=True)}
-    texts = sorted({each.completion for each in examples})
+    texts = sorted({text for each in examples for text in (each.completion, *each.more)})
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    completions = dict(zip(texts, encoded, strict=True))
-    return [
-        given[each.prompt, each.images].continued([*completions[each.completion], tokenizer.eos_token_id])
-        for each in examples
-    ]
+    tokens = dict(zip(texts, encoded, strict=True))
+    return [_example(given[each.prompt, each.images], each, tokens, end=tokenizer.eos_token_id) for each in examples]
+
+
+def _example(read: ModelInput, example: Example, tokens: Mapping[str, list[int]], *, end: int) -> ModelInput:
+    read = read.continued([*tokens[example.completion], end])
+    for said, turn in zip(example.more[::2], example.more[1::2], strict=True):
+        read = read.answered(tokens[said]).continued([*tokens[turn], end])
+    return read
 
 
 def require_completion(template: str | None, *, source: str) -> None:

@@ -14,6 +14,7 @@ from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.data.images import media_tables
 from models.data.problems import Problem, identity, load_problems
+from models.environments.scene import tools_of
 from models.inspection.companions import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import copy_directory
@@ -118,7 +119,9 @@ class PreparationWorker:
         directory = fetch_bundle(self._store, work.policy.weights)
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         context = policy_shape(config, parameters=0, source=str(directory)).context
-        prompts = tokenize_problems(problems, load_tokenizer(directory), load_processor(directory))
+        tokenizer = load_tokenizer(directory)
+        tools = tools_of(work.environment, problems)
+        prompts = tokenize_problems(problems, tokenizer, load_processor(directory), tools=tools)
         require_room(problems, prompts, max_tokens=context - work.max_new_tokens)
         self._progress += 1
         metadata = {"run": self._run, "split": work.split, "weights_digest": work.policy.weights.digest}

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 
 import pyarrow as pa
 import torch
@@ -12,7 +13,9 @@ from infra.store.bundles import fetch_bundle, proved_beside
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.engines import EngineConfig
+from models.config.environments import EnvironmentConfig
 from models.engines.protocol import SeeingEngine, build_engine
+from models.environments.scene import Scene
 from models.records.media import Media
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
 from models.records.versions import ModelVersion, Outcome, order_statistics
@@ -32,16 +35,25 @@ class RolloutWorker:
     machine, whatever the worker did before, if its engine repeats itself; vLLM does up to float rounding.
     """
 
-    def __init__(self, store_uri: str, run: str, engine: EngineConfig, threads: int, adapter_rank: int = 0) -> None:
+    def __init__(
+        self,
+        store_uri: str,
+        run: str,
+        engine: EngineConfig,
+        threads: int,
+        adapter_rank: int = 0,
+        environment: EnvironmentConfig | None = None,
+    ) -> None:
         torch.set_num_threads(threads)
         self._store = open_store(f"{store_uri}/{run}")
         self._run = run
         self._engine = build_engine(engine, adapter_rank=adapter_rank)
+        self._environment = None if environment is None else Scene(environment)
         self._moved_bytes, self._moving_seconds = 0, 0.0
 
     def progress(self) -> int:
         """Return a count that moves with every decoding step and every load."""
-        return self._engine.progress
+        return self._engine.progress + (0 if self._environment is None else self._environment.done)
 
     def take(self, policy: ModelVersion) -> str:
         """Load a policy unless the engine proves that it serves it, and return the digest of what is now served."""
@@ -53,8 +65,10 @@ class RolloutWorker:
         self._engine.sleep()
 
     def close(self) -> None:
-        """End the engine."""
+        """End the engine, and the processes of environments."""
         self._engine.close()
+        if self._environment is not None:
+            self._environment.close()
 
     def _load(self, policy: ModelVersion) -> None:
         if self._engine.serves() == policy.digest:
@@ -86,14 +100,12 @@ class RolloutWorker:
         self._load(work.policy)
         loaded, before = clock(), self._engine.steps()
         begun = self._groups(work)
-        requests = [group.request(work.policy.version, work.partial) for group in begun]
         self._show(work)
-        answers = self._engine.generate(requests, work.sampling)
+        groups = self._completed(begun, work)
         generated = clock()
-        groups = [group.continued(new, work.policy.version) for group, new in zip(begun, answers, strict=True)]
         finished, cut = (table_of([group for group in groups if group.finished is done]) for done in (True, False))
         shards = [self._write(finished, work, kind="rollouts")]
-        lengths = [len(completion.tokens) for new in answers for completion in new]
+        lengths = _new_tokens(begun, groups)
         detail: dict[str, JsonValue] = {"lengths": order_statistics(lengths)}
         if cut.num_rows:
             shards.append(self._write(cut, work, kind="unfinished"))
@@ -101,12 +113,22 @@ class RolloutWorker:
         return Outcome(
             shards=tuple(shards),
             metrics=_metrics(groups, lengths)
-            | {"prompt_tokens": sum(request.num_prompt_tokens for request in requests)},
+            | {"prompt_tokens": sum(group.drafts[0].input.num_prompt_tokens for group in begun)},
             detail=detail,
             timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated}
             | self._moved()
-            | self._engine.steps().since(before),
+            | self._engine.steps().since(before)
+            | ({} if self._environment is None else self._environment.waited()),
         )
+
+    def _completed(self, begun: Sequence[Group], work: RolloutWork) -> list[Group]:
+        """Have the policy write, in turns where an environment answers."""
+        if self._environment is not None:
+            directory = fetch_bundle(self._store, work.policy.weights)
+            return self._environment.play(begun, self._engine, work, directory=directory)
+        requests = [group.request(work.policy.version, work.partial) for group in begun]
+        answers = self._engine.generate(requests, work.sampling)
+        return [group.continued(new, work.policy.version) for group, new in zip(begun, answers, strict=True)]
 
     def _show(self, work: RolloutWork) -> None:
         """Tell the engine where the images of the prompts are."""
@@ -127,6 +149,16 @@ class RolloutWorker:
     def _write(self, table: pa.Table, work: RolloutWork, *, kind: str) -> ShardRef:
         metadata = _metadata(work, run=self._run) | {"producer": self._engine.producer()}
         return write_shard(self._store, table, kind=kind, metadata=metadata)
+
+
+def _new_tokens(begun: Sequence[Group], groups: Sequence[Group]) -> list[int]:
+    """Count what the policy wrote now of each completion that was not at its end."""
+    pairs = (
+        (old, new)
+        for left, right in zip(begun, groups, strict=True)
+        for old, new in zip(left.drafts, right.drafts, strict=True)
+    )
+    return [new.num_written - old.num_written for old, new in pairs if old.finish_reason is FinishReason.CUT]
 
 
 def _ascending(work: RolloutWork, continued: set[int]) -> list[int]:

@@ -26,10 +26,11 @@ from models.records.media import Media
 from models.records.model_input import COMPLETION_TOKENS, completion_lengths, image_digests
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
+from models.rewards.environment import failures_of, given, turns_of
 from models.rewards.evaluate import Case, Evaluator
 from models.rewards.scores import joined, score_metrics, score_table
 from models.rollouts.preview import Excerpts, read_excerpts
-from models.text.steps import StepValues
+from models.text.steps import Spans, StepValues
 from models.text.token_offsets import open_tokenizer, token_starts, token_texts
 
 PLACES = ("prompt_row", "sample")
@@ -53,11 +54,15 @@ class ScoringWorker:
         Scores that credit would refuse are not written: the same command tries them again.
         """
         began = time.perf_counter()
-        rollouts = read_shard(self._store, work.rollouts, (*PLACES, *TEXTS, COMPLETION_TOKENS, "images"))
+        columns = (*PLACES, *TEXTS, COMPLETION_TOKENS, "images", "segments", "turns")
+        rollouts = read_shard(self._store, work.rollouts, columns)
+        episodes = turns_of(rollouts)
         served, starts = self._served(rollouts, work), self._starts(rollouts, work)
         cases = _cases(rollouts, starts, iteration=work.iteration)
         ruled = self._evaluator.evaluate(cases, Media(self._store, work.media))
-        table = score_table(rollouts, joined(ruled, served, self._scoring, starts=starts), self._scoring)
+        others = served | {term: given(episodes, each) for term, each in self._scoring.environment_rewards.items()}
+        scores = joined(ruled, others, self._scoring, starts=starts, failures=failures_of(episodes))
+        table = score_table(rollouts, scores, self._scoring)
         _check_bearable(table, work)
         metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest}
         ref = write_shard(self._store, table, kind="scores", metadata=metadata)
@@ -127,7 +132,7 @@ class ScoringWorker:
         rows = zip(*(rollouts[name].to_pylist() for name in (COMPLETION_TOKENS, "completion")), strict=True)
         return [token_starts(self._tokenizer[1], tokens, text) for tokens, text in rows]
 
-    def _served(self, rollouts: pa.Table, work: ScoringWork) -> dict[str, Sequence[Judgement | StepValues]]:
+    def _served(self, rollouts: pa.Table, work: ScoringWork) -> dict[str, Sequence[Judgement | StepValues | Spans]]:
         """Read what served rewards answered about the shard, by term."""
         served = self._scoring.model_rewards
         shards = {verdicts.term: verdicts.verdicts for verdicts in work.verdicts}

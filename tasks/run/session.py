@@ -357,12 +357,9 @@ async def _start(session: Session, role: str) -> Pool | RankGroup:
 
 async def _open_fleet(session: Session) -> Fleet:
     """Name the workers that share the slots; none is started before the placement asks for it."""
-    pools, lora = session.settings.pools, session.settings.update.lora
-    options: dict[str, object] = {
-        "threads": pools.threads,
-        "engine": session.settings.rollout.engine,
-        "adapter_rank": 0 if lora is None else lora.rank,
-    }
+    pools, lora, rollout = session.settings.pools, session.settings.update.lora, session.settings.rollout
+    options: dict[str, object] = {"engine": rollout.engine, "environment": rollout.environment}
+    options |= {"threads": pools.threads, "adapter_rank": 0 if lora is None else lora.rank}
     slots = SlotCount(
         most=pools.workers.max,
         first=pools.workers.fewest,

@@ -19,6 +19,7 @@ BOUNDED = {
     "models/engines/vllm/plugin/rheostat_http.py: sending.result": "is done",
     "models/text/chats.py: process.communicate": "is killed, or has ended its answers and is limited in CPU time",
     "infra/processes/child.py: self._process.communicate": "is killed",
+    "models/environments/episodes.py: answering.result": "every step has its seconds",
     "infra/store/bucket.py: part.result": "a question to the server, which has a limit",
     "infra/store/epochs.py: answer.result": "a question to the store, in another thread, and so ends as any question",
     "infra/store/bundles.py: proof.result": "a thread that reads files of the store, and so ends or fails as any read",

@@ -101,6 +101,8 @@ class _Written:
     logprobs_RT: Tensor
     prompts_R: Tensor
     """Tokens of each prompt."""
+    turns_R: Tensor
+    """Where in the completion the turn begins that is written."""
     limits_R: Tensor
     lengths_R: Tensor
     stopped_R: Tensor
@@ -169,6 +171,7 @@ def _written(rows: Sequence[CompletionRow], *, device: torch.device) -> _Written
         tokens_RT=torch.from_numpy(tokens_RT).to(device),
         logprobs_RT=torch.zeros(tokens_RT.shape, device=device),
         prompts_R=torch.tensor([row.input.num_prompt_tokens for row in rows], device=device),
+        turns_R=torch.tensor([row.turn for row in rows], device=device),
         limits_R=limits_R,
         lengths_R=limits_R.clone(),
         stopped_R=torch.zeros(len(rows), dtype=torch.bool, device=device),
@@ -275,11 +278,11 @@ def _end_rows(live: _Live, written: _Written, at_B: Tensor, policy: LoadedPolicy
 def _says_stop(
     live: _Live, written: _Written, at_B: Tensor, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
 ) -> Tensor:
-    """Look for a stop text in the last tokens."""
+    """Look for a stop text in the last tokens of the turn."""
     window = stop_window(stop)
     back_W = torch.arange(window - 1, -1, -1, device=at_B.device)
     recent_BW = written.tokens_RT[live.rows_B[:, None], (at_B[:, None] - back_W).clamp(min=0)]
-    counts = (at_B + 1).clamp(max=window).tolist()
+    counts = (at_B + 1 - written.turns_R[live.rows_B]).clamp(max=window).tolist()
     recent = [tokens[window - count :] for tokens, count in zip(recent_BW.tolist(), counts, strict=True)]
     texts = texts_of(tokenizer, recent)
     return torch.tensor([any(end in text for end in stop) for text in texts], device=at_B.device)

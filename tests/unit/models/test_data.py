@@ -81,7 +81,7 @@ def test_warm_up_shows_the_asked_share_of_worked_answers_and_mostly_wrong_guesse
     assert len(examples) == 4000
     worked = [completion for _, completion, _ in examples if "=" in completion]
     assert 900 < len(worked) < 1100
-    assert all(completion == answers[prompt].worked for prompt, completion, _ in examples if "=" in completion)
+    assert all(completion == answers[prompt].worked for prompt, completion, *_ in examples if "=" in completion)
     guesses = [(prompt, completion) for prompt, completion, _ in examples if "=" not in completion]
     assert sum(answers[prompt].answer == guess for prompt, guess in guesses) < 0.1 * len(guesses)
 

@@ -80,7 +80,7 @@ def test_the_defaults_are_a_configuration():
         (
             "[rollout]\nxyzzy = 1",
             "unknown key 'rollout.xyzzy', expected one of prompts, group_size, shard_prompts, sampling, engine, "
-            "staleness, dynamic, partial",
+            "staleness, dynamic, partial, environment",
         ),
     ],
 )
@@ -105,12 +105,13 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
         ),
         (
             "[data]\nkind = 'files'",
-            "data.kind: expected 'arithmetic' or 'pictures' or 'file' or 'target', got 'files'; did you mean 'file'?",
+            "data.kind: expected 'arithmetic' or 'pictures' or 'calculations' or 'file' or 'target', got 'files'; did "
+            "you mean 'file'?",
         ),
         ("[policy]\nlayers = 2", "policy.kind: missing, expected 'scratch' or 'seeing_scratch' or 'directory'"),
         (
             "[[scoring.rewards]]\nkind = 'maths'",
-            "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'target' or 'judge' or "
+            "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'target' or 'environment' or 'judge' or "
             "'model', got 'maths'; "
             "did you mean 'math'?",
         ),

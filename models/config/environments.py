@@ -1,0 +1,90 @@
+"""Configuration of environments: what answers the policy's turns, and how long episodes may be. Torch-free."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from infra.config import Positive
+from infra.processes.episodes import RunEnvironment
+from infra.variants import Variant
+
+if TYPE_CHECKING:
+    from models.config.job import Job
+
+ImportString = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+
+
+class EnvironmentSettings(Variant, ABC):
+    """What all environments share: a turn is answered in a process of its own, which is killed where it hangs."""
+
+    parser: str = "auto"
+    """How calls of tools are read from a turn: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`,
+    or `auto`, which asks the tokenizer."""
+    max_turns: Positive = 4
+    """Turns of the policy after which an episode ends."""
+    turn_tokens: Positive = 256
+    """Longest turn; `rollout.sampling.max_new_tokens` bounds all turns and observations together."""
+    observation_tokens: Annotated[int, Field(ge=16)] = 512
+    """Longest observation; a longer one loses its middle, which is marked."""
+    step_seconds: Annotated[float, Field(gt=0)] = 20
+    """Longest time of an environment for a turn, in seconds; then the episode has failed, and its score is missing."""
+    processes: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Processes of a worker's environments: so many of them answer at the same time."""
+
+    waves: Annotated[int, Field(ge=1, le=64)] = 1
+    """Groups are dealt to so many waves: while environments answer one, the policy writes turns of the next."""
+    history: Literal["template", "append"] = "template"
+    """What of a chat template that changes earlier turns when messages follow, as those do that leave out thoughts:
+    `template` refuses it, `append` leaves what was sampled as it is, although the template would spell it otherwise."""
+    prompts: Literal["chat", "text"] = "chat"
+    """What prompts are: chats, in which the tokenizer's template writes observations, or plain text, followed by what
+    the environment says as it is."""
+
+    @property
+    @abstractmethod
+    def run(self) -> RunEnvironment:
+        """What is imported."""
+
+    def reasons_against(self, job: "Job") -> Iterator[str]:
+        """Yield one line per combination that cannot work."""
+        if job.rollout.partial is not None:
+            yield "rollout.environment with rollout.partial: an episode is not cut at a budget; leave one of them out"
+        if self.turn_tokens > job.rollout.sampling.max_new_tokens:
+            yield (
+                f"rollout.environment.turn_tokens {self.turn_tokens}: expected at most "
+                f"rollout.sampling.max_new_tokens {job.rollout.sampling.max_new_tokens}, which bounds the whole episode"
+            )
+
+
+class TargetEnvironment(EnvironmentSettings):
+    """A class of your own with `step(turn)`, and perhaps `reset(problem, seed)`, `close()` and `tools`."""
+
+    kind: Literal["target"] = "target"
+    target: ImportString
+    """`pkg.mod:Class`, made once for each episode."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments of the class."""
+
+    @property
+    def run(self) -> RunEnvironment:
+        """The class that is named."""
+        where = f"rollout.environment target {self.target!r}"
+        return RunEnvironment(where, target=self.target, options=self.options, role="user")
+
+
+class ToolsEnvironment(EnvironmentSettings):
+    """Functions that the policy may call; a turn without a call ends the episode."""
+
+    kind: Literal["tools"] = "tools"
+    tools: Annotated[tuple[ImportString, ...], Field(min_length=1)]
+    """`pkg.mod:function` each, with types and a docstring, which the policy is shown."""
+
+    @property
+    def run(self) -> RunEnvironment:
+        """The functions that are named."""
+        return RunEnvironment("rollout.environment.tools", tools=self.tools)
+
+
+EnvironmentConfig = Annotated[TargetEnvironment | ToolsEnvironment, Field(discriminator="kind")]

@@ -1,0 +1,47 @@
+"""Word problems of one calculation each, for a demo of policies that learn to use a calculator.
+
+    Cleo has 17 boxes of 13 pens. How many?
+    <call>17*13</call>            the policy's first turn
+    <r>221</r>                    what models/environments/calculator.py answers
+    #### 221                      its second
+
+A guess is almost never right, and a call almost always: the policy earns its reward by asking. Torch-free.
+"""
+
+from random import Random
+from typing import Final
+
+from infra.errors import BadInput
+from models.config.data import CalculationsData
+from models.data.problems import Problem, draw_problems
+
+NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
+THINGS: Final = ("books", "coins", "cups", "eggs", "keys", "nuts", "pens", "toys")
+QUESTIONS: Final = {
+    "+": "{name} has {left} {thing} and gets {right}. How many?\n",
+    "-": "{name} has {left} {thing} and gives {right} away. How many?\n",
+    "*": "{name} has {left} boxes of {right} {thing}. How many?\n",
+}
+SMALLEST, LARGEST = 2, 20
+
+
+def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[Problem]:
+    """Make the split's problems: different questions, the same list for the same seed."""
+    wanted = data.train_problems if split == "train" else data.heldout_problems
+    rng = Random(f"{seed}/{split}/calculations")
+    found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
+    if len(found) < wanted:
+        raise BadInput(f"data.{split}_problems = {wanted}: only {len(found)} different questions were found")
+    return found
+
+
+def _draw(rng: Random, *, source: str) -> Problem:
+    sign = rng.choice(list(QUESTIONS))
+    left, right = (rng.randint(SMALLEST, LARGEST) for _ in range(2))
+    if sign == "-":
+        left, right = max(left, right), min(left, right)
+    question = QUESTIONS[sign].format(name=rng.choice(NAMES), left=left, right=right, thing=rng.choice(THINGS))
+    result = {"+": left + right, "-": left - right, "*": left * right}[sign]
+    answer = f"#### {result}"
+    turns = (f"<call>{left}{sign}{right}</call>", f"\n<r>{result}</r>\n", answer)
+    return Problem(source=source, prompt=question, answer=answer, worked="".join(turns), worked_turns=turns)

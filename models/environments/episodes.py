@@ -1,0 +1,195 @@
+"""Episodes: the policy writes a turn, the environment answers, until one of them is done. Torch-free.
+
+Tokens in, tokens out (T1 to T4 of "Environments"): what the policy sampled stays as it is, what the environment says is
+appended behind it, and no text is ever tokenised again. All live episodes of a wave write their next turn in one call
+of the engine; which episodes meet follows from the work alone, so a shard repeats itself to the bit where the engine
+does and the environment is a function of problem, seed and turns. While one wave's environments answer, the next wave
+generates.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from typing import Final
+
+from infra.processes.episodes import Asked, EnvironmentStep
+from models.config.engines import SamplingConfig
+from models.config.environments import EnvironmentSettings
+from models.data.problems import Message
+from models.engines.protocol import Completion, Engine, Request
+from models.environments.pool import Answered, EnvironmentPool
+from models.records.schemas import FinishReason
+from models.records.seeds import derive_seed
+from models.rollouts.groups import Group, PartialCompletion, TurnRecord
+from models.text.calls import ParsedTurn, Parser
+from models.text.turns import TurnFormat
+
+LEAST_OBSERVATION: Final = 8
+"""Tokens that a message is given at least: what is left out takes seven to mark."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    """One completion on its way."""
+
+    number: int
+    group: Group
+    draft: PartialCompletion
+    turns: list[ParsedTurn] = field(default_factory=list)
+
+    @property
+    def is_live(self) -> bool:
+        return self.draft.finish_reason is FinishReason.CUT
+
+    def asked(self) -> Asked:
+        """Ask the environment about the last turn."""
+        return Asked(
+            episode=f"{self.number}-{self.draft.seed}",
+            problem={"prompt": self.group.prompt, "answer": self.group.answer},
+            seed=derive_seed(self.draft.seed, "environment"),
+            turns=tuple(asdict(turn) for turn in self.turns),
+        )
+
+    def end(self, reason: FinishReason, *, error: str = "") -> None:
+        """Let it be over; where the environment failed, its last turn tells why."""
+        self.draft = replace(self.draft, finish_reason=reason)
+        if error:
+            last = self.draft.turns[-1] if self.draft.turns else TurnRecord(tokens=0)
+            self.draft = replace(self.draft, turns=(*self.draft.turns[:-1], replace(last, error=error)))
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """What the episodes of a shard have to do with each other: engine, environments, and how turns are read."""
+
+    engine: Engine
+    environments: EnvironmentPool
+    settings: EnvironmentSettings
+    sampling: SamplingConfig
+    version: int
+    """Of the policy."""
+    form: TurnFormat
+    parse: Parser
+    seconds: list[float]
+    """How long each answer of the environments was waited for, by wave and turn."""
+
+    def complete(self, groups: Sequence[Group]) -> list[Group]:
+        """Bring every completion to its end."""
+        pairs = [(group, draft) for group in groups for draft in group.drafts]
+        episodes = [_Episode(number, group, draft) for number, (group, draft) in enumerate(pairs)]
+        place = {id(group): index for index, group in enumerate(groups)}
+        waves = self.settings.waves
+        dealt = [[each for each in episodes if place[id(each.group)] % waves == wave] for wave in range(waves)]
+        self._through(dealt)
+        self.environments.end([each.asked().episode for each in episodes], [each.number for each in episodes])
+        drafts = iter(each.draft for each in episodes)
+        return [replace(group, drafts=tuple(next(drafts) for _ in group.drafts)) for group in groups]
+
+    def _through(self, waves: Sequence[list[_Episode]]) -> None:
+        with ThreadPoolExecutor(len(waves), thread_name_prefix="wave") as threads:
+            waiting: list[Future[None] | None] = [threads.submit(self._begin, wave) for wave in waves]
+            while any(waiting):
+                for index, wave in enumerate(waves):
+                    answering = waiting[index]
+                    if answering is None:
+                        continue
+                    began = time.perf_counter()
+                    answering.result()
+                    self.seconds.append(time.perf_counter() - began)
+                    live = [episode for episode in wave if episode.is_live]
+                    if live:
+                        self._write(live)
+                    waiting[index] = threads.submit(self._answer, live) if live else None
+
+    def _begin(self, wave: Sequence[_Episode]) -> None:
+        """Have the environments of new episodes begin; what they say first belongs to the prompt."""
+        for episode, answered in self._answers(wave):
+            if answered.step is None:
+                episode.end(FinishReason.FAILED, error=answered.failure)
+            elif answered.step.messages:
+                self._open(episode, answered.step)
+
+    def _open(self, episode: _Episode, step: EnvironmentStep) -> None:
+        if self.form.is_chat:
+            episode.end(FinishReason.FAILED, error="reset: expected None, since the prompts are chats; found a text")
+            return
+        tokens = self._observation(step)
+        episode.draft = replace(episode.draft, input=episode.draft.input.answered(tokens))
+
+    def _write(self, live: Sequence[_Episode]) -> None:
+        """Have the policy write the next turn of each."""
+        requests, members = _requests(live, budget=self.settings.turn_tokens)
+        written = self.engine.generate(requests, self.sampling)
+        for episodes, completions in zip(members, written, strict=True):
+            for episode, completion in zip(episodes, completions, strict=True):
+                self._take(episode, completion)
+
+    def _take(self, episode: _Episode, completion: Completion) -> None:
+        """Read a turn; one that the length limit ended is the last."""
+        turn = self._parsed(completion)
+        errors = sum(bool(call.error) for call in turn.calls)
+        record = TurnRecord(tokens=len(completion.tokens), calls=len(turn.calls), errors=errors)
+        draft = episode.draft.continued(completion, self.version)
+        if completion.finish_reason is FinishReason.STOP:
+            episode.draft = replace(draft, finish_reason=FinishReason.CUT, turns=(*draft.turns, record))
+            episode.turns.append(turn)
+        else:
+            episode.draft = replace(draft, finish_reason=FinishReason.LENGTH, turns=(*draft.turns, record))
+
+    def _parsed(self, completion: Completion) -> ParsedTurn:
+        tokens = completion.tokens[:-1] if completion.tokens[-1] in self.form.ends else completion.tokens
+        return self.parse(self.form.tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def _answer(self, live: Sequence[_Episode]) -> None:
+        """Have the environments answer the turns that were ended; episodes go on, or are over."""
+        for episode, answered in self._answers([episode for episode in live if episode.is_live]):
+            if answered.step is None:
+                episode.end(FinishReason.FAILED, error=answered.failure)
+                continue
+            try:
+                self._append(episode, answered.step)
+            except ValueError as error:  # the chat template refuses what the environment said
+                episode.end(FinishReason.FAILED, error=str(error))
+
+    def _append(self, episode: _Episode, step: EnvironmentStep) -> None:
+        draft = episode.draft
+        *before, last = draft.turns
+        last = replace(last, reward=step.reward)
+        if step.done or len(episode.turns) == self.settings.max_turns:
+            episode.draft = replace(draft, turns=(*before, last))
+            episode.end(FinishReason.STOP if step.done else FinishReason.TURNS)
+            return
+        tokens = self._observation(step, after=int(draft.input.tokens[-1]))
+        if draft.input.num_completion_tokens + len(tokens) >= self.sampling.max_new_tokens:
+            episode.draft = replace(draft, turns=(*before, last))
+            episode.end(FinishReason.LENGTH)
+            return
+        episode.draft = replace(draft.answered(tokens), turns=(*before, replace(last, observation=len(tokens))))
+
+    def _observation(self, step: EnvironmentStep, *, after: int | None = None) -> tuple[int, ...]:
+        """Spell what was said; all of it together is cut to the longest observation."""
+        most = max(LEAST_OBSERVATION, self.settings.observation_tokens // max(1, len(step.messages)))
+        shortened = [Message(each.role, self.form.shortened(each.content, most), each.name) for each in step.messages]
+        return self.form.observation(shortened, ended=after is None or after in self.form.ends)
+
+    def _answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, Answered]]:
+        asked = [episode.asked() for episode in episodes]
+        return [*zip(episodes, self.environments.answer(asked, [each.number for each in episodes]), strict=True)]
+
+
+def _requests(live: Sequence[_Episode], *, budget: int) -> tuple[list[Request], list[list[_Episode]]]:
+    """Ask for a turn of each, those of a group together."""
+    members: dict[int, list[_Episode]] = {}
+    for episode in live:
+        members.setdefault(id(episode.group), []).append(episode)
+    requests = [
+        Request(
+            row=episodes[0].group.prompt_row,
+            inputs=tuple(episode.draft.input for episode in episodes),
+            seeds=tuple(episode.draft.seed for episode in episodes),
+            budget=budget,
+        )
+        for episodes in members.values()
+    ]
+    return requests, [*members.values()]

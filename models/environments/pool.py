@@ -1,0 +1,98 @@
+"""The processes of a worker's environments: whoever hangs, crashes or is killed is started again, and told all turns.
+
+What an episode's environment does wrong is the environment's fault, so the episode has failed: its score is missing,
+and the policy is not punished for it. Torch-free.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+
+from infra.errors import WorkerLost
+from infra.processes.child import MOST_ENDS, Place, ProcessEnded, users_interpreter
+from infra.processes.episodes import Asked, EnvironmentStep, EpisodeProcess
+from models.config.environments import EnvironmentSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What an environment said to a turn, or why it failed."""
+
+    step: EnvironmentStep | None
+    failure: str = ""
+
+
+class EnvironmentPool:
+    """Answers turns side by side; the n-th episode is in process n modulo their number, whatever the others do."""
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        self._settings = settings
+        interpreter = users_interpreter(None, sandboxed=False)
+        start = partial(EpisodeProcess, settings.run, interpreter, seconds=settings.step_seconds)
+        self._places = [Place(start, what=settings.run.where) for _ in range(settings.processes)]
+        self._turns = [Lock() for _ in self._places]  # waves share the processes
+        self._threads = ThreadPoolExecutor(settings.processes, thread_name_prefix="environment")
+        self.done = 0
+        """Turns answered so far."""
+
+    def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[Answered]:
+        """Have the last turn of each episode answered; `numbers` are those of the episodes.
+
+        Raises BadInput where the environment cannot be used, and WorkerLost where its process is killed by others.
+        """
+        parts = self._dealt(numbers)
+        told = self._threads.map(lambda place: self._in_turn(place, [asked[index] for index in parts[place]]), parts)
+        pairs = [zip(parts[place], answers, strict=True) for place, answers in zip(parts, told, strict=True)]
+        found = {index: answered for pair in pairs for index, answered in pair}
+        return [found[index] for index in range(len(asked))]
+
+    def _dealt(self, numbers: Sequence[int]) -> dict[int, list[int]]:
+        """Say which of the episodes each place has, by their index here."""
+        parts: dict[int, list[int]] = {}
+        for index, number in enumerate(numbers):
+            parts.setdefault(number % len(self._places), []).append(index)
+        return parts
+
+    def _in_turn(self, place: int, asked: Sequence[Asked]) -> list[Answered]:
+        with self._turns[place]:
+            return [self._one(self._places[place], each) for each in asked]
+
+    def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
+        """Close what is over where it still lives."""
+        for place, part in self._dealt(numbers).items():
+            with self._turns[place]:
+                self._end(self._places[place], [episodes[index] for index in part])
+
+    def _end(self, place: Place[EpisodeProcess], episodes: Sequence[str]) -> None:
+        try:
+            if place.is_up:
+                place.ready().end(episodes)
+        except ProcessEnded:
+            place.close()
+
+    def close(self) -> None:
+        """Kill the processes."""
+        for place in self._places:
+            place.close()
+
+    def _one(self, place: Place[EpisodeProcess], asked: Asked) -> Answered:
+        ends: list[str] = []
+        while True:
+            try:
+                step, failure = place.ready().step(asked)
+                self.done += 1
+                return Answered(step, failure or "")
+            except ProcessEnded as end:
+                place.close()
+                ends.append(end.cause)
+                if end.suffices is not None and ends.count(end.cause) >= end.suffices:
+                    late = f"no answer after {self._settings.step_seconds:g} s"
+                    return Answered(None, late if end.cause == "time" else str(end))
+                if len(ends) == MOST_ENDS:
+                    raise WorkerLost(
+                        f"{self._settings.run.where}: its process was ended {len(ends)} times in a row, by "
+                        f"{', '.join(ends)}. Who did it is not known: see that the machine has the memory, and that "
+                        "nothing kills the process"
+                    ) from end

@@ -1,0 +1,122 @@
+"""What a rollout worker keeps for its environments: their processes, and how its policy's turns are read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from infra.errors import BadInput
+from infra.processes.child import Place, users_interpreter
+from infra.processes.episodes import Asked, EpisodeProcess
+from models.config.environments import EnvironmentSettings
+from models.data.problems import Problem
+from models.engines.protocol import Engine
+from models.engines.requests import end_tokens
+from models.environments.episodes import Episodes
+from models.environments.pool import EnvironmentPool
+from models.records.work import RolloutWork
+from models.rollouts.groups import Group
+from models.text.calls import Parser, parser_of
+from models.text.tokenizer import ToolSchema, load_tokenizer
+from models.text.turns import TurnFormat, check_preserves, turn_format
+
+
+class Scene:
+    """Plays episodes with whatever policy the engine has loaded; all policies of a run share their tokenizer."""
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        self._settings = settings
+        self._pool = EnvironmentPool(settings)
+        self._reading: tuple[TurnFormat, Parser] | None = None
+        self._seconds: list[float] = []
+
+    @property
+    def done(self) -> int:
+        """Turns answered so far."""
+        return self._pool.done
+
+    def play(self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path) -> list[Group]:
+        """Bring the completions of groups to their ends; `directory` has the policy's tokenizer."""
+        if self._reading is None:
+            self._reading = read_turns(directory, self._settings)
+        form, parse = self._reading
+        episodes = Episodes(
+            engine=engine,
+            environments=self._pool,
+            settings=self._settings,
+            sampling=work.sampling,
+            version=work.policy.version,
+            form=form,
+            parse=parse,
+            seconds=self._seconds,
+        )
+        return episodes.complete(groups)
+
+    def waited(self) -> dict[str, float]:
+        """Seconds for which environments were waited for since this was asked last."""
+        waited, self._seconds = sum(self._seconds), []
+        return {"environment": waited}
+
+    def close(self) -> None:
+        """Kill the processes of the environments."""
+        self._pool.close()
+
+
+def tool_schemas(settings: EnvironmentSettings) -> tuple[ToolSchema, ...]:
+    """Import an environment and describe its tools. Raises BadInput where it cannot be used."""
+    run = settings.run.describing()
+    process = EpisodeProcess(run, users_interpreter(None, sandboxed=False), seconds=settings.step_seconds)
+    place = Place(lambda: process, what=run.where)
+    try:
+        return tuple(cast(ToolSchema, schema) for schema in place.ready().schemas)
+    finally:
+        place.close()
+
+
+def tools_of(settings: EnvironmentSettings | None, problems: Sequence[Problem]) -> tuple[ToolSchema, ...]:
+    """Describe the tools that the prompts of problems show. Raises BadInput, also where prompts are of another kind."""
+    if settings is None:
+        return ()
+    is_chat = settings.prompts == "chat"
+    for problem in problems:
+        if isinstance(problem.prompt, str) == is_chat:
+            kinds = ("chats", "plain text") if is_chat else ("plain text", "chats")
+            raise BadInput(
+                f"{problem.source}: expected {kinds[0]} as prompts, found {kinds[1]}; change the problems, or set "
+                f"rollout.environment.prompts={'text' if is_chat else 'chat'!r}"
+            )
+    return tool_schemas(settings) if is_chat else ()
+
+
+def check_turns(
+    settings: EnvironmentSettings, tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema], problem: Problem
+) -> None:
+    """Raise BadInput unless turns can be read and answered, and an episode of the problem begins."""
+    form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat")
+    parser_of(settings.parser, tokenizer, tools=tools)
+    if settings.history == "template":
+        check_preserves(form, role=settings.run.role, where="rollout.environment")
+    pool = EnvironmentPool(settings)
+    try:
+        asked = Asked(episode="0", problem={"prompt": str(problem.prompt), "answer": problem.answer}, seed=0)
+        [begun] = pool.answer([asked], [0])
+    finally:
+        pool.close()
+    if begun.step is None:
+        raise BadInput(f"{settings.run.where}: an episode does not begin: {begun.failure}")
+
+
+def read_turns(directory: Path, settings: EnvironmentSettings) -> tuple[TurnFormat, Parser]:
+    """Say how turns of the policy in a directory end, are read and are answered. Raises BadInput."""
+    tokenizer = load_tokenizer(directory)
+    tools = tool_schemas(settings) if settings.prompts == "chat" else ()
+    stated = end_tokens(tokenizer, _generation(directory))
+    form = turn_format(tokenizer, stated=stated, tools=tools, is_chat=settings.prompts == "chat")
+    return form, parser_of(settings.parser, tokenizer, tools=tools)
+
+
+def _generation(directory: Path) -> GenerationConfig:
+    if not (directory / "generation_config.json").is_file():
+        return GenerationConfig()
+    return GenerationConfig.from_pretrained(str(directory), local_files_only=True)

@@ -1,0 +1,44 @@
+"""What environments said of episodes: their own rewards, and why some of them failed. Torch-free."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import pyarrow as pa
+
+from models.config.reward_terms import EnvironmentReward
+from models.judges.verdicts import Judgement
+from models.rollouts.groups import TurnRecord
+from models.text.steps import Spans
+
+
+def turns_of(rollouts: pa.Table) -> list[tuple[TurnRecord, ...]]:
+    """Read the turns of each completion; one that is no episode has none."""
+    return [tuple(TurnRecord(**turn) for turn in turns or ()) for turns in rollouts["turns"].to_pylist()]
+
+
+def failures_of(episodes: Sequence[Sequence[TurnRecord]]) -> list[str | None]:
+    """Say of each completion why its environment failed, if it did."""
+    return [next((turn.error for turn in turns if turn.error is not None), None) for turns in episodes]
+
+
+def given(episodes: Sequence[Sequence[TurnRecord]], reward: EnvironmentReward) -> list[Judgement | Spans]:
+    """Say what the environment gave for each episode, or for each of its turns; where it gave nothing, 0."""
+    return [_given(turns, reward) for turns in episodes]
+
+
+def _given(turns: Sequence[TurnRecord], reward: EnvironmentReward) -> Judgement | Spans:
+    numbers = [turn.reward for turn in turns if turn.reward is not None] or [0.0]
+    if reward.per == "completion":
+        return Judgement(sum(numbers) if reward.aggregate == "sum" else numbers[-1], None)
+    lengths = [turn.tokens + turn.observation for turn in turns]
+    starts = tuple(accumulate(lengths[:-1], initial=0))
+    return Spans(starts, returns_to_go([turn.reward or 0.0 for turn in turns], reward.gamma))
+
+
+def returns_to_go(rewards: Sequence[float], gamma: float) -> tuple[float, ...]:
+    """Add up what each turn and those after it earned, a later turn's by gamma less for each turn between.
+
+    >>> returns_to_go([1.0, 0.0, 4.0], 0.5)
+    (2.0, 2.0, 4.0)
+    """
+    return tuple(accumulate(reversed(rewards), lambda later, now: now + gamma * later))[::-1]

@@ -1,0 +1,88 @@
+"""Environments of a user, good and bad: they import nothing of ours."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+
+class Echo:
+    """Says how long each turn was, and is done after the third, or when told so."""
+
+    def __init__(self, reward=None):
+        self.reward, self.seen = reward, []
+
+    def reset(self, problem, seed):
+        self.problem, self.seed = problem, seed
+
+    def step(self, turn):
+        self.seen.append(turn.text)
+        done = turn.number == 2
+        reward = None if self.reward is None else self.reward * (turn.number + 1)
+        return {
+            "messages": f"[{turn.number} {sum(map(len, self.seen))} {self.seed % 7}]",
+            "done": done,
+            "reward": reward,
+        }
+
+
+class Opens(Echo):
+    """Speaks first."""
+
+    def reset(self, problem, seed):
+        super().reset(problem, seed)
+        return f"begin {seed % 10}:"
+
+
+class Bad(Echo):
+    """Misbehaves at the second turn of some episodes: those whose seed's remainder by three is 0."""
+
+    def __init__(self, how, marks=""):
+        super().__init__()
+        self.how, self.marks = how, marks
+
+    def step(self, turn):
+        if turn.number == 1 and self.seed % 3 == 0:
+            if self.how == "hang":
+                time.sleep(3600)
+            elif self.how == "spin":
+                while True:
+                    pass
+            elif self.how == "exit":
+                os._exit(7)
+            elif self.how == "raise":
+                raise OSError("the backend is down")
+            elif self.how == "lie":
+                return {"messages": 5, "done": "yes"}
+            elif self.how == "killed once":
+                mark = Path(self.marks) / str(self.seed)
+                if not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(turn)
+
+
+class Dice(Echo):
+    """Not a function of problem, seed and turns."""
+
+    def step(self, turn):
+        return f"[{time.monotonic_ns()}]"
+
+
+class ToolError(Exception):
+    pass
+
+
+def price(item: str, count: int = 1) -> str:
+    """
+    Look up what items cost.
+
+    Args:
+        item: What is bought.
+        count: How many of it.
+    """
+    if item == "stone":
+        raise ToolError("nobody sells a stone")
+    if item == "bug":
+        raise RuntimeError("no database")
+    return f"{len(item) * count} crowns"
