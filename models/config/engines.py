@@ -117,8 +117,15 @@ CPU_CACHE_GIB = 1.0
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM reserves room for: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32."""
 
+MOST_TEMPERATURE: Final = 2.0
+"""SamplingParams in vllm/sampling_params.py of vLLM 0.32."""
+
 CPU_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vllm.v1.attention.backends.cpu_attn of vLLM 0.32; with another its engine dies at the first request."""
+
+SEEING: Final = ("idefics3",)
+"""Kinds of policies that see, by `model_type`, of which vLLM 0.32 was compared with the trainer. The image processors
+of all others that we know need torchvision there, whose builds are for CUDA: on CPUs vLLM does not load them."""
 
 INSTALL: Final = {
     "cpu": "`rheostat engine install vllm --platform cpu` makes one, give its Python as {name}.python; or set "
@@ -185,6 +192,11 @@ class VllmEngine(EngineSettings):
 
     def _against_sampling(self, sampling: SamplingConfig) -> Iterator[str]:
         """The trainer computes log-probs at the sampling temperature over the whole vocabulary."""
+        if sampling.temperature > MOST_TEMPERATURE:
+            yield (
+                f"rollout.sampling.temperature {sampling.temperature:g} with rollout.engine.kind 'vllm': it takes "
+                f"{MOST_TEMPERATURE:g} at most, use that or rollout.engine.kind='transformers'"
+            )
         truncated = sampling.top_p < 1 or sampling.top_k > 0
         if self.logprobs == "processed" and truncated:
             cut = f"top_p {sampling.top_p:g}" if sampling.top_p < 1 else f"top_k {sampling.top_k}"
@@ -242,6 +254,7 @@ class VllmEngine(EngineSettings):
             )
         if length > shape.context:
             raise BadInput(f"{name}.max_model_len {length}: the model's context is {shape.context} tokens")
+        self._check_sight(shape, name)
         if self.base_urls:
             return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
         if not gpus and shape.head_size not in CPU_HEAD_SIZES:
@@ -261,6 +274,20 @@ class VllmEngine(EngineSettings):
                 f"lower {name}.max_model_len"
             )
         return weights | {"rollout_cache_bytes": int(gib * GIB)}
+
+    def _check_sight(self, shape: ModelShape, name: str) -> None:
+        """Refuse a model that sees of which vLLM is not known to compute what the trainer does."""
+        if shape.sees and shape.sees not in SEEING:
+            raise BadInput(
+                f"{name}.kind 'vllm': expected a model that reads text alone, or one of {', '.join(SEEING)}; found "
+                f"{shape.sees}, which vLLM does not load on a CPU and was not compared on elsewhere; use "
+                f"{name}.kind='transformers'"
+            )
+        if shape.sees and self.logprobs == "raw":
+            raise BadInput(
+                f"{name}.logprobs 'raw': a model that sees never writes the tokens that stand for images, which raw "
+                f"log-probs do not know; use {name}.logprobs='processed'"
+            )
 
     def libraries(self) -> dict[str, str]:
         """Those of the environment that would serve; of servers elsewhere only their rollouts tell."""

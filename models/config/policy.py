@@ -131,6 +131,8 @@ class ModelShape:
     layers: int
     kv_heads: int
     head_size: int
+    sees: str = ""
+    """`model_type` of a model that reads images, empty of one that reads text alone."""
 
     @property
     def cached_numbers(self) -> int:

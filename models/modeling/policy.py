@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from infra.errors import BadInput
 from models.config.policy import ModelShape, ScratchPolicy
 from models.records.media import ImageSource
+from models.vision.families import FAMILIES
 from models.vision.parts import Part, frozen_names
 from models.vision.processor import load_processor, sees
 from models.vision.sight import Sight
@@ -150,4 +151,5 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> M
         layers=text.num_hidden_layers,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        sees=config.model_type if config.model_type in FAMILIES else "",
     )

@@ -1,14 +1,17 @@
 """Images as they came, in media shards; rows of other shards hold their digests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
+import numpy as np
 import pyarrow as pa
 
 from infra.config import Settings
 from infra.errors import Damaged
-from infra.store.shards import ShardRef, read_shard
+from infra.store.shards import ShardRef, open_tables, read_shard
 from infra.store.storage import Store
 
 MEDIA: str = "media"
@@ -35,6 +38,26 @@ class ImageSource(Protocol):
 
     def encoded(self, digest: str) -> bytes:
         """Return the bytes of an image."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """Bytes of a file that are an image, for who reads it without Arrow; and how large it is shown."""
+
+    path: Path
+    offset: int
+    length: int
+    width: int
+    height: int
+
+
+@runtime_checkable
+class ImageFiles(Protocol):
+    """Where images lie in files of this machine, by digest."""
+
+    def part(self, digest: str) -> ImagePart:
+        """Return where an image lies."""
         ...
 
 
@@ -80,6 +103,11 @@ class Media:
         said = {name: table[name][row].as_py() for name in ("digest", "format", "width", "height")}
         return ShownImage(**said, bytes=len(table["bytes"][row].as_buffer()))
 
+    def part(self, digest: str) -> ImagePart:
+        """Return where an image lies in its shard's file. Raises Damaged where no shard has it."""
+        self._place(digest)
+        return self._parts[digest]
+
     @property
     def digests(self) -> list[str]:
         """Names of all images."""
@@ -96,3 +124,18 @@ class Media:
     def _places(self) -> dict[str, tuple[pa.Table, int]]:
         tables = [read_shard(self._store, shard) for shard in self._shards]
         return {digest: (table, row) for table in tables for row, digest in enumerate(table["digest"].to_pylist())}
+
+    @cached_property
+    def _parts(self) -> dict[str, ImagePart]:
+        return {digest: part for path in open_tables(self._store, self._shards) for digest, part in _parts_of(path)}
+
+
+def _parts_of(path: Path) -> Iterator[tuple[str, ImagePart]]:
+    """Find the images in a shard's file: it is not compressed, so its columns lie there as they are mapped."""
+    mapped = pa.memory_map(str(path)).read_buffer()
+    for batch in pa.ipc.open_file(mapped).read_all().to_batches():
+        _, bounds, data = batch["bytes"].buffers()
+        begins = np.frombuffer(bounds, np.int64) + data.address - mapped.address
+        sizes = (batch[name].to_pylist() for name in ("digest", "width", "height"))
+        for begin, end, (digest, width, height) in zip(begins, begins[1:], zip(*sizes, strict=True), strict=False):
+            yield digest, ImagePart(path, int(begin), int(end - begin), width, height)

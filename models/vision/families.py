@@ -36,6 +36,8 @@ class Parts:
 
 
 Speller = Callable[[Parts, ImageSize], str]
+Setting = int | str | bool
+Told = Callable[[Parts], Mapping[str, Setting]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +47,23 @@ class Family:
     spell: Speller
     around: tuple[str, str] = ("", "")
     """What its template writes before and after the place of an image."""
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Setting] = field(default_factory=dict)
     """What its own processor asks the image processor for, beside the settings in the directory."""
-    whole: Mapping[str, object] = field(default_factory=dict)
+    whole: Mapping[str, Setting] = field(default_factory=dict)
     """What keeps the image processor from cutting an image into parts."""
     place: Callable[[Parts], str] = lambda parts: parts.image_token
     """The token that stands for an image before it is written out."""
+    told: Told = lambda parts: {}
+    """What its own processor must be told of the model, as the directory need not say it."""
+
+
+def _idefics3_states(parts: Parts) -> int:
+    side = parts.config.vision_config.image_size // parts.config.vision_config.patch_size
+    return int(side**2 // parts.config.scale_factor**2)
 
 
 def _idefics3(parts: Parts, size: ImageSize) -> str:
-    side = parts.config.vision_config.image_size // parts.config.vision_config.patch_size
-    tokens = parts.image_token * (side**2 // parts.config.scale_factor**2)
+    tokens = parts.image_token * _idefics3_states(parts)
     around = "<fake_token_around_image>"
     _, rows, columns = parts.images.get_number_of_image_patches(size.height, size.width)
     whole = f"{around}<global-img>{tokens}{around}"
@@ -90,7 +98,11 @@ def _internvl(parts: Parts, size: ImageSize) -> str:
     return f"<img>{parts.image_token * (parts.config.image_seq_length * frames)}</img>"
 
 
-_SPLITTING: Final = Family(_idefics3, whole={"do_image_splitting": False})
+_SPLITTING: Final = Family(
+    _idefics3,
+    whole={"do_image_splitting": False},
+    told=lambda parts: {"image_seq_len": _idefics3_states(parts)},
+)
 _MROPE: Final = Family(_qwen, around=("<|vision_start|>", "<|vision_end|>"))
 
 FAMILIES: Final[Mapping[str, Family]] = {

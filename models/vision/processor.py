@@ -18,9 +18,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from tokenizers import Tokenizer
 
 from infra.errors import BadInput
-from models.vision.families import FAMILIES, Family, ImageSize, Parts
+from models.vision.families import FAMILIES, Family, ImageSize, Parts, Setting
 
 SETTINGS: Final = ("preprocessor_config.json", "processor_config.json")
+BACKEND: Final = "pil"
+"""What makes pixels, on every machine; where torchvision is installed it would be that, with other pixels."""
 _MEDIA_TOKENS: Final = ("image_token_id", "video_token_id", "audio_token_id", "boi_token_index")
 """Settings of config.json that name a token which stands for something else than text."""
 
@@ -80,6 +82,25 @@ class VisionProcessor:
             begin = at + 1
         self._append(found, tokens[begin:])
         return found
+
+    def collapse(self, tokens: Sequence[int], sizes: Sequence[ImageSize]) -> list[int]:
+        """Undo `expand`. Raises ValueError where the tokens of an image are not found whole."""
+        found: list[int] = []
+        begin = 0
+        for size in sizes:
+            spelt = self.spell(size)
+            starts = (at for at in range(begin, len(tokens)) if tokens[at] == spelt[0])
+            at = next((at for at in starts if [*tokens[at : at + len(spelt)]] == spelt), None)
+            if at is None:
+                raise ValueError(f"expected {len(spelt)} tokens of an image behind token {begin}, found others")
+            found += [*tokens[begin:at], self.place_id]
+            begin = at + len(spelt)
+        return [*found, *tokens[begin:]]
+
+    @property
+    def told(self) -> dict[str, Setting]:
+        """What the family's own processor must be told to make the same tokens and pixels of the same directory."""
+        return {"backend": BACKEND, **self._family.told(self._parts), **self._family.options}
 
     def spell(self, size: ImageSize) -> list[int]:
         """All tokens of an image."""
@@ -165,7 +186,7 @@ def load_processor(directory: Path) -> VisionProcessor | None:
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         images = AutoImageProcessor.from_pretrained(
-            str(directory), backend="pil", local_files_only=True, trust_remote_code=False
+            str(directory), backend=BACKEND, local_files_only=True, trust_remote_code=False
         )
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     except Exception as error:  # tokenizers raises Exception itself

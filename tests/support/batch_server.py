@@ -51,6 +51,8 @@ class BatchServer:
     healthy: bool = True
     token_logprob: float = -1.0
     """A continuation's log-prob is this times all tokens before its end."""
+    refusal: tuple[int, str] | None = None
+    """Status and reason with which all work but the engine's first try is refused."""
 
     def answer(self, path: str, body: dict) -> tuple[int, list[Line]]:
         match path:
@@ -66,9 +68,11 @@ class BatchServer:
                 return 200, [{"slept": False}]
             case _ if body["digest"] != self.digest:
                 return 409, [{"error": "another policy is served", "digest": self.digest}]
+            case _ if self.refusal is not None:
+                return self.refusal[0], [{"error": self.refusal[1]}]
             case "/rheostat/likelihoods":
                 found = [
-                    [self.token_logprob * (len(one) + len(two)) for two in body["continuations"]]
+                    [self.token_logprob * (len(one["tokens"]) + len(two)) for two in body["continuations"]]
                     for one in body["prompts"]
                 ]
                 self.steps += 1

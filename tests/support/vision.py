@@ -76,8 +76,9 @@ _MROPE: Final = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section":
 
 
 def _idefics3(kind: str, ids: Mapping[str, int], tokens: PreTrainedTokenizerFast) -> dict[str, object]:
+    """Heads are as small as vLLM on a CPU has them."""
     return {
-        "text_config": {"model_type": "llama", **_text(tokens)},
+        "text_config": {"model_type": "llama", **_text(tokens, head_dim=32, tie_word_embeddings=True)},
         "vision_config": _TOWER,
         "scale_factor": 2,
         "image_token_id": ids["<image>"],

@@ -18,7 +18,15 @@ from models.engines.vllm.server import PLUGIN, command, environment, lora_rank, 
 CONFIG = VllmEngine.model_validate({"cache_gib": 0.1, "python": os.environ.get("VLLM_PYTHON")})
 KEY = "a key for tests"
 MEDDLING = Path(__file__).parent / "meddling"
-PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop": [], "stop_token_ids": [], "ignore_eos": True}
+PLAIN = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "stop": [],
+    "stop_token_ids": [],
+    "ignore_eos": True,
+    "banned": [],
+}
 
 
 @dataclass
@@ -82,7 +90,9 @@ class Asked:
             yield response.iter_lines()
 
     def likelihoods(self, digest, prompts, continuations):
-        answer = self.post("/rheostat/likelihoods", digest=digest, prompts=prompts, continuations=continuations)
+        spelt = [{"tokens": prompt} for prompt in prompts]
+        body = {"digest": digest, "prompts": spelt, "continuations": continuations, "banned": []}
+        answer = self.post("/rheostat/likelihoods", **body)
         assert answer.status_code == 200, answer.text
         found = np.frombuffer(base64.b64decode(answer.json()["logprobs"]), "<f8")
         return found.reshape(len(prompts), len(continuations))

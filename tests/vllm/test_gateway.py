@@ -298,7 +298,7 @@ def test_work_for_other_weights_is_refused(server, untied, route):
     server.load(untied[0])
     bodies = {
         "generate": {"sampling": PLAIN, "requests": [asked(0, SHORT)]},
-        "likelihoods": {"prompts": [list(SHORT)], "continuations": [[3]]},
+        "likelihoods": {"prompts": [{"tokens": list(SHORT)}], "continuations": [[3]], "banned": []},
     }
     answer = server.post(f"/rheostat/{route}", digest=untied[1].version.digest, **bodies[route])
     assert answer.status_code == 409

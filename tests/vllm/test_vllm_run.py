@@ -113,6 +113,44 @@ def test_adapters_are_served_beside_their_base_which_moves_once(tmp_path, prefec
     assert found.all("weights_bytes")[1] == size_of(found.policy) < size_of(base)
 
 
+SEEING = """
+name = "tiny"
+iterations = 2
+[data]
+kind = "pictures"
+train_problems = 6
+heldout_problems = 8
+[policy]
+kind = "seeing_scratch"
+[warmup]
+steps = 10
+[rollout]
+prompts = 6
+group_size = 4
+shard_prompts = 2
+[rollout.sampling]
+max_new_tokens = 24
+[scoring]
+rewards = [{kind = "target", target = "tests.support.rewards:even"}]
+[update]
+learning_rate = 1e-3
+minibatches = 2
+[evaluation]
+problems = 4
+"""
+
+
+def test_a_policy_that_sees_is_sampled_as_it_is_trained(tmp_path, prefect_api):
+    """Its tower moves in the first update, and both iterations show all pictures: none may be remembered."""
+    job = Job(tmp_path, prefect_api, document=SEEING)
+    ended = job.train(f"rollout.engine={ENGINE}", "pools.workers=1")
+    assert ended.code == 0, ended.output
+    found = whole(job, iterations=2)
+    assert found.all("weights_bytes")[1] == size_of(found.policy)
+    rollouts = table(job.run, "it-0002/rollout/0000")
+    assert min(map(len, rollouts["images"].to_pylist())) == 1
+
+
 def judged(engine: str) -> str:
     shape = "{kind = 'scratch', hidden_size = 32, intermediate_size = 32, heads = 1, kv_heads = 1, context = 192}"
     model = f"{{kind = 'trained', warmup = {{steps = 30}}, engine = {engine}, shape = {shape}}}"

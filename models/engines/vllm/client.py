@@ -1,8 +1,8 @@
 """Asking one vLLM server over HTTP, by the routes that `plugin/` adds to it, and the records that go between them.
 
-Both ends stand in this repository and change together. Everything that a server may do wrong has one of four names:
+Both ends stand in this repository and change together. Everything that a server may do wrong has one of five names:
 EndpointDown (no answer, or no whole one; asking again may help), Stale (it serves other weights than the work wants),
-WorkerFailed (it refuses the work), BadInput (the key).
+WorkerFailed (it refuses the work), Quarantined (it makes other tokens of images than the work has), BadInput (the key).
 """
 
 import contextlib
@@ -12,16 +12,27 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, Protocol, TypeVar
 
 import httpx
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
-from infra.errors import BadInput, EndpointDown, RheostatError, WorkerFailed
+from infra.errors import BadInput, EndpointDown, Quarantined, RheostatError, WorkerFailed
 from models.config.engines import SamplingConfig
 from models.records.model_input import ModelInput
+
+
+class Spelling(Protocol):
+    """How inputs are put to servers of a policy: `models.engines.vllm.images.ServedSight`."""
+
+    @property
+    def banned(self) -> list[JsonValue]:
+        """Tokens whose probability is 0."""
+
+    def spell(self, given: ModelInput) -> dict[str, JsonValue]:
+        """Spell an input in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +202,18 @@ class ServerClient:
         return self._read("POST", "/rheostat/sleep", Slept, body={}).slept
 
     def likelihoods(
-        self, digest: str, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
+        self,
+        digest: str,
+        prompts: Sequence[ModelInput],
+        continuations: Sequence[Sequence[int]],
+        *,
+        sight: Spelling,
     ) -> tuple[NDArray[np.float64], RequestDone]:
         """Return summed log-probs, prompts x continuations, and the server's counts."""
         body: dict[str, JsonValue] = {
             "digest": digest,
-            "prompts": [prompt.tokens.tolist() for prompt in prompts],
+            "banned": sight.banned,
+            "prompts": [sight.spell(prompt) for prompt in prompts],
             "continuations": [list(tokens) for tokens in continuations],
         }
         answer = self._read("POST", "/rheostat/likelihoods", Likelihoods, body=body)
@@ -208,7 +225,7 @@ class ServerClient:
         return found.reshape(len(prompts), len(continuations)), answer
 
     def generate(
-        self, digest: str, asks: Sequence[Ask], sampling: SamplingConfig, *, stops: Stops
+        self, digest: str, asks: Sequence[Ask], sampling: SamplingConfig, *, stops: Stops, sight: Spelling
     ) -> Generator[Chunk | RequestDone, None, None]:
         """Yield the answer piece by piece as it comes; it is whole when `RequestDone` came."""
         body: dict[str, JsonValue] = {
@@ -220,10 +237,10 @@ class ServerClient:
                 "stop": list(stops.texts),
                 "stop_token_ids": list(stops.tokens),
                 "ignore_eos": stops.ignore_eos,
+                "banned": sight.banned,
             },
             "requests": [
-                {"id": ask.id, "tokens": ask.input.tokens.tolist(), "seed": ask.seed, "max_tokens": ask.max_tokens}
-                for ask in asks
+                {"id": ask.id, **sight.spell(ask.input), "seed": ask.seed, "max_tokens": ask.max_tokens} for ask in asks
             ],
         }
         with self._ask("POST", "/rheostat/generate", body) as response:
@@ -277,6 +294,8 @@ class ServerClient:
             told = Error(error=_excerpt(data))
         if status == HTTPStatus.CONFLICT:
             raise Stale(f"{self}: {told.error} (it serves {told.digest!r})")
+        if status == HTTPStatus.UNPROCESSABLE_ENTITY:
+            raise Quarantined(f"{self}: {told.error}")
         refusal = f"{self} answers {status}: {told.error}"
         raise self._failure(refusal) if status >= HTTPStatus.INTERNAL_SERVER_ERROR else WorkerFailed(refusal)
 

@@ -11,16 +11,19 @@ from typing import Final, TypeVar
 import numpy as np
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
-from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
+from infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import SamplingConfig, VllmEngine
 from models.engines.protocol import Completion, Request, StepSums
 from models.engines.requests import CompletionRow, end_tokens, require_context, require_engine_room, rows_of
 from models.engines.vllm.client import About, Ask, RequestDone, ServerClient, Stale, Stops
 from models.engines.vllm.completions import PendingRequest, completions_of, drafts_of
+from models.engines.vllm.images import ServedSight
 from models.engines.vllm.servers import find_servers, require_fit
+from models.records.media import ImageFiles, ImageSource
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
+from models.vision.processor import load_processor
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -43,6 +46,7 @@ class _Policy:
     tokenizer: PreTrainedTokenizerFast
     ends: tuple[int, ...]
     context: int | None
+    sight: ServedSight
 
 
 class ServedEngine:
@@ -57,6 +61,7 @@ class ServedEngine:
         self._config, self._adapter_rank = config, adapter_rank
         self._servers = find_servers(config, adapter_rank=adapter_rank, on_progress=self._on_progress)
         self._policy: _Policy | None = None
+        self._images: ImageFiles | None = None
         self._abouts: dict[str, About] = {}  # by address: known of every server that was loaded
         self._ready: set[str] = set()  # addresses that are taken to serve the policy
         self._moved = 0
@@ -82,6 +87,7 @@ class ServedEngine:
             tokenizer=tokenizer,
             ends=end_tokens(tokenizer, _generation_settings(directory)),
             context=getattr(settings.get_text_config(), "max_position_embeddings", None),
+            sight=ServedSight(load_processor(directory), self._images),
         )
         self._ready.clear()
         before = self._moved
@@ -91,6 +97,13 @@ class ServedEngine:
             self._policy = None
             raise
         return self._moved - before
+
+    def show(self, images: ImageSource) -> None:
+        if not isinstance(images, ImageFiles):
+            raise BadInput(f"vLLM: expected images that lie in files, which servers can read; found {images!r}")
+        self._images = images
+        if self._policy is not None:
+            self._policy.sight.files = images
 
     def serves(self) -> str:
         clients = self._servers.running()
@@ -132,7 +145,7 @@ class ServedEngine:
             assert mine, "a server without a share is not asked"
             for part in mine:
                 asked = [prompts[row] for row in part]
-                logprobs_PC, done = client.likelihoods(self._digest(), asked, continuations)
+                logprobs_PC, done = client.likelihoods(self._digest(), asked, continuations, sight=self._sight())
                 if not np.isfinite(logprobs_PC).all():
                     raise Quarantined(
                         f"policy {self._digest()}: continuations with log-probabilities that are not finite"
@@ -191,7 +204,8 @@ class ServedEngine:
             draft.forget_fresh()
         asks = [draft.ask(number) for number, draft in enumerate(drafts)]
         under_way = dict(enumerate(drafts))
-        with closing(client.generate(self._digest(), asks, sampling, stops=self._stops(sampling))) as answers:
+        told = client.generate(self._digest(), asks, sampling, stops=self._stops(sampling), sight=self._sight())
+        with closing(told) as answers:
             for answer in answers:
                 self._on_progress()
                 if isinstance(answer, RequestDone):
@@ -257,7 +271,9 @@ class ServedEngine:
         """Generate one token: shapes that vLLM cannot run show now, and the steps so far are not this engine's."""
         first = [Ask(id=0, input=ModelInput.given([0]), seed=0, max_tokens=1)]
         try:
-            for answer in client.generate(self._digest(), first, SamplingConfig(), stops=Stops((), ())):
+            for answer in client.generate(
+                self._digest(), first, SamplingConfig(), stops=Stops((), ()), sight=self._sight()
+            ):
                 if isinstance(answer, RequestDone):
                     self._counts[client.url] = answer
         except EndpointDown as error:
@@ -283,6 +299,10 @@ class ServedEngine:
     def _stops(self, sampling: SamplingConfig) -> Stops:
         assert self._policy is not None, "asked before load"
         return Stops(sampling.stop, self._policy.ends)
+
+    def _sight(self) -> ServedSight:
+        assert self._policy is not None, "asked before load"
+        return self._policy.sight
 
     def _context(self) -> int | None:
         """Return the longest sequence that policy and servers take."""

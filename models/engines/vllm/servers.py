@@ -15,6 +15,7 @@ from infra.errors import BadInput, EndpointDown
 from models.config.engines import VllmEngine
 from models.engines.vllm.client import About, ServerClient
 from models.engines.vllm.server import Server, start_server
+from models.vision.processor import SETTINGS
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +150,10 @@ def _address(url: str) -> str:
 
 
 def _shape(directory: Path) -> str:
-    """Name what a server cannot change while it runs: the architecture, and the tokenizer that stop texts need."""
+    """Name what a server cannot change while it runs: architecture, tokenizer, and how images are prepared."""
     # Read by transformers: what is trained is saved with its defaults spelt out, a directory from elsewhere without.
     settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).to_dict()
     lasting = {name: value for name, value in settings.items() if name not in _PASSING}
-    tokenizer = (directory / "tokenizer.json").read_bytes()
-    return blake3(json.dumps(lasting, sort_keys=True, default=str).encode() + tokenizer).hexdigest()
+    read = [directory / name for name in ("tokenizer.json", *SETTINGS)]
+    files = b"".join(path.read_bytes() for path in read if path.is_file())
+    return blake3(json.dumps(lasting, sort_keys=True, default=str).encode() + files).hexdigest()

@@ -64,6 +64,20 @@ def test_more_images_than_places_are_refused_with_both_numbers(directories):
         processor.expand([processor.place_id], [ImageSize(24, 24)] * 2)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "gemma3"])
+def test_what_was_written_out_is_folded_up_again(directories, kind):
+    processor, sizes = load_processor(directories[kind]), [ImageSize(24, 24), ImageSize(48, 24), ImageSize(24, 24)]
+    folded = [5, processor.place_id, 6, processor.place_id, processor.place_id, 7]
+    assert processor.collapse(processor.expand(folded, sizes), sizes) == folded
+
+
+def test_tokens_that_are_not_all_of_an_image_are_not_folded_up(directories):
+    processor = load_processor(directories["idefics3"])
+    written = processor.expand([5, processor.place_id, 6], [ImageSize(24, 24)])
+    with pytest.raises(ValueError, match="expected 12 tokens of an image behind token 0, found others"):
+        processor.collapse([*written[:4], *written[5:]], [ImageSize(24, 24)])
+
+
 def test_the_tokens_that_stand_for_media_and_padding_are_no_words(directories):
     vocabulary = tiny_tokenizer().get_vocab()
     for kind, names in {"idefics3": ["<image>"], "qwen3_vl": ["<|image_pad|>", "<|video_pad|>"]}.items():

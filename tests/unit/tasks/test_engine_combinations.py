@@ -26,6 +26,12 @@ def test_untempered_log_probs_are_not_compared_with_tempered_ones():
     assert accepted(VLLM, warm).rollout.sampling.temperature == 0.7
 
 
+def test_a_temperature_that_vllm_does_not_take_is_refused():
+    hot = "rollout.sampling.temperature=2.5"
+    assert "temperature 2.5 with rollout.engine.kind 'vllm': it takes 2 at most" in refusal(VLLM, hot)
+    assert accepted(hot).rollout.sampling.temperature == 2.5
+
+
 def test_tempered_and_truncated_sampling_has_one_way_out():
     both = (VLLM, "rollout.sampling.temperature=0.7", "rollout.sampling.top_k=40")
     assert "set rollout.engine.logprobs='raw' and rollout.sampling.temperature=1" in refusal(*both)

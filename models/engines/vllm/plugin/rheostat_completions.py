@@ -3,14 +3,15 @@
 import asyncio
 import base64
 import json
+import math
 from array import array
 from collections.abc import AsyncGenerator, Iterable
 from itertools import count
 
-from rheostat_requests import Questions, Refused, Sampling, Wanted, Work
+from rheostat_images import render
+from rheostat_requests import Prompt, Questions, Refused, Sampling, Wanted, Work
 from rheostat_serving import Serving
 from vllm.exceptions import VLLMClientError
-from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -27,7 +28,7 @@ async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
     tasks: list[asyncio.Task[None]] = []
     serving.steps.begin(len(work.wanted))
     try:
-        collectors = await _admit(serving, ((one.tokens, _parameters(one, work.sampling)) for one in work.wanted))
+        collectors = await _admit(serving, ((one.prompt, _parameters(one, work.sampling)) for one in work.wanted))
         tasks = [
             asyncio.create_task(_follow(one.name, collector, work.digest, lines=lines))
             for one, collector in zip(work.wanted, collectors, strict=True)
@@ -81,9 +82,9 @@ async def likelihoods(serving: Serving, questions: Questions) -> str:
     found: dict[tuple[int, tuple[int, ...], int], float] = {}
     serving.steps.begin(len(asked))
     try:
-        collectors = await _admit(
-            serving, ((questions.prompts[row] + list(stem), _scoring(tokens)) for row, stem, tokens in asked)
-        )
+        banned = questions.banned
+        prompts = ((questions.prompts[row].continued([*stem]), tokens) for row, stem, tokens in asked)
+        collectors = await _admit(serving, ((prompt, _scoring(tokens, banned)) for prompt, tokens in prompts))
         for (row, stem, tokens), collector in zip(asked, collectors, strict=True):
             completion = (await collector.get()).outputs[0]
             _require_version(completion, questions.digest)
@@ -113,6 +114,7 @@ def _parameters(one: Wanted, sampling: Sampling) -> SamplingParams:
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        logit_bias=_ban(sampling.banned),
         seed=one.seed,
         max_tokens=one.max_tokens,
         logprobs=0,
@@ -125,10 +127,11 @@ def _parameters(one: Wanted, sampling: Sampling) -> SamplingParams:
     )
 
 
-def _scoring(tokens: list[int]) -> SamplingParams:
+def _scoring(tokens: list[int], banned: list[int]) -> SamplingParams:
     return SamplingParams(
         temperature=1.0,
         max_tokens=1,
+        logit_bias=_ban(banned),
         logprob_token_ids=tokens,
         flat_logprobs=True,
         detokenize=False,
@@ -137,23 +140,29 @@ def _scoring(tokens: list[int]) -> SamplingParams:
     )
 
 
-async def _admit(serving: Serving, wanted: Iterable[tuple[list[int], SamplingParams]]) -> list[RequestOutputCollector]:
+def _ban(tokens: list[int]) -> dict[int, float] | None:
+    """Bias of tokens whose probability is 0: processed log-probs are those of what is left."""
+    return dict.fromkeys(tokens, -math.inf) or None
+
+
+async def _admit(serving: Serving, wanted: Iterable[tuple[Prompt, SamplingParams]]) -> list[RequestOutputCollector]:
     """Hand all requests to the engine, or none: one that vLLM refuses is the caller's mistake."""
     longest = serving.engine.model_config.max_model_len
     collectors: list[RequestOutputCollector] = []
     try:
-        for tokens, parameters in wanted:
-            if len(tokens) + (parameters.max_tokens or 0) > longest:  # vLLM would cut the completion shorter
+        for prompt, parameters in wanted:
+            if len(prompt.tokens) + (parameters.max_tokens or 0) > longest:  # vLLM would cut the completion shorter
                 raise ValueError(
-                    f"{len(tokens)} tokens and max_tokens {parameters.max_tokens}: more than max_model_len {longest}"
+                    f"{len(prompt.tokens)} tokens and max_tokens {parameters.max_tokens}: more than max_model_len "
+                    f"{longest}"
                 )
+            made = await render(serving.engine, prompt)
             name = f"rheostat-{next(_names)}"
-            collectors.append(
-                await serving.engine.add_request(name, tokens_input(tokens), parameters, lora_request=serving.adapter)
-            )
-    except (VLLMClientError, ValueError, TypeError) as error:
+            collectors.append(await serving.engine.add_request(name, made, parameters, lora_request=serving.adapter))
+    except (Refused, VLLMClientError, ValueError, TypeError) as error:
         await _abandon(serving, collectors)
-        raise Refused(" ".join(str(error).split())) from error
+        await serving.engine.reset_mm_cache()  # of what was written out and not asked, vLLM's engine has heard nothing
+        raise error if isinstance(error, Refused) else Refused(" ".join(str(error).split())) from error
     return collectors
 
 

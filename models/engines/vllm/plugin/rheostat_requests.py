@@ -1,7 +1,7 @@
 """What callers ask of the server, checked once at the door, and how they are refused."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +27,34 @@ class Sampling:
     stop: list[str]
     stop_token_ids: list[int]
     ignore_eos: bool
+    banned: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image: bytes of a file."""
+
+    digest: str
+    path: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the policy reads."""
+
+    tokens: list[int]
+    """All of them, those of images written out."""
+    collapsed: list[int]
+    """The same with one token in the place of each image; empty where there is none."""
+    images: list[Picture]
+    settings: dict[str, object]
+    """What the model's own processor is told beside the settings in the directory."""
+
+    def continued(self, tokens: list[int]) -> "Prompt":
+        """Append tokens."""
+        return replace(self, tokens=self.tokens + tokens, collapsed=self.collapsed + tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +62,7 @@ class Wanted:
     """One completion."""
 
     name: int
-    tokens: list[int]
+    prompt: Prompt
     seed: int
     max_tokens: int
 
@@ -53,8 +81,9 @@ class Questions:
     """Prompts, and the continuations of each whose log-probs are wanted of one policy."""
 
     digest: str
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     continuations: list[list[int]]
+    banned: list[int]
 
 
 def read_load(body: bytes) -> tuple[Path, Path | None]:
@@ -77,11 +106,12 @@ def read_work(body: bytes) -> Work:
         stop=_field(how, "stop", list),
         stop_token_ids=_field(how, "stop_token_ids", list),
         ignore_eos=_field(how, "ignore_eos", bool),
+        banned=_field(how, "banned", list),
     )
     wanted = [
         Wanted(
             name=_field(one, "id", int),
-            tokens=_field(one, "tokens", list),
+            prompt=_prompt(one),
             seed=_field(one, "seed", int),
             max_tokens=_field(one, "max_tokens", int),
         )
@@ -97,13 +127,31 @@ def read_questions(body: bytes) -> Questions:
     fields = _fields(body)
     questions = Questions(
         digest=_field(fields, "digest", str),
-        prompts=_field(fields, "prompts", list),
+        prompts=[_prompt(one) for one in _field(fields, "prompts", list)],
         continuations=_field(fields, "continuations", list),
+        banned=_field(fields, "banned", list),
     )
-    for name, rows in (("prompts", questions.prompts), ("continuations", questions.continuations)):
-        if not all(isinstance(row, list) and row for row in rows):
+    rows = {"prompts": [prompt.tokens for prompt in questions.prompts], "continuations": questions.continuations}
+    for name, tokens in rows.items():
+        if not all(isinstance(row, list) and row for row in tokens):
             raise Refused(f"{name}: expected lists of at least one token each")
     return questions
+
+
+def _prompt(one: dict[str, object]) -> Prompt:
+    tokens = _field(one, "tokens", list)
+    if "images" not in one:
+        return Prompt(tokens, [], [], {})
+    pictures = [
+        Picture(
+            digest=_field(each, "digest", str),
+            path=_field(each, "path", str),
+            offset=_field(each, "offset", int),
+            length=_field(each, "length", int),
+        )
+        for each in _field(one, "images", list)
+    ]
+    return Prompt(tokens, _field(one, "collapsed", list), pictures, _field(one, "settings", dict))
 
 
 def _fields(body: bytes) -> dict[str, object]:

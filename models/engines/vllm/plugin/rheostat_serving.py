@@ -15,6 +15,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 CONTENTS = "bundle.json"
 HEAD = "lm_head.weight"
+IMAGES = ("preprocessor_config.json", "processor_config.json")
+"""How images are prepared."""
 INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """What config.json may say differently of weights for the same server."""
 
@@ -98,7 +100,8 @@ class Serving:
             return 0
         keeps_base = weights.digest == self._base and await self._fingerprint() == self._fingerprints
         self._loaded = self._base = ""
-        await self.engine.pause_generation(mode="abort")
+        # vLLM's caches of images know nothing of weights: what the old tower said must go before the new one comes.
+        await self.engine.pause_generation(mode="abort", clear_cache=True)
         try:
             await self._wake("weights")
             moved = 0 if keeps_base else await self._load_weights(weights)
@@ -171,7 +174,7 @@ def _verify(bundle: Bundle) -> int:
 
 
 def _read_shape(directory: Path) -> dict[str, object]:
-    """Read what a model is: its configuration and the shapes of its tensors.
+    """Read what a model is: its configuration, the shapes of its tensors, and what it makes of images.
 
     vLLM would compute another configuration wrongly, leave what a tensor is missing for as it was, and not survive a
     tensor of another shape.
@@ -183,6 +186,9 @@ def _read_shape(directory: Path) -> dict[str, object]:
         with file.open("rb") as opened:  # the header: its length in 8 bytes, then JSON
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         shape |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+    for file in (directory / name for name in IMAGES):
+        if file.is_file():
+            shape |= {f"{name} of {file.name}": setting for name, setting in json.loads(file.read_bytes()).items()}
     if config.tie_word_embeddings:  # a tied head may be stored a second time
         shape.pop(HEAD, None)
     return shape

@@ -32,8 +32,6 @@ class Weights:
             if _keeps_packed_copy(module):  # layer-wise loading leaves the copy of the old weights in use
                 module.quant_method.process_weights_after_loading(module)
         runner.reset_lora_state()
-        runner.reset_encoder_cache()
-        runner.reset_mm_cache()
 
     @torch.inference_mode()
     def rheostat_fingerprint(self) -> str:

@@ -1,0 +1,48 @@
+"""Prompts with images as servers are asked about them: by files and placeholders, never by pixels."""
+
+from dataclasses import asdict
+
+from pydantic import JsonValue
+
+from infra.errors import BadInput
+from models.records.media import ImageFiles
+from models.records.model_input import ModelInput
+from models.vision.families import ImageSize
+from models.vision.processor import VisionProcessor
+
+
+class ServedSight:
+    """What servers are told of a policy that sees; of one that reads text alone, nothing."""
+
+    def __init__(self, processor: VisionProcessor | None, files: ImageFiles | None) -> None:
+        self.files = files
+        self._processor = processor
+
+    @property
+    def banned(self) -> list[JsonValue]:
+        """Tokens whose probability is 0."""
+        return [] if self._processor is None else [*self._processor.banned]
+
+    def spell(self, given: ModelInput) -> dict[str, JsonValue]:
+        """Spell an input in JSON: its tokens; where it shows images, also these, and its tokens with a place for each.
+
+        vLLM writes the places out itself; that it makes the same tokens of them is for the server to check.
+        """
+        spelt: dict[str, JsonValue] = {"tokens": given.tokens.tolist()}
+        if not given.images:
+            return spelt
+        if self._processor is None or self.files is None:
+            raise BadInput("prompts with images: expected a policy that sees, and files in which their images are")
+        parts = [self.files.part(digest) for digest in given.images]
+        try:
+            collapsed = self._processor.collapse(
+                given.prompt.tolist(), [ImageSize(part.width, part.height) for part in parts]
+            )
+        except ValueError as error:
+            raise BadInput(f"a prompt was not written out with this policy's settings for images: {error}") from error
+        images: list[JsonValue] = [
+            {"digest": digest, **asdict(part), "path": str(part.path.absolute())}
+            for digest, part in zip(given.images, parts, strict=True)
+        ]
+        collapsed += given.completion.tolist()
+        return spelt | {"collapsed": [*collapsed], "images": images, "settings": {**self._processor.told}}

@@ -1,0 +1,56 @@
+"""Prompts with images: read from files that the server sees, written out by vLLM, compared with what is expected."""
+
+import asyncio
+import os
+from functools import lru_cache
+from io import BytesIO
+
+from blake3 import blake3
+from PIL import Image, ImageOps
+from rheostat_requests import Picture, Prompt, Refused
+from vllm.inputs import TokensInput, TokensPrompt, tokens_input
+from vllm.inputs.engine import MultiModalInput
+from vllm.v1.engine.async_llm import AsyncLLM
+
+KEPT = 64
+"""Decoded images that wait for the next prompt of their group; vLLM itself keeps what it made of them."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+
+async def render(engine: AsyncLLM, prompt: Prompt) -> TokensInput | MultiModalInput:
+    """Make what the engine takes. Raises Refused where vLLM makes other tokens of a prompt's images."""
+    if not prompt.images:
+        return tokens_input(prompt.tokens)
+    shown = [await asyncio.to_thread(_read, picture) for picture in prompt.images]
+    asked = TokensPrompt(
+        prompt_token_ids=prompt.collapsed,
+        multi_modal_data={"image": shown},
+        multi_modal_uuids={"image": [picture.digest for picture in prompt.images]},
+        mm_processor_kwargs=prompt.settings,
+    )
+    [made] = await engine.renderer.render_cmpl_async([asked])
+    found: list[int] = made["prompt_token_ids"]
+    if found != prompt.tokens:
+        raise Refused(
+            f"a prompt with {len(prompt.images)} images: expected {len(prompt.tokens)} tokens, vLLM writes it out as "
+            f"{len(found)}{' others' if len(found) == len(prompt.tokens) else ''}",
+            status=422,
+        )
+    return made
+
+
+@lru_cache(maxsize=KEPT)
+def _read(picture: Picture) -> Image.Image:
+    """Decode an image as the trainer does: turned as it is to be shown, in three colours."""
+    try:
+        file = os.open(picture.path, os.O_RDONLY)
+        try:
+            encoded = os.pread(file, picture.length, picture.offset)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise Refused(f"image {picture.digest}: {picture.path}: {error.strerror}") from error
+    if (found := blake3(encoded).hexdigest()) != picture.digest:
+        raise Refused(f"image {picture.digest}: expected it in {picture.path}, found {found}")
+    with Image.open(BytesIO(encoded), formats=FORMATS) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
