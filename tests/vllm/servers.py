@@ -117,13 +117,14 @@ def collect(lines):
 def meddling_server(directory, *, adapter_rank=0):
     """Start a server as workers do, with one more route: it changes parameters behind the server's back."""
     python = find_python("vllm", CONFIG.python)
+    platform = platform_of(python)
 
     def arguments(port):
         words = command(
             CONFIG,
             directory,
             python=python,
-            platform=platform_of(python),
+            platform=platform,
             port=port,
             lora_rank=lora_rank(adapter_rank),
         )
@@ -138,7 +139,11 @@ def meddling_server(directory, *, adapter_rank=0):
     launch = Launch(
         what="a server for tests",
         command=arguments,
-        environment={**environment(KEY), "PYTHONPATH": f"{PLUGIN}{os.pathsep}{MEDDLING}", "OMP_NUM_THREADS": "1"},
+        environment={
+            **environment(KEY, platform=platform),
+            "PYTHONPATH": f"{PLUGIN}{os.pathsep}{MEDDLING}",
+            "OMP_NUM_THREADS": "1",
+        },
         ready=answers,
         start_seconds=240,
     )
