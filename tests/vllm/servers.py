@@ -3,16 +3,22 @@
 import base64
 import json
 import os
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
+import psutil
 
 from infra.environments.find import find_python
 from infra.processes.server import LOOPBACK, Launch, free_ports, start
 from models.config.engines import VllmEngine
+from models.engines.vllm.engine import ServedEngine
 from models.engines.vllm.server import PLUGIN, command, environment, lora_rank, platform_of
 
 CONFIG = VllmEngine.model_validate({"cache_gib": 0.1, "python": os.environ.get("VLLM_PYTHON")})
@@ -152,3 +158,34 @@ def meddling_server(directory, *, adapter_rank=0):
         yield Asked(f"http://{LOOPBACK}:{port}")
     finally:
         process.stop()
+
+
+# ---- an engine's own server
+
+
+def server_of(engine: ServedEngine) -> psutil.Process:
+    """Find the process that listens where the engine asks."""
+    [client] = engine._servers.running()
+    port = urlsplit(client.url).port
+    [pid] = {
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+    }
+    return psutil.Process(pid)
+
+
+@contextmanager
+def in_the_middle(engine: ServedEngine, act: Callable[[], object]) -> Iterator[None]:
+    """Act when some of the answer has come."""
+    before = engine.progress
+
+    def wait() -> None:
+        while engine.progress < before + 70:
+            time.sleep(0.001)
+        act()
+
+    actor = threading.Thread(target=wait)
+    actor.start()
+    yield
+    actor.join()

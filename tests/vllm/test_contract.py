@@ -1,13 +1,8 @@
 """The vLLM engine with a real server: what every engine keeps, and what a server of one's own must survive."""
 
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from urllib.parse import urlsplit
+from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from bench.drawn import DrawnLengths, DrawnVllm
@@ -28,6 +23,7 @@ from tests.support.engines import (
     require_plain_logprobs,
     written_by,
 )
+from tests.vllm.servers import in_the_middle, server_of
 
 pytestmark = pytest.mark.vllm
 
@@ -51,34 +47,6 @@ def loaded(engine) -> Loaded:
         return engine
 
     return load
-
-
-def server_of(engine: ServedEngine) -> psutil.Process:
-    """Find the process that listens where the engine asks."""
-    [client] = engine._servers.running()
-    port = urlsplit(client.url).port
-    [pid] = {
-        connection.pid
-        for connection in psutil.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-    }
-    return psutil.Process(pid)
-
-
-@contextmanager
-def in_the_middle(engine: ServedEngine, act: Callable[[], object]) -> Iterator[None]:
-    """Act when some of the answer has come."""
-    before = engine.progress
-
-    def wait() -> None:
-        while engine.progress < before + 70:
-            time.sleep(0.001)
-        act()
-
-    actor = threading.Thread(target=wait)
-    actor.start()
-    yield
-    actor.join()
 
 
 def test_the_producer_names_versions_and_precision(loaded, policy):

@@ -23,8 +23,7 @@ from models.vision.processor import load_processor
 from tests.support.engines import RANK, Published, publish_adapter, publish_directory, written_by
 from tests.support.seeing import prompts_of, write_media
 from tests.support.vision import write_seeing
-from tests.vllm.servers import PLAIN, Asked
-from tests.vllm.test_contract import in_the_middle, server_of
+from tests.vllm.servers import PLAIN, Asked, in_the_middle, server_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
