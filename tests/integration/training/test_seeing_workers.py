@@ -213,7 +213,7 @@ def test_a_policy_that_sees_built_from_nothing_is_what_was_described_and_loads_e
 
 def test_a_policy_that_sees_built_from_nothing_begins_as_widely_spread_as_its_settings_say(tmp_path):
     policy = SeeingScratchPolicy.model_validate({"tower": {"initial_std": 0.3}, "decoder": {"initial_std": 0.05}})
-    write_policy(policy, tmp_path, data=DATA, seed=3)
+    write_policy(policy, tmp_path, texts=texts_of(DATA, 0), seed=3)
     for name, weight in load_policy(tmp_path).named_parameters():
         if weight.ndim > 1:
             spread = 0.3 if part_of(name) == "vision" else 0.05
