@@ -125,7 +125,7 @@ def _cut_at_seams(draft: PendingRequest, tokenizer: PreTrainedTokenizerFast, sto
     window, begun, whole = stop_window(stop), draft.row.begun, draft.whole
     for seam in ([begun] if begun else []) + draft.seams:
         ends = range(seam + 1, min(len(whole), seam + window) + 1)
-        texts = texts_of(tokenizer, [whole[max(0, end - window) : end] for end in ends])
+        texts = texts_of(tokenizer, [whole[max(draft.row.turn, end - window) : end] for end in ends])
         for end, text in zip(ends, texts, strict=True):
             if any(said in text for said in stop):
                 draft.tokens, draft.logprobs = draft.tokens[: end - begun], draft.logprobs[: end - begun]

@@ -1,0 +1,76 @@
+"""Tools in a process of their own: what the policy did wrong is told to it, what the tool did wrong is a failure."""
+
+from dataclasses import asdict
+
+import pytest
+
+from infra.errors import BadInput
+from infra.processes.child import users_interpreter
+from infra.processes.episodes import Asked, EpisodeProcess
+from models.config.environments import ToolsEnvironment
+from models.text.calls import Call, ParsedTurn
+
+TOOLS = ToolsEnvironment(tools=("tests.support.games:price",))
+
+
+@pytest.fixture
+def tools():
+    process = EpisodeProcess(TOOLS.run.describing(), users_interpreter(None, sandboxed=False), seconds=20)
+    try:
+        process.ready()
+        yield process
+    finally:
+        process.kill()
+
+
+def said(tools, *calls: Call):
+    turn = asdict(ParsedTurn("", calls))
+    step, failure = tools.step(Asked("0", problem={}, seed=0, turns=(turn,)))
+    tools.end(["0"])
+    return failure if step is None else [(each.role, each.name, each.content) for each in step.messages] or step.done
+
+
+def test_calls_are_answered_in_order(tools):
+    calls = Call("price", {"item": "bread"}), Call("price", {"item": "ale", "count": 3})
+    assert said(tools, *calls) == [("tool", "price", "5 crowns"), ("tool", "price", "9 crowns")]
+
+
+def test_a_turn_without_a_call_ends_the_episode(tools):
+    assert said(tools) is True
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (Call("prize", {}), "Error: no tool 'prize'; the tools are price"),
+        (Call("price", {}), "Error: price: missing a required argument: 'item'"),
+        (Call("price", {"item": "stone"}), "Error: nobody sells a stone"),
+        (Call("", {}, "the JSON ends too early"), "Error: the JSON ends too early"),
+    ],
+)
+def test_the_policy_is_told_what_it_did_wrong(tools, call, message):
+    assert said(tools, call) == [("tool", call.name or "", message)]
+
+
+def test_a_tool_that_breaks_fails_its_episode_and_no_other(tools):
+    assert said(tools, Call("price", {"item": "bug"})) == "RuntimeError: no database"
+    assert said(tools, Call("price", {"item": "bread"})) == [("tool", "price", "5 crowns")]
+
+
+def test_prompts_show_tools_as_their_types_and_docstrings_say(tools):
+    [schema] = tools.schemas
+    parameters = schema["function"]["parameters"]
+    assert schema["function"]["name"] == "price"
+    assert parameters["properties"]["item"] == {"type": "string", "description": "What is bought."}
+    assert parameters["required"] == ["item"]
+
+
+def test_a_tool_that_cannot_be_described_is_refused_in_one_line():
+    run = ToolsEnvironment(tools=("tests.support.games:Bad",)).run.describing()
+    process = EpisodeProcess(run, users_interpreter(None, sandboxed=False), seconds=20)
+    try:
+        with pytest.raises(BadInput, match="tool 'Bad'") as refused:
+            process.ready()
+        assert "\n" not in str(refused.value)
+    finally:
+        process.kill()
