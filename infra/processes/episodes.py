@@ -27,6 +27,11 @@ class RunEnvironment:
     describes: bool = False
     """Whether the process is asked for the schemas of the tools, which takes seconds."""
 
+    @property
+    def brought(self) -> tuple[str, ...]:
+        """All that is imported."""
+        return (self.target, *self.tools) if self.target else self.tools
+
     def describing(self) -> "RunEnvironment":
         """The same, with the schemas of its tools."""
         return replace(self, describes=True)

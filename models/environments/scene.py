@@ -1,6 +1,6 @@
 """What a rollout worker keeps for its environments: their processes, and how its policy's turns are read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -10,7 +10,7 @@ from infra.errors import BadInput
 from infra.processes.child import Place, users_interpreter
 from infra.processes.episodes import Asked, EpisodeProcess
 from models.config.environments import EnvironmentSettings
-from models.data.problems import Problem
+from models.data.problems import Message, Problem
 from models.engines.protocol import Engine
 from models.engines.requests import end_tokens
 from models.environments.episodes import Episodes
@@ -95,6 +95,7 @@ def check_turns(
     """Raise BadInput unless turns can be read and answered, and an episode of the problem begins."""
     form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat")
     parser_of(settings.parser, tokenizer, tools=tools)
+    _check_shown(form)
     if settings.history == "template":
         check_preserves(form, role=settings.run.role, where="rollout.environment")
     pool = EnvironmentPool(settings)
@@ -105,6 +106,20 @@ def check_turns(
         pool.close()
     if begun.step is None:
         raise BadInput(f"{settings.run.where}: an episode does not begin: {begun.failure}")
+
+
+def _check_shown(form: TurnFormat) -> None:
+    """Refuse a chat template that leaves tools out: the policy would never hear of them."""
+    names = [str(cast(Mapping[str, object], tool["function"])["name"]) for tool in form.tools]
+    if not names:
+        return
+    [shown] = form.rendered([[form.spelt(Message("user", "-"))]], generation_prompt=True)
+    hidden = [name for name in names if name not in shown]
+    if hidden:
+        raise BadInput(
+            f"rollout.environment: the policy's chat template does not show the tool {hidden[0]!r}; use a policy "
+            "that was taught to use tools, or set rollout.environment.kind='target' with a class that reads the text"
+        )
 
 
 def read_turns(directory: Path, settings: EnvironmentSettings) -> tuple[TurnFormat, Parser]:

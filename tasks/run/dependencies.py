@@ -23,6 +23,7 @@ from blake3 import blake3
 from pydantic import BaseModel
 
 from infra.plugins import find_target, target_folders
+from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.inputs import fetched, is_remote, written
 from infra.store.runs import Run, list_runs, open_run
@@ -65,7 +66,8 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
     data = {written(path): _content(path, known) for path in paths} | _content_beside(config.data, known)
-    return _dependencies(variants, engines, config.scoring, data=data, layout=config.layout())
+    environment = None if config.rollout.environment is None else config.rollout.environment.run
+    return _dependencies(variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment)
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
@@ -85,10 +87,12 @@ def _dependencies(
     *,
     data: Mapping[str, FileContent] = {},
     layout: Mapping[str, int] = {},
+    environment: RunEnvironment | None = None,
 ) -> Dependencies:
     rules = () if scoring is None else scoring.rules
     functions = [rule.function for rule in rules if rule.brings_code]
     targets = {f"reward {function.target}": {function.target} for function in functions}
+    targets |= {f"environment {target}": {target} for target in (environment.brought if environment else ())}
     for name, variant in {**variants, **engines}.items():
         if not variant.ships_with("models"):
             targets[f"{name} {variant.known_as}"] = {type(variant).__module__, variant.implementation}

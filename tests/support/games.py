@@ -86,3 +86,10 @@ def price(item: str, count: int = 1) -> str:
     if item == "bug":
         raise RuntimeError("no database")
     return f"{len(item) * count} crowns"
+
+
+class Unready(Echo):
+    """Cannot begin."""
+
+    def reset(self, problem, seed):
+        raise FileNotFoundError("no board")

@@ -10,10 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import TypeAdapter
 
 from infra.store.dependencies import dependency_records, record_dependencies
 from infra.store.runs import create_run
 from models.config.engines import VllmEngine
+from models.config.environments import EnvironmentConfig
 from models.config.rollout import RolloutConfig
 from models.data.image_files import image_files
 from tasks.config.run import RunConfig, load_config
@@ -47,6 +49,8 @@ class Mine(Grpo):
     implementation = "dependent_algorithm:advantages"
 """
 
+ENVIRONMENT = TypeAdapter(EnvironmentConfig)
+
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
@@ -73,6 +77,21 @@ def test_targets_data_files_and_libraries_are_found_and_what_no_result_depends_o
     assert {*found.data} == {"pairs.jsonl", "train.jsonl"}
     assert {"python", "rheostat", "torch", "transformers", "deepspeed", "numpy", "pyarrow"} <= {*found.libraries}
     assert "none" not in found.libraries.values()
+
+
+def test_what_environments_and_tools_are_made_of_is_part_of_it(config):
+    Path("dependent_game.py").write_text("import dependent_rules\n")
+    Path("dependent_rules.py").write_text("")
+    for settings in ({"kind": "target", "target": "dependent_game:Game"}, {"tools": ("dependent_game:f",)}):
+        rollout = config.rollout.model_copy(
+            update={"environment": ENVIRONMENT.validate_python({"kind": "tools"} | settings)}
+        )
+        [modules] = [
+            modules
+            for name, modules in dependencies_of(config.model_copy(update={"rollout": rollout})).code.items()
+            if name.startswith("environment dependent_game:")
+        ]
+        assert {*modules} == {"dependent_game", "dependent_rules"}
 
 
 def test_an_edited_file_and_another_library_are_changes_and_a_touched_one_is_none(config, tmp_path, monkeypatch):
