@@ -9,7 +9,7 @@ from models.records.schemas import ROLLOUT_SCHEMA
 
 def rollout(prompt_row: int, sample: int, completion: str, **columns: object) -> dict[str, object]:
     """Make a rollout row: the prompt has as many tokens as its row number, the completion one per character."""
-    return {
+    row = {
         "prompt_row": prompt_row,
         "sample": sample,
         "prompt_id": f"{prompt_row:016x}",
@@ -22,9 +22,9 @@ def rollout(prompt_row: int, sample: int, completion: str, **columns: object) ->
         "logprobs": [-0.5 * position for position in range(len(completion))],
         "finish_reason": "stop",
         "seed": 2**64 - 1,
-        "segments": [{"policy_version": 2, "tokens": len(completion)}],
         **columns,
     }
+    return {"segments": [{"policy_version": 2, "tokens": len(row["completion_tokens"])}], **row}
 
 
 def write_rollouts(store: Store, *rows: dict[str, object]) -> ShardRef:

@@ -154,6 +154,7 @@ def write_rollouts(uri: str, *, prompts: int = 5, group: int = 3, first: int = 0
                     "prompt_tokens": shared,
                     "completion_tokens": rng.integers(2, 300, length).tolist(),
                     "logprobs": [-1.0] * length,
+                    "segments": [{"policy_version": 0, "tokens": length}],
                 }
             )
     return write_shard(
