@@ -43,6 +43,7 @@ SEEING = (
     "data.heldout_problems=3",
     "policy.kind=seeing_scratch",
     *("policy.heads=", "policy.kv_heads=", "policy.layers="),
+    "policy.decoder={vocab_size=303, hidden_size=64, intermediate_size=192, heads=2, kv_heads=2, context=96}",
     "iterations=2",
     "warmup.steps=2",
     "rollout.prompts=4",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from infra.errors import BadInput
 from models.config.data import ArithmeticData, FileData
 from models.config.training import WarmupConfig
-from models.data.examples import warmup_examples
+from models.data.examples import Example, warmup_examples
 from models.data.problems import Message, is_heldout, load_problems
 
 GSM8K = Path(__file__).parents[3] / "configs" / "data" / "gsm8k"
@@ -79,10 +79,10 @@ def test_warm_up_shows_the_asked_share_of_worked_answers_and_mostly_wrong_guesse
     answers = {problem.prompt: problem for problem in load_problems(data, "train", 5)}
     examples = warmup_examples(data, warmup, 5)
     assert len(examples) == 4000
-    worked = [completion for _, completion, _ in examples if "=" in completion]
+    worked = [completion for _, completion, *_ in examples if "=" in completion]
     assert 900 < len(worked) < 1100
     assert all(completion == answers[prompt].worked for prompt, completion, *_ in examples if "=" in completion)
-    guesses = [(prompt, completion) for prompt, completion, _ in examples if "=" not in completion]
+    guesses = [(prompt, completion) for prompt, completion, *_ in examples if "=" not in completion]
     assert sum(answers[prompt].answer == guess for prompt, guess in guesses) < 0.1 * len(guesses)
 
 
@@ -97,7 +97,7 @@ def test_warm_up_on_files_imitates_their_answers(tmp_path):
     data = FileData(path=write_lines(tmp_path / "a.jsonl", *numbered(40)))
     examples = warmup_examples(data, WarmupConfig(steps=5, batch_size=4), 0)
     assert len(examples) == 20
-    assert ("What is 7 + 1?", "8", ()) in warmup_examples(data, WarmupConfig(steps=20, batch_size=4), 0)
+    assert Example("What is 7 + 1?", "8") in warmup_examples(data, WarmupConfig(steps=20, batch_size=4), 0)
 
 
 def test_warm_up_without_answers_is_bad_input(tmp_path):

@@ -14,7 +14,7 @@ from PIL import Image
 from infra.errors import BadInput
 from models.config.data import FileData
 from models.config.training import WarmupConfig
-from models.data.examples import warmup_examples
+from models.data.examples import Example, warmup_examples
 from models.data.images import check_pixels, digest_of, read_header
 from models.data.problems import ImagePlace, Message, Problem, identity, load_problems
 from models.text.tokenizer import require_room, tokenize_problems, train_tokenizer
@@ -102,7 +102,7 @@ def test_messages_say_where_their_images_are(tmp_path):
 def test_warm_up_examples_have_the_images_of_their_problems(tmp_path):
     (tmp_path / "red.png").write_bytes(RED)
     [example] = warmup_examples(rows_file(tmp_path, "red.png"), WarmupConfig(steps=1, batch_size=1), 0)
-    assert example == (QUESTION, "x", (RED,))
+    assert example == Example(QUESTION, "x", (RED,))
 
 
 # ---- what is refused

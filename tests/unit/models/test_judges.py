@@ -91,10 +91,10 @@ def test_examples_are_right_and_wrong_in_equal_parts_and_their_verdicts_are_true
     examples = judge_examples(DATA, JUDGE, warmup, 0)
     assert len(examples) == 640
     judge = numeric_reward(NumericReward())
-    for question, verdict, _ in examples:
+    for question, verdict, *_ in examples:
         answer, completion, _ = str(question).split("|")
         assert verdict == ("yes" if judge("", completion, answer) else "no"), question
-    assert 0.4 < Counter(verdict for _, verdict, _ in examples)["yes"] / 640 < 0.6
+    assert 0.4 < Counter(verdict for _, verdict, *_ in examples)["yes"] / 640 < 0.6
     bare = sum(str(question).split("|")[1].startswith("####") for question, *_ in examples)
     assert 0.4 < bare / 640 < 0.7  # the others show some or all of their work
     assert examples == judge_examples(DATA, JUDGE, warmup, 0)
@@ -115,7 +115,7 @@ def test_examples_are_about_training_problems_only():
 )
 def test_a_judge_learns_the_best_and_the_worst_verdict(verdict, texts):
     reward = JUDGE.model_copy(update={"verdict": verdict})
-    assert {said for _, said, _ in judge_examples(DATA, reward, WarmupConfig(steps=2), 0)} == texts
+    assert {said for _, said, *_ in judge_examples(DATA, reward, WarmupConfig(steps=2), 0)} == texts
 
 
 def test_a_judge_that_writes_scores_cannot_be_trained():
