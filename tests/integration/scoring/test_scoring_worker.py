@@ -259,7 +259,7 @@ def test_a_shortfall_is_filled_with_groups_that_have_no_token_in_the_loss(store:
     lean = open_samples(store, worker.credit(waves(store, worker, target=5)).shards)
     for aggregation in (TokenMean(), SequenceMean(), ConstantMean(length=8)):
         filled, plain = (token_weights(aggregation, part.learnt_lengths) for part in (samples, lean))
-        weights = [w for w, length in zip(filled, samples.completion_lengths, strict=True) if length]
+        weights = [w for w, length in zip(filled, samples.learnt_lengths, strict=True) if length]
         assert weights == plain
 
 
