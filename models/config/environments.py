@@ -33,8 +33,8 @@ class EnvironmentSettings(Variant, ABC):
     processes: Annotated[int, Field(ge=1, le=1024)] = 4
     """Processes of a worker's environments: so many of them answer at the same time."""
 
-    waves: Annotated[int, Field(ge=1, le=64)] = 1
-    """Groups are dealt to so many waves: while environments answer one, the policy writes turns of the next."""
+    batches: Annotated[int, Field(ge=1, le=64)] = 1
+    """Groups of a shard are dealt to so many batches: while environments answer one, the policy writes the next."""
     history: Literal["template", "append"] = "template"
     """What of a chat template that changes earlier turns when messages follow, as those do that leave out thoughts:
     `template` refuses it, `append` leaves what was sampled as it is, although the template would spell it otherwise."""

@@ -1,9 +1,9 @@
 """Episodes: the policy writes a turn, the environment answers, until one of them is done. Torch-free.
 
 Tokens in, tokens out (T1 to T4 of "Environments"): what the policy sampled stays as it is, what the environment says is
-appended behind it, and no text is ever tokenised again. All live episodes of a wave write their next turn in one call
+appended behind it, and no text is ever tokenised again. All live episodes of a batch write their next turn in one call
 of the engine; which episodes meet follows from the work alone, so a shard repeats itself to the bit where the engine
-does and the environment is a function of problem, seed and turns. While one wave's environments answer, the next wave
+does and the environment is a function of problem, seed and turns. While one batch's environments answer, the next
 generates.
 """
 
@@ -72,39 +72,39 @@ class Episodes:
     form: TurnFormat
     parse: Parser
     seconds: list[float]
-    """How long each answer of the environments was waited for, by wave and turn."""
+    """How long each answer of the environments was waited for, by batch and turn."""
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
         """Bring every completion to its end."""
         pairs = [(group, draft) for group in groups for draft in group.drafts]
         episodes = [_Episode(number, group, draft) for number, (group, draft) in enumerate(pairs)]
         place = {id(group): index for index, group in enumerate(groups)}
-        waves = self.settings.waves
-        dealt = [[each for each in episodes if place[id(each.group)] % waves == wave] for wave in range(waves)]
+        batches = self.settings.batches
+        dealt = [[each for each in episodes if place[id(each.group)] % batches == batch] for batch in range(batches)]
         self._through(dealt)
         self.environments.end([each.asked().episode for each in episodes], [each.number for each in episodes])
         drafts = iter(each.draft for each in episodes)
         return [replace(group, drafts=tuple(next(drafts) for _ in group.drafts)) for group in groups]
 
-    def _through(self, waves: Sequence[list[_Episode]]) -> None:
-        with ThreadPoolExecutor(len(waves), thread_name_prefix="wave") as threads:
-            waiting: list[Future[None] | None] = [threads.submit(self._begin, wave) for wave in waves]
+    def _through(self, batches: Sequence[list[_Episode]]) -> None:
+        with ThreadPoolExecutor(len(batches), thread_name_prefix="batch") as threads:
+            waiting: list[Future[None] | None] = [threads.submit(self._begin, batch) for batch in batches]
             while any(waiting):
-                for index, wave in enumerate(waves):
+                for index, batch in enumerate(batches):
                     answering = waiting[index]
                     if answering is None:
                         continue
                     began = time.perf_counter()
                     answering.result()
                     self.seconds.append(time.perf_counter() - began)
-                    live = [episode for episode in wave if episode.is_live]
+                    live = [episode for episode in batch if episode.is_live]
                     if live:
                         self._write(live)
                     waiting[index] = threads.submit(self._answer, live) if live else None
 
-    def _begin(self, wave: Sequence[_Episode]) -> None:
+    def _begin(self, batch: Sequence[_Episode]) -> None:
         """Have the environments of new episodes begin; what they say first belongs to the prompt."""
-        for episode, answered in self._answers(wave):
+        for episode, answered in self._answers(batch):
             if answered.step is None:
                 episode.end(FinishReason.FAILED, error=answered.failure)
             elif answered.step.messages:

@@ -32,7 +32,7 @@ class EnvironmentPool:
         interpreter = users_interpreter(None, sandboxed=False)
         start = partial(EpisodeProcess, settings.run, interpreter, seconds=settings.step_seconds)
         self._places = [Place(start, what=settings.run.where) for _ in range(settings.processes)]
-        self._turns = [Lock() for _ in self._places]  # waves share the processes
+        self._turns = [Lock() for _ in self._places]  # batches share the processes
         self._threads = ThreadPoolExecutor(settings.processes, thread_name_prefix="environment")
         self.done = 0
         """Turns answered so far."""

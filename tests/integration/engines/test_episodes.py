@@ -85,9 +85,12 @@ def test_log_probs_are_those_of_the_whole_stream_by_a_forward_pass_of_its_own(pl
         np.testing.assert_allclose(found, written, atol=2e-5)
 
 
-def test_one_process_and_four_and_two_waves_of_one_group_give_the_same_episodes(play):
-    one, four = (play(environment(processes=count)) for count in (1, 4))
+def test_one_process_and_four_give_the_same_bits_and_two_batches_the_same_episodes(play):
+    one, four, apart = (play(environment(**more)) for more in ({"processes": 1}, {"processes": 4}, {"batches": 2}))
     assert digest(one) == digest(four)
+    for row, other in zip(rows_of(play, one), rows_of(play, apart), strict=True):
+        assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)  # batches have other neighbours
+        assert row == other
 
 
 @pytest.mark.parametrize(
