@@ -177,6 +177,7 @@ def _work(store: Store, policy: Path, size: Size) -> RolloutWork:
         "tokens": [tokenizer.encode(text) for text in texts],
         "images": [[]] * PROMPTS,
         "answer": [""] * PROMPTS,
+        "columns": ["{}"] * PROMPTS,
     }
     return RolloutWork(
         iteration=1,

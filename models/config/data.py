@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from infra.config import Positive
 from infra.store.inputs import Location
@@ -120,6 +120,9 @@ class FileData(DataSource):
     """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
     answer_column: str | None = "answer"
     """Column with the reference answer; none where no reward needs one."""
+    environment_columns: tuple[str, ...] = ()
+    """Columns that an environment is told in its `problem`, beside prompt and answer; problems that differ in them are
+    different ones."""
     template: str = "{prompt}"
     """How plain text becomes a prompt; `{prompt}` is the column's text. Chat messages use the tokenizer's template."""
     limit: Positive | None = None
@@ -134,6 +137,17 @@ class FileData(DataSource):
     it comes with the policy."""
     max_pixels: Positive | None = None
     """Larger images are shrunk to so many pixels: fewer tokens each."""
+
+    @field_validator("environment_columns")
+    @classmethod
+    def _are_named_once(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
+        if taken := {"prompt", "answer"} & set(columns):
+            raise ValueError(
+                f"{sorted(taken)[0]!r} is what an environment is told anyway, from prompt_column or answer_column"
+            )
+        if len(set(columns)) < len(columns):
+            raise ValueError(f"expected each column once, found {', '.join(columns)}")
+        return columns
 
     @model_validator(mode="after")
     def _check_pixels(self) -> Self:

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import JsonValue
 
 from infra.errors import BadInput
 from infra.store.inputs import fetched, written
@@ -20,6 +22,7 @@ from models.data.problems import (
     Message,
     Problem,
     Prompt,
+    check_columns,
     check_places,
     fill_prompt,
     is_heldout,
@@ -173,7 +176,8 @@ def file_problems(data: FileData, split: str, seed: int) -> list[Problem]:
 
 def read_problems(path: Path, data: FileData) -> list[Problem]:
     """Read one file as it is, before template and split."""
-    columns = list(filter(None, [data.prompt_column, data.answer_column, data.images_column]))
+    named = [data.prompt_column, data.answer_column, data.images_column, *data.environment_columns]
+    columns = list(dict.fromkeys(filter(None, named)))
     root = data.images_root or path.parent
     problems = [_problem(place, row, data, root=root) for place, row in islice(read_rows(path, columns), data.limit)]
     if not problems:
@@ -186,7 +190,9 @@ def _problem(place: str, row: Mapping[str, object], data: FileData, *, root: Pat
     answer = _answer(place, row[data.answer_column], data.answer_column) if data.answer_column else ""
     images = images_in(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)
-    return Problem(source=place, prompt=prompt, answer=answer, images=images)
+    columns = {column: cast(JsonValue, row[column]) for column in data.environment_columns}
+    check_columns(columns, source=place)  # tables hold dates and bytes
+    return Problem(source=place, prompt=prompt, answer=answer, images=images, columns=columns)
 
 
 def _answer(place: str, value: object, column: str) -> str:

@@ -1,11 +1,12 @@
 """A problem, which split it belongs to, and how those of a split are made or read."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
 
 from blake3 import blake3
+from pydantic import JsonValue
 
 from infra.errors import BadInput
 from infra.variants import implementation_of
@@ -60,6 +61,8 @@ class Problem:
     """The same of an episode: the policy's turns, and between them what the environment says to them."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
     """What the prompt shows, encoded as it came, in order."""
+    columns: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
+    """What an environment is told of it beside prompt and answer."""
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -68,8 +71,8 @@ class Problem:
 
     @property
     def identity(self) -> str:
-        """Spell what it asks and shows as one text that stands for it in hashes and comparisons."""
-        return identity(self.prompt, self.digests)
+        """Spell what it asks, shows and tells environments as one text that stands for it in hashes and comparisons."""
+        return identity(self.prompt, self.digests, self.columns)
 
 
 class ProblemSource(Protocol):
@@ -85,13 +88,32 @@ def is_heldout(text: str, share: float) -> bool:
     return int.from_bytes(blake3(text.encode()).digest(length=8), "big") < share * 2**64
 
 
-def identity(prompt: Prompt, images: Sequence[str] = ()) -> str:
-    """Spell a prompt, and the digests of what it shows, as one text that stands for it in hashes and comparisons."""
+def identity(prompt: Prompt, images: Sequence[str] = (), columns: Mapping[str, JsonValue] = {}) -> str:
+    """Spell a prompt, and the digests of what it shows, as one text that stands for it in hashes and comparisons.
+
+    `columns` are what an environment is told beside it.
+    """
     if isinstance(prompt, str):
         text = prompt
     else:
         text = json.dumps([[*turn.spelt().values()] for turn in prompt], ensure_ascii=False)
+    if columns:
+        return json.dumps([text, list(images), spelt_columns(columns)], ensure_ascii=False)
     return json.dumps([text, list(images)], ensure_ascii=False) if images else text
+
+
+def spelt_columns(columns: Mapping[str, JsonValue]) -> str:
+    """Spell what an environment is told as JSON, in one way."""
+    return json.dumps(columns, ensure_ascii=False, sort_keys=True, allow_nan=False)
+
+
+def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
+    """Refuse what JSON does not spell."""
+    for name, value in columns.items():
+        try:
+            spelt_columns({name: value}).encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise BadInput(f"{source}: {name}: expected a JSON value, found {value!r:.60}") from error
 
 
 def check_places(prompt: Prompt, images: int, *, source: str) -> None:
@@ -160,4 +182,5 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
     for problem in problems:
         if not isinstance(problem, Problem):
             raise BadInput(f"{where}: expected models.data.problems.Problem each, found {problem!r:.80}")
+        check_columns(problem.columns, source=problem.source)
     return problems

@@ -46,7 +46,7 @@ class _Episode:
         """Ask the environment about the last turn."""
         return Asked(
             episode=f"{self.number}-{self.draft.seed}",
-            problem={"prompt": self.group.prompt, "answer": self.group.answer},
+            problem={**self.group.columns, "prompt": self.group.prompt, "answer": self.group.answer},
             seed=derive_seed(self.draft.seed, "environment"),
             turns=tuple(asdict(turn) for turn in self.turns),
         )

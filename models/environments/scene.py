@@ -100,7 +100,8 @@ def check_turns(
         check_preserves(form, role=settings.run.role, where="rollout.environment")
     pool = EnvironmentPool(settings)
     try:
-        asked = Asked(episode="0", problem={"prompt": str(problem.prompt), "answer": problem.answer}, seed=0)
+        told = {**problem.columns, "prompt": str(problem.prompt), "answer": problem.answer}
+        asked = Asked(episode="0", problem=told, seed=0)
         [begun] = pool.answer([asked], [0])
     finally:
         pool.close()

@@ -20,11 +20,15 @@ class FinishReason(StrEnum):
 
 PROMPT_SCHEMA = pa.schema(
     [
-        ("prompt_id", pa.string()),  # stable name of the problem: the BLAKE3 of its text and images, 16 hex digits
+        (
+            "prompt_id",
+            pa.string(),
+        ),  # stable name of the problem: the BLAKE3 of its text, images and columns, 16 hex digits
         ("text", pa.string()),  # the rendered prompt, as the tokenizer saw it
         ("tokens", pa.list_(pa.int32())),
         ("images", pa.list_(pa.string())),  # digests, in the order in which the tokens have places for them
         ("answer", pa.string()),  # the reference answer, given to rewards
+        ("columns", pa.string()),  # what an environment is told beside prompt and answer, as a JSON object
     ]
 )
 """Prompts of a data set, one row each; a prompt's row number is its name inside a run."""

@@ -1,11 +1,13 @@
 """Groups of completions on their way: begun in one iteration, perhaps ended in a later one. Torch-free."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any, TypedDict
 
 import pyarrow as pa
+from pydantic import JsonValue
 
 from models.config.rollout import PartialRollout
 from models.engines.protocol import Completion, Request
@@ -91,6 +93,8 @@ class Group:
     prompt: str
     answer: str
     drafts: tuple[PartialCompletion, ...]
+    columns: Mapping[str, JsonValue] = field(default_factory=dict)
+    """What an environment is told of the problem beside prompt and answer; rollouts do not have it."""
 
     @property
     def finished(self) -> bool:
@@ -121,13 +125,14 @@ class Group:
 
 def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, seed: int, iteration: int) -> list[Group]:
     """Begin a group for each of the prompts; `rows` are their numbers in the shard they were taken from."""
-    texts = prompts.select(["prompt_id", "text", "answer"]).to_pylist()
+    texts = prompts.select(["prompt_id", "text", "answer", "columns"]).to_pylist()
     return [
         Group(
             prompt_row=row,
             prompt_id=prompt["prompt_id"],
             prompt=prompt["text"],
             answer=prompt["answer"],
+            columns=json.loads(prompt["columns"]),
             drafts=tuple(
                 PartialCompletion(seed=sample_seed(seed, iteration, prompt_row=row, sample=sample), input=read)
                 for sample in range(group_size)

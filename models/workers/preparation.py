@@ -13,7 +13,7 @@ from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.data.images import media_tables
-from models.data.problems import Problem, identity, load_problems
+from models.data.problems import Problem, identity, load_problems, spelt_columns
 from models.environments.scene import tools_of
 from models.inspection.companions import check_teacher
 from models.modeling.critic import write_critic
@@ -143,10 +143,12 @@ class PreparationWorker:
 def _table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.Table:
     columns = {
         "prompt_id": [
-            blake3(identity(prompt.text, prompt.input.images).encode()).hexdigest()[:16] for prompt in prompts
+            blake3(identity(prompt.text, prompt.input.images, problem.columns).encode()).hexdigest()[:16]
+            for problem, prompt in zip(problems, prompts, strict=True)
         ],
         "text": [prompt.text for prompt in prompts],
         **prompt_columns([prompt.input for prompt in prompts]),
         "answer": [problem.answer for problem in problems],
+        "columns": [spelt_columns(problem.columns) for problem in problems],
     }
     return pa.table(columns, schema=PROMPT_SCHEMA)

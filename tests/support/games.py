@@ -1,5 +1,6 @@
 """Environments of a user, good and bad: they import nothing of ours."""
 
+import json
 import os
 import signal
 import time
@@ -32,6 +33,14 @@ class Opens(Echo):
     def reset(self, problem, seed):
         super().reset(problem, seed)
         return f"begin {seed % 10}:"
+
+
+class Knows(Echo):
+    """Says what it is told of the problem beside the prompt."""
+
+    def step(self, turn):
+        told = {name: value for name, value in self.problem.items() if name != "prompt"}
+        return f"[{json.dumps(told, sort_keys=True)}]"
 
 
 class Bad(Echo):

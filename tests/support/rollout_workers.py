@@ -1,5 +1,6 @@
 """Rollout workers and their work."""
 
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -27,6 +28,7 @@ def example(store: Store, folder: Path) -> RolloutWork:
         "tokens": [small_tokenizer().encode(text) for text in TEXTS],
         "images": [[]] * len(TEXTS),
         "answer": [str(row) for row in range(len(TEXTS))],
+        "columns": [json.dumps({"number": row}) for row in range(len(TEXTS))],
     }
     return RolloutWork(
         iteration=3,

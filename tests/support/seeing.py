@@ -72,7 +72,14 @@ def logits_of(directory: Path, tokens: list[int], image: bytes) -> Tensor:
 def write_prompts(store_uri: str, directory: Path, shown: list[int]) -> ShardRef:
     """Write the prompts."""
     rows = [
-        {"prompt_id": str(row), "text": "", "tokens": each.tokens.tolist(), "images": each.images, "answer": ""}
+        {
+            "prompt_id": str(row),
+            "text": "",
+            "tokens": each.tokens.tolist(),
+            "images": each.images,
+            "answer": "",
+            "columns": "{}",
+        }
         for row, each in enumerate(prompts_of(directory, shown))
     ]
     return write_shard(open_store(store_uri), pa.Table.from_pylist(rows, PROMPT_SCHEMA), kind="prompts", metadata={})

@@ -1,5 +1,6 @@
 """Episodes: tokens in, tokens out, and environments that hang, crash, lie or are killed."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -131,6 +132,18 @@ def test_what_an_environment_says_first_belongs_to_the_prompt(play):
     tokenizer = small_tokenizer()
     for row in rows_of(play, play(environment("Opens"))):
         assert tokenizer.decode(row["prompt_tokens"]).startswith(f"{row['prompt']}begin ")
+
+
+def test_an_environment_is_told_what_the_prompts_have_for_it(play):
+    tokenizer, heard = small_tokenizer(), 0
+    for row in rows_of(play, play(environment("Knows"))):
+        told = json.dumps({"answer": row["answer"], "number": row["prompt_row"]})
+        first, *_ = row["turns"]
+        begin = first["tokens"]
+        said = tokenizer.decode(row["completion_tokens"][begin : begin + first["observation"]])
+        assert not said or said == f"[{told}]"
+        heard += bool(said)
+    assert heard > 5
 
 
 def test_turns_and_tokens_are_bounded(play):

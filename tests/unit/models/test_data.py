@@ -255,3 +255,41 @@ def test_the_gsm8k_that_ships_is_read_whole_and_its_splits_do_not_meet():
     assert (len(train), len(heldout)) == (192, 64)
     assert {p.prompt for p in train}.isdisjoint(p.prompt for p in heldout)
     assert all("\n#### " in p.answer for p in (*train, *heldout))
+
+
+# ---- what environments are told
+
+
+def test_environments_are_told_the_columns_that_are_named_as_the_file_has_them(tmp_path):
+    row = {"prompt": "A box.", "answer": "7", "size": 7, "more": {"lid": [True, None, 0.5]}}
+    path = write_lines(tmp_path / "boxes.jsonl", row)
+    data = FileData(path=path, heldout_path=path, environment_columns=("more", "size"))
+    [problem] = load_problems(data, "train", 0)
+    assert problem.columns == {"size": 7, "more": {"lid": [True, None, 0.5]}}
+    [plain] = load_problems(FileData(path=path, heldout_path=path), "train", 0)
+    assert plain.columns == {}
+    assert plain.identity == "A box."
+
+
+def test_rows_of_one_prompt_and_other_facts_are_other_problems_and_split_by_them(tmp_path):
+    path = write_lines(tmp_path / "boxes.jsonl", *({"prompt": "A box.", "answer": "", "size": n} for n in range(80)))
+    data = FileData(path=path, answer_column=None, environment_columns=("size",), heldout_fraction=0.3)
+    train, heldout = (load_problems(data, split, 0) for split in ("train", "heldout"))
+    assert len(train) + len(heldout) == 80
+    assert 8 < len(heldout) < 42
+    assert len({problem.identity for problem in (*train, *heldout)}) == 80
+
+
+def test_a_column_for_environments_that_is_not_there_or_no_json_is_bad_input(tmp_path):
+    path = write_lines(tmp_path / "boxes.jsonl", {"prompt": "A box.", "answer": "", "size": 7})
+    misspelt = FileData(path=path, answer_column=None, environment_columns=("sise",))
+    with pytest.raises(BadInput, match=r"boxes\.jsonl:1: no column 'sise', did you mean 'size'\?"):
+        load_problems(misspelt, "train", 0)
+    table = pa.table({"prompt": ["A box."], "size": [b"7"]})
+    pq.write_table(table, tmp_path / "boxes.parquet")
+    data = FileData(path=tmp_path / "boxes.parquet", answer_column=None, environment_columns=("size",))
+    with pytest.raises(BadInput, match=r"boxes\.parquet row 0: size: expected a JSON value, found b'7'"):
+        load_problems(data, "train", 0)
+    for columns, message in ((("answer",), "'answer' is what an environment is told anyway"), (("a", "a"), "once")):
+        with pytest.raises(ValueError, match=message):
+            FileData(path=path, environment_columns=columns)

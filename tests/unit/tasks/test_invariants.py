@@ -82,6 +82,7 @@ class Story:
             "tokens": [small_tokenizer().encode(text) for text in TEXTS],
             "images": [[]] * len(TEXTS),
             "answer": TEXTS,
+            "columns": ["{}"] * len(TEXTS),
         }
         shard = write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={})
         self.prompts = self._commit("prompts/train", Outcome(shards=(shard,)))
