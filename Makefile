@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo test test-system test-slow test-s3 chaos faults test-vllm vllm check bench bench-vllm bench-gpu reality curves docs site format
+.PHONY: demo sandbox test test-system test-slow test-s3 chaos faults test-vllm vllm check bench bench-vllm bench-gpu reality curves docs site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -25,6 +25,9 @@ $(VENV)/.docs: $(VENV)/.base
 
 demo: $(VENV)/.base  ## run the main job on this machine
 	@$(BIN)/rheostat train configs/demo.toml $(ARGS)
+
+sandbox:  ## bubblewrap, in which what policies write is run; installed where that is allowed
+	@command -v bwrap >/dev/null || { apt-get -qq update && apt-get -qq install -y --no-install-recommends bubblewrap; }
 
 # One more than there are cores, since tests also wait for processes that they start.
 PARALLEL := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist loadscope --no-loadscope-reorder

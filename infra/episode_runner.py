@@ -157,7 +157,7 @@ class LiveEpisodes:
 
     def take(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """Take an episode's last turn, or begin it where it has none."""
-        turns = [_turn(turn, number) for number, turn in enumerate(call["turns"])]
+        turns = [turn_of(turn, number) for number, turn in enumerate(call["turns"])]
         environment, seen = self._live.pop(call["episode"], (None, -1))
         if environment is None or seen != len(turns) - 1:
             self._close(environment)
@@ -182,5 +182,6 @@ class LiveEpisodes:
             end()
 
 
-def _turn(told: Mapping[str, Any], number: int) -> EpisodeTurn:
+def turn_of(told: Mapping[str, Any], number: int) -> EpisodeTurn:
+    """Read a turn as it is told, with its number from 0."""
     return EpisodeTurn(told["text"], tuple(ToolCall(**call) for call in told["calls"]), number)

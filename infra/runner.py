@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import ctypes
 import difflib
-import errno
 import functools
 import importlib
 import importlib.util
@@ -24,22 +23,19 @@ import numbers
 import os
 import pkgutil
 import re
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 OLDEST = (3, 9)
 """The oldest Python that runs this file."""
 LENGTH_BYTES = 4
 MAX_ANSWER = 1 << 24
-KILLED = "its process was killed by "
-"""What comes before the name of a signal that ended a call's own process."""
-WATCH_SECONDS = 0.02
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Unusable(ValueError):
@@ -169,7 +165,11 @@ def _receive(stream: BinaryIO) -> Any:  # noqa: ANN401 - JSON that ours has writ
 
 
 def _send(pipe: int, content: object) -> None:
-    left = memoryview(frame(content))
+    _write(pipe, frame(content))
+
+
+def _write(pipe: int, content: bytes) -> None:
+    left = memoryview(content)
     while left:
         left = left[os.write(pipe, left) :]
 
@@ -211,110 +211,13 @@ def _forget(name: str) -> None:
             sys.modules[name] = before
 
 
-def _apart(
-    call: Callable[[], object], expected: int | None, part: str, limits: Mapping[str, int], hidden: Iterable[int]
-) -> list[Any]:
-    """Answer a call in a fork of this process, of which nothing is left afterwards: in a sandbox alone."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        for pipe in hidden:
-            os.close(pipe)
-        _limit(limits)
-        _send(write, value_of(call, expected, part))
-        os._exit(0)
-    os.close(write)
-    os.set_blocking(read, False)
-    written, code, reason = b"", None, None
-    while code is None and reason is None:
-        select.select([read], [], [], WATCH_SECONDS)
-        ended, status = os.waitpid(child, os.WNOHANG)  # first: what it wrote before its end is read below
-        while len(written) <= MAX_ANSWER and (more := _read(read)):
-            written += more
-        if len(written) > MAX_ANSWER:
-            reason = "its process wrote what is no answer"
-        elif ended:
-            code = status
-        elif len(_others()) > limits["processes"]:
-            reason = f"its process started more than {limits['processes']}"
-    os.close(read)
-    _clean()
-    try:
-        answer = json.loads(written[LENGTH_BYTES:])
-        return [*answer, None] if reason is None and len(answer) == 2 else [None, None, reason]
-    except (ValueError, TypeError, RecursionError):
-        return [None, None, reason or _ending(code or 0)]
-
-
-def _read(pipe: int) -> bytes:
-    try:
-        return os.read(pipe, 1 << 16)
-    except BlockingIOError:
-        return b""
-
-
-def _limit(limits: Mapping[str, int]) -> None:
-    import resource
-
-    for name, kind in {"memory": resource.RLIMIT_AS, "file": resource.RLIMIT_FSIZE}.items():
-        resource.setrlimit(kind, (limits[name], limits[name]))
-    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu"], limits["cpu"] + 1))  # SIGXCPU first: SIGKILL tells less
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(10)  # a fork bomb leaves time to the process that ends it
-
-
-def _others() -> list[int]:
-    """List the sandbox's processes but its first and this one."""
-    return [pid for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()) if pid not in (1, os.getpid())]  # noqa: PTH208
-
-
-def _clean() -> None:
-    """End every other process of the sandbox, and remove all files that can be written."""
-    while _others():
-        try:
-            os.kill(-1, signal.SIGKILL)
-            os.waitpid(-1, os.WNOHANG)
-        except (ProcessLookupError, ChildProcessError):
-            pass
-    for folder in ("/tmp", "/dev/shm"):
-        for entry in Path(folder).iterdir():
-            _remove(entry)
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or a folder, but not what is mounted there; what withstands ends this process and its sandbox."""
-    try:
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
-            return
-        path.chmod(0o700)
-        for entry in path.iterdir():
-            _remove(entry)
-        path.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.EROFS, errno.EBUSY, errno.ENOTEMPTY):
-            raise
-
-
-def _ending(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"{KILLED}{signal_name(os.WTERMSIG(status))}"
-    return f"its process ended with exit code {os.WEXITSTATUS(status)}"
-
-
-def signal_name(number: int) -> str:
-    """Name a signal; those of real time have none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _shut(outside: str) -> None:
-    """Make sure that this is a sandbox, and keep what functions start from reading or changing this process."""
-    if str(Path("/proc/self/ns/pid").readlink()) == outside or os.getppid() != 1:
-        raise Unusable("expected a sandbox of its own, found the processes of others")
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0)
+def _beside(name: str) -> ModuleType:
+    """Import a file that lies beside this one."""
+    spec = importlib.util.spec_from_file_location(f"rheostat_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None, "it lies there"
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def die_with(parent: int) -> None:
@@ -327,11 +230,7 @@ def die_with(parent: int) -> None:
 
 def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> None:
     """Load an environment, or tools, and answer turn by turn. Raises ValueError if they cannot be used."""
-    spec = importlib.util.spec_from_file_location("rheostat_episodes", Path(__file__).with_name("episode_runner.py"))
-    assert spec is not None and spec.loader is not None, "it lies beside this file"
-    episodes_module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = episodes_module
-    spec.loader.exec_module(episodes_module)
+    episodes_module = _beside("episode_runner")
     make, tools = _environment(order, episodes_module.ToolBox)
     _send(answers, episodes_module.schemas_of(tools) if order["describes"] else [])
     episodes = episodes_module.LiveEpisodes(make, order["role"])
@@ -364,8 +263,41 @@ def _environment(
     return functools.partial(found, **options), [*getattr(found, "tools", ())]
 
 
+def serve_programs(box: Any, limits: Mapping[str, int], calls: BinaryIO, answers: int) -> None:  # noqa: ANN401
+    """Run program after program."""
+    _send(answers, [])
+    while (call := _receive(calls)) is not None:
+        try:
+            found, reason = box.run_program(call, limits, (calls.fileno(), answers)), None
+        except OSError as error:  # the sandbox's own: a program cannot raise here
+            found, reason = None, one_line(f"{type(error).__name__}: {error}")
+        _send(answers, [call["token"], found, reason, None])
+
+
+def _answer(asked: Callable[[], object], pipe: int) -> None:
+    _write(pipe, json.dumps(asked()).encode())
+
+
+def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: BinaryIO, answers: int) -> None:
+    """Load functions and call them, in a sandbox in forks. Raises ValueError if they cannot be used."""
+    functions = [_load(function) for function in order["functions"]]
+    _send(answers, [sees for _, sees in functions])
+    while (call := _receive(calls)) is not None:
+        function, sees = functions[call["function"]]
+        shown = {"images": [base64.b64decode(image) for image in call["images"]]} if sees else {}
+        bound = functools.partial(function, *call["arguments"], **call["named"], **shown)
+        asked = functools.partial(value_of, bound, call["expected"], "".join(call["named"]))
+        if box is None:
+            found = [*asked(), None]
+        else:
+            hidden = calls.fileno(), answers
+            body = functools.partial(_answer, asked)
+            found = box.decoded(*box.collected(body, order["limits"], most=MAX_ANSWER, hidden=hidden))
+        _send(answers, [call["token"], *found])
+
+
 def main() -> None:
-    """Load the functions of the order, then answer calls until the pipe ends."""
+    """Load what the order names, then answer calls until the pipe ends."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what functions print
@@ -375,24 +307,20 @@ def main() -> None:
         die_with(order["parent"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from elsewhere ends the process; it is no exception
     sys.path[:] = dict.fromkeys([*order["first"], *sys.path, *order["last"]])
+    box = None if limits is None else _beside("sandbox_runner")
     try:
-        if limits is not None:
-            _shut(order["outside"])
-        if "environment" in order:
+        if box is not None:
+            box.shut(order["outside"])
+        if "programs" in order:
+            serve_programs(box, limits, calls, answers)
+        elif "environment" in order:
+            if box is not None:
+                box.limit(limits, lasts=True)
             serve_episodes(order["environment"], calls, answers)
-            return
-        functions = [_load(function) for function in order["functions"]]
+        else:
+            serve_functions(order, box, calls, answers)
     except ValueError as error:
         _send(answers, str(error))
-        return
-    _send(answers, [sees for _, sees in functions])
-    while (call := _receive(calls)) is not None:
-        function, sees = functions[call["function"]]
-        shown = {"images": [base64.b64decode(image) for image in call["images"]]} if sees else {}
-        bound = functools.partial(function, *call["arguments"], **call["named"], **shown)
-        asked = bound, call["expected"], "".join(call["named"])
-        pipes = calls.fileno(), answers
-        _send(answers, [call["token"], *(_apart(*asked, limits, pipes) if limits else [*value_of(*asked), None])])
 
 
 if __name__ == "__main__":

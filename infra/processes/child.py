@@ -20,7 +20,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import psutil
 from pydantic import JsonValue
 
-from infra import runner
+from infra import runner, sandbox_runner
 from infra.errors import BadInput, WorkerFailed, WorkerLost
 from infra.plugins import target_folders
 from infra.processes.sandbox import ENVIRONMENT, asked, check_sandbox, confined, limits
@@ -68,14 +68,14 @@ def our_interpreter() -> Interpreter:
     return Interpreter(sys.executable, (), (_HOME, *(folder for folder in sys.path if folder not in here)))
 
 
-def users_interpreter(python: str | None, *, sandboxed: bool) -> Interpreter:
+def users_interpreter(python: str | None = None, *, sandbox: str = "") -> Interpreter:
     """Say how users' functions run: their folders come first, and, if the Python is ours, all that we have last.
 
-    Raises BadInput if there is no such Python, or no sandbox.
+    `sandbox` is the setting that asks for one. Raises BadInput if there is no such Python, or no sandbox.
     """
-    program = sys.executable if python is None else asked(python)[0]  # what was named may be a script that finds it
-    if sandboxed:
-        check_sandbox()
+    program = sys.executable if python is None else asked(python, where="scoring.python")[0]
+    if sandbox:
+        check_sandbox(sandbox)
     installed = {"site-packages", "dist-packages"}
     prefixes = tuple(Path(prefix) for prefix in (sys.prefix, sys.base_prefix))
     brought = [
@@ -88,7 +88,7 @@ def users_interpreter(python: str | None, *, sandboxed: bool) -> Interpreter:
     here, *named = target_folders()
     first = tuple(dict.fromkeys([here, *brought, *named]))
     last = () if python else tuple(filter(None, sys.path))
-    return Interpreter(program, first, last, sandboxed)
+    return Interpreter(program, first, last, sandboxed=bool(sandbox))
 
 
 class Child:
@@ -231,10 +231,10 @@ class Child:
                 return ProcessEnded("its process closed the pipe", cause="own")
             time.sleep(_EXIT_SECONDS / 100)
         if self._sandboxed and code > 128:  # as shells tell of a signal that came inside
-            return _killed(runner.signal_name(code - 128), inside=True)
+            return _killed(sandbox_runner.signal_name(code - 128), inside=True)
         if code >= 0:
             return ProcessEnded(f"its process ended with exit code {code}", cause="own")
-        return _killed(runner.signal_name(-code))
+        return _killed(sandbox_runner.signal_name(-code))
 
     def _exit(self) -> int | None:
         """Return the exit code, or the signal below 0; on Linux the process keeps its id until it is killed here."""
@@ -307,7 +307,7 @@ def _killed(name: str, *, inside: bool = False) -> ProcessEnded:
     Whatever runs `inside` a sandbox may end its own process, and nobody vouches for it.
     """
     suffices = 2 if name in _CRASHES else MOST_ENDS if inside else None
-    return ProcessEnded(f"{runner.KILLED}{name}", cause=name, suffices=suffices)
+    return ProcessEnded(f"{sandbox_runner.KILLED}{name}", cause=name, suffices=suffices)
 
 
 def meddled() -> ProcessEnded:
@@ -324,8 +324,8 @@ def checked(answer: object, token: str) -> tuple[object, str | None]:
         raise meddled()
     _, value, reason, end = answer
     if isinstance(end, str):
-        if end.startswith(runner.KILLED):
-            raise _killed(runner.one_line(end.removeprefix(runner.KILLED)), inside=True)
+        if end.startswith(sandbox_runner.KILLED):
+            raise _killed(runner.one_line(end.removeprefix(sandbox_runner.KILLED)), inside=True)
         raise ProcessEnded(runner.one_line(end), cause="own")
     if isinstance(reason, str) and value is None:
         return None, runner.one_line(reason)

@@ -21,6 +21,8 @@ PROCESSES: Final = 64
 """How many processes a call may have at a time; counted every few hundredths of a second."""
 FILE_BYTES: Final = 64 * 2**20
 """Size of a file, and of all that lies in /tmp or in shared memory."""
+OUTPUT_BYTES: Final = 2**20
+"""What a program may write; then it is ended."""
 ENVIRONMENT: Final = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
@@ -40,6 +42,7 @@ _CONFIGURATION = (
     "ssl/certs",
 )
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", *(f"/etc/{name}" for name in _CONFIGURATION))
+_RUNNERS = [str(path) for path in Path(runner.__file__).parent.glob("*runner.py")]
 _QUESTION = """
 import json, sys
 print(json.dumps([sys.version_info[:2], sys.executable, sys.prefix, sys.base_prefix, *sys.path]))
@@ -49,25 +52,29 @@ _SECONDS = 60.0
 
 def confined(command: Sequence[str], folders: Sequence[str]) -> list[str]:
     """Return the command that runs a Python's command in the sandbox, with these folders to read beside its own."""
-    own = [folder for folder in asked(command[0])[1:] if Path(folder).exists()]
-    seen = sorted({*own, *(folder for folder in folders if Path(folder).exists()), runner.__file__, str(Path.cwd())})
+    own = [folder for folder in asked(command[0], where="python")[1:] if Path(folder).exists()]
+    seen = sorted({*own, *(folder for folder in folders if Path(folder).exists()), *_RUNNERS})
+    here = str(Path.cwd())
     writable = [word for place in ("/tmp", "/dev/shm") for word in ("--size", str(FILE_BYTES), "--tmpfs", place)]
     return [
-        _bubblewrap(),
+        _bubblewrap() or "bwrap",
         *_ISOLATION,
         *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
         *(word for place in _SYSTEM for word in ("--ro-bind-try", place, place)),
         *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", *writable),
         *(word for place in seen if place != "/" for word in ("--ro-bind", place, place)),
-        *("--remount-ro", "/", "--chdir", str(Path.cwd()), "--"),
+        *("--remount-ro", "/", "--chdir", here if here in seen else "/tmp", "--"),
         *command,
     ]
 
 
-def check_sandbox() -> None:
-    """Raise BadInput where bubblewrap cannot be had."""
+def check_sandbox(where: str) -> None:
+    """Raise BadInput where bubblewrap cannot be had; `where` is the setting that asks for it."""
+    bubblewrap = _bubblewrap()
+    if bubblewrap is None:
+        raise BadInput(f"{where}: expected bubblewrap's command bwrap on the PATH, found none; install it")
     done = subprocess.run(
-        [_bubblewrap(), *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"],
+        [bubblewrap, *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -76,12 +83,15 @@ def check_sandbox() -> None:
     )
     if done.returncode:
         why = " ".join(done.stderr.split()) or f"it ended with code {done.returncode}"
-        raise BadInput(f"scoring.sandbox: bubblewrap does not work here ({why}); it needs user namespaces")
+        raise BadInput(f"{where}: bubblewrap does not work here ({why}); it needs user namespaces")
 
 
 @functools.cache
-def asked(python: str) -> tuple[str, ...]:
-    """Ask a Python for its program and where its files are. Raises BadInput if it does not run, or is too old."""
+def asked(python: str, *, where: str) -> tuple[str, ...]:
+    """Ask a Python, named by a setting, for its program (which a script may find) and where its files are.
+
+    Raises BadInput if it does not run, or is too old.
+    """
     try:
         done = subprocess.run(
             [python, "-I", "-c", _QUESTION], capture_output=True, text=True, timeout=_SECONDS, check=True
@@ -89,10 +99,10 @@ def asked(python: str) -> tuple[str, ...]:
         version, *places = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else "it does not run as a Python"
-        raise BadInput(f"scoring.python: expected a Python interpreter, found {python!r}: {what}") from error
+        raise BadInput(f"{where}: expected a Python interpreter, found {python!r}: {what}") from error
     if tuple(version) < runner.OLDEST:
         expected, found = (".".join(map(str, numbers)) for numbers in (runner.OLDEST, version))
-        raise BadInput(f"scoring.python: expected Python {expected} or newer, found {found} at {python!r}")
+        raise BadInput(f"{where}: expected Python {expected} or newer, found {found} at {python!r}")
     return tuple(place for place in places if place)
 
 
@@ -101,8 +111,10 @@ def limits(seconds: float) -> Mapping[str, int]:
     return {"memory": MEMORY_BYTES, "processes": PROCESSES, "file": FILE_BYTES, "cpu": int(seconds) + 2}
 
 
-def _bubblewrap() -> str:
-    found = shutil.which("bwrap")
-    if found is None:
-        raise BadInput("scoring.sandbox: expected bubblewrap's command bwrap on the PATH, found none; install it")
-    return found
+def program_limits(seconds: float, *, memory_bytes: int) -> Mapping[str, int]:
+    """Limits of a program of a policy, of which all processes together hold no more memory than one may."""
+    return {**limits(seconds), "memory": memory_bytes, "held": memory_bytes, "output": OUTPUT_BYTES}
+
+
+def _bubblewrap() -> str | None:
+    return shutil.which("bwrap")

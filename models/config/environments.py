@@ -17,7 +17,12 @@ ImportString = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
 class EnvironmentSettings(Variant, ABC):
-    """What all environments share: a turn is answered in a process of its own, which is killed where it hangs."""
+    """What all environments share: a turn is answered in a process of its own, which is killed where it hangs.
+
+    `implementation` is a `models.environments.pool.Starts`.
+    """
+
+    implementation = "models.environments.pool:user_process"
 
     parser: str = "auto"
     """How calls of tools are read from a turn: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`,
@@ -47,6 +52,11 @@ class EnvironmentSettings(Variant, ABC):
     def run(self) -> RunEnvironment:
         """What is imported."""
 
+    @property
+    def sandboxed_by(self) -> str:
+        """The setting that asks for a sandbox; empty where none does."""
+        return ""
+
     def reasons_against(self, job: "Job") -> Iterator[str]:
         """Yield one line per combination that cannot work."""
         if job.rollout.partial is not None:
@@ -58,7 +68,19 @@ class EnvironmentSettings(Variant, ABC):
             )
 
 
-class TargetEnvironment(EnvironmentSettings):
+class UsersEnvironment(EnvironmentSettings, ABC):
+    """Code of a user's own."""
+
+    sandbox: Literal["none", "bubblewrap"] = "none"
+    """Where it runs: `bubblewrap` gives it no network, nothing of yours to write and nobody's processes to see."""
+
+    @property
+    def sandboxed_by(self) -> str:
+        """The setting that asks for a sandbox; empty where none does."""
+        return "rollout.environment.sandbox" if self.sandbox == "bubblewrap" else ""
+
+
+class TargetEnvironment(UsersEnvironment):
     """A class of your own with `step(turn)`, and perhaps `reset(problem, seed)`, `close()` and `tools`."""
 
     kind: Literal["target"] = "target"
@@ -74,7 +96,7 @@ class TargetEnvironment(EnvironmentSettings):
         return RunEnvironment(where, target=self.target, options=self.options, role="user")
 
 
-class ToolsEnvironment(EnvironmentSettings):
+class ToolsEnvironment(UsersEnvironment):
     """Functions that the policy may call; a turn without a call ends the episode."""
 
     kind: Literal["tools"] = "tools"
@@ -87,4 +109,26 @@ class ToolsEnvironment(EnvironmentSettings):
         return RunEnvironment("rollout.environment.tools", tools=self.tools)
 
 
-EnvironmentConfig = Annotated[TargetEnvironment | ToolsEnvironment, Field(discriminator="kind")]
+class PythonEnvironment(EnvironmentSettings):
+    """A Python interpreter in a sandbox, the policy's tool `python(code)`; a turn without a call ends the episode.
+
+    Each call is a program of its own. What a program does wrong, the policy is told.
+    """
+
+    implementation = "models.environments.python:PythonTool"
+
+    kind: Literal["python"] = "python"
+    python: str | None = None
+    """Python interpreter (3.9 or newer) that runs the code, with what is installed there; none is ours."""
+    step_seconds: Annotated[float, Field(gt=0)] = 10
+    """Longest time of a turn's calls together, in seconds; what takes longer is ended, and the policy is told."""
+    memory_mib: Annotated[int, Field(ge=128)] = 2048
+    """Memory of a call, and address space of each of its processes, in MiB."""
+
+    @property
+    def run(self) -> RunEnvironment:
+        """Nothing is imported."""
+        return RunEnvironment("rollout.environment kind 'python'")
+
+
+EnvironmentConfig = Annotated[TargetEnvironment | ToolsEnvironment | PythonEnvironment, Field(discriminator="kind")]

@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
+from typing import Any, Protocol, cast
 
 from infra.errors import WorkerLost
-from infra.processes.child import MOST_ENDS, Place, ProcessEnded, users_interpreter
+from infra.processes.child import MOST_ENDS, Place, ProcessEnded, Served, users_interpreter
 from infra.processes.episodes import Asked, EnvironmentStep, EpisodeProcess
+from infra.variants import implementation_of
 from models.config.environments import EnvironmentSettings
 
 
@@ -24,14 +26,44 @@ class Answered:
     failure: str = ""
 
 
+class Answers(Served, Protocol):
+    """What answers turns in a process."""
+
+    @property
+    def schemas(self) -> Sequence[object]:
+        """Of its tools, as chat templates show them; known once it is ready, if it was started to describe them."""
+
+    def step(self, asked: Asked) -> tuple[EnvironmentStep | None, str | None]:
+        """Answer an episode's last turn, or say why not. Raises ProcessEnded where it is of no use any more."""
+
+    def end(self, closed: Sequence[str]) -> None:
+        """Close episodes that are over."""
+
+
+class Starts(Protocol):
+    """Starts a process for an environment."""
+
+    def __call__(self, settings: Any, /, *, describes: bool) -> Answers:  # noqa: ANN401 -- its own settings
+        """`describes` asks for the schemas of its tools, which takes seconds. Raises BadInput where it cannot work."""
+
+
+def started(settings: EnvironmentSettings, *, describes: bool = False) -> Answers:
+    """Start a process that answers turns. Raises BadInput where it cannot work."""
+    return cast(Starts, implementation_of(settings))(settings, describes=describes)
+
+
+def user_process(settings: EnvironmentSettings, *, describes: bool) -> EpisodeProcess:
+    """Start a process with what a user brings. Raises BadInput where there is no sandbox for it."""
+    run = settings.run.describing() if describes else settings.run
+    return EpisodeProcess(run, users_interpreter(sandbox=settings.sandboxed_by), seconds=settings.step_seconds)
+
+
 class EnvironmentPool:
     """Answers turns side by side; the n-th episode is in process n modulo their number, whatever the others do."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
-        interpreter = users_interpreter(None, sandboxed=False)
-        start = partial(EpisodeProcess, settings.run, interpreter, seconds=settings.step_seconds)
-        self._places = [Place(start, what=settings.run.where) for _ in range(settings.processes)]
+        self._places = [Place(partial(started, settings), what=settings.run.where) for _ in range(settings.processes)]
         self._turns = [Lock() for _ in self._places]  # batches share the processes
         self._threads = ThreadPoolExecutor(settings.processes, thread_name_prefix="environment")
         self.done = 0
@@ -65,7 +97,7 @@ class EnvironmentPool:
             with self._turns[place]:
                 self._end(self._places[place], [episodes[index] for index in part])
 
-    def _end(self, place: Place[EpisodeProcess], episodes: Sequence[str]) -> None:
+    def _end(self, place: Place[Answers], episodes: Sequence[str]) -> None:
         try:
             if place.is_up:
                 place.ready().end(episodes)
@@ -77,7 +109,7 @@ class EnvironmentPool:
         for place in self._places:
             place.close()
 
-    def _one(self, place: Place[EpisodeProcess], asked: Asked) -> Answered:
+    def _one(self, place: Place[Answers], asked: Asked) -> Answered:
         ends: list[str] = []
         while True:
             try:

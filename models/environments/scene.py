@@ -7,14 +7,14 @@ from typing import cast
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from infra.errors import BadInput
-from infra.processes.child import Place, users_interpreter
-from infra.processes.episodes import Asked, EpisodeProcess
+from infra.processes.child import Place
+from infra.processes.episodes import Asked
 from models.config.environments import EnvironmentSettings
 from models.data.problems import Message, Problem
 from models.engines.protocol import Engine
 from models.engines.requests import end_tokens
 from models.environments.episodes import Episodes
-from models.environments.pool import EnvironmentPool
+from models.environments.pool import EnvironmentPool, started
 from models.records.work import RolloutWork
 from models.rollouts.groups import Group
 from models.text.calls import Parser, parser_of
@@ -65,9 +65,8 @@ class Scene:
 
 def tool_schemas(settings: EnvironmentSettings) -> tuple[ToolSchema, ...]:
     """Import an environment and describe its tools. Raises BadInput where it cannot be used."""
-    run = settings.run.describing()
-    process = EpisodeProcess(run, users_interpreter(None, sandboxed=False), seconds=settings.step_seconds)
-    place = Place(lambda: process, what=run.where)
+    process = started(settings, describes=True)
+    place = Place(lambda: process, what=settings.run.where)
     try:
         return tuple(cast(ToolSchema, schema) for schema in place.ready().schemas)
     finally:

@@ -80,8 +80,8 @@ class Evaluator:
         for ours in (True, False):
             there = [each for each in (*self._functions, *map(_cutting, cuts)) if _is_ours(each) == ours]
             if there:
-                sandboxed = scoring.sandbox == "bubblewrap"
-                interpreter = our_interpreter() if ours else users_interpreter(scoring.python, sandboxed=sandboxed)
+                sandbox = "scoring.sandbox" if scoring.sandbox == "bubblewrap" else ""
+                interpreter = our_interpreter() if ours else users_interpreter(scoring.python, sandbox=sandbox)
                 start = partial(FunctionProcess, there, interpreter, what=what, seconds=scoring.timeout_seconds)
                 self._parts[ours] = _Part(tuple(there), Place(start, what=what))
 

@@ -97,6 +97,19 @@ def price(item: str, count: int = 1) -> str:
     return f"{len(item) * count} crowns"
 
 
+def read(path: str) -> str:
+    """
+    Read a file.
+
+    Args:
+        path: Where it is.
+    """
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ToolError(error.strerror) from error
+
+
 class Unready(Echo):
     """Cannot begin."""
 

@@ -15,7 +15,7 @@ TOOLS = ToolsEnvironment(tools=("tests.support.games:price",))
 
 @pytest.fixture
 def tools():
-    process = EpisodeProcess(TOOLS.run.describing(), users_interpreter(None, sandboxed=False), seconds=20)
+    process = EpisodeProcess(TOOLS.run.describing(), users_interpreter(), seconds=20)
     try:
         process.ready()
         yield process
@@ -67,7 +67,7 @@ def test_prompts_show_tools_as_their_types_and_docstrings_say(tools):
 
 def test_a_tool_that_cannot_be_described_is_refused_in_one_line():
     run = ToolsEnvironment(tools=("tests.support.games:Bad",)).run.describing()
-    process = EpisodeProcess(run, users_interpreter(None, sandboxed=False), seconds=20)
+    process = EpisodeProcess(run, users_interpreter(), seconds=20)
     try:
         with pytest.raises(BadInput, match="tool 'Bad'") as refused:
             process.ready()

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from infra.errors import BadInput
-from infra.processes.sandbox import check_sandbox
 from models.config.reward_terms import NumericReward, TargetReward
 from models.config.rewards import ScoringConfig
 from models.rewards.evaluate import Case, Evaluator, check_rewards
+from tests.support.sandboxes import needs_sandbox
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")
 ESCAPES = {
@@ -40,20 +40,9 @@ EXHAUSTING = {
     "large_file": "OSError: .* (File too large|No space left on device)",
     "loop": "no value after 2 s",
     "output": "no value after 2 s",
-    "answer": "its process wrote what is no answer",
+    "answer": "its process wrote more than 16777216 bytes",
     "bomb": "its process started more than 64",
 }
-
-
-def sandboxes() -> str:
-    try:
-        check_sandbox()
-    except BadInput as error:
-        return str(error)
-    return ""
-
-
-needs_sandbox = pytest.mark.skipif(bool(sandboxes()), reason=sandboxes())
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from infra.errors import BadInput, Damaged, Quarantined, WorkerLost
-from infra.processes.sandbox import check_sandbox
+from infra.errors import Damaged, Quarantined, WorkerLost
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
 from models.config.algorithms import AlgorithmConfig, DrGrpo, Grpo, Ppo
@@ -35,6 +34,7 @@ from models.workers.scoring import ScoringWorker
 from tests.support.jobs import wait_for
 from tests.support.pictures import picture
 from tests.support.rollout_shards import rollout, write_rollouts
+from tests.support.sandboxes import needs_sandbox
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")
 
@@ -428,13 +428,8 @@ def running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("sandbox", ["none", "bubblewrap"])
+@pytest.mark.parametrize("sandbox", ["none", pytest.param("bubblewrap", marks=needs_sandbox)])
 def test_a_function_with_a_parameter_images_is_given_those_of_the_prompt(store: Store, make: Make, sandbox: str):
-    if sandbox == "bubblewrap":
-        try:
-            check_sandbox()
-        except BadInput as reason:
-            pytest.skip(str(reason))
     [table] = media_tables([picture("red"), picture("blue")])
     media = write_shard(store, table, kind="media", metadata={})
     red, blue = table["digest"].to_pylist()

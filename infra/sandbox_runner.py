@@ -1,0 +1,194 @@
+"""What the process of infra/runner.py does in a sandbox alone: calls in forks, programs, and nothing left of either.
+
+It imports nothing of ours, and runs on CPython 3.9 or newer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+KILLED = "its process was killed by "
+"""What comes before the name of a signal that ended a call's own process."""
+WATCH_SECONDS = 0.02
+FOLDER = "/tmp"
+"""Where programs lie and run; nothing of it outlives a call."""
+_PR_SET_DUMPABLE = 4  # linux/prctl.h
+
+
+def shut(outside: str) -> None:
+    """Keep what is started here from reading or changing this process. Raises ValueError where this is no sandbox."""
+    if str(Path("/proc/self/ns/pid").readlink()) == outside or os.getppid() != 1:
+        raise ValueError("expected a sandbox of its own, found the processes of others")
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0)
+
+
+def limit(limits: Mapping[str, int], *, lasts: bool = False) -> None:
+    """Limit this process and what it starts; one that lasts may use a processor for as long as it does."""
+    import resource
+
+    for name, kind in {"memory": resource.RLIMIT_AS, "file": resource.RLIMIT_FSIZE}.items():
+        resource.setrlimit(kind, (limits[name], limits[name]))
+    if not lasts:
+        resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu"], limits["cpu"] + 1))  # SIGXCPU first: it tells more
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(10)  # a fork bomb leaves time to the process that ends it
+
+
+def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Iterable[int]) -> dict[str, str]:
+    """Run this Python with arguments, on files and an input; say what it wrote, and how it ended if not by itself."""
+    for name, text in order["files"].items():
+        Path(FOLDER, name).write_text(text, encoding="utf-8", errors="replace")
+    given = os.memfd_create("input")
+    with open(os.dup(given), "wb") as file:  # noqa: PTH123 -- of a descriptor
+        file.write(order["input"].encode("utf-8", "replace"))
+    os.lseek(given, 0, os.SEEK_SET)
+
+    def body(write: int) -> None:
+        errors = write if order["shows_errors"] else os.open(os.devnull, os.O_WRONLY)
+        for number, descriptor in enumerate((given, write, errors)):
+            os.dup2(descriptor, number)
+        os.closerange(3, 1 << 12)
+        os.chdir(FOLDER)
+        variables = {**os.environ, "PYTHONHASHSEED": "0"}  # sets are in one order, whichever process it is
+        os.execve(sys.executable, [sys.executable, "-s", "-B", "-X", "utf8", *order["arguments"]], variables)
+
+    try:
+        limits = {**limits, "cpu": order["cpu"]}
+        written, status, reason = collected(body, limits, most=limits["output"], hidden=hidden)
+    finally:
+        os.close(given)
+    return {
+        "output": written[: limits["output"]].decode("utf-8", "replace"),
+        "ending": reason or ("" if status == 0 else ending(status or 0)),
+    }
+
+
+def collected(
+    body: Callable[[int], None], limits: Mapping[str, int], *, most: int, hidden: Iterable[int]
+) -> tuple[bytes, int | None, str | None]:
+    """Call what writes to a pipe in a fork of this process, of which nothing is left afterwards.
+
+    Return what it wrote, and its exit status or why it was ended; what writes more than `most` bytes is ended, too.
+    """
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for pipe in (*hidden, read):
+                os.close(pipe)
+            limit(limits)
+            body(write)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(write)
+    os.set_blocking(read, False)
+    written, status, reason = b"", None, None
+    while status is None and reason is None:
+        select.select([read], [], [], WATCH_SECONDS)
+        ended, code = os.waitpid(child, os.WNOHANG)  # first: what it wrote before its end is read below
+        while len(written) <= most and (more := _read(read)):
+            written += more
+        status = code if ended else None
+        if len(written) > most:
+            reason = f"its process wrote more than {most} bytes"
+        elif not ended:
+            reason = _excess(limits)
+    os.close(read)
+    clean()
+    return written, status, reason
+
+
+def _excess(limits: Mapping[str, int]) -> str | None:
+    """Say what all processes of a call have taken too much of, if they have."""
+    others = _others()
+    if len(others) > limits["processes"]:
+        return f"its process started more than {limits['processes']}"
+    if "held" in limits and sum(map(_held, others)) > limits["held"]:
+        return f"its processes took more than {limits['held'] >> 20} MiB of memory"
+    return None
+
+
+def _held(pid: int) -> int:
+    """Bytes of memory that a process holds and no file backs; none where it has ended."""
+    try:
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+    except (OSError, ValueError):
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read(pipe: int) -> bytes:
+    try:
+        return os.read(pipe, 1 << 16)
+    except BlockingIOError:
+        return b""
+
+
+def decoded(written: bytes, status: int | None, reason: str | None) -> list[Any]:
+    """Read `[value, reason]` as JSON from what a fork wrote; where it is none, say how the fork ended."""
+    try:
+        answer = json.loads(written)
+        return [*answer, None] if reason is None and len(answer) == 2 else [None, None, reason]
+    except (ValueError, TypeError, RecursionError):
+        return [None, None, reason or ending(status or 0)]
+
+
+def ending(status: int) -> str:
+    """Say how a process ended."""
+    if os.WIFSIGNALED(status):
+        return f"{KILLED}{signal_name(os.WTERMSIG(status))}"
+    return f"its process ended with exit code {os.WEXITSTATUS(status)}"
+
+
+def signal_name(number: int) -> str:
+    """Name a signal; those of real time have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# ---- what is left
+
+
+def _others() -> list[int]:
+    """List the sandbox's processes but its first and this one."""
+    return [pid for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()) if pid not in (1, os.getpid())]  # noqa: PTH208
+
+
+def clean() -> None:
+    """End every other process of the sandbox, and remove all files that can be written."""
+    while _others():
+        try:
+            os.kill(-1, signal.SIGKILL)
+            os.waitpid(-1, os.WNOHANG)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+    for folder in (FOLDER, "/dev/shm"):
+        for entry in Path(folder).iterdir():
+            _remove(entry)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, but not what is mounted there; what withstands ends this process and its sandbox."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+            return
+        path.chmod(0o700)
+        for entry in path.iterdir():
+            _remove(entry)
+        path.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EBUSY, errno.ENOTEMPTY):
+            raise SystemExit(f"{path}: {error}") from error

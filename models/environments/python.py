@@ -1,0 +1,105 @@
+"""The policy's tool `python`: each call is a program of its own in a sandbox, and says what it printed and found.
+
+Calls share nothing, so an answer follows from its call alone and nobody has to run the others again. Whatever a program
+does is the policy's doing and told to it; only where the sandbox itself fails has the episode failed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from infra.episode_runner import ToolBox, ToolError, observed, schemas_of, turn_of
+from infra.processes.episodes import Asked, EnvironmentStep, Said
+from infra.processes.programs import Program, Programs, SandboxFailed
+from models.config.environments import PythonEnvironment
+
+PROGRAM: Final = "program.py"
+SHOWING: Final = """
+import ast, sys, traceback, types
+
+def show():
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    source = open("program.py", encoding="utf-8").read()
+    tree = compile(source, "program.py", "exec", ast.PyCF_ONLY_AST)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "program.py", "exec"), main.__dict__)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), "program.py", "eval"), main.__dict__)
+        if value is not None:
+            print(repr(value))
+
+sys.stdout.reconfigure(line_buffering=True)
+try:
+    show()
+except SystemExit:
+    raise
+except BaseException as error:
+    inner = error.__traceback__
+    while inner is not None and inner.tb_frame.f_code.co_filename == "<string>":
+        inner = inner.tb_next
+    print(*traceback.format_exception(type(error), error, inner, limit=-3), sep="", end="")
+"""
+"""Runs a program as a notebook runs a cell: the value of a last expression is shown, or the end of the traceback."""
+
+
+class PythonTool:
+    """A sandbox that runs what policies ask for."""
+
+    def __init__(self, settings: PythonEnvironment, *, describes: bool) -> None:
+        """Start nothing yet. Raises BadInput where there is no sandbox."""
+        self._programs = Programs(
+            settings.python,
+            where=settings.run.where,
+            seconds=settings.step_seconds,
+            memory_bytes=settings.memory_mib << 20,
+        )
+        self._seconds, self._left = settings.step_seconds, 0.0
+        self._box = ToolBox([self._tool()])
+        self.schemas: Sequence[object] = schemas_of(self._box.tools) if describes else []
+        """Of the one tool."""
+
+    def ready(self) -> None:
+        """Start the sandbox. Raises BadInput where it cannot be had."""
+        self._programs.start()
+
+    def kill(self) -> None:
+        """Kill the sandbox."""
+        self._programs.close()
+
+    def step(self, asked: Asked) -> tuple[EnvironmentStep | None, str | None]:
+        """Answer the calls of an episode's last turn; without one the episode is over. Raises WorkerLost."""
+        if not asked.turns:
+            return EnvironmentStep((), done=False), None
+        self._left = self._seconds
+        try:
+            found = observed(self._box.step(turn_of(asked.turns[-1], len(asked.turns) - 1)), role="tool")
+        except SandboxFailed as error:
+            return None, f"the sandbox failed: {error}"
+        return EnvironmentStep(tuple(Said(**message) for message in found["messages"]), done=found["done"]), None
+
+    def end(self, closed: Sequence[str]) -> None:
+        """Nothing of an episode is kept."""
+
+    def _tool(self) -> Callable[[str], str]:
+        def python(code: str) -> str:
+            """
+            Run a Python program. Returns what it prints, and the value of its last line if that is an expression.
+            Each call is a new program, which sees no variables or files of earlier calls.
+
+            Args:
+                code: The program.
+            """
+            return self._shown(code)
+
+        return python
+
+    def _shown(self, code: object) -> str:
+        if not isinstance(code, str):
+            raise ToolError("python: expected a text as code")
+        if self._left <= 0:
+            raise ToolError("no time is left in this turn")
+        program = Program(("-c", SHOWING), {PROGRAM: code}, shows_errors=True)
+        ran = self._programs.run(program, seconds=self._left)
+        self._left -= ran.seconds
+        if not ran.ending:
+            return ran.output or "(no output)"
+        return f"{ran.output}{'' if ran.output[-1:] in ('', chr(10)) else chr(10)}Error: {ran.ending}"

@@ -1,0 +1,176 @@
+"""The tool `python`: programs of a policy in a sandbox; what they do wrong is told, and the next is answered."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from infra.errors import BadInput
+from infra.processes.episodes import Asked
+from infra.store.shards import read_shard
+from infra.store.storage import open_store
+from models.config.engines import SamplingConfig
+from models.config.environments import PythonEnvironment, ToolsEnvironment
+from models.environments.pool import EnvironmentPool, started
+from models.environments.scene import tool_schemas
+from models.text.calls import Call, ParsedTurn
+from models.workers.rollout import RolloutWorker
+from tests.support.rollout_workers import ENGINE, digest, example
+from tests.support.sandboxes import needs_sandbox
+
+PYTHON = PythonEnvironment(step_seconds=1, memory_mib=256)
+STOPS = SamplingConfig(max_new_tokens=60, stop=("a", "e", "o", " "))
+
+
+def asked(*codes: str, name: str = "python") -> Asked:
+    calls = [{"name": name, "arguments": {"code": code}, "error": ""} for code in codes]
+    return Asked("0", problem={}, seed=0, turns=({"text": "", "calls": calls},))
+
+
+@pytest.fixture(scope="module")
+def tool():
+    running = started(PYTHON)
+    running.ready()
+    yield running
+    running.kill()
+
+
+def told(tool, *codes: str) -> list[str]:
+    step, failure = tool.step(asked(*codes))
+    assert failure is None
+    return [message.content for message in step.messages]
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("2**10", "1024\n"),
+        ("print('a')\nx = 6\nx * 7", "a\n42\n"),
+        ("None", "(no output)"),
+        ("x = 1", "(no output)"),
+        ("import sys\nprint('in time', file=sys.stderr)", "in time\n"),
+        ("print(1)\n1/0", '1\nTraceback (most recent call last):\n  File "program.py", line 2, in <module>\n    1/0\n'),
+        ("x =", '  File "program.py", line 1\n    x =\n'),
+        ("f(", "SyntaxError: '(' was never closed\n"),
+        ("exit(3)", "Error: its process ended with exit code 3"),
+        ("while True: print(1) if not globals().setdefault('a', 0) else 0; a = 1", "1\nError: it took longer than 1 s"),
+        ("print('x' * 2_000_000)", "x\nError: its process wrote more than 1048576 bytes"),
+        ("bytearray(1 << 30)", "MemoryError\n"),
+        ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "Error: its process was killed by SIGKILL"),
+    ],
+)
+def test_a_call_says_what_it_printed_and_found_or_how_it_ended(tool, code: str, output: str):
+    [found, after] = told(tool, code)[0], told(tool, "6 * 7")
+    assert found.startswith(output) or found.endswith(output)
+    assert after == ["42\n"]
+
+
+@needs_sandbox
+def test_calls_are_answered_in_order_and_share_nothing(tool):
+    first, second, third = told(tool, "x = 5\nopen('left', 'w').close()", "x", "import os\nos.path.exists('left')")
+    assert (first, third) == ("(no output)", "False\n")
+    assert second.endswith("NameError: name 'x' is not defined\n")
+
+
+@needs_sandbox
+def test_the_calls_of_a_turn_share_its_seconds(tool):
+    waits = "import time\ntime.sleep(0.7)"
+    late = "Error: it took longer than 1 s", "Error: no time is left in this turn"
+    *some, last = told(tool, "1", *[waits] * 4)
+    assert some[0] == "1\n"
+    assert last == late[1]
+    assert all(each in ("(no output)", *late) for each in some[1:])
+
+
+@needs_sandbox
+def test_a_turn_without_a_call_ends_the_episode_and_a_wrong_call_does_not(tool):
+    step, _ = tool.step(Asked("0", problem={}, seed=0, turns=({"text": "42", "calls": []},)))
+    assert (step.done, step.messages) == (True, ())
+    step, _ = tool.step(asked("1", name="pyton"))
+    assert (step.done, step.messages[0].content) == (False, "Error: no tool 'pyton'; the tools are python")
+    assert told(tool, 5) == ["Error: python: expected a text as code"]
+
+
+@needs_sandbox
+def test_every_process_prints_a_set_in_the_same_order(tool):
+    other = started(PYTHON)
+    try:
+        found = [told(each, "set('abcdefgh')") for each in (tool, other)]
+    finally:
+        other.kill()
+    assert found[0] == found[1]
+
+
+@needs_sandbox
+def test_prompts_show_the_tool():
+    [schema] = tool_schemas(PYTHON)
+    assert schema["function"]["name"] == "python"
+    assert schema["function"]["parameters"]["required"] == ["code"]
+
+
+@needs_sandbox
+def test_what_the_sandbox_cannot_do_is_not_the_policys_fault(tool, monkeypatch):
+    """A program of a name that no file has: the process says so, as it would of a machine without processes."""
+    monkeypatch.setattr("models.environments.python.PROGRAM", "no/such/folder")
+    step, failure = tool.step(asked("1"))
+    assert step is None
+    assert failure.startswith("the sandbox failed: FileNotFoundError")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (PYTHON, "rollout.environment kind 'python'"),
+        (ToolsEnvironment(tools=("tests.support.games:price",), sandbox="bubblewrap"), "rollout.environment.sandbox"),
+    ],
+)
+def test_without_bubblewrap_an_environment_is_refused_by_the_setting_that_asks_for_it(
+    settings, key, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    pool = EnvironmentPool(settings)
+    with pytest.raises(BadInput, match=f"{key}: expected bubblewrap's command bwrap on the PATH, found none"):
+        pool.answer([Asked("0", problem={}, seed=0)], [0])
+
+
+@needs_sandbox
+def test_tools_in_the_sandbox_answer_as_without_and_see_nothing_else(tmp_path: Path):
+    (tmp_path / "secret").write_text("canary")
+    reads = ParsedTurn("", (Call("read", {"path": str(tmp_path / "secret")}), Call("price", {"item": "bread"})))
+    settings = ToolsEnvironment(tools=("tests.support.games:price", "tests.support.games:read"))
+    said = []
+    for sandbox in ("none", "bubblewrap"):
+        pool = EnvironmentPool(settings.model_copy(update={"sandbox": sandbox, "processes": 1}))
+        try:
+            [answered] = pool.answer([Asked("0", problem={}, seed=0, turns=(asdict(reads),))], [0])
+        finally:
+            pool.close()
+        said.append([message.content for message in answered.step.messages])
+    assert said == [["canary", "5 crowns"], ["Error: No such file or directory", "5 crowns"]]
+
+
+def measuring(text: str) -> ParsedTurn:
+    """Whatever the policy writes is a program, and some of it is none."""
+    code = f"print(len({text!r}))" if len(text) % 3 else text
+    return ParsedTurn(text, (Call("python", {"code": code}),))
+
+
+@needs_sandbox
+def test_episodes_with_python_are_the_same_bits_with_any_number_of_processes(tmp_path: Path):
+    store = open_store(f"{tmp_path}/run")
+    work = replace(example(store, tmp_path / "policy"), sampling=STOPS, rows=(7,))
+    more = {"prompts": "text", "parser": f"{__name__}:measuring", "turn_tokens": 12, "observation_tokens": 16}
+    digests = []
+    for processes in (1, 2):
+        settings = PythonEnvironment(processes=processes, max_turns=3, **more)
+        worker = RolloutWorker(str(tmp_path), "run", ENGINE, 1, environment=settings)
+        try:
+            outcome = worker.generate(work)
+        finally:
+            worker.close()
+        digests.append(digest(outcome))
+    assert digests[0] == digests[1]
+    rows = read_shard(store, outcome.shards[0]).to_pylist()
+    assert {row["finish_reason"] for row in rows} <= {"turns", "length"}
+    assert sum(turn["observation"] > 0 for row in rows for turn in row["turns"]) > 2
