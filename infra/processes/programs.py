@@ -40,6 +40,8 @@ class Ran:
     ending: str
     """How it ended, in words; empty where it ended by itself with exit code 0."""
     seconds: float = 0.0
+    is_late: bool = False
+    """Whether it was ended since it took too long."""
 
 
 class SandboxFailed(Exception):
@@ -119,12 +121,14 @@ class Programs:
         while True:
             try:
                 ran = self._place.ready().run(program, seconds=longest)
-                return replace(ran, ending=self._late) if ran.ending == f"{KILLED}SIGXCPU" else ran
+                late = ran.ending == f"{KILLED}SIGXCPU"
+                return replace(ran, ending=self._late, is_late=True) if late else ran
             except ProcessEnded as end:
                 self._place.close()
                 ends.append(end.cause)
                 if end.suffices is not None and ends.count(end.cause) >= end.suffices:
-                    return Ran("", self._late if end.cause == "time" else str(end), seconds=longest)
+                    late = end.cause == "time"
+                    return Ran("", self._late if late else str(end), seconds=longest, is_late=late)
                 if len(ends) == MOST_ENDS:
                     raise WorkerLost(
                         f"{self._where}: its sandbox was ended {len(ends)} times in a row, by {', '.join(ends)}. Who "

@@ -11,6 +11,8 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,7 @@ from models.data.problems import Problem, identity, load_problems
 from models.engines.protocol import check_implemented
 from models.inspection.images import check_images, check_judges_see, check_seen, check_teacher_sees
 from models.judges.checks import check_judge
+from models.rewards.code import check_code, read_tests
 from models.rewards.evaluate import check_rewards
 from models.rewards.rules import build_reward
 from models.vision.processor import VisionProcessor
@@ -133,6 +136,7 @@ def _check_environments(rollout: RolloutConfig | None, inputs: Inputs) -> None:
 
 def _check_rewards(inputs: Inputs) -> None:
     check_rewards(inputs.scoring)
+    check_code(inputs.scoring)
     for term, served in inputs.scoring.model_rewards.items():
         if served.kind == "judge":
             check_judge(term, served, inputs.data)
@@ -156,10 +160,12 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
     if inputs.warmup is not None:
         warmup_examples(inputs.data, inputs.warmup.model_copy(update={"steps": 1}), inputs.seed)
     checking = [(rule.known_as, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
+    checks: list[tuple[str, Callable[[str], object]]] = [(kind, partial(reward, "", "")) for kind, reward in checking]
+    checks += [(reward.known_as, read_tests) for reward in inputs.scoring.code_rewards.values()]
     for problem in (*train, *heldout):
-        for kind, reward in checking:
+        for kind, check_reference in checks:
             try:
-                reward("", "", problem.answer)
+                check_reference(problem.answer)
             except ValueError as error:
                 raise BadInput(f"{problem.source}: the {kind} reward finds {error}") from error
 

@@ -188,6 +188,25 @@ BuiltInConfig = NumericReward | MathReward | RegexReward
 RuleConfig = BuiltInConfig | TargetReward
 
 
+# ---- programs
+class CodeReward(RewardTerm):
+    """Unit tests: what of the problem's tests the last code block of a completion passes, in a sandbox (bubblewrap).
+
+    The reference answer holds the tests: Python, in which each `assert` of its own is one, or a JSON list of
+    `{"input": …, "output": …}`, what a program reads on stdin and has to write to stdout.
+    """
+
+    kind: Literal["code"] = "code"
+    value: Literal["all", "share"] = "all"
+    """What it is worth: 1 where all tests are passed and else 0, or the share of tests that are."""
+    python: str | None = None
+    """Python interpreter (3.9 or newer) that runs the code, with what is installed there; none is ours."""
+    test_seconds: Annotated[float, Field(gt=0)] = 5
+    """Longest time of an input, or of all asserts together, in seconds; what takes longer is given no more tests."""
+    memory_mib: Annotated[int, Field(ge=128)] = 1024
+    """Memory of a program, and address space of each of its processes, in MiB."""
+
+
 # ---- environments
 class EnvironmentReward(RewardTerm):
     """What the environment itself gave for an episode; 0 where it gave nothing, missing where it failed."""

@@ -6,9 +6,16 @@ from pydantic import Field, model_validator
 
 from infra.config import Fraction, Settings
 from models.config.judges import ModelReward, ServedReward, TrainedRewardModel
-from models.config.reward_terms import BuiltInReward, EnvironmentReward, NumericReward, RuleConfig, RuleReward
+from models.config.reward_terms import (
+    BuiltInReward,
+    CodeReward,
+    EnvironmentReward,
+    NumericReward,
+    RuleConfig,
+    RuleReward,
+)
 
-RewardConfig = Annotated[RuleConfig | EnvironmentReward | ServedReward, Field(discriminator="kind")]
+RewardConfig = Annotated[RuleConfig | CodeReward | EnvironmentReward | ServedReward, Field(discriminator="kind")]
 
 
 class ScoringConfig(Settings):
@@ -50,6 +57,12 @@ class ScoringConfig(Settings):
         """Column names of the rules, in order."""
         pairs = zip(self.terms, self.rewards, strict=True)
         return tuple(term for term, reward in pairs if isinstance(reward, RuleReward))
+
+    @property
+    def code_rewards(self) -> dict[str, CodeReward]:
+        """Rewards by unit tests, by term."""
+        pairs = zip(self.terms, self.rewards, strict=True)
+        return {term: reward for term, reward in pairs if isinstance(reward, CodeReward)}
 
     @property
     def environment_rewards(self) -> dict[str, EnvironmentReward]:

@@ -100,6 +100,22 @@ def _blank_lines(text: str) -> list[int]:
     return ends
 
 
+def last_code(text: str) -> str | None:
+    """Find what stands in the last code fence, without the indentation of its opening line; none where there is none.
+
+    >>> last_code("First:\\n```python\\nx = 1\\n```\\nThat is all.")
+    'x = 1'
+    """
+    for begin, end in reversed(_fences(text)):
+        opening, *lines = text[begin:end].split("\n")
+        mark = opening.strip()[:3]
+        if mark in ("```", "~~~"):
+            closed = bool(lines) and lines[-1].strip().startswith(mark) and not lines[-1].strip().strip(mark[0])
+            indent = opening[: len(opening) - len(opening.lstrip())]
+            return "\n".join(line.removeprefix(indent) for line in lines[: -1 if closed else None])
+    return None
+
+
 def _fences(text: str) -> list[tuple[int, int]]:
     """Find code and display mathematics, begin and end, in order.
 

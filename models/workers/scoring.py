@@ -26,6 +26,7 @@ from models.records.media import Media
 from models.records.model_input import COMPLETION_TOKENS, completion_lengths, image_digests
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
+from models.rewards.code import CodeJudge
 from models.rewards.environment import failures_of, given, turns_of
 from models.rewards.evaluate import Case, Evaluator
 from models.rewards.scores import joined, score_metrics, score_table
@@ -44,7 +45,7 @@ class ScoringWorker:
         self._store = open_store(f"{store_uri}/{run}")
         self._scoring = scoring
         self._algorithm = algorithm
-        self._evaluator = Evaluator(scoring)
+        self._evaluator, self._code = Evaluator(scoring), CodeJudge(scoring)
         self._tokenizer: tuple[str, Tokenizer] | None = None  # with the digest of its bundle
         self._credited = 0
 
@@ -60,7 +61,11 @@ class ScoringWorker:
         served, starts = self._served(rollouts, work), self._starts(rollouts, work)
         cases = _cases(rollouts, starts, iteration=work.iteration)
         ruled = self._evaluator.evaluate(cases, Media(self._store, work.media))
-        others = served | {term: given(episodes, each) for term, each in self._scoring.environment_rewards.items()}
+        others = (
+            served
+            | self._code.judge(cases)
+            | {term: given(episodes, each) for term, each in self._scoring.environment_rewards.items()}
+        )
         scores = joined(ruled, others, self._scoring, starts=starts, failures=failures_of(episodes))
         table = score_table(rollouts, scores, self._scoring)
         _check_bearable(table, work)
@@ -146,11 +151,12 @@ class ScoringWorker:
 
     def progress(self) -> int:
         """Count completions judged and credited; it moves while work advances."""
-        return self._evaluator.done + self._credited
+        return self._evaluator.done + self._code.done + self._credited
 
     def close(self) -> None:
-        """Kill the process that runs rewards; the next work starts another."""
+        """Kill the processes that run rewards; the next work starts others."""
         self._evaluator.close()
+        self._code.close()
 
 
 def _cases(rollouts: pa.Table, starts: Sequence[Sequence[int] | None], *, iteration: int) -> list[Case]:

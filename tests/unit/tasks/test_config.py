@@ -111,8 +111,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
         ("[policy]\nlayers = 2", "policy.kind: missing, expected 'scratch' or 'seeing_scratch' or 'directory'"),
         (
             "[[scoring.rewards]]\nkind = 'maths'",
-            "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'target' or 'environment' or 'judge' "
-            "or 'model', got 'maths'; "
+            "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'target' or 'code' or 'environment' "
+            "or 'judge' or 'model', got 'maths'; "
             "did you mean 'math'?",
         ),
         ("[data]\nkind = 'file'", "data.path: missing"),

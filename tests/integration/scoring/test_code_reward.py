@@ -1,0 +1,129 @@
+"""Unit tests as a verifier: a completion is worth those that its last code block passes, 0 whatever else it does."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infra.errors import BadInput
+from models.config.reward_terms import CodeReward
+from models.config.rewards import ScoringConfig
+from models.judges.verdicts import Judgement
+from models.rewards.code import CodeJudge, Statements, check_code, read_tests
+from models.rewards.evaluate import Case
+from tests.support.sandboxes import needs_sandbox
+
+ASSERTS = "import math\nassert double(2) == 4\nassert double(math.inf) == math.inf\nassert double('a') == 'aa'"
+RUNS = json.dumps([{"input": f"{n}\n", "output": f"{2 * n}\n"} for n in (1, 2, 30)])
+
+
+def fenced(code: str) -> str:
+    return f"Like this:\n\n```python\n{code}\n```\nThat is all."
+
+
+@pytest.fixture(scope="module", params=["share", "all"])
+def judged(request):
+    reward = CodeReward(value=request.param, test_seconds=1, memory_mib=256)
+    judge = CodeJudge(ScoringConfig(rewards=(reward,)))
+
+    def value(completion: str, answer: str) -> tuple[float | None, str | None]:
+        [found] = judge.judge([Case("", completion, answer)])["code"]
+        return found.value if reward.value == "share" else {0.0: 0.0, 1.0: 1.0}[found.value], found.error
+
+    value.all = request.param == "all"
+    yield value
+    judge.close()
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("code", "answer", "share"),
+    [
+        ("def double(x): return x + x", ASSERTS, 1.0),
+        ("def double(x): return 2 * x if x != 'a' else 0", ASSERTS, 2 / 3),
+        ("def double(x): return 4", ASSERTS, 1 / 3),
+        ("double = 5", ASSERTS, 0.0),
+        ("def double(x):", ASSERTS, 0.0),
+        ("import sys\nsys.exit(0)", ASSERTS, 0.0),
+        ("import os\nos._exit(0)", ASSERTS, 0.0),
+        ("def double(x):\n    import os\n    os._exit(0)", ASSERTS, 0.0),
+        ("def double(x):\n    while x == 'a': pass\n    return x + x", ASSERTS, 2 / 3),
+        ("def double(x): return bytearray(1 << 30)", ASSERTS, 0.0),
+        ("if __name__ == '__main__': raise SystemExit\ndef double(x): return x + x", ASSERTS, 1.0),
+        (
+            "def double(x): return x + x",
+            "def check(f):\n    for n in range(9):\n        assert f(n) == 2 * n\ncheck(double)",
+            1,
+        ),
+        ("print(2 * int(input()))", RUNS, 1.0),
+        ("n = int(input())\nprint(2 * n if n < 9 else 'many', ' ')", RUNS, 2 / 3),
+        ("n = int(input())\nprint(2 * n)\nassert n < 2", RUNS, 1 / 3),
+        ("n = int(input())\nwhile n == 2: pass\nprint(2 * n)", RUNS, 1 / 3),
+        ("print(2)", RUNS, 1 / 3),
+    ],
+)
+def test_code_is_worth_the_tests_that_it_passes(judged, code: str, answer: str, share: float):
+    expected = float(share == 1) if judged.all else pytest.approx(share)
+    assert judged(fenced(code), answer) == (expected, None)
+
+
+@needs_sandbox
+def test_the_last_code_block_counts_and_none_is_worth_nothing(judged):
+    right, wrong = fenced("print(2 * int(input()))"), fenced("print(0)")
+    assert judged(wrong + right, RUNS) == (1.0, None)
+    assert judged(right + wrong, RUNS) == (0.0, None)
+    assert judged("print(2 * int(input()))", RUNS) == (0.0, None)
+    assert judged("1. So:\n   ```\n   for _ in [0]:\n       print(2 * int(input()))\n   ```", RUNS) == (1.0, None)
+
+
+@needs_sandbox
+def test_what_the_sandbox_cannot_do_is_missing_and_what_comes_next_is_judged(monkeypatch):
+    judge = CodeJudge(ScoringConfig(rewards=(CodeReward(),)))
+    case = Case("", fenced("print(2 * int(input()))"), RUNS)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("models.rewards.code.SOLUTION", "no/such/folder")
+            [failed] = judge.judge([case])["code"]
+        assert failed.value is None
+        assert "FileNotFoundError" in failed.error
+        assert judge.judge([case])["code"] == [Judgement(1.0, None)]
+    finally:
+        judge.close()
+
+
+def test_tests_are_read_as_asserts_or_pairs():
+    assert read_tests(ASSERTS) == Statements(
+        (
+            ("import math", False),
+            ("assert double(2) == 4", True),
+            ("assert double(math.inf) == math.inf", True),
+            ("assert double('a') == 'aa'", True),
+        )
+    )
+    assert [(pair.input, pair.output) for pair in read_tests(RUNS)] == [
+        ("1\n", "2\n"),
+        ("2\n", "4\n"),
+        ("30\n", "60\n"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("[]", "expected tests, found an empty list"),
+        ("", "expected tests, found none"),
+        ('[{"input": "1"}]', "expected a JSON list of"),
+        ('{"inputs": []}', "expected a JSON list of"),
+        ("forty two", "expected Python or a JSON list as tests, found 'forty two'"),
+    ],
+)
+def test_what_is_no_test_is_refused(answer: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        read_tests(answer)
+
+
+def test_without_bubblewrap_the_reward_is_refused_by_name(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    scoring = ScoringConfig(rewards=(CodeReward(name="tests"),))
+    with pytest.raises(BadInput, match="reward 'tests' of kind 'code': expected bubblewrap's command bwrap"):
+        check_code(scoring)
