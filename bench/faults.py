@@ -107,7 +107,7 @@ ELSEWHERE = {
     "two commands on one run; a changed configuration": "tests/runs/test_resume.py",
     "writers killed amid a write, many writers of one name, a full disk": "tests/unit/infra/test_storage.py",
     "rewards that hang, fork, allocate, are killed from outside": "tests/unit/models/test_rewards.py",
-    "attacks on the sandbox": "tests/integration/scoring/test_sandbox.py",
+    "attacks on the sandbox, by rewards, tools and code under test": "tests/integration/scoring/test_sandbox.py",
     "judges that are down, slow, silent, or answer anything": "tests/integration/endpoints",
     "losses, gradients and log-probs that are not finite": "tests/unit/models/test_update_loss.py",
     "vLLM's server killed in the middle of a shard": "tests/vllm/test_vllm_run.py",

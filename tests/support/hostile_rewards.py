@@ -1,6 +1,7 @@
 """Rewards that attack what runs them; the completion says how. With nothing but the standard library."""
 
 import builtins
+import ctypes
 import json
 import os
 import signal
@@ -120,6 +121,33 @@ def attack_parent(secret: str, port: int) -> float:
     return 0.0
 
 
+def attack_ptrace(secret: str, port: int) -> float:
+    """Attach to the process that judges."""
+    attach, detach = 16, 17
+    libc = ctypes.CDLL(None)
+    if libc.ptrace(attach, os.getppid(), None, None) != 0:
+        return 0.0
+    os.waitpid(os.getppid(), 0)
+    libc.ptrace(detach, os.getppid(), None, None)
+    return 1.0
+
+
+def attack_symlink(secret: str, port: int) -> float:
+    """Read through links, and leave some, of which the clean-up could follow one."""
+    places = [Path(secret), Path(f"/proc/1/root{secret}"), Path(f"/proc/{os.getppid()}/root{secret}")]
+    for number, place in enumerate(places):
+        link = Path(f"/tmp/link-{number}")
+        link.symlink_to(place)
+        try:
+            link.read_bytes()
+        except OSError:
+            continue
+        return 1.0
+    Path("/tmp/folder").symlink_to("/usr")
+    Path("/tmp/itself").symlink_to("/tmp")
+    return 0.0
+
+
 def attack_network(secret: str, port: int) -> float:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -130,6 +158,8 @@ def attack_network(secret: str, port: int) -> float:
 
 def attack_write(secret: str, port: int) -> float:
     for folder in (Path.cwd(), Path(__file__).parent, Path("/"), Path("/dev"), Path("/usr"), Path(secret).parent):
+        if folder == Path("/tmp"):  # where programs run, and nothing stays
+            continue
         try:
             (folder / "planted").write_text("here")
         except OSError:
@@ -167,6 +197,30 @@ def attack_large_file(secret: str, port: int) -> float:
     with Path("/tmp/large").open("wb") as file:
         while True:
             file.write(b"x" * (1 << 20))
+
+
+def attack_many_files(secret: str, port: int) -> float:
+    for number in range(1 << 20):
+        Path(f"/tmp/{number}").write_bytes(b"x" * (1 << 16))
+    return 1.0
+
+
+def attack_hoard(secret: str, port: int) -> float:
+    """Take memory in many processes, each within its limit."""
+    for _ in range(16):
+        if os.fork() == 0:
+            held = b"x" * (200 << 20)
+            time.sleep(10)
+            os._exit(len(held) % 2)
+    time.sleep(10)
+    return 1.0
+
+
+def attack_flood(secret: str, port: int) -> float:
+    """Write a hundred megabytes."""
+    for _ in range(100):
+        os.write(1, b"1.0\n" * (1 << 18))
+    return 1.0
 
 
 def attack_loop(secret: str, port: int) -> float:

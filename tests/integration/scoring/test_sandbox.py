@@ -1,5 +1,9 @@
-"""Rewards in the sandbox: no attack gets a score, sees a secret or leaves anything behind, and the next is judged."""
+"""Attacks on the sandbox: none gets a score, sees a secret or leaves anything behind, and the next is judged.
 
+They come by three doors: a reward function, the policy's tool `python`, and code that unit tests are run on.
+"""
+
+import inspect
 import os
 import re
 import shutil
@@ -11,9 +15,14 @@ import psutil
 import pytest
 
 from infra.errors import BadInput
-from models.config.reward_terms import NumericReward, TargetReward
+from infra.processes.episodes import Asked
+from models.config.environments import PythonEnvironment
+from models.config.reward_terms import CodeReward, NumericReward, TargetReward
 from models.config.rewards import ScoringConfig
+from models.environments.pool import started
+from models.rewards.code import CodeJudge
 from models.rewards.evaluate import Case, Evaluator, check_rewards
+from tests.support import hostile_rewards
 from tests.support.sandboxes import needs_sandbox
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")
@@ -29,20 +38,37 @@ ESCAPES = {
     "sentinel": 0.0,
     "secret": 0.0,
     "parent": 0.0,
+    "ptrace": 0.0,
+    "symlink": 0.0,
     "network": 0.0,
     "write": 0.0,
     "orphans": 0.0,
     "program": 0.0,
+    "memory": "MemoryError:",
+    "large_file": "OSError: .* (File too large|No space left on device)",
+    "many_files": "OSError: .* No space left on device",
+    "bomb": "its process started more than 64",
 }
 """What each attack ends in: a number that it is worth, or the reason that there is none."""
 EXHAUSTING = {
-    "memory": "MemoryError:",
-    "large_file": "OSError: .* (File too large|No space left on device)",
     "loop": "no value after 2 s",
     "output": "no value after 2 s",
     "answer": "its process wrote more than 16777216 bytes",
-    "bomb": "its process started more than 64",
 }
+TOLD = {
+    "kill_parent|kill_all": r"Error: its process was killed by SIGKILL",
+    "exit|hard_exit": r"\(no output\)",
+    "killing_program": r"1\.0\nError: its process was killed by SIGKILL",
+    "lie": r"<.*Liar object at .*>\n",
+    "forge": r"(?s).*",
+    "poison|sentinel|secret|parent|ptrace|symlink|network|write|orphans|program": r"0\.0\n",
+    "memory": r"(?s)Traceback .*MemoryError\n",
+    "large_file|many_files": r"(?s)Traceback .*OSError: .*\n",
+    "bomb": r"(?s).*Error: its process started more than 64",
+    "hoard": r"Error: its processes took more than 1024 MiB of memory",
+    "flood": r"(?s).*Error: its process wrote more than 1048576 bytes",
+}
+"""What the policy reads of each attack."""
 
 
 @pytest.fixture
@@ -97,6 +123,55 @@ def test_no_attack_escapes_and_what_comes_next_is_judged(port: int, secret: Path
 @pytest.mark.slow
 def test_no_attack_exhausts_the_machine(port: int, secret: Path):
     check(attacked(EXHAUSTING, port, secret), EXHAUSTING)
+
+
+def programs(secret: Path, port: int) -> Iterator[tuple[str, str]]:
+    """Every attack as a program of a policy, which shows 1.0 where it succeeds."""
+    source = inspect.getsource(hostile_rewards).replace("Path(__file__)", "Path('/tmp/program')")
+    for attacks in TOLD:
+        for attack in attacks.split("|"):
+            yield attack, f"{source}\nfound = hostile({str(secret)!r}, {attack!r}, '', port={port})\n"
+
+
+@needs_sandbox
+def test_no_program_of_a_policy_escapes_and_what_comes_next_is_answered(port: int, secret: Path):
+    tool = started(PythonEnvironment(step_seconds=5, memory_mib=1024))
+
+    def said(code: str) -> str:
+        call = {"name": "python", "arguments": {"code": code}, "error": ""}
+        step, failure = tool.step(Asked("0", problem={}, seed=0, turns=({"text": "", "calls": [call]},)))
+        assert failure is None
+        return step.messages[0].content
+
+    expected = {attack: words for attacks, words in TOLD.items() for attack in attacks.split("|")}
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        found = {}
+        for attack, program in programs(secret, port):
+            found[attack] = said(f"{program}found")
+            assert said("6 * 7") == "42\n", attack
+    finally:
+        tool.kill()
+    assert set(psutil.Process().children(recursive=True)) == before
+    assert {attack for attack, words in expected.items() if not re.fullmatch(words, found[attack])} == set()
+    assert [path.name for path in secret.parent.iterdir()] == [secret.name]
+
+
+@needs_sandbox
+def test_no_code_under_test_escapes_or_passes_and_what_comes_next_is_judged(port: int, secret: Path):
+    reward = CodeReward(test_seconds=5, memory_mib=1024)
+    judge = CodeJudge(ScoringConfig(rewards=(reward,)))
+    tests = '[{"input": "", "output": "1.0"}]'
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        for attack, program in programs(secret, port):
+            texts = (f"```python\n{code}\n```" for code in (f"{program}print(found)", "print(1.0)"))
+            found = judge.judge([Case("", text, tests) for text in texts])["code"]
+            assert [(each.value, each.error) for each in found] == [(0.0, None), (1.0, None)], attack
+    finally:
+        judge.close()
+    assert set(psutil.Process().children(recursive=True)) == before
+    assert [path.name for path in secret.parent.iterdir()] == [secret.name]
 
 
 @needs_sandbox
