@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 Models = list[type[BaseModel]]
 
 SHOWN = 4  # problems spelt out; a misplaced table can cause dozens
+DEEP = 3  # dots of a key that is named only where few have its name
 NAMES = 20  # names listed where none is near
 
 
@@ -97,6 +98,8 @@ def _hint(key: str, beside: Models, variants: Models, root: type[BaseModel]) -> 
     siblings = [field for model in beside for field in model.model_fields]
     near = nearest(name, siblings)
     elsewhere = [path for path in dict.fromkeys(_paths(root)) if path.rpartition(".")[2] == name]
+    if len(elsewhere) > SHOWN:  # those deep down are seldom meant
+        elsewhere = [path for path in elsewhere if path.count(".") < DEEP]
     if elsewhere and len(elsewhere) <= SHOWN:
         return f"; did you mean {_choice(elsewhere)}?"
     return near or f", expected one of {', '.join(siblings[:NAMES])}"

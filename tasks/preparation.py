@@ -7,17 +7,20 @@ started from anywhere else than the command line is checked too.
 import logging
 
 from infra.store.manifests import Manifest
+from models.config.environments import DialogueEnvironment
 from models.records.versions import policy_of
 from models.records.work import (
     PolicyWork,
     PreferenceWork,
     PromptWork,
     RewardModelPreparation,
+    UserPreparation,
+    UserWarmupWork,
     WarmupWork,
     order_training,
 )
 from tasks.config.run import RunConfig
-from tasks.run.keys import BASE, DPO, PROMPTS, SFT, StageKey
+from tasks.run.keys import BASE, DPO, PROMPTS, SFT, USER, USER_BASE, StageKey
 from tasks.run.preflight import preflight
 from tasks.run.session import Session
 from tasks.run.stages import once, record, stage
@@ -69,10 +72,13 @@ async def check_inputs(config: RunConfig) -> dict[str, float]:
 
 
 async def begin(session: Session) -> None:
-    """Make the policy, and both splits of the prompts."""
+    """Make the policy, both splits of the prompts, and the model that plays the user in dialogues."""
     base = await make_policy(session)
     await make_prompts(session, base, "train")
     await make_prompts(session, base, "heldout")
+    if (dialogue := held_dialogue(session.settings)) is not None:
+        made = await make_user(session, dialogue)
+        await train_user(session, dialogue, made)
 
 
 SHOWN_LOSSES = 6
@@ -171,4 +177,32 @@ async def train_reward_model(session: Session, term: str, base: Manifest, prefix
     logger.info("%s: %s", term, work.course)
     trained = await once(session, key, role="update", method=work.method, work=work, parents=[base])
     logger.info("%s: %s", term, losses_line(trained))
+    return trained
+
+
+def held_dialogue(settings: RunConfig) -> DialogueEnvironment | None:
+    """The environment in which a model of the run's own plays the user; none without one."""
+    environment = settings.rollout.environment
+    dialogue = None if environment is None else environment.dialogue
+    return None if dialogue is None or dialogue.model.held is None else dialogue
+
+
+@stage("user", retries=2)
+async def make_user(session: Session, dialogue: DialogueEnvironment) -> Manifest:
+    """Build or copy the model that plays the user."""
+    work = UserPreparation(environment=dialogue, data=session.settings.data, seed=session.settings.seed)
+    return await once(session, USER_BASE, role="preparation", method="make_user", work=work)
+
+
+@stage("user training", retries=2)
+async def train_user(session: Session, dialogue: DialogueEnvironment, base: Manifest) -> Manifest:
+    """Commit the model that plays the user: `base`, or what its training makes of it where the run trains it."""
+    settings, warmup = session.settings, dialogue.model.training
+    if warmup is None:
+        return record(session, USER, parents=[base], bundles=base.bundles, detail={"version": 0})
+    user = policy_of(base)
+    work = UserWarmupWork(user=user, environment=dialogue, data=settings.data, warmup=warmup, seed=settings.seed)
+    logger.info("user: %d steps of %d examples", warmup.steps, warmup.batch_size)
+    trained = await once(session, USER, role="update", method="warm_user", work=work, parents=[base])
+    logger.info("user: %s", losses_line(trained))
     return trained

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from infra.store.manifests import Manifest
 from models.records.versions import policy_of
 from models.records.work import RolloutWork
+from tasks.preparation import held_dialogue
 from tasks.run.batch import Batch
+from tasks.run.keys import USER
 from tasks.run.session import Session
 from tasks.run.stages import once, side_by_side, stage
 
@@ -18,6 +20,7 @@ async def generate_shards(session: Session, batch: Batch, shards: Sequence[int])
 
 async def _generate(session: Session, batch: Batch, shard: int) -> Manifest:
     plan, policy, prompts, continued = batch.plan, batch.policy, batch.prompts, batch.continued(shard)
+    user = None if held_dialogue(session.settings) is None else session.run.require(USER)
     work = RolloutWork(
         iteration=plan.number,
         policy=policy_of(policy),
@@ -29,7 +32,8 @@ async def _generate(session: Session, batch: Batch, shard: int) -> Manifest:
         media=batch.media,
         continued=None if continued is None else continued.shards[1],
         partial=session.settings.rollout.partial if plan.split == "train" else None,
+        user=None if user is None else policy_of(user),
     )
-    parents = [policy, prompts, *([] if continued is None else [continued])]
+    parents = [policy, prompts, *(each for each in (continued, user) if each is not None)]
     key = plan.shard_key("rollout", shard)
     return await once(session, key, role="rollout", method="generate", work=work, parents=parents)

@@ -90,7 +90,11 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     counts = {"train_problems": len(train), "heldout_problems": len(heldout)}
 
     def find() -> dict[str, float]:
-        return {**_check_policy(inputs, train, heldout), **_check_served(inputs, train)}
+        return {
+            **_check_policy(inputs, train, heldout),
+            **_check_served(inputs, train),
+            **_check_user(inputs, [*train, *heldout]),
+        }
 
     if cache is None or not _is_repeatable(inputs):
         facts = counts | find()
@@ -296,6 +300,15 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
         for term, reward in inputs.scoring.hosted_rewards.items()
         if term not in inputs.scoring.trained_reward_models
     }
+
+
+def _check_user(inputs: Inputs, problems: list[Problem]) -> dict[str, float]:
+    from models.inspection.users import check_user
+
+    dialogue = None if inputs.rollout.environment is None else inputs.rollout.environment.dialogue
+    if dialogue is None:
+        return {}
+    return {"user_parameters": check_user(dialogue, problems=problems, gpus=inputs.pools.gpus_per_worker)}
 
 
 def main() -> int:

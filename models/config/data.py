@@ -103,6 +103,24 @@ class CalculationsData(DataSource):
         return self.heldout_problems
 
 
+class MeasuresData(DataSource):
+    """Questions about a measure that the prompt leaves out and the user knows; for policies in dialogues."""
+
+    implementation = "models.data.measures:measure_problems"
+    largest_guess = 40
+
+    kind: Literal["measures"] = "measures"
+    train_problems: Positive = 4096
+    """Problems to learn from."""
+    heldout_problems: Positive = 256
+    """Problems kept for evaluation; a hash of question and measures decides which, so the two never meet."""
+
+    @property
+    def heldout_known(self) -> int | None:
+        """As many as are made."""
+        return self.heldout_problems
+
+
 class FileData(DataSource):
     """Problems from a JSON Lines, Parquet or Arrow file."""
 
@@ -172,7 +190,9 @@ class TargetData(Target):
     """A source of your own: a subclass of `models.config.data.DataSource` (see "Extending")."""
 
 
-DataConfig = Annotated[DataSource, OneOf((ArithmeticData, PicturesData, CalculationsData, FileData, TargetData))]
+DataConfig = Annotated[
+    DataSource, OneOf((ArithmeticData, PicturesData, CalculationsData, MeasuresData, FileData, TargetData))
+]
 
 
 # ---- preferences

@@ -1,14 +1,17 @@
 """Configuration of environments: what answers the policy's turns, and how long episodes may be. Torch-free."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, field_validator
 
 from infra.config import Positive
 from infra.processes.episodes import RunEnvironment
 from infra.variants import Variant
+from models.config.engines import SamplingConfig
+from models.config.users import UserModelConfig
 
 if TYPE_CHECKING:
     from models.config.job import Job
@@ -16,13 +19,11 @@ if TYPE_CHECKING:
 ImportString = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
-class EnvironmentSettings(Variant, ABC):
-    """What all environments share: a turn is answered in a process of its own, which is killed where it hangs.
+class EpisodeSettings(Variant, ABC):
+    """What all environments share: how episodes go."""
 
-    `implementation` is a `models.environments.pool.Starts`.
-    """
-
-    implementation = "models.environments.pool:user_process"
+    answering: ClassVar[str] = "models.environments.pool:EnvironmentPool"
+    """`pkg.mod:name` of what answers the turns of a worker's episodes, a `models.environments.answers.MakesAnswering`."""
 
     parser: str = "auto"
     """How calls of tools are read from a turn: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`,
@@ -33,11 +34,6 @@ class EnvironmentSettings(Variant, ABC):
     """Longest turn; `rollout.sampling.max_new_tokens` bounds all turns and observations together."""
     observation_tokens: Annotated[int, Field(ge=16)] = 512
     """Longest observation; a longer one loses its middle, which is marked."""
-    step_seconds: Annotated[float, Field(gt=0)] = 20
-    """Longest time of an environment for a turn, in seconds; then the episode has failed, and its score is missing."""
-    processes: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Processes of a worker's environments: so many of them answer at the same time."""
-
     batches: Annotated[int, Field(ge=1, le=64)] = 1
     """Groups of a shard are dealt to so many batches: while environments answer one, the policy writes the next."""
     history: Literal["template", "append"] = "template"
@@ -50,12 +46,17 @@ class EnvironmentSettings(Variant, ABC):
     @property
     @abstractmethod
     def run(self) -> RunEnvironment:
-        """What is imported."""
+        """What is imported, if anything; how messages begin, and the role of what is said."""
 
     @property
-    def sandboxed_by(self) -> str:
-        """The setting that asks for a sandbox; empty where none does."""
-        return ""
+    def process(self) -> "EnvironmentSettings | None":
+        """The same, where processes answer."""
+        return None
+
+    @property
+    def dialogue(self) -> "DialogueEnvironment | None":
+        """The same, where a model answers."""
+        return None
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
         """Yield one line per combination that cannot work."""
@@ -66,6 +67,30 @@ class EnvironmentSettings(Variant, ABC):
                 f"rollout.environment.turn_tokens {self.turn_tokens}: expected at most "
                 f"rollout.sampling.max_new_tokens {job.rollout.sampling.max_new_tokens}, which bounds the whole episode"
             )
+
+
+class EnvironmentSettings(EpisodeSettings, ABC):
+    """Where a turn is answered in a process of its own, which is killed where it hangs.
+
+    `implementation` is a `models.environments.pool.Starts`.
+    """
+
+    implementation = "models.environments.pool:user_process"
+
+    step_seconds: Annotated[float, Field(gt=0)] = 20
+    """Longest time of an environment for a turn, in seconds; then the episode has failed, and its score is missing."""
+    processes: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Processes of a worker's environments: so many of them answer at the same time."""
+
+    @property
+    def process(self) -> "EnvironmentSettings":
+        """Here."""
+        return self
+
+    @property
+    def sandboxed_by(self) -> str:
+        """The setting that asks for a sandbox; empty where none does."""
+        return ""
 
 
 class UsersEnvironment(EnvironmentSettings, ABC):
@@ -131,4 +156,53 @@ class PythonEnvironment(EnvironmentSettings):
         return RunEnvironment("rollout.environment kind 'python'")
 
 
-EnvironmentConfig = Annotated[TargetEnvironment | ToolsEnvironment | PythonEnvironment, Field(discriminator="kind")]
+class DialogueEnvironment(EpisodeSettings):
+    """A model plays the user and answers the policy's turns."""
+
+    answering = "models.environments.dialogues:Dialogues"
+
+    kind: Literal["dialogue"] = "dialogue"
+    model: UserModelConfig
+    """Which model plays the user."""
+    instructions: str
+    """What it is told first: its system message. `{prompt}`, `{answer}` and the problem's columns by name, such as
+    `{size}`, are filled in."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=256)
+    """How its replies are drawn. Of a reply that has not ended by then the episode has failed."""
+    endings: dict[Annotated[str, Field(min_length=1)], float] = {}
+    """Texts by which the user ends the dialogue, and the reward of the environment that each gives; the policy does not
+    read the reply."""
+    final: str | None = None
+    """Regular expression; a turn of the policy in which it is found is the last, and the user is not asked."""
+    parser: str = "none"
+    """How calls of tools are read from a turn; none are answered here."""
+
+    @field_validator("final")
+    @classmethod
+    def _is_a_pattern(cls, final: str | None) -> str | None:
+        try:
+            re.compile(final or "")
+        except re.error as error:
+            raise ValueError(f"{final!r} is not a regular expression: {error}") from error
+        return final
+
+    @property
+    def run(self) -> RunEnvironment:
+        """Nothing is imported."""
+        return RunEnvironment("rollout.environment kind 'dialogue'", role="user")
+
+    @property
+    def dialogue(self) -> "DialogueEnvironment":
+        """Here."""
+        return self
+
+    def reasons_against(self, job: "Job") -> Iterator[str]:
+        """The model may not take the sampling."""
+        yield from super().reasons_against(job)
+        for reason in self.model.reasons_against(self.sampling):
+            yield f"rollout.environment.sampling: {reason}"
+
+
+EnvironmentConfig = Annotated[
+    TargetEnvironment | ToolsEnvironment | PythonEnvironment | DialogueEnvironment, Field(discriminator="kind")
+]

@@ -32,6 +32,9 @@ def slot_engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> Itera
     """Name every engine of the worker slots, and the slots that one of it takes."""
     if rollout is not None:
         yield "rollout.engine", rollout.engine, 1
+        dialogue = None if rollout.environment is None else rollout.environment.dialogue
+        if dialogue is not None and dialogue.model.held is not None:
+            yield "rollout.environment.model.engine", dialogue.model.held, 1
     for term, reward in scoring.hosted_rewards.items():
         if reward.engine is not None:
             yield f"reward {term!r}: model.engine", reward.engine, reward.slots

@@ -44,6 +44,8 @@ class EndpointRequest(Generic[R]):
     """Reads the body of an answer."""
     refusal: Callable[[str], R]
     """Takes the reason, in one line, why this request alone has no answer."""
+    outage: Callable[[str], R] | None = None
+    """Takes the reason why an endpoint that is down has no answer to it; without it that ends all requests."""
 
 
 class _Unanswered(Exception):
@@ -58,8 +60,8 @@ class _Unanswered(Exception):
 class EndpointClient:
     """Posts requests to one path of an endpoint, several at once; answers come in the order of the requests.
 
-    An endpoint that does not answer after all attempts raises EndpointDown, one that refuses raises WorkerFailed:
-    neither ever becomes an answer.
+    An endpoint that does not answer after all attempts raises EndpointDown, unless the request says what becomes of it;
+    one that refuses raises WorkerFailed. Neither ever becomes an answer of the model's.
     """
 
     def __init__(self, config: Endpoint, path: str, *, max_bytes: int, on_progress: Callable[[], None]) -> None:
@@ -129,7 +131,10 @@ class EndpointClient:
             # Servers have requests that they fall over: one that fails while others are answered is its own error.
             if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR and self._answered > before:
                 return request.refusal("the endpoint answers 500 to this request, and answers others")
-            raise EndpointDown(f"{self} is down: {failure}, at attempt {attempts} of {attempts}") from failure
+            down = f"{self} is down: {failure}, at attempt {attempts} of {attempts}"
+            if request.outage is not None:
+                return request.outage(down)
+            raise EndpointDown(down) from failure
         self._answered += 1
         return answer
 

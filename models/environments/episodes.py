@@ -15,10 +15,10 @@ from typing import Final
 
 from infra.processes.episodes import Asked, EnvironmentStep
 from models.config.engines import SamplingConfig
-from models.config.environments import EnvironmentSettings
+from models.config.environments import EpisodeSettings
 from models.data.problems import Message
 from models.engines.protocol import Completion, Engine, Request
-from models.environments.pool import Answered, EnvironmentPool
+from models.environments.answers import Answered, Answering
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 from models.rollouts.groups import Group, PartialCompletion, TurnRecord
@@ -64,8 +64,8 @@ class Episodes:
     """What the episodes of a shard have to do with each other: engine, environments, and how turns are read."""
 
     engine: Engine
-    environments: EnvironmentPool
-    settings: EnvironmentSettings
+    environments: Answering
+    settings: EpisodeSettings
     sampling: SamplingConfig
     version: int
     """Of the policy."""

@@ -6,7 +6,6 @@ and the policy is not punished for it. Torch-free.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any, Protocol, cast
@@ -16,14 +15,7 @@ from infra.processes.child import MOST_ENDS, Place, ProcessEnded, Served, users_
 from infra.processes.episodes import Asked, EnvironmentStep, EpisodeProcess
 from infra.variants import implementation_of
 from models.config.environments import EnvironmentSettings
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """What an environment said to a turn, or why it failed."""
-
-    step: EnvironmentStep | None
-    failure: str = ""
+from models.environments.answers import Answered
 
 
 class Answers(Served, Protocol):

@@ -1,4 +1,4 @@
-"""What a rollout worker keeps for its environments: their processes, and how its policy's turns are read."""
+"""What a rollout worker keeps for its environments: what answers, and how its policy's turns are read."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,12 +9,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from infra.errors import BadInput
 from infra.processes.child import Place
 from infra.processes.episodes import Asked
-from models.config.environments import EnvironmentSettings
+from models.config.environments import EpisodeSettings
 from models.data.problems import Message, Problem
 from models.engines.protocol import Engine
 from models.engines.requests import end_tokens
+from models.environments.answers import HoldsModel, answering_of
 from models.environments.episodes import Episodes
-from models.environments.pool import EnvironmentPool, started
+from models.environments.pool import started
+from models.environments.transcripts import told_of
+from models.records.versions import ModelVersion
 from models.records.work import RolloutWork
 from models.rollouts.groups import Group
 from models.text.calls import Parser, parser_of
@@ -25,16 +28,27 @@ from models.text.turns import TurnFormat, check_preserves, turn_format
 class Scene:
     """Plays episodes with whatever policy the engine has loaded; all policies of a run share their tokenizer."""
 
-    def __init__(self, settings: EnvironmentSettings) -> None:
+    def __init__(self, settings: EpisodeSettings) -> None:
         self._settings = settings
-        self._pool = EnvironmentPool(settings)
+        self._answers = answering_of(settings)
         self._reading: tuple[TurnFormat, Parser] | None = None
         self._seconds: list[float] = []
 
     @property
     def done(self) -> int:
-        """Turns answered so far."""
-        return self._pool.done
+        """Moves with every turn that is answered."""
+        return self._answers.done
+
+    def load(self, directory: Path, user: ModelVersion) -> None:
+        """Take the model that answers. Raises BadInput where none does."""
+        if not isinstance(self._answers, HoldsModel):
+            raise BadInput(f"{self._settings.run.where}: expected no model that answers, found one to load")
+        self._answers.load(directory, user)
+
+    def sleep(self) -> None:
+        """Give the memory of a model that answers back."""
+        if isinstance(self._answers, HoldsModel):
+            self._answers.sleep()
 
     def play(self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path) -> list[Group]:
         """Bring the completions of groups to their ends; `directory` has the policy's tokenizer."""
@@ -43,7 +57,7 @@ class Scene:
         form, parse = self._reading
         episodes = Episodes(
             engine=engine,
-            environments=self._pool,
+            environments=self._answers,
             settings=self._settings,
             sampling=work.sampling,
             version=work.policy.version,
@@ -59,13 +73,15 @@ class Scene:
         return {"environment": waited}
 
     def close(self) -> None:
-        """Kill the processes of the environments."""
-        self._pool.close()
+        """End what answers."""
+        self._answers.close()
 
 
-def tool_schemas(settings: EnvironmentSettings) -> tuple[ToolSchema, ...]:
-    """Import an environment and describe its tools. Raises BadInput where it cannot be used."""
-    process = started(settings, describes=True)
+def tool_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
+    """Import an environment and describe its tools; a model has none. Raises BadInput where it cannot be used."""
+    if settings.process is None:
+        return ()
+    process = started(settings.process, describes=True)
     place = Place(lambda: process, what=settings.run.where)
     try:
         return tuple(cast(ToolSchema, schema) for schema in place.ready().schemas)
@@ -73,7 +89,7 @@ def tool_schemas(settings: EnvironmentSettings) -> tuple[ToolSchema, ...]:
         place.close()
 
 
-def tools_of(settings: EnvironmentSettings | None, problems: Sequence[Problem]) -> tuple[ToolSchema, ...]:
+def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> tuple[ToolSchema, ...]:
     """Describe the tools that the prompts of problems show. Raises BadInput, also where prompts are of another kind."""
     if settings is None:
         return ()
@@ -89,7 +105,7 @@ def tools_of(settings: EnvironmentSettings | None, problems: Sequence[Problem]) 
 
 
 def check_turns(
-    settings: EnvironmentSettings, tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema], problem: Problem
+    settings: EpisodeSettings, tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema], problem: Problem
 ) -> None:
     """Raise BadInput unless turns can be read and answered, and an episode of the problem begins."""
     form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat")
@@ -97,13 +113,11 @@ def check_turns(
     _check_shown(form)
     if settings.history == "template":
         check_preserves(form, role=settings.run.role, where="rollout.environment")
-    pool = EnvironmentPool(settings)
+    answers = answering_of(settings)
     try:
-        told = {**problem.columns, "prompt": str(problem.prompt), "answer": problem.answer}
-        asked = Asked(episode="0", problem=told, seed=0)
-        [begun] = pool.answer([asked], [0])
+        [begun] = answers.answer([Asked(episode="0", problem=told_of(problem), seed=0)], [0])
     finally:
-        pool.close()
+        answers.close()
     if begun.step is None:
         raise BadInput(f"{settings.run.where}: an episode does not begin: {begun.failure}")
 
@@ -122,7 +136,7 @@ def _check_shown(form: TurnFormat) -> None:
         )
 
 
-def read_turns(directory: Path, settings: EnvironmentSettings) -> tuple[TurnFormat, Parser]:
+def read_turns(directory: Path, settings: EpisodeSettings) -> tuple[TurnFormat, Parser]:
     """Say how turns of the policy in a directory end, are read and are answered. Raises BadInput."""
     tokenizer = load_tokenizer(directory)
     tools = tool_schemas(settings) if settings.prompts == "chat" else ()

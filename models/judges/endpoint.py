@@ -98,8 +98,11 @@ def request_body(
     return body
 
 
-def read_answer(data: bytes, verdict: VerdictConfig) -> Answer:
-    """Read a response's body; whatever is not a whole answer is an invalid one, and says why."""
+def read_answer(data: bytes, verdict: VerdictConfig | None) -> Answer:
+    """Read a response's body; whatever is not a whole answer is an invalid one, and says why.
+
+    Without a verdict it is a text.
+    """
     try:
         completion = _Completion.model_validate_json(data)
     except ValidationError as error:

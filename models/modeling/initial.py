@@ -1,4 +1,4 @@
-"""Models that a run starts from, each written into an empty directory: its policy, and those behind served rewards."""
+"""Models that a run starts from, each written into an empty directory: its policy, judges, users."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,6 +8,7 @@ from infra.errors import BadInput
 from infra.store.inputs import fetched
 from infra.variants import implementation_of
 from models.config.data import DataConfig
+from models.config.environments import DialogueEnvironment
 from models.config.judges import (
     DirectoryJudge,
     DirectoryRewardModel,
@@ -18,7 +19,9 @@ from models.config.judges import (
     TrainedJudge,
 )
 from models.config.policy import DirectoryPolicy, PolicySource, ScratchPolicy, SeeingScratchPolicy
+from models.config.users import DirectoryUser, TrainedUser, UserModel
 from models.data.problems import Problem, load_problems
+from models.environments.transcripts import user_texts
 from models.judges.prompts import vocabulary_texts
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, save_policy
@@ -119,6 +122,52 @@ def write_trained_judge(
     """Build the model that the run will train, with a tokenizer of its questions and verdicts."""
     texts = vocabulary_texts(reward, problems, seed=seed)
     return write_policy(model.shape, directory, texts=texts, seed=derive_seed("judge", seed))
+
+
+# ---- those that play users
+class UserWriter(Protocol):
+    """Builds or copies the model that plays the user; the same arguments give the same bytes."""
+
+    def __call__(
+        self,
+        environment: DialogueEnvironment,
+        model: Any,  # noqa: ANN401 -- its own settings
+        directory: Path,
+        /,
+        *,
+        problems: Sequence[Problem],
+        seed: int,
+    ) -> int:
+        """Return its number of parameters."""
+        ...
+
+
+def write_user(environment: DialogueEnvironment, directory: Path, *, problems: Sequence[Problem], seed: int) -> int:
+    """Build or copy the model into an empty directory; return its number of parameters."""
+    write = cast(UserWriter, implementation_of(environment.model))
+    return write(environment, environment.model, directory, problems=problems, seed=seed)
+
+
+def refuse_to_write_user(
+    environment: DialogueEnvironment, model: UserModel, directory: Path, *, problems: Sequence[Problem], seed: int
+) -> int:
+    """Raise BadInput: nobody makes such a model."""
+    raise BadInput("a model behind an endpoint is not made for the run")
+
+
+def copy_user(
+    environment: DialogueEnvironment, model: DirectoryUser, directory: Path, *, problems: Sequence[Problem], seed: int
+) -> int:
+    """Copy a model from elsewhere."""
+    return _copy(model.path, directory)
+
+
+def build_user(
+    environment: DialogueEnvironment, model: TrainedUser, directory: Path, *, problems: Sequence[Problem], seed: int
+) -> int:
+    """Build the model that the run will train, with a tokenizer of worked episodes."""
+    texts = user_texts(environment, problems)
+    return write_policy(model.shape, directory, texts=texts, seed=derive_seed("user", seed))
 
 
 def _copy(source: Path, directory: Path) -> int:

@@ -1,5 +1,6 @@
 """Versions of models: their records, and as manifests name them. Reading commands need this, and no Prefect."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,20 @@ class Outcome:
     detail: dict[str, JsonValue] | None = None
     """Other facts that follow from the inputs alone: names and row numbers, never payloads."""
     timings: dict[str, float] | None = None
+
+
+class StageTimer:
+    """Seconds by name, each since the one before."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """Say what the time since the last lap went to; a name may come again."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now
 
 
 def order_statistics(lengths: Sequence[int], most: int = 64) -> list[JsonValue]:

@@ -10,7 +10,7 @@ from infra.store.shards import ShardRef
 from models.config.algorithms import CriticConfig
 from models.config.data import DataConfig, PixelLimits, PreferencesConfig
 from models.config.engines import SamplingConfig
-from models.config.environments import EnvironmentConfig
+from models.config.environments import DialogueEnvironment, EnvironmentConfig
 from models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
 from models.config.policy import PolicyConfig
 from models.config.rollout import DynamicSampling, PartialRollout
@@ -67,6 +67,8 @@ class RolloutWork:
     """Groups that an earlier iteration cut; they go on where they were, with the seeds that they have."""
     partial: PartialRollout | None = None
     """Cut completions at its budget: finished groups come back as the first shard, the others as a second."""
+    user: ModelVersion | None = None
+    """The model that plays the user in dialogues, where the run holds one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +258,27 @@ class JudgeWarmupWork:
     def course(self) -> str:
         """What its training consists of."""
         return f"{self.warmup.steps} steps of {self.warmup.batch_size} examples"
+
+
+@dataclass(frozen=True, slots=True)
+class UserPreparation:
+    """Make the model that plays the user: build it and train its tokenizer, or import it."""
+
+    environment: DialogueEnvironment
+    data: DataConfig
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class UserWarmupWork:
+    """Train the model that plays the user on worked episodes; every rank gets the same record."""
+
+    user: ModelVersion
+    """As it was built."""
+    environment: DialogueEnvironment
+    data: DataConfig
+    warmup: WarmupConfig
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)

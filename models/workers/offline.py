@@ -1,4 +1,4 @@
-"""Training on data that no policy of the run wrote: worked examples for policies and judges, and preferences."""
+"""Training on data that no policy of the run wrote: worked examples for policies, judges and users, and preferences."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from models.config.objectives import UpdateConfig
 from models.config.training import WarmupConfig
 from models.data.examples import Example, Preference, load_preferences, warmup_examples
 from models.data.images import digest_of
+from models.environments.transcripts import user_examples
 from models.judges.prompts import judge_examples
 from models.modeling.critic import TokenValues, critic_from_policy
 from models.modeling.logprobs import TokenLogprobs
@@ -20,7 +21,7 @@ from models.modeling.policy import load_policy, load_sight, policy_shape
 from models.objectives.losses import DpoTerms, PairTerms, bradley_terry, dpo
 from models.records.media import Gallery, HeldImages
 from models.records.versions import ModelVersion, Outcome
-from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, WarmupWork
+from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, UserWarmupWork, WarmupWork
 from models.text.sequences import SequencePair, policy_pairs, reward_pairs
 from models.text.tokenizer import load_tokenizer
 from models.training.offline import Learnt, PairLearning, PairNumbers, imitate, learn_preferences
@@ -49,6 +50,11 @@ class OfflineTrainer:
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
         """Train a judge on right and wrong completions."""
         return self._imitate(work.judge, judge_examples(work.data, work.reward, work.warmup, work.seed), work.warmup)
+
+    def warm_user(self, work: UserWarmupWork) -> Outcome:
+        """Train the model that plays the user on worked episodes."""
+        examples = user_examples(work.environment, work.data, warmup=work.warmup, seed=work.seed)
+        return self._imitate(work.user, examples, work.warmup)
 
     def prefer(self, work: PreferenceWork) -> Outcome:
         """Have the policy prefer what is preferred, held to where it starts."""

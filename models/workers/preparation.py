@@ -18,13 +18,20 @@ from models.environments.scene import tools_of
 from models.inspection.companions import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import copy_directory
-from models.modeling.initial import texts_of, write_policy, write_served_model
+from models.modeling.initial import texts_of, write_policy, write_served_model, write_user
 from models.modeling.policy import policy_shape
 from models.records.media import MEDIA
 from models.records.model_input import prompt_columns
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
-from models.records.work import CriticWork, PolicyWork, PromptWork, RewardModelPreparation, TeacherWork
+from models.records.work import (
+    CriticWork,
+    PolicyWork,
+    PromptWork,
+    RewardModelPreparation,
+    TeacherWork,
+    UserPreparation,
+)
 from models.text.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_problems
 from models.vision.pixels import limit_pixels
 from models.vision.processor import load_processor
@@ -84,6 +91,21 @@ class PreparationWorker:
             parameters = write_served_model(work.reward, folder, problems=problems, seed=work.seed)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="judges")
+        self._progress += 1
+        return Outcome(
+            model=ModelVersion(version=0, weights=ref),
+            metrics={"parameters": parameters},
+            timings={"make": time.perf_counter() - started},
+        )
+
+    def make_user(self, work: UserPreparation) -> Outcome:
+        """Build or import the model that plays the user, and publish it as version 0."""
+        started = time.perf_counter()
+        with self._store.scratch() as folder:
+            problems = load_problems(work.data, "train", work.seed)
+            parameters = write_user(work.environment, folder, problems=problems, seed=work.seed)
+            self._progress += 1
+            ref = publish_bundle(self._store, folder, prefix="users")
         self._progress += 1
         return Outcome(
             model=ModelVersion(version=0, weights=ref),

@@ -63,9 +63,11 @@ class RolloutWorker:
     def sleep(self) -> None:
         """Give the weights' memory back; the next work loads them again."""
         self._engine.sleep()
+        if self._environment is not None:
+            self._environment.sleep()
 
     def close(self) -> None:
-        """End the engine, and the processes of environments."""
+        """End the engine, and what answers episodes."""
         self._engine.close()
         if self._environment is not None:
             self._environment.close()
@@ -125,6 +127,8 @@ class RolloutWorker:
         """Have the policy write, in turns where an environment answers."""
         if self._environment is not None:
             directory = fetch_bundle(self._store, work.policy.weights)
+            if work.user is not None:
+                self._environment.load(fetch_bundle(self._store, work.user.weights), work.user)
             return self._environment.play(begun, self._engine, work, directory=directory)
         requests = [group.request(work.policy.version, work.partial) for group in begun]
         answers = self._engine.generate(requests, work.sampling)

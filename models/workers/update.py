@@ -1,7 +1,6 @@
 """The worker that learns: training samples in by reference, a new policy version out; one process per rank."""
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,8 +16,16 @@ from models.config.objectives import UpdateConfig
 from models.config.teachers import Teacher
 from models.modeling.layout import AuxiliaryPass
 from models.records.media import Media
-from models.records.versions import ModelVersion, Outcome
-from models.records.work import EstimateWork, JudgeWarmupWork, PreferenceWork, RewardModelWork, UpdateWork, WarmupWork
+from models.records.versions import ModelVersion, Outcome, StageTimer
+from models.records.work import (
+    EstimateWork,
+    JudgeWarmupWork,
+    PreferenceWork,
+    RewardModelWork,
+    UpdateWork,
+    UserWarmupWork,
+    WarmupWork,
+)
 from models.training.auxiliary import ask_endpoint, ask_model, write_estimates
 from models.training.ranks import join_ranks
 from models.training.trainer import Trainer, frozen_forward
@@ -36,21 +43,6 @@ from models.training.update_steps import (
 )
 from models.training.versions import Learner, LoadedModels
 from models.workers.offline import OfflineTrainer
-
-
-class StageTimer:
-    """Seconds by name, each since the one before."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._since = time.perf_counter()
-
-    def end(self, name: str) -> None:
-        """Say what the time since the last lap went to; a name may come again."""
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
-        self._since = now
-
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +188,10 @@ class UpdateWorker:
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
         """Train a judge on right and wrong completions and publish it."""
         return self._offline().warm_judge(work)
+
+    def warm_user(self, work: UserWarmupWork) -> Outcome:
+        """Train the model that plays the user and publish it."""
+        return self._offline().warm_user(work)
 
     def prefer(self, work: PreferenceWork) -> Outcome:
         """Train a policy directly on preferences and publish it without optimizer state."""

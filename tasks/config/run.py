@@ -185,6 +185,9 @@ class RunConfig(Settings):
         for term, reward in self.scoring.model_rewards.items():
             if reward.endpoint is not None:
                 yield f"reward {term!r}: model", reward.endpoint
+        dialogue = None if self.rollout.environment is None else self.rollout.environment.dialogue
+        if dialogue is not None and dialogue.model.elsewhere is not None:
+            yield "rollout.environment.model", dialogue.model.elsewhere
         distillation = self.algorithm.distillation
         if distillation is not None and distillation.teacher.endpoint is not None:
             yield "algorithm.distillation.teacher", distillation.teacher.endpoint

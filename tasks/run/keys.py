@@ -21,7 +21,7 @@ _KEY = re.compile(
     (?P<derived> (?:rescore|recredit)/[^/]+/ )?
     (?: (?: (?P<batch> it-(?P<iteration>{_NUMBER}) (?:/wave-(?P<wave>[2-9]|[1-9]\d+))?
                      | (?:policy/[^/]+/)? eval-(?P<evaluation>{_NUMBER}) )
-          | policy | critic | teacher | prompts | retention | judge-[^/]+ )
+          | policy | critic | teacher | user | prompts | retention | judge-[^/]+ )
         /(?P<stage>[^/]+) (?:/(?P<shard>{_NUMBER}))?
       | terms )
     """,
@@ -136,6 +136,10 @@ PROMPTS = {split: StageKey.parse(f"prompts/{split}") for split in ("train", "hel
 
 TEACHER = StageKey.parse("teacher/model")
 """Key of the teacher's model."""
+
+
+USER_BASE, USER = (StageKey.parse(f"user/{stage}") for stage in ("base", "model"))
+"""Keys of the model that plays the user, before and after its training."""
 
 
 def iteration_key(number: int, wave: int = 1) -> str:

@@ -29,6 +29,15 @@ def test_a_policy_learns_to_ask_its_calculator(tmp_path, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_policy_learns_to_ask_its_user_first(tmp_path, seed):
+    summary = demo(tmp_path, f"seed={seed}", config="configs/dialogue.toml")
+    assert summary["before"]["mean"] <= 0.1
+    assert summary["after"]["mean"] >= 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_without_a_learning_rate_nothing_is_learnt(tmp_path):
     still = ("update.learning_rate=0", "iterations=2", "evaluation.temperature=1.0", "warmup.steps=200")
     summary = demo(tmp_path, *still)

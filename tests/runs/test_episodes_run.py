@@ -1,4 +1,4 @@
-"""A whole run of episodes, with the environment's own reward."""
+"""Whole runs of episodes: with the environment's own reward, and with a user that the run trains."""
 
 import json
 
@@ -23,6 +23,26 @@ EPISODES = (
 )
 
 
+DIALOGUES = (
+    "data.kind=measures",
+    "data.train_problems=64",
+    "data.heldout_problems=8",
+    "rollout.environment.kind=dialogue",
+    'rollout.environment.instructions="width {width}\\nheight {height}\\n"',
+    "rollout.environment.prompts=text",
+    "rollout.environment.final=####",
+    "rollout.environment.max_turns=3",
+    "rollout.environment.turn_tokens=8",
+    'rollout.environment.sampling={max_new_tokens=12, stop=["1", " ", "e"]}',
+    "rollout.environment.model.kind=trained",
+    "rollout.environment.model.shape={kind='scratch', hidden_size=16, intermediate_size=32, context=128}",
+    "rollout.environment.model.warmup.steps=10",
+    'rollout.sampling.stop=["1", " "]',
+    "scoring.max_missing=1.0",
+    "iterations=2",
+)
+
+
 def test_a_run_of_episodes_learns_from_what_its_environment_gives(tmp_path, prefect_api):
     job = InProcessJob(tmp_path / "job", prefect_api)
     job.train(*EPISODES)
@@ -35,5 +55,25 @@ def test_a_run_of_episodes_learns_from_what_its_environment_gives(tmp_path, pref
     credit = next(each for each in run.manifests("it-0002") if each.key.endswith("/credit"))
     assert 1 < credit.metrics["turns_mean"] <= 3
     assert "turn 2: " in job.command("rollouts").output
+    checked = job.command("verify")
+    assert checked.code == 0, checked.output
+
+
+def test_a_run_trains_its_user_once_and_has_every_shard_answered_by_it(tmp_path, prefect_api):
+    job = InProcessJob(tmp_path / "job", prefect_api, counts_works=True)
+    job.train(*DIALOGUES)
+    run = open_run(str(job.store), "tiny")
+    assert sum("warm_user" in work for work in job.works().elements()) == 1
+    user = run.require("user/model")
+    assert user.bundles != run.require("user/base").bundles
+    generated = [each for each in run.manifests("it-0002") if "/rollout" in each.key]
+    assert all(user.digest in each.parents for each in generated)
+    rows = [row for each in generated for row in read_shard(run.store, each.shards[0]).to_pylist()]
+    assert any(turn["observation"] for row in rows for turn in row["turns"])
+    before = [shard.digest for each in generated for shard in each.shards]
+    again = InProcessJob(tmp_path / "again", prefect_api)
+    again.train(*DIALOGUES)
+    repeated = [each for each in open_run(str(again.store), "tiny").manifests("it-0002") if "/rollout" in each.key]
+    assert [shard.digest for each in repeated for shard in each.shards] == before
     checked = job.command("verify")
     assert checked.code == 0, checked.output

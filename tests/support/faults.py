@@ -35,6 +35,7 @@ WORKS = (
     "make_critic",
     "warmup",
     "warm_judge",
+    "warm_user",
     "generate",
     "judge",
     "score",

@@ -75,7 +75,8 @@ def test_the_defaults_are_a_configuration():
         (
             "[rollout]\ntemperature = 1",
             "unknown key 'rollout.temperature'; "
-            "did you mean 'rollout.sampling.temperature' or 'evaluation.temperature'?",
+            "did you mean 'rollout.sampling.temperature' or 'rollout.environment.sampling.temperature' or "
+            "'evaluation.temperature'?",
         ),
         (
             "[rollout]\nxyzzy = 1",
@@ -105,8 +106,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
         ),
         (
             "[data]\nkind = 'files'",
-            "data.kind: expected 'arithmetic' or 'pictures' or 'calculations' or 'file' or 'target', got 'files'; did "
-            "you mean 'file'?",
+            "data.kind: expected 'arithmetic' or 'pictures' or 'calculations' or 'measures' or 'file' or 'target', got "
+            "'files'; did you mean 'file'?",
         ),
         ("[policy]\nlayers = 2", "policy.kind: missing, expected 'scratch' or 'seeing_scratch' or 'directory'"),
         (

@@ -1,0 +1,44 @@
+"""Questions about a measure that the prompt leaves out, for a demo of policies that learn to ask the user first.
+
+    Cleo needs a lid. How wide?
+    width?                        the policy's first turn
+    17                            what the user says, who knows `width` and `height`
+    #### 17                       its second
+
+A guess is almost never right, and an answer after the right question always can be. Torch-free.
+"""
+
+from random import Random
+from typing import Final
+
+from infra.errors import BadInput
+from models.config.data import MeasuresData
+from models.data.problems import Problem, draw_problems
+
+NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
+THINGS: Final = ("box", "door", "frame", "lid", "sail", "shelf", "tent", "window")
+ASKED: Final = {"width": "wide", "height": "high"}
+"""What the prompt asks for each measure."""
+SMALLEST, LARGEST = 2, 40
+
+
+def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]:
+    """Make the split's problems: different questions or measures, the same list for the same seed."""
+    wanted = data.train_problems if split == "train" else data.heldout_problems
+    rng = Random(f"{seed}/{split}/measures")
+    found = draw_problems(lambda source: _draw(rng, source=source), split=split, wanted=wanted)
+    if len(found) < wanted:
+        raise BadInput(f"data.{split}_problems = {wanted}: only {len(found)} different problems were found")
+    return found
+
+
+def _draw(rng: Random, *, source: str) -> Problem:
+    width, height = rng.sample(range(SMALLEST, LARGEST + 1), k=2)
+    columns = {"width": width, "height": height}
+    measure = rng.choice(list(columns))
+    question = f"{rng.choice(NAMES)} needs a {rng.choice(THINGS)}. How {ASKED[measure]}?\n"
+    answer = f"#### {columns[measure]}"
+    turns = (f"{measure}?", f"\n{columns[measure]}\n", answer)
+    return Problem(
+        source=source, prompt=question, answer=answer, worked="".join(turns), worked_turns=turns, columns={**columns}
+    )

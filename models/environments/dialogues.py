@@ -1,0 +1,125 @@
+"""Episodes in which a model plays the user. Torch-free.
+
+What it says follows from its weights, the problem, the seed and the turns, and from nothing else: its draws have seeds
+of their own, by episode and turn. So a shard repeats itself to the bit where its engine does; behind an endpoint as far
+as the server goes by seeds.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+
+from infra.errors import BadInput
+from infra.processes.episodes import Asked, EnvironmentStep, Said
+from models.config.environments import DialogueEnvironment
+from models.environments.answers import Answered
+from models.environments.transcripts import Transcript, instructed
+from models.environments.users import AskedUser, HeldUser, PlaysUser, Reply
+from models.records.seeds import derive_seed
+from models.records.versions import ModelVersion
+
+_SILENT = EnvironmentStep((), done=False)
+
+
+class Dialogues:
+    """Has a model answer the turns of all episodes that ask at the same time."""
+
+    def __init__(self, settings: DialogueEnvironment) -> None:
+        """Load nothing yet. Raises BadInput where an endpoint may not be asked."""
+        self._settings = settings
+        self._final = None if settings.final is None else re.compile(settings.final)
+        self._user, self._held = _plays(settings)
+        self._turn = Lock()  # batches share the model
+        self._replies: dict[str, tuple[str, ...]] = {}
+        self._answered = 0
+
+    @property
+    def done(self) -> int:
+        """Moves with every turn that is answered, and every pass of the model."""
+        return self._answered + self._user.progress
+
+    def load(self, directory: Path, model: ModelVersion) -> None:
+        """Take the model in `directory`. Raises BadInput where it is elsewhere."""
+        if self._held is None:
+            raise BadInput(f"{self._settings.run.where}: its model is behind an endpoint, found one to load")
+        self._held.load(directory, model)
+
+    def sleep(self) -> None:
+        """Give the memory of its weights back."""
+        if self._held is not None:
+            self._held.sleep()
+
+    def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[Answered]:
+        """Begin episodes, and answer the last turn of others, with one call of the model for all of them."""
+        with self._turn:
+            found: dict[int, Answered] = {}
+            waiting: list[tuple[int, Transcript, int]] = []
+            for index, each in enumerate(asked):
+                try:
+                    instructions = instructed(self._settings.instructions, each.problem)
+                except ValueError as error:
+                    found[index] = Answered(None, str(error))
+                    continue
+                at_once = self._without_user(each)
+                if at_once is None:
+                    waiting.append((index, self._transcript(each, instructions), _seed(each)))
+                else:
+                    found[index] = Answered(at_once)
+            transcripts, seeds = [each for _, each, _ in waiting], [seed for *_, seed in waiting]
+            replies = self._user.reply(transcripts, seeds) if waiting else []
+            found |= {
+                index: self._read(asked[index], reply) for (index, *_), reply in zip(waiting, replies, strict=True)
+            }
+            self._answered += len(asked)
+            return [found[index] for index in range(len(asked))]
+
+    def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
+        """Forget what was said."""
+        with self._turn:
+            for name in episodes:
+                self._replies.pop(name, None)
+
+    def close(self) -> None:
+        """End the model's engine."""
+        if self._held is not None:
+            self._held.close()
+
+    def _without_user(self, asked: Asked) -> EnvironmentStep | None:
+        """Answer what the user need not be asked for: the beginning, a final turn, a last turn that nothing can end."""
+        if not asked.turns:
+            self._replies[asked.episode] = ()
+            return _SILENT
+        if self._final is not None and self._final.search(str(asked.turns[-1]["text"])):
+            return EnvironmentStep((), done=True)
+        if len(asked.turns) == self._settings.max_turns and not self._settings.endings:
+            return _SILENT
+        return None
+
+    def _transcript(self, asked: Asked, instructions: str) -> Transcript:
+        turns = tuple(str(turn["text"]) for turn in asked.turns)
+        return Transcript(instructions, turns, self._replies[asked.episode])
+
+    def _read(self, asked: Asked, reply: Reply) -> Answered:
+        if reply.failure:
+            return Answered(None, reply.failure)
+        self._replies[asked.episode] += (reply.text,)
+        places = {ending: reply.text.find(ending) for ending in self._settings.endings}
+        ending = min((each for each, place in places.items() if place >= 0), key=lambda each: places[each], default="")
+        if ending:
+            return Answered(EnvironmentStep((), done=True, reward=self._settings.endings[ending]))
+        return Answered(EnvironmentStep((Said(self._settings.run.role, reply.text),), done=False))
+
+
+def _plays(settings: DialogueEnvironment) -> tuple[PlaysUser, HeldUser | None]:
+    model = settings.model
+    if model.elsewhere is not None:
+        return AskedUser(model.elsewhere, settings.sampling), None
+    assert model.held is not None, "a model that is not elsewhere has an engine"
+    held = HeldUser(model.held, settings.sampling, chats=model.chats)
+    return held, held
+
+
+def _seed(asked: Asked) -> int:
+    """Of the reply: by the sample's own, and the turn."""
+    return derive_seed("user", asked.seed, len(asked.turns))
