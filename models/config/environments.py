@@ -23,7 +23,7 @@ class EpisodeSettings(Variant, ABC):
     """What all environments share: how episodes go."""
 
     answering: ClassVar[str] = "models.environments.pool:EnvironmentPool"
-    """`pkg.mod:name` of what answers the turns of a worker's episodes, a `models.environments.answers.MakesAnswering`."""
+    """`pkg.mod:name` of what answers a worker's episodes, a `models.environments.answers.MakesAnswering`."""
 
     parser: str = "auto"
     """How calls of tools are read from a turn: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`,
