@@ -131,10 +131,13 @@ def answer(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str:
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
 
-def schemas_of(tools: Sequence[Callable[..., object]]) -> list[dict[str, Any]]:
-    """Describe tools as chat templates show them, by their type hints and docstrings. Raises ValueError."""
-    if not tools:
-        return []
+def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Describe tools as chat templates show them, by their type hints and docstrings. Raises ValueError.
+
+    What is a schema already stays as it is.
+    """
+    if all(isinstance(tool, Mapping) for tool in tools):
+        return list(tools)
     library = importlib.import_module("transformers.utils")  # takes seconds; whoever imports this file does not need it
     found = []
     for tool in tools:

@@ -243,9 +243,7 @@ def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> N
         _send(answers, [call["token"], step, reason, None])
 
 
-def _environment(
-    order: Mapping[str, Any], tool_box: Callable[..., object]
-) -> tuple[Callable[[], object], list[Callable[..., object]]]:
+def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> tuple[Callable[[], object], list[Any]]:
     """Import what makes an environment for each episode, and the tools that it offers."""
     where, options = order["where"], order["options"]
     for target in (order["target"], *order["tools"]):
@@ -255,12 +253,20 @@ def _environment(
         for tool in tools:
             if not callable(tool):
                 raise Unusable(f"{where}: expected functions as tools, found {tool!r}")
-        return (lambda: tool_box(tools)), tools  # type: ignore[return-value]
+        return (lambda: tool_box(tools)), tools
     found = find(order["target"], where)
     if not callable(found) or not callable(getattr(found, "step", None)):
         raise Unusable(f"{where}: expected a class with a method step(turn), found {found!r}")
     check_call(found, where=where, named=options)
-    return functools.partial(found, **options), [*getattr(found, "tools", ())]
+    offered: Any = getattr(found, "tools", ())
+    if callable(offered):  # those of a server, which takes its time to start and tell them
+        try:
+            offered = offered(**options)
+        except ValueError:
+            if order["describes"]:
+                raise
+            offered = ()  # it may be back when it is asked
+    return functools.partial(found, **options), [*offered]
 
 
 def serve_programs(box: Any, limits: Mapping[str, int], calls: BinaryIO, answers: int) -> None:  # noqa: ANN401

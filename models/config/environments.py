@@ -3,9 +3,10 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from infra.config import Positive
 from infra.processes.episodes import RunEnvironment
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from models.config.job import Job
 
 ImportString = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+
+
+CONNECT_SECONDS: Final = 30.0
+"""How much longer than a turn the start of a server of tools may take."""
+LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
 class EpisodeSettings(Variant, ABC):
@@ -156,6 +162,65 @@ class PythonEnvironment(EnvironmentSettings):
         return RunEnvironment("rollout.environment kind 'python'")
 
 
+class McpEnvironment(EnvironmentSettings):
+    """Tools of an MCP server (`pip install 'mcp>=2.3,<3'`); a turn without a call ends the episode.
+
+    All episodes of a process share a server, or a connection to one.
+    """
+
+    implementation = "models.environments.pool:server_process"
+
+    kind: Literal["mcp"] = "mcp"
+    command: tuple[str, ...] = ()
+    """Program and arguments that start a server on stdio; or set `url`."""
+    url: str | None = None
+    """Address of a server on streamable HTTP, https unless it is on this machine; or set `command`."""
+    variables: tuple[str, ...] = ()
+    """Environment variables that are handed to the `command`, which gets no others than `PATH`, `HOME` and the like."""
+    header_variables: dict[str, str] = {}
+    """Headers sent to the `url`, each with the environment variable that holds its value, such as `Bearer …`."""
+    tools: tuple[str, ...] = ()
+    """Tools that the policy may call; all where none is named."""
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Environment variables that are read, by what they become."""
+        return {**{name: name for name in self.variables}, **self.header_variables}
+
+    @property
+    def run(self) -> RunEnvironment:
+        """What asks the server."""
+        server: dict[str, JsonValue] = {
+            "command": list(self.command),
+            "url": self.url or "",
+            "variables": dict(self.secrets),
+            "seconds": self.step_seconds + CONNECT_SECONDS,
+        }
+        return RunEnvironment(
+            "rollout.environment kind 'mcp'",
+            target="models.environments.mcp_tools:McpTools",
+            options={"server": server, "only": list(self.tools)},
+        )
+
+    @model_validator(mode="after")
+    def _has_one_server(self) -> Self:
+        if bool(self.command) == (self.url is not None):
+            raise ValueError("expected either command or url, found " + ("both" if self.command else "neither"))
+        if (self.header_variables and self.command) or (self.variables and self.url):
+            raise ValueError("expected variables with command, header_variables with url, found them the other way")
+        if self.url is not None:
+            _check_url(self.url)
+        return self
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None:  # the URL is not shown: it holds a secret
+        raise ValueError("url: expected no user name or password in it; put them into header_variables")
+    if parts.scheme != "https" and (parts.scheme != "http" or parts.hostname not in LOOPBACK):
+        raise ValueError(f"url: expected https, or http on this machine, found {url!r}")
+
+
 class DialogueEnvironment(EpisodeSettings):
     """A model plays the user and answers the policy's turns."""
 
@@ -204,5 +269,6 @@ class DialogueEnvironment(EpisodeSettings):
 
 
 EnvironmentConfig = Annotated[
-    TargetEnvironment | ToolsEnvironment | PythonEnvironment | DialogueEnvironment, Field(discriminator="kind")
+    TargetEnvironment | ToolsEnvironment | PythonEnvironment | McpEnvironment | DialogueEnvironment,
+    Field(discriminator="kind"),
 ]

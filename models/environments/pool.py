@@ -4,17 +4,19 @@ What an episode's environment does wrong is the environment's fault, so the epis
 and the policy is not punished for it. Torch-free.
 """
 
+import importlib.util
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Lock
 from typing import Any, Protocol, cast
 
-from infra.errors import WorkerLost
-from infra.processes.child import MOST_ENDS, Place, ProcessEnded, Served, users_interpreter
+from infra.errors import BadInput, WorkerLost
+from infra.processes.child import MOST_ENDS, Place, ProcessEnded, Served, our_interpreter, users_interpreter
 from infra.processes.episodes import Asked, EnvironmentStep, EpisodeProcess
 from infra.variants import implementation_of
-from models.config.environments import EnvironmentSettings
+from models.config.environments import EnvironmentSettings, McpEnvironment
 from models.environments.answers import Answered
 
 
@@ -48,6 +50,19 @@ def user_process(settings: EnvironmentSettings, *, describes: bool) -> EpisodePr
     """Start a process with what a user brings. Raises BadInput where there is no sandbox for it."""
     run = settings.run.describing() if describes else settings.run
     return EpisodeProcess(run, users_interpreter(sandbox=settings.sandboxed_by), seconds=settings.step_seconds)
+
+
+def server_process(settings: McpEnvironment, *, describes: bool) -> EpisodeProcess:
+    """Start a process that asks an MCP server. Raises BadInput where its package or a variable is missing."""
+    if importlib.util.find_spec("mcp") is None:
+        raise BadInput(f"{settings.run.where}: expected the package mcp, found none; pip install 'mcp>=2.3,<3'")
+    for variable in settings.secrets.values():
+        if not os.environ.get(variable):
+            raise BadInput(
+                f"{settings.run.where}: expected a value in the environment variable {variable!r}, found none"
+            )
+    run = settings.run.describing() if describes else settings.run
+    return EpisodeProcess(run, our_interpreter(), seconds=settings.step_seconds)
 
 
 class EnvironmentPool:

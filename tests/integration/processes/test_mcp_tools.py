@@ -1,0 +1,185 @@
+"""Tools of real MCP servers, over stdio and HTTP: their errors are the policy's to read, their failures nobody's."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import httpx
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from infra.errors import BadInput
+from infra.processes.episodes import Asked
+from models.config.environments import McpEnvironment
+from models.environments.pool import Answered, EnvironmentPool
+from models.environments.scene import tool_schemas
+from models.text.calls import Call, ParsedTurn
+from tests.support.jobs import wait_for
+from tests.support.s3_servers import free_port
+
+SERVER = (sys.executable, "-m", "tests.support.mcp_server")
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[str]:
+    """The address of a server on HTTP."""
+    port = free_port()
+    keyless = {name: value for name, value in os.environ.items() if not name.endswith("_KEY")}
+    with subprocess.Popen([*SERVER, str(port)], stderr=subprocess.DEVNULL, env=keyless) as process:
+        url = f"http://127.0.0.1:{port}/mcp"
+
+        def answers() -> bool:
+            try:
+                return httpx.get(url, trust_env=False).status_code > 0
+            except httpx.TransportError:
+                return False
+
+        assert wait_for(answers, seconds=60)
+        yield url
+        process.kill()
+
+
+@pytest.fixture(params=["stdio", "http"])
+def settings(request) -> McpEnvironment:
+    more = {"processes": 1, "step_seconds": 20}
+    if request.param == "stdio":
+        return McpEnvironment(command=SERVER, variables=("SHOP_KEY",), **more)
+    url = request.getfixturevalue("http")
+    return McpEnvironment(url=url, header_variables={"X-Shop-Key": "SHOP_KEY"}, **more)
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("SHOP_KEY", "a secret")
+    monkeypatch.setenv("OTHER_KEY", "another")
+
+
+def answered(pool: EnvironmentPool, *calls: Call) -> Answered:
+    [found] = pool.answer([Asked("0", problem={}, seed=0, turns=(asdict(ParsedTurn("", calls)),))], [0])
+    pool.end(["0"], [0])
+    return found
+
+
+def said(pool: EnvironmentPool, *calls: Call) -> list[tuple[str, str, str]]:
+    found = answered(pool, *calls)
+    assert found.step is not None, found.failure
+    return [(message.role, message.name, message.content) for message in found.step.messages]
+
+
+@pytest.fixture
+def pool(settings) -> Iterator[EnvironmentPool]:
+    running = EnvironmentPool(settings)
+    yield running
+    running.close()
+
+
+def test_calls_are_answered_and_errors_of_a_tool_are_for_the_policy(pool):
+    calls = Call("price", {"item": "bread"}), Call("price", {"item": "ale", "count": 3})
+    assert said(pool, *calls) == [("tool", "price", "5 crowns"), ("tool", "price", "9 crowns")]
+    [(*_, refused)] = said(pool, Call("price", {"item": "stone"}))
+    assert refused.startswith("Error: ")
+    assert "nobody sells a stone" in refused
+    [(*_, wrong)] = said(pool, Call("price", {"item": 5}))
+    assert wrong.startswith("Error: ")
+    assert "valid string" in wrong
+    [(*_, unknown)] = said(pool, Call("prize", {}))
+    assert unknown == "Error: no tool 'prize'; the tools are price, secret, misbehave"
+    assert answered(pool).step.done
+
+
+def test_a_server_is_told_the_variables_that_are_named_and_no_others(pool):
+    assert said(pool, Call("secret", {})) == [("tool", "secret", "a secret")]
+
+
+def test_schemas_are_the_servers_and_only_tools_that_are_allowed_are_shown_and_called(settings):
+    one = settings.model_copy(update={"tools": ("price",)})
+    [schema] = tool_schemas(one)
+    assert schema["function"]["name"] == "price"
+    assert schema["function"]["description"] == "Look up what items cost."
+    assert schema["function"]["parameters"]["required"] == ["item"]
+    pool = EnvironmentPool(one)
+    try:
+        assert said(pool, Call("secret", {}))[0][2] == "Error: no tool 'secret'; the tools are price"
+    finally:
+        pool.close()
+    with pytest.raises(BadInput, match="the MCP server has no tool 'prize', did you mean 'price'"):
+        tool_schemas(settings.model_copy(update={"tools": ("prize",)}))
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds", "reason"),
+    [
+        ("die", 20, "ServerFailed: Connection closed"),
+        ("hang", 2, "no answer after 2 s"),
+        ("garbage", 2, "no answer after 2 s"),
+    ],
+)
+def test_a_server_that_dies_hangs_or_answers_garbage_fails_its_episode_and_is_started_again(how, seconds, reason):
+    pool = EnvironmentPool(McpEnvironment(command=SERVER, processes=1, step_seconds=seconds))
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        assert said(pool, Call("price", {"item": "ale"}))[0][2] == "3 crowns"
+        lost = answered(pool, Call("misbehave", {"how": how}))
+        assert lost.step is None
+        assert lost.failure.startswith(reason)
+        assert said(pool, Call("price", {"item": "ale"}))[0][2] == "3 crowns"
+    finally:
+        pool.close()
+    assert wait_for(lambda: set(psutil.Process().children(recursive=True)) <= before, seconds=20)
+
+
+def test_a_server_on_http_that_is_gone_fails_episodes_and_is_asked_again_when_it_is_back():
+    port = free_port()
+    settings = McpEnvironment(url=f"http://127.0.0.1:{port}/mcp", processes=1, step_seconds=20)
+    pool = EnvironmentPool(settings)
+    try:
+        lost = answered(pool, Call("price", {"item": "ale"}))
+        assert lost.failure.startswith("ServerFailed: ConnectError")
+        with subprocess.Popen([*SERVER, str(port)], stderr=subprocess.DEVNULL) as process:
+            assert wait_for(lambda: answered(pool, Call("price", {"item": "ale"})).step is not None, seconds=60)
+            process.send_signal(signal.SIGKILL)
+        assert answered(pool, Call("price", {"item": "ale"})).step is None
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "expected either command or url, found neither"),
+        ({"command": ("x",), "url": "https://x.example.com"}, "found both"),
+        ({"url": "http://tools.example.com/mcp"}, "expected https, or http on this machine"),
+        ({"url": "https://me:secret@tools.example.com/mcp"}, "expected no user name or password"),
+        ({"command": ("x",), "header_variables": {"A": "B"}}, "found them the other way"),
+    ],
+)
+def test_settings_that_name_no_server_are_refused(given, message: str):
+    with pytest.raises(ValidationError, match=message) as refused:
+        McpEnvironment(**given)
+    assert "secret@" not in refused.value.errors()[0]["msg"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"command": ("no-such-server",)}, "the MCP server 'no-such-server': FileNotFoundError"),
+        ({"command": ("echo", "garbage")}, "the MCP server 'echo garbage': MCPError: Connection closed"),
+        ({"command": SERVER, "variables": ("NO_SUCH_KEY",)}, "expected a value in the environment variable 'NO_SUCH"),
+    ],
+)
+def test_a_server_that_cannot_be_had_is_refused_in_one_line(more, message: str):
+    with pytest.raises(BadInput, match=message) as refused:
+        tool_schemas(McpEnvironment(**more))
+    assert "\n" not in str(refused.value)
+
+
+def test_without_its_package_it_is_refused_with_what_to_install(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "mcp" else found(name, *more))
+    with pytest.raises(BadInput, match=r"expected the package mcp, found none; pip install 'mcp>=2.3,<3'"):
+        tool_schemas(McpEnvironment(command=SERVER))
