@@ -111,6 +111,7 @@ def test_schemas_are_the_servers_and_only_tools_that_are_allowed_are_shown_and_c
         tool_schemas(settings.model_copy(update={"tools": ("prize",)}))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("how", "seconds", "reason"),
     [
@@ -133,6 +134,7 @@ def test_a_server_that_dies_hangs_or_answers_garbage_fails_its_episode_and_is_st
     assert wait_for(lambda: set(psutil.Process().children(recursive=True)) <= before, seconds=20)
 
 
+@pytest.mark.system
 def test_a_server_on_http_that_is_gone_fails_episodes_and_is_asked_again_when_it_is_back():
     port = free_port()
     settings = McpEnvironment(url=f"http://127.0.0.1:{port}/mcp", processes=1, step_seconds=20)
