@@ -35,6 +35,8 @@ def rollouts(seed: int) -> pa.Table:
         "finish_reason": ["stop"] * ROWS,
         "seed": random.integers(0, 2**63, ROWS).astype(np.uint64),
         "segments": [[{"policy_version": 1, "tokens": COMPLETION_TOKENS}]] * ROWS,
+        "turns": [None] * ROWS,
+        "messages": [None] * ROWS,
     }
     return pa.table(columns, schema=ROLLOUT_SCHEMA)
 

@@ -178,6 +178,7 @@ def _work(store: Store, policy: Path, size: Size) -> RolloutWork:
         "images": [[]] * PROMPTS,
         "answer": [""] * PROMPTS,
         "columns": ["{}"] * PROMPTS,
+        "messages": [None] * PROMPTS,
     }
     return RolloutWork(
         iteration=1,

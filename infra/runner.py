@@ -174,10 +174,10 @@ def _write(pipe: int, content: bytes) -> None:
         left = left[os.write(pipe, left) :]
 
 
-def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], bool]:
+def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]]:
     """Import a function and prove that it takes (prompt, completion, answer, **options), and its parts.
 
-    Also returns whether it has a parameter `images`, which is then given to it.
+    Also returns which of `images` and `messages` it has as parameters, which are then given to it.
     """
     where, target, options, part = (function[name] for name in ("where", "target", "options", "part"))
     _forget(target.partition(":")[0].partition(".")[0])
@@ -186,12 +186,12 @@ def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], bool]:
         raise Unusable(f"{where}: expected a function that returns a float, or several, found {found!r}")
     if function["made"]:
         made: Callable[..., object] = found(**options)
-        return made, False
+        return made, []
     named = {part: [], **options} if part else options
-    sees = "images" not in named and _has_parameter(found, "images")
-    named = {"images": [], **named} if sees else named
+    takes = [name for name in ("images", "messages") if name not in named and _has_parameter(found, name)]
+    named = {**{name: [] for name in takes}, **named}
     check_call(found, "prompt", "completion", "answer", where=where, named=named)
-    return functools.partial(found, **options), sees
+    return functools.partial(found, **options), takes
 
 
 def _has_parameter(function: Callable[..., object], name: str) -> bool:
@@ -287,11 +287,12 @@ def _answer(asked: Callable[[], object], pipe: int) -> None:
 def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: BinaryIO, answers: int) -> None:
     """Load functions and call them, in a sandbox in forks. Raises ValueError if they cannot be used."""
     functions = [_load(function) for function in order["functions"]]
-    _send(answers, [sees for _, sees in functions])
+    _send(answers, [takes for _, takes in functions])
     while (call := _receive(calls)) is not None:
-        function, sees = functions[call["function"]]
-        shown = {"images": [base64.b64decode(image) for image in call["images"]]} if sees else {}
-        bound = functools.partial(function, *call["arguments"], **call["named"], **shown)
+        function, takes = functions[call["function"]]
+        shown = {"images": [base64.b64decode(image) for image in call["images"]], "messages": call["messages"]}
+        taken = {name: shown[name] for name in takes}
+        bound = functools.partial(function, *call["arguments"], **call["named"], **taken)
         asked = functools.partial(value_of, bound, call["expected"], "".join(call["named"]))
         if box is None:
             found = [*asked(), None]

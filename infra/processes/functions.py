@@ -46,23 +46,23 @@ class FunctionProcess:
         order: dict[str, JsonValue] = {"functions": [asdict(function) for function in functions]}
         self._child = Child(order, interpreter, what=what, seconds=seconds)
         self._functions = len(functions)
-        self._sees: tuple[bool, ...] = ()
+        self._takes: tuple[frozenset[str], ...] = ()
 
     def ready(self) -> None:
         """Wait until the functions are imported. Raises BadInput if they cannot be used, else ProcessEnded."""
         found = self._child.ready()
-        sees = tuple(each for each in found if isinstance(each, bool))
-        if len(sees) != len(found) or len(sees) != self._functions:
+        takes = tuple(frozenset(map(str, each)) for each in found if isinstance(each, list))
+        if len(takes) != len(found) or len(takes) != self._functions:
             raise meddled()
-        self._sees = sees
+        self._takes = takes
 
     def kill(self) -> None:
         """Kill the process with its group and its descendants."""
         self._child.kill()
 
-    def sees(self, function: int) -> bool:
-        """Whether a function takes images; known once they are imported."""
-        return self._sees[function]
+    def takes(self, function: int, name: str) -> bool:
+        """Whether a function takes `images` or `messages`; known once they are imported."""
+        return name in self._takes[function]
 
     def call(
         self,
@@ -72,6 +72,7 @@ class FunctionProcess:
         named: Mapping[str, list[str]],
         expected: int | None,
         images: Sequence[bytes] = (),
+        messages: Sequence[Mapping[str, object]] = (),
     ) -> CallResult:
         """Call a function, which returns a number, or as many as expected (-1: any).
 
@@ -84,6 +85,7 @@ class FunctionProcess:
             "arguments": arguments,
             "named": named,
             "images": [base64.b64encode(image).decode() for image in images],
+            "messages": [*messages],
             "expected": expected,
         }
         answer, spent = self._child.exchange(request, seconds)

@@ -51,6 +51,10 @@ def reasons_against(job: Job) -> Iterator[str]:
     elif job.scoring.environment_rewards:
         [term, *_] = job.scoring.environment_rewards
         yield f"reward {term!r}: no environment gives it, set [rollout.environment] or remove the reward"
+    else:
+        pairs = zip(job.scoring.terms, job.scoring.rewards, strict=True)
+        for term in (term for term, reward in pairs if reward.valued == "turn"):
+            yield f"reward {term!r}: per = 'turn' values turns of episodes, set [rollout.environment]"
     for name, engine, slots in slot_engines(job.rollout, job.scoring):
         yield from engine.reasons_against_place(name, gpus=slots * job.pools.gpus_per_worker, pools=job.pools)
 

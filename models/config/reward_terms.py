@@ -143,8 +143,9 @@ class TargetReward(RuleReward):
     """Any function `reward(prompt: str, completion: str, answer: str, **options)`.
 
     It returns a number; with `per = "step"` or `"token"` it is also given `steps: list[str]` or `tokens: list[str]`,
-    which concatenated are the completion, and returns as many numbers. With a parameter `images: list[bytes]` it is
-    given the encoded images of the prompt.
+    which concatenated are the completion, and returns as many numbers; with `per = "turn"` it is given `turns:
+    list[str]`, what the policy wrote in each turn of an episode. With a parameter `images: list[bytes]` it is given the
+    encoded images of the prompt, with `messages: list[dict]` prompt and episode as `{role, content, name}` each.
     """
 
     brings_code = True
@@ -154,17 +155,17 @@ class TargetReward(RuleReward):
     """`pkg.mod:function`."""
     options: dict[str, JsonValue] = {}
     """Keyword arguments given to the function."""
-    per: Literal["completion", "step", "token"] = "completion"
+    per: Literal["completion", "step", "token", "turn"] = "completion"
     """What gets a number of its own."""
     steps: Segmentation = BlankLines()
     """What a step is."""
     aggregate: Aggregated = "mean"
-    """How the numbers of steps or tokens become one where a number per completion is wanted."""
+    """How the numbers of steps, tokens or turns become one where a number per completion is wanted."""
 
     @property
     def function(self) -> RunFunction:
         """The one that is named."""
-        part = {"completion": "", "step": "steps", "token": "tokens"}[self.per]
+        part = {"completion": "", "step": "steps", "token": "tokens", "turn": "turns"}[self.per]
         return RunFunction(self.target, where=f"reward target {self.target!r}", options=self.options, part=part)
 
     @property

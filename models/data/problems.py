@@ -32,6 +32,12 @@ class Message:
     name: str = ""
     """Of the tool that answers, if one does."""
 
+    @property
+    def text(self) -> str:
+        """Its text, without images."""
+        parts = (self.content,) if isinstance(self.content, str) else self.content
+        return "".join(part for part in parts if isinstance(part, str))
+
     def spelt(self) -> dict[str, Any]:
         """Spell it as chat templates read it."""
         content = self.content if isinstance(self.content, str) else [_spelt_part(part) for part in self.content]

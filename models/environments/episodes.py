@@ -21,7 +21,7 @@ from models.engines.protocol import Completion, Engine, Request
 from models.environments.answers import Answered, Answering
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
-from models.rollouts.groups import Group, PartialCompletion, TurnRecord
+from models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord
 from models.text.calls import ParsedTurn, Parser
 from models.text.turns import TurnFormat
 
@@ -114,8 +114,9 @@ class Episodes:
         if self.form.is_chat:
             episode.end(FinishReason.FAILED, error="reset: expected None, since the prompts are chats; found a text")
             return
-        tokens = self._observation(step)
-        episode.draft = replace(episode.draft, input=episode.draft.input.answered(tokens))
+        said = self._shortened(step)
+        tokens = self._observation(said)
+        episode.draft = replace(episode.draft, input=episode.draft.input.answered(tokens), messages=_chatted(said))
 
     def _write(self, live: Sequence[_Episode]) -> None:
         """Have the policy write the next turn of each."""
@@ -131,6 +132,8 @@ class Episodes:
         errors = sum(bool(call.error) for call in turn.calls)
         record = TurnRecord(tokens=len(completion.tokens), calls=len(turn.calls), errors=errors)
         draft = episode.draft.continued(completion, self.version)
+        wrote = ChatMessage(role="assistant", content=turn.text, name=None)
+        draft = replace(draft, messages=(*draft.messages, wrote))
         if completion.finish_reason is FinishReason.STOP:
             episode.draft = replace(draft, finish_reason=FinishReason.CUT, turns=(*draft.turns, record))
             episode.turns.append(turn)
@@ -160,22 +163,34 @@ class Episodes:
             episode.draft = replace(draft, turns=(*before, last))
             episode.end(FinishReason.STOP if step.done else FinishReason.TURNS)
             return
-        tokens = self._observation(step, after=int(draft.input.tokens[-1]))
+        said = self._shortened(step)
+        tokens = self._observation(said, after=int(draft.input.tokens[-1]))
         if draft.input.num_completion_tokens + len(tokens) >= self.sampling.max_new_tokens:
             episode.draft = replace(draft, turns=(*before, last))
             episode.end(FinishReason.LENGTH)
             return
-        episode.draft = replace(draft.answered(tokens), turns=(*before, replace(last, observation=len(tokens))))
+        episode.draft = replace(
+            draft.answered(tokens),
+            turns=(*before, replace(last, observation=len(tokens))),
+            messages=(*draft.messages, *_chatted(said)),
+        )
 
-    def _observation(self, step: EnvironmentStep, *, after: int | None = None) -> tuple[int, ...]:
-        """Spell what was said; all of it together is cut to the longest observation."""
+    def _shortened(self, step: EnvironmentStep) -> list[Message]:
+        """Say what was said; all of it together is cut to the longest observation."""
         most = max(LEAST_OBSERVATION, self.settings.observation_tokens // max(1, len(step.messages)))
-        shortened = [Message(each.role, self.form.shortened(each.content, most), each.name) for each in step.messages]
-        return self.form.observation(shortened, ended=after is None or after in self.form.ends)
+        return [Message(each.role, self.form.shortened(each.content, most), each.name) for each in step.messages]
+
+    def _observation(self, said: Sequence[Message], *, after: int | None = None) -> tuple[int, ...]:
+        """Spell what was said."""
+        return self.form.observation(said, ended=after is None or after in self.form.ends)
 
     def _answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, Answered]]:
         asked = [episode.asked() for episode in episodes]
         return [*zip(episodes, self.environments.answer(asked, [each.number for each in episodes]), strict=True)]
+
+
+def _chatted(said: Sequence[Message]) -> tuple[ChatMessage, ...]:
+    return tuple(ChatMessage(role=each.role, content=each.text, name=each.name or None) for each in said)
 
 
 def _requests(live: Sequence[_Episode], *, budget: int) -> tuple[list[Request], list[list[_Episode]]]:

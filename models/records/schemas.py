@@ -18,6 +18,15 @@ class FinishReason(StrEnum):
     FAILED = "failed"
 
 
+MESSAGE = pa.struct(
+    [
+        ("role", pa.string()),
+        ("content", pa.string()),  # text; images are left out
+        ("name", pa.string()),  # of the tool that answers; null where none does
+    ]
+)
+"""A message of a chat."""
+
 PROMPT_SCHEMA = pa.schema(
     [
         (
@@ -29,6 +38,7 @@ PROMPT_SCHEMA = pa.schema(
         ("images", pa.list_(pa.string())),  # digests, in the order in which the tokens have places for them
         ("answer", pa.string()),  # the reference answer, given to rewards
         ("columns", pa.string()),  # what an environment is told beside prompt and answer, as a JSON object
+        ("messages", pa.list_(MESSAGE)),  # of a chat, before its template; null where it is plain text
     ]
 )
 """Prompts of a data set, one row each; a prompt's row number is its name inside a run."""
@@ -77,6 +87,8 @@ ROLLOUT_SCHEMA = pa.schema(
         # -1 stands for an environment, whose tokens have log-probs of 0.
         ("segments", pa.list_(pa.struct([("policy_version", pa.int32()), ("tokens", pa.int32())]))),
         ("turns", pa.list_(TURN)),  # of an episode, in order; null where no environment answers
+        # Of an episode: the prompt's, then by turn what the policy wrote and what it read; null as turns.
+        ("messages", pa.list_(MESSAGE)),
     ]
 )
 """Completions, one row each, ordered by (prompt_row, sample)."""

@@ -16,6 +16,12 @@ def turns_of(rollouts: pa.Table) -> list[tuple[TurnRecord, ...]]:
     return [tuple(TurnRecord(**turn) for turn in turns or ()) for turns in rollouts["turns"].to_pylist()]
 
 
+def starts_of(turns: Sequence[TurnRecord]) -> tuple[int, ...]:
+    """Name the first token of each turn; what the environment says belongs to the turn that it answers."""
+    lengths = [turn.tokens + turn.observation for turn in turns]
+    return tuple(accumulate(lengths[:-1], initial=0)) if lengths else ()
+
+
 def failures_of(episodes: Sequence[Sequence[TurnRecord]]) -> list[str | None]:
     """Say of each completion why its environment failed, if it did."""
     return [next((turn.error for turn in turns if turn.error is not None), None) for turns in episodes]
@@ -30,9 +36,7 @@ def _given(turns: Sequence[TurnRecord], reward: EnvironmentReward) -> Judgement 
     numbers = [turn.reward for turn in turns if turn.reward is not None] or [0.0]
     if reward.per == "completion":
         return Judgement(sum(numbers) if reward.aggregate == "sum" else numbers[-1], None)
-    lengths = [turn.tokens + turn.observation for turn in turns]
-    starts = tuple(accumulate(lengths[:-1], initial=0))
-    return Spans(starts, returns_to_go([turn.reward or 0.0 for turn in turns], reward.gamma))
+    return Spans(starts_of(turns), returns_to_go([turn.reward or 0.0 for turn in turns], reward.gamma))
 
 
 def returns_to_go(rewards: Sequence[float], gamma: float) -> tuple[float, ...]:

@@ -22,10 +22,11 @@ from models.config.reward_terms import RuleReward, Segmentation
 from models.config.rewards import ScoringConfig
 from models.records.media import ImageSource
 from models.rewards.rules import build_reward
-from models.text.steps import StepValues, segment
+from models.rollouts.groups import ChatMessage
+from models.text.steps import Spans, StepValues, segment
 
-Value = float | StepValues
-"""What a reward finds about a completion: a number, or one for each step or token."""
+Value = float | StepValues | Spans
+"""What a reward finds about a completion: a number, or one for each step, token or turn."""
 UNSPELT: Final = "the completion's tokens do not spell its text"
 """The reason that a completion has no values of steps or tokens."""
 
@@ -43,6 +44,23 @@ class Case:
     """How messages name it."""
     images: tuple[str, ...] = ()
     """Digests of what the prompt shows."""
+    messages: tuple[ChatMessage, ...] = ()
+    """Of an episode, those of the prompt first; else none."""
+    turns: tuple[int, ...] = ()
+    """Of an episode, the first token of each turn."""
+
+    @property
+    def chat(self) -> list[ChatMessage]:
+        """Prompt and completion as messages."""
+        if self.messages:
+            return list(self.messages)
+        texts = {"user": self.prompt, "assistant": self.completion}
+        return [ChatMessage(role=role, content=text, name=None) for role, text in texts.items()]
+
+    @property
+    def written(self) -> list[str]:
+        """What the policy wrote in each turn."""
+        return [each["content"] for each in self.messages if each["role"] == "assistant"][-len(self.turns) :]
 
 
 OURS = "models.rewards."
@@ -115,7 +133,7 @@ class Evaluator:
         self._media = media
         for function, term, rule in zip(self._functions, self._scoring.rule_terms, self._scoring.rules, strict=True):
             part = self._parts[_is_ours(function)]
-            if not part.place.ready().sees(part.functions.index(function)):
+            if not part.place.ready().takes(part.functions.index(function), "images"):
                 continue
             try:
                 value, reason, _ = self._value(function, rule, case, left=self._scoring.timeout_seconds)
@@ -154,6 +172,11 @@ class Evaluator:
         if not rule.values_steps:
             found = self._call(function, case, left=left)
             return cast(float | None, found.value), found.reason, found.seconds
+        if rule.valued == "turn":
+            turns = case.written
+            found = self._call(function, case, left=left, named={function.part: turns}, expected=len(turns))
+            spans = None if found.value is None else Spans(case.turns, cast(tuple[float, ...], found.value))
+            return spans, found.reason, found.seconds
         parts = case.tokens if rule.segmentation is None else self._steps(rule.segmentation, case)
         if parts is None:
             return None, UNSPELT, 0.0
@@ -190,8 +213,17 @@ class Evaluator:
             limit = left if not ends else self._scoring.timeout_seconds
             try:
                 process, index = part.place.ready(), part.functions.index(function)
-                images = self._images(case) if process.sees(index) else ()
-                return process.call(index, *texts, seconds=limit, named=named or {}, expected=expected, images=images)
+                images = self._images(case) if process.takes(index, "images") else ()
+                messages = case.chat if process.takes(index, "messages") else ()
+                return process.call(
+                    index,
+                    *texts,
+                    seconds=limit,
+                    named=named or {},
+                    expected=expected,
+                    images=images,
+                    messages=messages,
+                )
             except ProcessEnded as end:
                 part.place.close()
                 if end.cause == "time":

@@ -24,6 +24,14 @@ class Segment:
     tokens: int
 
 
+class ChatMessage(TypedDict):
+    """A message as rollouts have it."""
+
+    role: str
+    content: str
+    name: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
     """A turn of an episode, and what its environment made of it."""
@@ -55,6 +63,8 @@ class PartialCompletion:
     segments: tuple[Segment, ...] = ()
     turns: tuple[TurnRecord, ...] = ()
     """Of an episode."""
+    messages: tuple[ChatMessage, ...] = ()
+    """Of an episode, by turn: what the policy wrote and what it read. No other iteration goes on with one."""
 
     def continued(self, completion: Completion, version: int) -> "PartialCompletion":
         """Append what policy `version` wrote."""
@@ -95,6 +105,8 @@ class Group:
     drafts: tuple[PartialCompletion, ...]
     columns: Mapping[str, JsonValue] = field(default_factory=dict)
     """What an environment is told of the problem beside prompt and answer; rollouts do not have it."""
+    chat: tuple[ChatMessage, ...] = ()
+    """The prompt's messages where an episode begins: one of plain text."""
 
     @property
     def finished(self) -> bool:
@@ -125,7 +137,7 @@ class Group:
 
 def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, seed: int, iteration: int) -> list[Group]:
     """Begin a group for each of the prompts; `rows` are their numbers in the shard they were taken from."""
-    texts = prompts.select(["prompt_id", "text", "answer", "columns"]).to_pylist()
+    texts = prompts.select(["prompt_id", "text", "answer", "columns", "messages"]).to_pylist()
     return [
         Group(
             prompt_row=row,
@@ -133,6 +145,7 @@ def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, see
             prompt=prompt["text"],
             answer=prompt["answer"],
             columns=json.loads(prompt["columns"]),
+            chat=tuple(prompt["messages"] or [ChatMessage(role="user", content=prompt["text"], name=None)]),
             drafts=tuple(
                 PartialCompletion(seed=sample_seed(seed, iteration, prompt_row=row, sample=sample), input=read)
                 for sample in range(group_size)
@@ -169,6 +182,7 @@ def table_of(groups: Sequence[Group]) -> pa.Table:
             for _, _, draft in pairs
         ],
         "turns": [[asdict(turn) for turn in draft.turns] or None for _, _, draft in pairs],
+        "messages": [[*group.chat, *draft.messages] if draft.turns else None for group, _, draft in pairs],
     }
     return pa.table(columns, schema=ROLLOUT_SCHEMA)
 

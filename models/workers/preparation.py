@@ -172,5 +172,13 @@ def _table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.Table:
         **prompt_columns([prompt.input for prompt in prompts]),
         "answer": [problem.answer for problem in problems],
         "columns": [spelt_columns(problem.columns) for problem in problems],
+        "messages": [_messages(problem) for problem in problems],
     }
     return pa.table(columns, schema=PROMPT_SCHEMA)
+
+
+def _messages(problem: Problem) -> list[dict[str, str | None]] | None:
+    """The messages of a chat; none of plain text."""
+    if isinstance(problem.prompt, str):
+        return None
+    return [{"role": each.role, "content": each.text, "name": each.name or None} for each in problem.prompt]

@@ -27,9 +27,10 @@ from models.records.model_input import COMPLETION_TOKENS, completion_lengths, im
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from models.rewards.code import CodeJudge
-from models.rewards.environment import failures_of, given, turns_of
+from models.rewards.environment import failures_of, given, starts_of, turns_of
 from models.rewards.evaluate import Case, Evaluator
 from models.rewards.scores import joined, score_metrics, score_table
+from models.rollouts.groups import TurnRecord
 from models.rollouts.preview import Excerpts, read_excerpts
 from models.text.steps import Spans, StepValues
 from models.text.token_offsets import open_tokenizer, token_starts, token_texts
@@ -55,11 +56,11 @@ class ScoringWorker:
         Scores that credit would refuse are not written: the same command tries them again.
         """
         began = time.perf_counter()
-        columns = (*PLACES, *TEXTS, COMPLETION_TOKENS, "images", "segments", "turns")
+        columns = (*PLACES, *TEXTS, COMPLETION_TOKENS, "images", "segments", "turns", "messages")
         rollouts = read_shard(self._store, work.rollouts, columns)
         episodes = turns_of(rollouts)
         served, starts = self._served(rollouts, work), self._starts(rollouts, work)
-        cases = _cases(rollouts, starts, iteration=work.iteration)
+        cases = _cases(rollouts, starts, episodes, iteration=work.iteration)
         ruled = self._evaluator.evaluate(cases, Media(self._store, work.media))
         others = (
             served
@@ -159,16 +160,24 @@ class ScoringWorker:
         self._code.close()
 
 
-def _cases(rollouts: pa.Table, starts: Sequence[Sequence[int] | None], *, iteration: int) -> list[Case]:
-    columns = (rollouts[name].to_pylist() for name in (*PLACES, *TEXTS))
-    rows = zip(*columns, image_digests(rollouts), starts, strict=True)
+def _cases(
+    rollouts: pa.Table,
+    starts: Sequence[Sequence[int] | None],
+    episodes: Sequence[Sequence[TurnRecord]],
+    *,
+    iteration: int,
+) -> list[Case]:
+    columns = (rollouts[name].to_pylist() for name in (*PLACES, *TEXTS, "messages"))
+    rows = zip(*columns, image_digests(rollouts), starts, episodes, strict=True)
     return [
         Case(
             *(prompt, completion, answer, None if begins is None else token_texts(begins, completion)),
             where=f"iteration {iteration}, prompt {prompt_row}, sample {sample}",
             images=images,
+            messages=tuple(messages or ()),
+            turns=starts_of(turns),
         )
-        for prompt_row, sample, prompt, completion, answer, images, begins in rows
+        for prompt_row, sample, prompt, completion, answer, messages, images, begins, turns in rows
     ]
 
 

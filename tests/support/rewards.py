@@ -150,3 +150,12 @@ def needs_rgba(prompt: str, completion: str, answer: str, images: list[bytes]) -
 def says_nothing(prompt: str, completion: str, answer: str, images: list[bytes]) -> float:
     """Return nothing."""
     return None  # type: ignore[return-value]
+
+
+def told(prompt, completion, answer, messages):
+    """A number of what it is told, in order."""
+    return sum((place + 1) * (len(each["role"]) + len(each["content"])) for place, each in enumerate(messages))
+
+
+def turn_lengths(prompt, completion, answer, turns):
+    return [float(len(turn)) for turn in turns]

@@ -28,6 +28,7 @@ def example(store: Store, folder: Path) -> RolloutWork:
         "tokens": [small_tokenizer().encode(text) for text in TEXTS],
         "images": [[]] * len(TEXTS),
         "answer": [str(row) for row in range(len(TEXTS))],
+        "messages": [None] * len(TEXTS),
         "columns": [json.dumps({"number": row}) for row in range(len(TEXTS))],
     }
     return RolloutWork(

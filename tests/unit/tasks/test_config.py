@@ -21,6 +21,12 @@ def complaint(text: str, *overrides: str) -> str:
     return str(refused.value).removeprefix("run.toml: ")
 
 
+def test_what_values_turns_needs_an_environment():
+    per_turn = "[[scoring.rewards]]\nkind = 'numeric'\n[[scoring.rewards]]\nkind = 'target'\ntarget = 'a:b'\nper = 'turn'\n[algorithm]\nkind = 'capo'"
+    said = "reward 'target': per = 'turn' values turns of episodes, set [rollout.environment]"
+    assert said in complaint(f"{per_turn}\n[rollout]\nprompts = 8")
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_shipped_configuration_parses_and_its_run_has_the_files_name(path):
     assert load_config(path).name == path.stem

@@ -83,6 +83,7 @@ class Story:
             "images": [[]] * len(TEXTS),
             "answer": TEXTS,
             "columns": ["{}"] * len(TEXTS),
+            "messages": [None] * len(TEXTS),
         }
         shard = write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={})
         self.prompts = self._commit("prompts/train", Outcome(shards=(shard,)))
