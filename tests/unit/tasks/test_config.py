@@ -22,9 +22,9 @@ def complaint(text: str, *overrides: str) -> str:
 
 
 def test_what_values_turns_needs_an_environment():
-    per_turn = "[[scoring.rewards]]\nkind = 'numeric'\n[[scoring.rewards]]\nkind = 'target'\ntarget = 'a:b'\nper = 'turn'\n[algorithm]\nkind = 'capo'"
+    rewards = "rewards = [{ kind = 'numeric', weight = 2 }, { kind = 'target', target = 'a:b', per = 'turn' }]"
     said = "reward 'target': per = 'turn' values turns of episodes, set [rollout.environment]"
-    assert said in complaint(f"{per_turn}\n[rollout]\nprompts = 8")
+    assert said in complaint(f"[scoring]\n{rewards}\n[algorithm]\nkind = 'capo'")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
