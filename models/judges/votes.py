@@ -34,6 +34,8 @@ class Judged:
     """Row of the prompt, of a canary too."""
     images: tuple[str, ...] = ()
     """Digests of what the prompt shows."""
+    episode: tuple[tuple[str, str], ...] = ()
+    """Of an episode, role and text of what the policy wrote and of what was said to it, in order."""
 
     @property
     def says_nothing(self) -> bool:
@@ -57,8 +59,20 @@ class Ballot:
         name = "canary" if it.prompt_row == CANARY else "judge"
         seed = derive_seed(name, *seed_parts, it.origin, it.sample, self.vote, attempt)
         fence = derive_seed(name, *seed_parts, it.origin, it.sample) if reward.template is None else seed
-        text = question_text(reward, prompt=it.prompt, completion=it.completion, answer=it.answer, seed=fence)
+        text = question_text(
+            reward, prompt=it.prompt, completion=it.completion, answer=it.answer, seed=fence, episode=it.episode
+        )
         return Question(text=text, seed=seed, images=it.images if reward.images == "prompt" else ())
+
+
+def episodes_of(rollouts: pa.Table) -> list[tuple[tuple[str, str], ...]]:
+    """Read what was written and said in each episode, without the prompt's messages; nothing of other completions."""
+    found = []
+    for turns, messages in zip(rollouts["turns"].to_pylist(), rollouts["messages"].to_pylist(), strict=True):
+        said = [(each["role"], each["content"]) for each in messages or ()]
+        wrote = [place for place, (role, _) in enumerate(said) if role == "assistant"][-len(turns or ()) :]
+        found.append(tuple(said[wrote[0] :]) if turns and wrote else ())
+    return found
 
 
 def with_canaries(completions: Sequence[Judged], canaries: Canaries | None) -> list[Judged]:

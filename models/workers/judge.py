@@ -15,7 +15,7 @@ from infra.store.storage import open_store
 from models.config.judges import EndpointJudge, JudgeReward
 from models.engines.protocol import StepSums
 from models.judges.verdicts import Answer, Judge, Judgement, read_verdict, worst
-from models.judges.votes import Ballot, Judged, count, with_canaries
+from models.judges.votes import Ballot, Judged, count, episodes_of, with_canaries
 from models.records.media import Media
 from models.records.model_input import image_digests
 from models.records.schemas import VERDICT_SCHEMA
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+EPISODE_COLUMNS = ("images", "turns", "messages")
 ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt", "completion", "answer")
 KEPT_CHARACTERS = 10_000
 """Of an answer that is longer, so much of its beginning is kept."""
@@ -103,7 +104,7 @@ class JudgeWorker:
         if self._reward.images == "prompt":
             self._judge.show(Media(self._store, work.media))
         loaded, before = clock(), self._steps()
-        completions = _completions(read_shard(self._store, work.rollouts, (*ROLLOUT_COLUMNS, "images")))
+        completions = _completions(read_shard(self._store, work.rollouts, (*ROLLOUT_COLUMNS, *EPISODE_COLUMNS)))
         everything = with_canaries(completions, self._reward.canaries)
         votes = self._collect([judged for judged in everything if not judged.says_nothing], work)
         judged = clock()
@@ -166,7 +167,7 @@ def _endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
 
 def _completions(rollouts: pa.Table) -> list[Judged]:
     columns = (rollouts[name].to_pylist() for name in (*ROLLOUT_COLUMNS, "prompt_row"))
-    return [Judged(*row) for row in zip(*columns, image_digests(rollouts), strict=True)]
+    return [Judged(*row) for row in zip(*columns, image_digests(rollouts), episodes_of(rollouts), strict=True)]
 
 
 def _table(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> pa.Table:

@@ -9,11 +9,15 @@ from infra.store.storage import open_store
 from models.config.algorithms import Grpo
 from models.config.engines import SamplingConfig
 from models.config.environments import TargetEnvironment
+from models.config.judges import ChoiceVerdict, EndpointJudge, JudgeReward
 from models.config.reward_terms import EnvironmentReward, TargetReward
 from models.config.rewards import ScoringConfig
-from models.records.work import ScoringWork
+from models.judges.prompts import escape
+from models.records.work import JudgeWork, ScoringWork
+from models.workers.judge import JudgeWorker
 from models.workers.rollout import RolloutWorker
 from models.workers.scoring import ScoringWorker
+from tests.support.chat_server import chat_server, says
 from tests.support.policies import small_tokenizer
 from tests.support.rollout_workers import ENGINE, example
 
@@ -41,6 +45,7 @@ def scored(tmp_path):
         scorer = ScoringWorker(str(tmp_path), "run", ScoringConfig(rewards=rewards), Grpo())
         found = scorer.score(ScoringWork(iteration=3, rollouts=rollouts, tokenizer=work.policy.weights))
         scorer.close()
+        run.rollouts = rollouts
         tables = (read_shard(store, each).to_pylist() for each in (rollouts, found.shards[0]))
         return [*zip(*tables, strict=True)]
 
@@ -76,6 +81,30 @@ def test_a_reward_per_turn_has_the_spans_of_the_environments_and_the_turns_texts
         assert score["values_lengths"] == [float(len(text)) for text in texts]
         assert len(texts) == len(rollout["turns"])
         assert score["reward_lengths"] == sum(map(len, texts))
+
+
+def test_a_judge_reads_what_was_said_to_the_policy_in_tags_that_nobody_can_spell(scored, tmp_path):
+    rows = [row for row, _ in scored(EnvironmentReward())]
+    with chat_server(lambda *_: says("yes")) as server:
+        model = EndpointJudge(base_url=server.url, allowed_hosts=("127.0.0.1",), allow_private=True, model="judge")
+        reward = JudgeReward(model=model, verdict=ChoiceVerdict(constrained=False))
+        worker = JudgeWorker(str(tmp_path), "run", "judge", reward, 1)
+        worker.judge(JudgeWork(iteration=3, rollouts=scored.rollouts, model=None, seed=3))
+    asked = {each.text.partition("Solution to examine:")[2] for each in server.asked}
+    several = 0
+    for row in rows:
+        if not row["completion"].strip():
+            continue  # a judge is not asked about nothing
+        shown = [
+            escape(each["content"].strip())
+            if each["role"] == "assistant"
+            else f"<environment>\n{escape(each['content'].strip())}\n</environment>"
+            for each in row["messages"][1:]
+        ]
+        several += len(shown) > 1
+        assert any("\n" + "\n".join(shown) + "\nfence-" in each for each in asked)
+    assert several > 5
+    assert all("What stands between <environment>" in each.text for each in server.asked)
 
 
 def test_without_an_environment_messages_are_prompt_and_completion():
