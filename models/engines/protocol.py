@@ -1,9 +1,9 @@
 """What every rollout engine is: weights in, completions out; and how one is made of its settings. Torch-free."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from infra.errors import BadInput
 from infra.variants import check_implementation, implementation_of
@@ -124,6 +124,26 @@ class SeeingEngine(Protocol):
 
     def show(self, images: ImageSource) -> None:
         """Say where the images of the prompts that follow are."""
+
+
+class Generate(Protocol):
+    """`Engine.generate`."""
+
+    def __call__(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]: ...
+
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class InterleavingEngine(Protocol):
+    """An engine that several threads may ask, and that batches requests as they come: episodes need no rounds."""
+
+    def interleaved(self, work: Callable[[Generate], T]) -> T:
+        """Do work that generates with what it is given, perhaps more than once; return what it returned.
+
+        All that it generated was written by the policy that was loaded.
+        """
 
 
 class EngineMaker(Protocol):

@@ -1,24 +1,27 @@
 """Episodes: the policy writes a turn, the environment answers, until one of them is done. Torch-free.
 
 Tokens in, tokens out (T1 to T4 of "Environments"): what the policy sampled stays as it is, what the environment says is
-appended behind it, and no text is ever tokenised again. All live episodes of a batch write their next turn in one call
-of the engine; which episodes meet follows from the work alone, so a shard repeats itself to the bit where the engine
-does and the environment is a function of problem, seed and turns. While one batch's environments answer, the next
-generates.
+appended behind it, and no text is ever tokenised again.
+
+All live episodes of a batch write their next turn in one call of the engine; which episodes meet follows from the work
+alone, so a shard repeats itself to the bit where the engine does and the environment is a function of problem, seed and
+turns. While one batch's environments answer, the next generates. An engine that batches requests as they come has every
+episode go at its own pace instead.
 """
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from threading import Event
 from typing import Final
 
 from infra.processes.episodes import Asked, EnvironmentStep
 from models.config.engines import SamplingConfig
 from models.config.environments import EpisodeSettings
 from models.data.problems import Message
-from models.engines.protocol import Completion, Engine, Request
+from models.engines.protocol import Completion, Engine, Generate, InterleavingEngine, Request
 from models.environments.answers import Answered, Answering
+from models.environments.idle import IdleClock
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 from models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord
@@ -27,6 +30,8 @@ from models.text.turns import TurnFormat
 
 LEAST_OBSERVATION: Final = 8
 """Tokens that a message is given at least: what is left out takes seven to mark."""
+IN_FLIGHT: Final = 512
+"""Episodes of a shard that go at their own pace at a time."""
 
 
 @dataclass(slots=True)
@@ -71,36 +76,62 @@ class Episodes:
     """Of the policy."""
     form: TurnFormat
     parse: Parser
-    seconds: list[float]
-    """How long each answer of the environments was waited for, by batch and turn."""
+    idle: IdleClock
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
         """Bring every completion to its end."""
-        pairs = [(group, draft) for group in groups for draft in group.drafts]
-        episodes = [_Episode(number, group, draft) for number, (group, draft) in enumerate(pairs)]
-        place = {id(group): index for index, group in enumerate(groups)}
-        batches = self.settings.batches
-        dealt = [[each for each in episodes if place[id(each.group)] % batches == batch] for batch in range(batches)]
-        self._through(dealt)
-        self.environments.end([each.asked().episode for each in episodes], [each.number for each in episodes])
+        with self.idle.running():
+            if isinstance(self.engine, InterleavingEngine):
+                episodes = self.engine.interleaved(lambda generate: self._side_by_side(groups, generate))
+            else:
+                episodes = self._in_rounds(groups, self.engine.generate)
         drafts = iter(each.draft for each in episodes)
         return [replace(group, drafts=tuple(next(drafts) for _ in group.drafts)) for group in groups]
 
-    def _through(self, batches: Sequence[list[_Episode]]) -> None:
-        with ThreadPoolExecutor(len(batches), thread_name_prefix="batch") as threads:
+    def _side_by_side(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
+        """Have every episode go at its own pace."""
+        episodes = _episodes(groups)
+        broken = Event()
+
+        def play(episode: _Episode) -> None:
+            try:
+                self._begin([episode])
+                while episode.is_live and not broken.is_set():
+                    self._write([episode], generate)
+                    self._answer([episode])
+                self._end([episode])
+            except BaseException:
+                broken.set()
+                raise
+
+        with ThreadPoolExecutor(min(len(episodes), IN_FLIGHT), thread_name_prefix="episode") as threads:
+            for _ in threads.map(play, episodes):
+                pass
+        return episodes
+
+    def _in_rounds(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
+        """Have the live episodes of a batch write their turns together, one batch after the other."""
+        episodes = _episodes(groups)
+        place = {id(group): index for index, group in enumerate(groups)}
+        count = self.settings.batches
+        batches = [[each for each in episodes if place[id(each.group)] % count == batch] for batch in range(count)]
+        with ThreadPoolExecutor(count, thread_name_prefix="batch") as threads:
             waiting: list[Future[None] | None] = [threads.submit(self._begin, batch) for batch in batches]
             while any(waiting):
                 for index, batch in enumerate(batches):
                     answering = waiting[index]
                     if answering is None:
                         continue
-                    began = time.perf_counter()
                     answering.result()
-                    self.seconds.append(time.perf_counter() - began)
                     live = [episode for episode in batch if episode.is_live]
                     if live:
-                        self._write(live)
+                        self._write(live, generate)
                     waiting[index] = threads.submit(self._answer, live) if live else None
+        self._end(episodes)
+        return episodes
+
+    def _end(self, episodes: Sequence[_Episode]) -> None:
+        self.environments.end([each.asked().episode for each in episodes], [each.number for each in episodes])
 
     def _begin(self, batch: Sequence[_Episode]) -> None:
         """Have the environments of new episodes begin; what they say first belongs to the prompt."""
@@ -118,10 +149,11 @@ class Episodes:
         tokens = self._observation(said)
         episode.draft = replace(episode.draft, input=episode.draft.input.answered(tokens), messages=_chatted(said))
 
-    def _write(self, live: Sequence[_Episode]) -> None:
+    def _write(self, live: Sequence[_Episode], generate: Generate) -> None:
         """Have the policy write the next turn of each."""
         requests, members = _requests(live, budget=self.settings.turn_tokens)
-        written = self.engine.generate(requests, self.sampling)
+        with self.idle.interrupted():
+            written = generate(requests, self.sampling)
         for episodes, completions in zip(members, written, strict=True):
             for episode, completion in zip(episodes, completions, strict=True):
                 self._take(episode, completion)
@@ -191,6 +223,11 @@ class Episodes:
 
 def _chatted(said: Sequence[Message]) -> tuple[ChatMessage, ...]:
     return tuple(ChatMessage(role=each.role, content=each.text, name=each.name or None) for each in said)
+
+
+def _episodes(groups: Sequence[Group]) -> list[_Episode]:
+    pairs = [(group, draft) for group in groups for draft in group.drafts]
+    return [_Episode(number, group, draft) for number, (group, draft) in enumerate(pairs)]
 
 
 def _requests(live: Sequence[_Episode], *, budget: int) -> tuple[list[Request], list[list[_Episode]]]:

@@ -82,6 +82,9 @@ class EnvironmentPool:
         Raises BadInput where the environment cannot be used, and WorkerLost where its process is killed by others.
         """
         parts = self._dealt(numbers)
+        if len(parts) == 1:  # who waits for one process leaves the threads to the others
+            [place] = parts
+            return self._in_turn(place, asked)
         told = self._threads.map(lambda place: self._in_turn(place, [asked[index] for index in parts[place]]), parts)
         pairs = [zip(parts[place], answers, strict=True) for place, answers in zip(parts, told, strict=True)]
         found = {index: answered for pair in pairs for index, answered in pair}

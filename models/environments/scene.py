@@ -15,6 +15,7 @@ from models.engines.protocol import Engine
 from models.engines.requests import end_tokens
 from models.environments.answers import HoldsModel, answering_of
 from models.environments.episodes import Episodes
+from models.environments.idle import IdleClock
 from models.environments.pool import started
 from models.environments.transcripts import told_of
 from models.records.versions import ModelVersion
@@ -32,7 +33,7 @@ class Scene:
         self._settings = settings
         self._answers = answering_of(settings)
         self._reading: tuple[TurnFormat, Parser] | None = None
-        self._seconds: list[float] = []
+        self._idle = IdleClock()
 
     @property
     def done(self) -> int:
@@ -63,14 +64,13 @@ class Scene:
             version=work.policy.version,
             form=form,
             parse=parse,
-            seconds=self._seconds,
+            idle=self._idle,
         )
         return episodes.complete(groups)
 
     def waited(self) -> dict[str, float]:
-        """Seconds for which environments were waited for since this was asked last."""
-        waited, self._seconds = sum(self._seconds), []
-        return {"environment": waited}
+        """Seconds in which nothing was written, since environments were waited for, since this was asked last."""
+        return {"environment": self._idle.taken()}
 
     def close(self) -> None:
         """End what answers."""

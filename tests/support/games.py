@@ -115,3 +115,24 @@ class Unready(Echo):
 
     def reset(self, problem, seed):
         raise FileNotFoundError("no board")
+
+
+class Awaited(Echo):
+    """One of its episodes is answered its first turn when another has come to its third."""
+
+    def __init__(self, marks):
+        super().__init__()
+        self.marks = Path(marks)
+
+    def step(self, turn):
+        if turn.number == 2:
+            (self.marks / "third").touch()
+        if turn.number == 0:
+            try:
+                (self.marks / "first").touch(exist_ok=False)
+            except FileExistsError:
+                return super().step(turn)
+            while not (self.marks / "third").exists():
+                time.sleep(0.01)
+            (self.marks / "waited").touch()
+        return super().step(turn)

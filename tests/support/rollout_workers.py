@@ -20,7 +20,7 @@ ENGINE = TransformersEngine()
 TEXTS = [f"Ana has {n} pens, buys {n + 4}." + " How many?" * (n % 3) for n in range(12)]
 
 
-def example(store: Store, folder: Path) -> RolloutWork:
+def example(store: Store, folder: Path, **shape: object) -> RolloutWork:
     """Work on a random policy and twelve prompts, of which it names five."""
     columns = {
         "prompt_id": [f"{row:016x}" for row in range(len(TEXTS))],
@@ -33,7 +33,7 @@ def example(store: Store, folder: Path) -> RolloutWork:
     }
     return RolloutWork(
         iteration=3,
-        policy=publish(store, folder, seed=0),
+        policy=publish(store, folder, seed=0, **shape),
         prompts=write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={}),
         rows=(7, 2, 11, 3, 8),
         group_size=4,
@@ -42,8 +42,8 @@ def example(store: Store, folder: Path) -> RolloutWork:
     )
 
 
-def publish(store: Store, folder: Path, *, seed: int) -> ModelVersion:
-    write_policy(folder, seed=seed)
+def publish(store: Store, folder: Path, *, seed: int, **shape: object) -> ModelVersion:
+    write_policy(folder, seed=seed, changes=shape)
     return ModelVersion(version=seed, weights=publish_bundle(store, folder, prefix="policies"))
 
 

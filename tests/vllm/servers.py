@@ -176,12 +176,12 @@ def server_of(engine: ServedEngine) -> psutil.Process:
 
 
 @contextmanager
-def in_the_middle(engine: ServedEngine, act: Callable[[], object]) -> Iterator[None]:
-    """Act when some of the answer has come."""
+def in_the_middle(engine: ServedEngine, act: Callable[[], object], *, after: int = 70) -> Iterator[None]:
+    """Act when so many lines of the answer have come."""
     before = engine.progress
 
     def wait() -> None:
-        while engine.progress < before + 70:
+        while engine.progress < before + after:
             time.sleep(0.001)
         act()
 

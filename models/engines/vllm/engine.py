@@ -1,19 +1,20 @@
 """Generation by vLLM servers."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import numpy as np
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import SamplingConfig, VllmEngine
-from models.engines.protocol import Completion, Request, StepSums
+from models.engines.protocol import Completion, Generate, Request, StepSums
 from models.engines.requests import CompletionRow, end_tokens, require_context, require_engine_room, rows_of
 from models.engines.vllm.client import About, Ask, RequestDone, ServerClient, Stale, Stops
 from models.engines.vllm.completions import PendingRequest, completions_of, drafts_of
@@ -53,7 +54,8 @@ class ServedEngine:
     """Ask servers to generate, load them, and take nothing that does not come from the weights that were loaded.
 
     Requests that a dying server left open are asked again with the same seeds; what was finished is kept. Draws follow
-    from the seeds alone; log-probs, and a draw at the very edge between two tokens, from the batches too.
+    from the seeds alone; log-probs, and a draw at the very edge between two tokens, from the batches too. Several
+    threads may generate at a time: the servers batch what comes, and one thread mends what fails for all.
     """
 
     def __init__(self, config: VllmEngine, *, adapter_rank: int = 0) -> None:
@@ -65,6 +67,9 @@ class ServedEngine:
         self._abouts: dict[str, About] = {}  # by address: known of every server that was loaded
         self._ready: set[str] = set()  # addresses that are taken to serve the policy
         self._moved = 0
+        self._mending = threading.RLock()  # of servers that fail, and of the counts
+        self._epoch = 0  # how often servers were mended or loaded again
+        self._cause = ""  # what the log of the server says that was mended last
         self._counts: dict[str, RequestDone] = {}  # what each server counted when it last answered
         self._steps = StepSums()
 
@@ -139,7 +144,10 @@ class ServedEngine:
         def ask(clients: Sequence[ServerClient]) -> None:
             for client, done in _together(compare, clients, [part for part in parts if part[0] not in found]):
                 self._count(client, done)
-            self._require_proof(clients, or_else=found.clear)
+            proven = {client.proof() for client in clients}
+            if proven != {self._digest()}:
+                found.clear()
+                raise self._unproven(proven)
 
         def compare(client: ServerClient, mine: Sequence[range]) -> tuple[ServerClient, RequestDone]:
             assert mine, "a server without a share is not asked"
@@ -158,6 +166,31 @@ class ServedEngine:
         return [found[row] for row in range(len(prompts))]
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+        return self.interleaved(lambda generate: generate(requests, sampling))
+
+    def interleaved(self, work: Callable[[Generate], T]) -> T:
+        """Do work that generates; the servers prove afterwards that the policy wrote what it made.
+
+        Where they cannot, all of the work is done again.
+        """
+        loads = 0
+        while True:
+            found, fault = _attempt(lambda: work(self._generate))
+            proven = self._proofs()
+            if proven == {self._digest()}:
+                if fault is not None:
+                    raise fault
+                return cast(T, found)
+            loads += 1
+            self._load_again(self._unproven(proven), loads=loads)
+
+    def _proofs(self) -> set[str]:
+        found: set[str] = set()
+        self._persist(lambda clients: found.update(client.proof() for client in clients))
+        return found
+
+    def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+        """Generate what is not proven yet."""
         policy = self._policy
         assert policy is not None, "generate before load"
         require_engine_room(requests, sampling, context=self._context(), whose=self._whose())
@@ -170,7 +203,7 @@ class ServedEngine:
         return drafts_of(rows, sampling)
 
     def _write(self, drafts: list[PendingRequest], sampling: SamplingConfig, clients: Sequence[ServerClient]) -> None:
-        """Bring every draft to its end, then have the servers prove that it was this policy who wrote."""
+        """Bring every draft to its end."""
         while unfinished := [draft for draft in drafts if draft.finish is None]:
             groups: dict[int, list[PendingRequest]] = {}
             for draft in unfinished:  # a group stays together: its prompt is computed once
@@ -183,18 +216,8 @@ class ServedEngine:
             for client, done in answered:
                 self._count(client, done)
 
-        def forget() -> None:
-            for draft in drafts:
-                draft.forget()
-
-        self._require_proof(clients, or_else=forget)
-
-    def _require_proof(self, clients: Sequence[ServerClient], *, or_else: Callable[[], None]) -> None:
-        """Raise Stale, and let what was made be forgotten, unless the policy still is what the servers serve."""
-        proven = {client.proof() for client in clients}
-        if proven != {self._digest()}:
-            or_else()
-            raise Stale(f"expected proof of {self._digest()} after the work, found {', '.join(map(repr, proven))}")
+    def _unproven(self, proven: set[str]) -> Stale:
+        return Stale(f"expected proof of {self._digest()} after the work, found {', '.join(map(repr, proven))}")
 
     def _ask(
         self, drafts: Sequence[PendingRequest], sampling: SamplingConfig, *, client: ServerClient
@@ -223,23 +246,43 @@ class ServedEngine:
 
     def _persist(self, work: Callable[[tuple[ServerClient, ...]], None]) -> None:
         """Do work on servers that run and serve the policy; where one fails in it, mend that and go on."""
-        restarts, loads = 0, 0
+        restarts, loads, epoch = 0, 0, self._epoch
         while True:
             try:
-                return work(self._loaded())
+                with self._mending:
+                    clients, epoch = self._loaded(), self._epoch
+                return work(clients)
             except Stale as error:
                 loads += 1
-                if loads > MAX_LOADS:
-                    raise WorkerLost(f"{error}; the weights were loaded {MAX_LOADS} times in vain") from error
-                logger.warning("the policy is loaded again: %s", error)
+                self._load_again(error, loads=loads, epoch=epoch)
             except EndpointDown as error:
                 restarts += 1
+                self._mend(error, restarts=restarts, epoch=epoch)
+
+    def _load_again(self, error: Stale, *, loads: int, epoch: int | None = None) -> None:
+        """Have the policy loaded before the next work, unless another thread saw to that since the epoch."""
+        if loads > MAX_LOADS:
+            raise WorkerLost(f"{error}; the weights were loaded {MAX_LOADS} times in vain") from error
+        with self._mending:
+            if epoch in (None, self._epoch):
+                logger.warning("the policy is loaded again: %s", error)
+                self._renew()
+                self._counts.clear()  # a server that was started again counts anew
+
+    def _mend(self, error: EndpointDown, *, restarts: int, epoch: int) -> None:
+        """Make way for another server, unless another thread did since the epoch."""
+        with self._mending:
+            if epoch == self._epoch:
                 cause = self._servers.cause()
                 self._servers.mend(error)
-                if restarts > self._config.max_restarts:
-                    told = f"; its log says: {cause}" if cause else ""
-                    raise WorkerLost(f"{error}, after {restarts - 1} restarts{told}") from error
-            self._ready.clear()
+                self._renew()
+                self._cause = f"; its log says: {cause}" if cause else ""
+        if restarts > self._config.max_restarts:
+            raise WorkerLost(f"{error}, after {restarts - 1} restarts{self._cause}") from error
+
+    def _renew(self) -> None:
+        self._ready.clear()
+        self._epoch += 1
 
     def _loaded(self) -> tuple[ServerClient, ...]:
         """Return the servers, each with the policy loaded."""
@@ -282,11 +325,15 @@ class ServedEngine:
             raise
 
     def _count(self, client: ServerClient, done: RequestDone) -> None:
-        """Add the steps since the server was last heard of; one that counts from the start again was restarted."""
-        last = self._counts.get(client.url)
-        if last is None or done.steps < last.steps:
-            last = RequestDone(done=True, steps=0, sequences=0, sequences_squared=0, seconds=0, sequence_seconds=0)
-        self._counts[client.url] = done
+        """Add the steps since the server was last heard of, of which another thread may have heard more."""
+        with self._mending:
+            last = self._counts.get(client.url)
+            if last is None or done.steps <= last.steps:
+                return
+            self._counts[client.url] = done
+            self._add(done, last)
+
+    def _add(self, done: RequestDone, last: RequestDone) -> None:
         so_far = self._steps
         self._steps = StepSums(
             steps=so_far.steps + done.steps - last.steps,
@@ -338,6 +385,14 @@ def _together(
     if errors:
         raise errors[0]
     return [future.result() for future in asked]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Quarantined | None]:
+    """Do work, of which numbers that are none may be the fault of other weights."""
+    try:
+        return work(), None
+    except Quarantined as error:
+        return None, error
 
 
 def _generation_settings(directory: Path) -> GenerationConfig:

@@ -10,13 +10,14 @@ import torch
 from infra.errors import BadInput
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
-from models.config.engines import SamplingConfig
+from models.config.engines import SamplingConfig, TransformersEngine
 from models.config.environments import TargetEnvironment
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.policy import load_policy
 from models.records.model_input import rollout_inputs
 from models.workers.rollout import RolloutWorker
+from tests.support.interleaving import InterleavingTransformers
 from tests.support.policies import small_tokenizer
 from tests.support.rollout_workers import ENGINE, digest, example
 
@@ -36,8 +37,8 @@ def play(tmp_path):
     store = open_store(f"{tmp_path}/run")
     work = replace(example(store, tmp_path / "policy"), sampling=STOPS)
 
-    def run(settings: TargetEnvironment, **changes: object):
-        worker = RolloutWorker(str(tmp_path), "run", ENGINE, 1, environment=settings)
+    def run(settings: TargetEnvironment, engine: TransformersEngine = ENGINE, **changes: object):
+        worker = RolloutWorker(str(tmp_path), "run", engine, 1, environment=settings)
         try:
             return worker.generate(replace(work, **changes))
         finally:
@@ -92,6 +93,17 @@ def test_one_process_and_four_give_the_same_bits_and_two_batches_the_same_episod
     for row, other in zip(rows_of(play, one), rows_of(play, apart), strict=True):
         assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)  # batches have other neighbours
         assert row == other
+
+
+def test_where_an_engine_batches_what_comes_episodes_are_the_same_and_none_waits_for_another(play, tmp_path):
+    rounds, paced = play(environment()), play(environment(), InterleavingTransformers())
+    for row, other in zip(rows_of(play, rounds), rows_of(play, paced), strict=True):
+        assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)  # batches have other neighbours
+        assert row == other
+    for name, engine, seconds in (("rounds", ENGINE, 1), ("paced", InterleavingTransformers(), 60)):
+        (marks := tmp_path / name).mkdir()
+        play(environment("Awaited", options={"marks": str(marks)}, step_seconds=seconds), engine)
+        assert (marks / "waited").exists() is (name == "paced")
 
 
 @pytest.mark.parametrize(

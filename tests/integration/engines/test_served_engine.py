@@ -1,6 +1,7 @@
 """The vLLM engine before servers that run already, and speak well or badly."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import numpy as np
@@ -301,7 +302,7 @@ def test_steps_are_those_since_the_engine_came_also_over_a_restart(serve):
     assert (engine.steps().steps, engine.steps().seconds) == (12, 6.0)
     engine.likelihoods([ModelInput.given([5])], [[1]])
     assert engine.steps().steps == 13
-    server.steps = 0
+    server.steps, server.digest = 0, ""
     engine.generate(WORK, SAMPLING)
     assert engine.steps().steps == 25
 
@@ -345,3 +346,20 @@ def test_servers_of_others_are_neither_put_to_sleep_nor_ended(serve, policy):  #
     engine.load(policy.directory, policy.version)
     engine.close()
     assert server.digest == policy.version.digest
+
+
+def test_threads_share_the_servers_and_one_of_them_mends_what_fails_for_all(serve):
+    engine, [server] = serve()
+    server.digest, server.proofs = "another", [""]
+    loads, began = server.loads, []
+
+    def work(generate):
+        began.append(len(server.asked))
+        with ThreadPoolExecutor(8) as threads:
+            return [*threads.map(lambda asked: generate([asked], SAMPLING), WORK * 4)]
+
+    groups = engine.interleaved(work)
+    assert [written_by(group) for group in groups] == [[each] for each in FOR_THEIR_SEEDS] * 4
+    assert len(began) == 2  # since the proof failed once
+    assert server.loads - loads == 2
+    assert engine.steps().steps <= server.steps

@@ -1,0 +1,36 @@
+"""An engine in this process that several threads may ask, one of which it answers at a time."""
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import TypeVar
+
+from models.config.engines import SamplingConfig, TransformersEngine
+from models.engines.local.engine import HuggingFaceEngine
+from models.engines.protocol import Completion, Generate, Request
+
+T = TypeVar("T")
+
+
+class InterleavingTransformers(TransformersEngine):
+    """Transformers, in the order in which requests come."""
+
+    implementation = "tests.support.interleaving:InterleavingLocalEngine"
+
+
+class InterleavingLocalEngine(HuggingFaceEngine):
+    """Answers whoever asks next. The first work that it is given is done twice."""
+
+    def __init__(self, config: TransformersEngine, *, adapter_rank: int = 0) -> None:
+        super().__init__(config, adapter_rank=adapter_rank)
+        self._turn = Lock()
+        self._doubted = True
+
+    def interleaved(self, work: Callable[[Generate], T]) -> T:
+        def generate(requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+            with self._turn:
+                return self.generate(requests, sampling)
+
+        if self._doubted:
+            work(generate)
+            self._doubted = False
+        return work(generate)
