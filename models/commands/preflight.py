@@ -303,11 +303,11 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
 
 
 def _check_user(inputs: Inputs, problems: list[Problem]) -> dict[str, float]:
-    from models.inspection.users import check_user
-
     dialogue = None if inputs.rollout.environment is None else inputs.rollout.environment.dialogue
     if dialogue is None:
         return {}
+    from models.inspection.users import check_user
+
     return {"user_parameters": check_user(dialogue, problems=problems, gpus=inputs.pools.gpus_per_worker)}
 
 

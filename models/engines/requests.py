@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -34,6 +35,25 @@ class CompletionRow:
     def turn(self) -> int:
         """Index, in the completion, of the first token of the turn that is written."""
         return self.begun - min(self.begun, self.input.num_turn_tokens)
+
+
+def generation_settings(directory: Path) -> GenerationConfig:
+    """Read what a model says about its end, as transformers does when it loads it."""
+    if (directory / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(str(directory), local_files_only=True)
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    return GenerationConfig.from_model_config(settings)
+
+
+def context_of(directory: Path) -> int | None:
+    """Return how many tokens the model of a directory reads at most; None where its config.json does not say."""
+    from transformers import AutoConfig  # which brings torch in
+
+    config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return context
 
 
 def rows_of(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from pydantic import JsonValue
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.config.users import EndpointUser
 from models.data.problems import Prompt
 from models.endpoints.client import EndpointClient, EndpointRequest
-from models.engines.protocol import Completion, Request, build_engine
+from models.engines.protocol import Completion, Engine, Request, build_engine
+from models.engines.requests import context_of
 from models.environments.transcripts import Transcript
 from models.judges.endpoint import MAX_BODY_BYTES, SEEDS, read_answer
 from models.records.model_input import ModelInput
@@ -52,7 +53,8 @@ class HeldUser:
     """
 
     def __init__(self, engine: TransformersEngine, sampling: SamplingConfig, *, chats: bool) -> None:
-        self._engine = build_engine(engine)
+        self._settings = engine
+        self._engine: Engine | None = None  # from the first load: it brings torch in, which checks do without
         self._sampling, self._chats = sampling, chats
         self._tokenizer: PreTrainedTokenizerFast | None = None
         self._context: int | None = None
@@ -60,27 +62,31 @@ class HeldUser:
     @property
     def progress(self) -> int:
         """Moves with every forward pass and every load."""
-        return self._engine.progress
+        return 0 if self._engine is None else self._engine.progress
 
     def load(self, directory: Path, model: ModelVersion) -> None:
         """Take the model, unless it is the one that replies."""
+        if self._engine is None:
+            self._engine = build_engine(self._settings)
         if self._engine.serves() == model.digest:
             return
         self._engine.load(directory, model)
         self._tokenizer = load_tokenizer(directory)
-        config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        self._context = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self._context = context_of(directory)
 
     def sleep(self) -> None:
         """Give the memory of weights and cache back."""
-        self._engine.sleep()
+        if self._engine is not None:
+            self._engine.sleep()
 
     def close(self) -> None:
         """End the engine."""
-        self._engine.close()
+        if self._engine is not None:
+            self._engine.close()
 
     def reply(self, transcripts: Sequence[Transcript], seeds: Sequence[int]) -> list[Reply]:
         """Answer together; a dialogue that is longer than the context fails alone."""
+        assert self._engine is not None, "reply before load"
         assert self._tokenizer is not None, "reply before load"
         read = user_inputs(transcripts, self._tokenizer, chats=self._chats)
         room = self._sampling.max_new_tokens

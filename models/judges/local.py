@@ -7,12 +7,13 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.config.engines import EngineConfig, SamplingConfig
 from models.config.judges import ChoiceVerdict, LogprobVerdict, VerdictConfig
 from models.engines.protocol import Completion, Request, SeeingEngine, StepSums, build_engine
+from models.engines.requests import context_of
 from models.engines.sampling import uniforms
 from models.judges.verdicts import Answer, Question
 from models.records.media import Gallery, ImageSource
@@ -57,8 +58,7 @@ class LocalJudge:
         """Take the model in `directory`, whose files were verified to be those of its digest."""
         self._engine.load(directory, model)
         self._tokenizer, self._processor = load_tokenizer(directory), load_processor(directory)
-        config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        self._context = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self._context = context_of(directory)
 
     def serves(self) -> str:
         """Return the digest of the model that would answer now."""

@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Final, TypeVar, cast
 
 import numpy as np
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput, EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import SamplingConfig, VllmEngine
 from models.engines.protocol import Completion, Generate, Request, StepSums
-from models.engines.requests import CompletionRow, end_tokens, require_context, require_engine_room, rows_of
+from models.engines.requests import (
+    CompletionRow,
+    context_of,
+    end_tokens,
+    generation_settings,
+    require_context,
+    require_engine_room,
+    rows_of,
+)
 from models.engines.vllm.client import About, Ask, RequestDone, ServerClient, Stale, Stops
 from models.engines.vllm.completions import PendingRequest, completions_of, drafts_of
 from models.engines.vllm.images import ServedSight
@@ -84,14 +92,13 @@ class ServedEngine:
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
         tokenizer = load_tokenizer(directory)
-        settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         self._policy = _Policy(
             directory=directory,
             adapter=adapter,
             digest=policy.digest,
             tokenizer=tokenizer,
-            ends=end_tokens(tokenizer, _generation_settings(directory)),
-            context=getattr(settings.get_text_config(), "max_position_embeddings", None),
+            ends=end_tokens(tokenizer, generation_settings(directory)),
+            context=context_of(directory),
             sight=ServedSight(load_processor(directory), self._images),
         )
         self._ready.clear()
@@ -135,7 +142,6 @@ class ServedEngine:
     def likelihoods(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        assert self._policy is not None, "likelihoods before load"
         require_context(prompts, max(map(len, continuations)), context=self._context(), whose=self._whose())
         size = BATCHES * self._config.max_batch_rows
         parts = [range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)]
@@ -191,8 +197,7 @@ class ServedEngine:
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         """Generate what is not proven yet."""
-        policy = self._policy
-        assert policy is not None, "generate before load"
+        policy = self._served()
         require_engine_room(requests, sampling, context=self._context(), whose=self._whose())
         drafts = self._begun(rows_of(requests, longest=sampling.max_new_tokens), sampling)
         self._persist(lambda clients: self._write(drafts, sampling, clients))
@@ -286,8 +291,7 @@ class ServedEngine:
 
     def _loaded(self) -> tuple[ServerClient, ...]:
         """Return the servers, each with the policy loaded."""
-        policy = self._policy
-        assert policy is not None, "asked before load"
+        policy = self._served()
         clients = self._servers.clients(policy.directory)
         missing = [client for client in clients if client.url not in self._ready]
         self._moved += sum(_together(lambda client, _: self._load(client, policy), missing, missing))
@@ -343,27 +347,26 @@ class ServedEngine:
             sequence_seconds=so_far.sequence_seconds + done.sequence_seconds - last.sequence_seconds,
         )
 
-    def _stops(self, sampling: SamplingConfig) -> Stops:
+    def _served(self) -> _Policy:
         assert self._policy is not None, "asked before load"
-        return Stops(sampling.stop, self._policy.ends)
+        return self._policy
+
+    def _stops(self, sampling: SamplingConfig) -> Stops:
+        return Stops(sampling.stop, self._served().ends)
 
     def _sight(self) -> ServedSight:
-        assert self._policy is not None, "asked before load"
-        return self._policy.sight
+        return self._served().sight
 
     def _context(self) -> int | None:
         """Return the longest sequence that policy and servers take."""
-        assert self._policy is not None, "asked before load"
-        limits = [about.max_model_len for about in self._abouts.values()]
-        return min([*limits, *([] if self._policy.context is None else [self._policy.context])], default=None)
+        limits = [self._served().context, *(about.max_model_len for about in self._abouts.values())]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _whose(self) -> str:
-        assert self._policy is not None, "asked before load"
-        return "the policy" if self._context() == self._policy.context else "the server"
+        return "the policy" if self._context() == self._served().context else "the server"
 
     def _digest(self) -> str:
-        assert self._policy is not None, "asked before load"
-        return self._policy.digest
+        return self._served().digest
 
     def _on_progress(self) -> None:
         self.progress += 1
@@ -393,11 +396,3 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Quarantined | None]:
         return work(), None
     except Quarantined as error:
         return None, error
-
-
-def _generation_settings(directory: Path) -> GenerationConfig:
-    """Read what a model says about its end, as transformers does when it loads one."""
-    if (directory / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(str(directory), local_files_only=True)
-    settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    return GenerationConfig.from_model_config(settings)
