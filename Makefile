@@ -15,10 +15,6 @@ $(VENV)/.dev: $(VENV)/.base
 	@infra/environments/install.sh $(VENV) dev
 	@touch $@
 
-$(VENV)/.bench: $(VENV)/.dev
-	@infra/environments/install.sh $(VENV) dev bench
-	@touch $@
-
 $(VENV)/.docs: $(VENV)/.base
 	@infra/environments/install.sh $(VENV) docs
 	@touch $@
@@ -82,16 +78,16 @@ site: $(VENV)/.docs  ## the documentation as a site in build/site, without netwo
 	@$(BIN)/python -m mkdocs build
 	@echo "open build/site/index.html"
 
-bench: $(VENV)/.bench  ## compare with other trainers on this machine
+bench: $(VENV)/.dev  ## compare with other trainers on this machine
 	@$(BIN)/python -m bench $(ARGS)
 
-reality: $(VENV)/.bench  ## placement of real processes with paced engines, against the simulator (12 minutes)
+reality: $(VENV)/.dev  ## placement of real processes with paced engines, against the simulator (12 minutes)
 	@$(BIN)/python -m bench --only reality $(ARGS)
 
-curves: $(VENV)/.bench  ## learning curves of the algorithms on three seeds (forty runs of the demo)
+curves: $(VENV)/.dev  ## learning curves of the algorithms on three seeds (forty runs of the demo)
 	@$(BIN)/python -m bench --only curves $(ARGS)
 
-bench-vllm: $(VENV)/.bench  ## tokens per second through the whole path, against vLLM alone
+bench-vllm: $(VENV)/.dev  ## tokens per second through the whole path, against vLLM alone
 	@$(BIN)/rheostat engine install vllm
 	@$(BIN)/python -m bench --only vllm $(ARGS)
 
@@ -101,6 +97,6 @@ $(VENV)-trl/.done: bench/trl-vllm.txt
 	@$(VENV)-trl/bin/python -m pip --disable-pip-version-check install -q -r $<
 	@touch $@
 
-bench-gpu: $(VENV)/.bench  ## whole iterations on one GPU, next to TRL with colocated vLLM; without network once installed
+bench-gpu: $(VENV)/.dev  ## whole iterations on one GPU, next to TRL with colocated vLLM; without network once installed
 	@if nvidia-smi -L >/dev/null 2>&1; then $(BIN)/rheostat engine install vllm && $(MAKE) -s $(VENV)-trl/.done; fi
 	@$(BIN)/python -m bench --only gpu $(ARGS)

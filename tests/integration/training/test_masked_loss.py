@@ -1,0 +1,112 @@
+"""Losses of episodes, of which observations are not learnt: their gradients are those that TRL's own code computes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from infra.store.bundles import fetch_bundle
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
+from models.config.objectives import Cispo, ConstantMean, Gspo, NoCorrection, NoKl, PpoClip, SequenceMean, TokenMean
+from models.records.schemas import SAMPLE_SCHEMA
+from models.text.tokenizer import load_tokenizer
+from tests.support.training import write_samples
+from tests.support.update_workers import UNCLIPPED, gradients, start, work
+
+pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]  # TRL takes seconds to import, and warns
+
+LONGEST, LOW, HIGH = 30, 0.05, 0.06
+CLIPS = {"clip_low": LOW, "clip_high": HIGH}
+CASES = {  # our loss, and TRL's settings
+    "grpo": (PpoClip(aggregation=SequenceMean(), **CLIPS), {"loss_type": "grpo"}),
+    "dapo": (PpoClip(aggregation=TokenMean(), **CLIPS), {"loss_type": "dapo"}),
+    "dr_grpo": (PpoClip(aggregation=ConstantMean(length=LONGEST), **CLIPS), {"loss_type": "dr_grpo"}),
+    "dual clip": (PpoClip(aggregation=TokenMean(), dual_clip=1.1, **CLIPS), {"loss_type": "bnpo", "delta": 1.1}),
+    "gspo": (
+        Gspo(aggregation=SequenceMean(), **CLIPS),
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    ),
+    "cispo": (Cispo(aggregation=TokenMean(), clip_high=HIGH), {"loss_type": "cispo", "epsilon_high": 1 + HIGH}),
+}
+
+
+def episodes(uri: str) -> tuple[object, list[dict]]:
+    """Samples with observations in their middle and at their end, of which log-probs and advantages say nothing."""
+    store = open_store(f"{uri}/run")
+    rows = read_shard(store, write_samples(f"{uri}/run"), SAMPLE_SCHEMA.names).to_pylist()
+    rng = np.random.default_rng(7)
+    for row in rows:
+        seen = rng.random(len(row["staleness"])) < 0.4
+        seen[0] = False  # the first turn is the policy's
+        for name, instead in (("staleness", -1), ("logprobs", 0.0), ("advantages", 0.0)):
+            row[name] = [instead if each else value for value, each in zip(row[name], seen, strict=True)]
+    return write_shard(store, pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={}), rows
+
+
+def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: object) -> np.ndarray:
+    """What `GRPOTrainer` computes of the same tokens, padded as it pads them, with its mask of tools' tokens."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    own = {"epsilon": LOW, "epsilon_high": HIGH, "temperature": 0.9, "beta": 0.0, "max_completion_length": LONGEST}
+    batch = {"per_device_train_batch_size": len(rows), "num_generations": len(rows), "steps_per_generation": 1}
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda **_: [],
+        args=GRPOConfig(
+            output_dir=str(out), use_cpu=True, bf16=False, report_to="none", **{**own, **batch, **settings}
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["-"]}),
+        processing_class=load_tokenizer(directory),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.eval()  # without dropout, as ours; what differs otherwise is accumulation, of which there is none
+
+    def padded(name: str, side: str = "right") -> torch.Tensor:
+        return pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_side=side)
+
+    for row in rows:
+        split = row["num_prompt_tokens"]
+        row |= {"prompt": row["tokens"][:split], "completion": row["tokens"][split:]}
+        row |= {"tools": [int(each >= 0) for each in row["staleness"]]}
+        row |= {"read": [1] * split, "written": [1] * len(row["completion"])}
+    mask, tools = padded("written"), padded("tools")
+    loss = trainer._compute_loss(
+        trainer.model,
+        {
+            "prompt_ids": padded("prompt", "left"),
+            "prompt_mask": padded("read", "left"),
+            "completion_ids": padded("completion"),
+            "completion_mask": mask,
+            "tool_mask": tools,
+            "advantages": padded("advantages"),
+            "old_per_token_logps": padded("logprobs"),
+            "num_items_in_batch": (mask * tools).sum(),
+        },
+    )
+    loss.backward()
+    return np.concatenate([each.grad.numpy().ravel() for each in model.parameters()])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_of_episodes_is_that_of_trl_with_its_mask_of_tools(uri, policy, tmp_path, name):
+    loss, settings = CASES[name]
+    shard, rows = episodes(uri)
+    found = {}
+    for tokens in (9999, 90):  # one pass, or many
+        config = UNCLIPPED.model_copy(
+            update={"loss": loss, "correction": NoCorrection(), "microbatch_tokens": tokens, "kl": NoKl()}
+        )
+        found[tokens] = gradients(uri, start(uri, config).update(replace(work(uri, policy), samples=(shard,))))
+    directory = fetch_bundle(open_store(f"{uri}/run"), policy.weights)
+    expected = trl_gradients(directory, rows, tmp_path / "trl", **settings)
+    assert np.abs(expected).max() > 1e-3
+    for ours in found.values():
+        np.testing.assert_allclose(ours, expected, atol=1e-6)
