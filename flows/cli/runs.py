@@ -34,6 +34,11 @@ To = Annotated[str, Parameter(name="TO", help="store that shall have it")]
 Stages = Annotated[
     bool, Parameter(help="print what every finished batch measured, as JSON for `python -m placement.simulator`")
 ]
+Replays = Annotated[bool, Parameter(help="play stored episodes again, and say where new environments answer otherwise")]
+EPISODES = 16
+Episodes = Annotated[
+    int | None, Parameter(metavar="N", show_default=str(EPISODES), help="episodes that are played, by the run's seed")
+]
 
 
 def runs(*, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
@@ -159,26 +164,44 @@ def export_policy(
     write(done.model_dump_json(indent=2) if as_json else text)
 
 
-def verify(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
+def verify(
+    run: RunName,
+    /,
+    *,
+    environment: Replays = False,
+    episodes: Episodes = None,
+    store: Store = DEFAULT_STORE,
+    as_json: Json = False,
+) -> int:
     """Check every digest and every invariant of a run."""
     from flows.cli.output import deletion_lines
+    from tasks.verification.episodes import check_environment
     from tasks.verification.invariants import deletions, ignored_files, states_to_learn_again, verify_run
+    from tasks.views.runs import open_known_run
 
+    if episodes is not None and (episodes < 1 or not environment):
+        raise BadInput(f"--episodes {episodes}: expected at least 1, with --environment")
     problems, ignored = verify_run(store, run), ignored_files(store, run)
     again, deleted = ([], []) if problems else (states_to_learn_again(store, run), deletions(store, run))
+    played = None
+    if environment and not problems:
+        played = check_environment(open_known_run(store, run), episodes=episodes or EPISODES)
+    differs = played is not None and bool(played.differences)
     if as_json:
-        told = {"run": run, "ok": not problems, "problems": problems, "ignored": ignored, "learnt_again": again}
-        told["deleted"] = [stone.model_dump() for stone in deleted]
+        told = {"run": run, "ok": not (problems or differs), "problems": problems, "ignored": ignored}
+        told |= {"learnt_again": again, "deleted": [stone.model_dump() for stone in deleted]}
+        told |= {} if played is None else {"environment": played.model_dump()}
         write(json.dumps(told, indent=2))
     else:
         lines = problems or [f"run {run}: every digest and every invariant holds"]
+        lines += [] if played is None else played.lines()
         lines += deletion_lines(deleted)
         lines += [f"ignored {name}: it is no file of a run" for name in ignored]
         lines += [
             f"{state} is not there: training learns the newest version's optimizer state again" for state in again
         ]
         write("\n".join(lines))
-    return 1 if problems else 0
+    return 1 if problems or differs else 0
 
 
 def copy(run: RunName, source: From, target: To, /, *, as_json: Json = False) -> int:

@@ -126,6 +126,13 @@ class SeeingEngine(Protocol):
         """Say where the images of the prompts that follow are."""
 
 
+class WritesCompletions(Protocol):
+    """All of an engine that episodes need."""
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+        """As `Engine.generate`."""
+
+
 class Generate(Protocol):
     """`Engine.generate`."""
 

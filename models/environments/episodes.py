@@ -19,7 +19,7 @@ from infra.processes.episodes import Asked, EnvironmentStep
 from models.config.engines import SamplingConfig
 from models.config.environments import EpisodeSettings
 from models.data.problems import Message
-from models.engines.protocol import Completion, Engine, Generate, InterleavingEngine, Request
+from models.engines.protocol import Completion, Generate, InterleavingEngine, Request, WritesCompletions
 from models.environments.answers import Answered, Answering
 from models.environments.idle import IdleClock
 from models.records.schemas import FinishReason
@@ -68,7 +68,7 @@ class _Episode:
 class Episodes:
     """What the episodes of a shard have to do with each other: engine, environments, and how turns are read."""
 
-    engine: Engine
+    engine: WritesCompletions
     environments: Answering
     settings: EpisodeSettings
     sampling: SamplingConfig

@@ -1,6 +1,7 @@
 """Whole runs of episodes: with the environment's own reward, and with a user that the run trains."""
 
 import json
+import re
 
 import pytest
 
@@ -21,7 +22,7 @@ EPISODES = (
     'scoring.rewards=[{kind="environment"}]',
     "iterations=2",
 )
-
+PAYS = 'rollout.environment.options={what="pays"}'
 
 DIALOGUES = (
     "data.kind=measures",
@@ -55,8 +56,39 @@ def test_a_run_of_episodes_learns_from_what_its_environment_gives(tmp_path, pref
     credit = next(each for each in run.manifests("it-0002") if each.key.endswith("/credit"))
     assert 1 < credit.metrics["turns_mean"] <= 3
     assert "turn 2: " in job.command("rollouts").output
-    checked = job.command("verify")
+    checked = job.command("verify", "--environment")
     assert checked.code == 0, checked.output
+    assert checked.output.splitlines()[1:] == [
+        "16 episodes were played again: new environments answer as the shards say"
+    ]
+
+
+def test_a_run_whose_environment_lies_is_found_out_where_its_episodes_are_played_again(tmp_path, prefect_api):
+    job = InProcessJob(tmp_path / "job", prefect_api)
+    job.train(*EPISODES, "iterations=1", "rollout.environment.target=tests.support.games:Rolls", PAYS)
+    assert job.command("verify").code == 0
+    found = job.command("verify", "--environment", "--episodes", "5")
+    shards = {shard.key for each in open_run(str(job.store), "tiny").manifests("it-0001") for shard in each.shards}
+    assert found.code == 1
+    line = r"(shards/\S+): row (\d+), turn \d: expected .*reward [\d.]+.*, found .*reward [\d.]+.*"
+    named = [re.fullmatch(line, each) for each in found.output.splitlines()[1:]]
+    assert all(named), found.output
+    assert {each[1] for each in named if each} <= shards
+    assert 1 < len({each.groups() for each in named if each}) <= 5
+    told = json.loads(job.command("verify", "--environment", "--episodes", "5", "--json").output)
+    assert (told["ok"], told["problems"], told["environment"]["episodes"]) == (False, [], 5)
+    assert len(told["environment"]["differences"]) == len(named)
+
+
+def test_where_no_process_answered_no_episode_is_played_again_and_the_reason_is_said(reference):
+    checked = reference.command("verify", "--environment")
+    assert checked.code == 0
+    assert checked.output.splitlines()[1:] == ["no episode was played again: the run has no environment"]
+    refused = reference.command("verify", "--episodes", "3")
+    assert (refused.code, refused.output) == (
+        2,
+        "rheostat: --episodes 3: expected at least 1, with --environment\n",
+    )
 
 
 def test_a_run_trains_its_user_once_and_has_every_shard_answered_by_it(tmp_path, prefect_api):
@@ -75,5 +107,6 @@ def test_a_run_trains_its_user_once_and_has_every_shard_answered_by_it(tmp_path,
     again.train(*DIALOGUES)
     repeated = [each for each in open_run(str(again.store), "tiny").manifests("it-0002") if "/rollout" in each.key]
     assert [shard.digest for each in repeated for shard in each.shards] == before
-    checked = job.command("verify")
+    checked = job.command("verify", "--environment")
     assert checked.code == 0, checked.output
+    assert "no episode was played again: a model plays the user" in checked.output

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -76,6 +77,36 @@ class Dice(Echo):
 
     def step(self, turn):
         return f"[{time.monotonic_ns()}]"
+
+
+class Shares(Echo):
+    """Counts the turns of all episodes of its process together."""
+
+    turns = 0
+
+    def step(self, turn):
+        Shares.turns += 1
+        return f"[{Shares.turns}]"
+
+
+class Rolls(Echo):
+    """Draws what the seed does not give: what it pays, or whether it ends."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def step(self, turn):
+        step, drawn = super().step(turn), random.random()
+        return step | ({"reward": drawn} if self.what == "pays" else {"done": drawn < 0.5})
+
+
+class RollsFirst(Echo):
+    """Begins by chance."""
+
+    def reset(self, problem, seed):
+        super().reset(problem, seed)
+        return f"begin {random.random()}:"
 
 
 class ToolError(Exception):

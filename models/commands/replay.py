@@ -1,0 +1,36 @@
+"""Play stored episodes again: `python -m models.commands.replay`.
+
+Reads a `ReplayWork` as JSON on stdin; prints what is another than in the shards, or the error in one line with exit
+code 2. A process of its own, since flows may not load what reads tokenizers.
+"""
+
+import contextlib
+import json
+import os
+import sys
+
+from pydantic import TypeAdapter
+
+from infra.errors import BadInput
+from infra.runner import die_with
+from models.environments.replay import replay
+from models.records.replays import Difference, ReplayWork
+
+
+def main() -> int:
+    """Answer one request on stdin with one line on stdout."""
+    die_with(os.getppid())
+    answer = os.fdopen(os.dup(1), "w")
+    with contextlib.redirect_stdout(sys.stderr):  # libraries may print; the answer stands alone
+        error, found = "", list[Difference]()
+        try:
+            found = replay(TypeAdapter(ReplayWork).validate_json(sys.stdin.read()))
+        except BadInput as refused:
+            error = " ".join(str(refused).split())
+    with answer:
+        answer.write(json.dumps({"error": error, "differences": [each.model_dump() for each in found]}) + "\n")
+    return 2 if error else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
