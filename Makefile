@@ -34,7 +34,7 @@ test: $(VENV)/.dev  ## the default suite, on all cores, with the CPU seconds of 
 	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 $(ARGS)
 
 test-system: export PYTHONDONTWRITEBYTECODE :=
-test-system: $(VENV)/.dev  ## real clusters, ranks and servers, most of them killed, on all cores
+test-system: $(VENV)/.dev  ## whole runs, real clusters, ranks and servers, most of them killed, on all cores
 	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 -m "system and not slow" $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seeds, GSM8K

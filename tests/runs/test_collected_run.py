@@ -22,6 +22,7 @@ def collect(job, *arguments):
     return said
 
 
+@pytest.mark.system
 def test_a_run_that_is_collected_over_and_over_while_it_writes_is_the_undisturbed_one(reference, tmp_path, prefect_api):
     job, ended, said = InProcessJob(tmp_path, prefect_api), Event(), []
 
@@ -128,6 +129,7 @@ def iterations_with_shards(run):
     return {each.key[:7] for each in run.manifests("it-") if each.shards and run.store.exists(each.shards[0].key)}
 
 
+@pytest.mark.system
 def test_a_run_that_gives_up_old_rollouts_is_the_same_run_and_goes_on(reference, copy):
     assert copy.command("export").code == 0
     (copy.run / "export/it-0001.parquet").unlink()

@@ -11,7 +11,7 @@ from tests.support import checker
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import PASSWORD, manifests_of, wait_for
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
 
 GONE = ("manifests/it-0002/seal.json", "manifests/it-0003", "manifests/eval-0003", "manifests/retention")
 

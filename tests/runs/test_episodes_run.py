@@ -91,6 +91,7 @@ def test_where_no_process_answered_no_episode_is_played_again_and_the_reason_is_
     )
 
 
+@pytest.mark.system
 def test_a_run_trains_its_user_once_and_has_every_shard_answered_by_it(tmp_path, prefect_api):
     job = InProcessJob(tmp_path / "job", prefect_api, counts_works=True)
     job.train(*DIALOGUES)

@@ -10,7 +10,7 @@ from tests.support.in_process import InProcessJob
 from tests.support.jobs import Job
 from tests.support.pages import EXTENDING, files_of, write_page
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
 
 KEYS = ("policy/initial", "it-0001/update", "it-0002/update")
 

@@ -169,6 +169,7 @@ def forget_and_die(home, ids, change):
         forget(run, frozenset(ids), delete=True)
 
 
+@pytest.mark.system
 def test_who_is_killed_at_any_change_leaves_a_run_that_reads_and_the_next_one_finishes(job, tmp_path):
     ids = chosen(job)
     secrets, change, code = secrets_of(job, ids), 1, -signal.SIGKILL

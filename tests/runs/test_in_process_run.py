@@ -60,6 +60,7 @@ def test_pages_are_not_renewed_for_every_iteration_and_show_the_last_one_of_a_ru
     assert sorted(round(artifact["data"]) for artifact in found) == [33, 100]
 
 
+@pytest.mark.system
 def test_what_a_worker_refuses_ends_the_flow_and_the_next_in_this_process_is_none_the_worse(tmp_path, prefect_api):
     job = InProcessJob(tmp_path, prefect_api)
     unknown = "scoring.rewards=[{kind = 'target', target = 'tests.support.rewards:odd'}]"

@@ -12,7 +12,7 @@ from tests.support.in_process import InProcessJob
 from tests.support.jobs import Fault, Job, manifests_of, shards_of
 from tests.support.judged import JUDGE
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
 
 TWO_JUDGES = (
     "scoring.rewards=["

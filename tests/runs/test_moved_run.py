@@ -18,7 +18,7 @@ from tasks.verification.invariants import verify_run
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import manifests_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.system]
 
 
 @pytest.fixture(scope="module")

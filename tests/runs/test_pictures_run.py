@@ -118,6 +118,7 @@ def test_stored_rollouts_are_scored_again_by_a_rule_that_sees(job):
     assert verify_run(str(job.store), "tiny") == []
 
 
+@pytest.mark.system
 def test_stored_rollouts_are_judged_again_by_a_judge_that_looks(job):
     """It answers with how large the image is that it got, in bytes: 1 for more than the median."""
     run = open_run(str(job.store), "tiny")
@@ -147,6 +148,7 @@ def test_stored_rollouts_are_judged_again_by_a_judge_that_looks(job):
     assert verify_run(str(job.store), "tiny") == []
 
 
+@pytest.mark.system
 def test_a_prompt_that_is_forgotten_takes_its_picture_with_it(job, tmp_path):
     run = open_run(str(job.store), "tiny")
     table = rollouts_in(run)["it-0001/rollout/0000"]
@@ -201,6 +203,7 @@ def test_prefects_summary_shows_small_pictures_of_the_last_rollouts_and_the_tabl
     assert any(row["images"] in {digest[:16] for digest in known} for rows in tables for row in rows if "images" in row)
 
 
+@pytest.mark.system
 def test_an_exported_policy_says_in_transformers_pipeline_what_the_engine_says(whole, tmp_path):
     [problem] = picture_problems(PicturesData(train_problems=1, heldout_problems=1), "train", 7)
     target = tmp_path / "policy"
@@ -254,6 +257,7 @@ def test_a_run_with_pictures_that_was_killed_ends_with_the_same_bits(undisturbed
     assert problems_after([Strike(at, moment)], home, prefect_api, whole, SEEING, start=run_once) == []
 
 
+@pytest.mark.system
 def test_a_run_goes_on_from_its_first_iteration_to_the_same_bits(whole, tmp_path):
     job = InProcessJob(tmp_path, whole.api, counts_works=True)
     shutil.copytree(whole.run, job.run)

@@ -74,6 +74,7 @@ def test_every_problem_of_the_gsm8k_that_ships_is_read_by_its_configuration(monk
     assert train[0].prompt.startswith("Question: Mr. Sanchez found out that 40% of his Grade 5 ")
 
 
+@pytest.mark.system
 def test_a_model_directory_learns_from_chats_in_parquet(tmp_path, prefect_api, monkeypatch, capsys):
     write_table(tmp_path / "chats.parquet", {"messages": CHATS, "solution": ANSWERS})
     write_policy(tmp_path / "model", "qwen3")

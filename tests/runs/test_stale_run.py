@@ -51,6 +51,7 @@ def test_overlap_changes_no_bit(overlapped, in_turns):
     assert shards_of(overlapped.run) == shards_of(in_turns.run)
 
 
+@pytest.mark.system
 def test_rollouts_are_generated_during_the_update_where_it_has_machines_of_its_own(overlapped):
     assert waited_for(overlapped) == ["it-0002", "it-0003"], "each update began when there were rollouts of the next"
 

@@ -57,6 +57,7 @@ def test_one_flipped_bit_in_any_file_is_found_and_the_file_is_named(copy):
     assert problems_of(copy) == ""
 
 
+@pytest.mark.system
 def test_any_file_cut_in_half_is_found_and_named(copy):
     for path in checked_files(copy):
         whole = path.read_bytes()
@@ -65,6 +66,7 @@ def test_any_file_cut_in_half_is_found_and_named(copy):
         path.write_bytes(whole)
 
 
+@pytest.mark.system
 def test_any_lost_file_is_found_and_named(copy):
     """But the chain's last record, which has no successor, and what only a retired bundle's absence shows.
 

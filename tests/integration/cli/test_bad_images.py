@@ -166,6 +166,7 @@ def test_a_reward_that_reads_images_or_takes_none_is_taken(home, policy, target)
     check(inputs(home, policy, reward=TargetReward(target=f"tests.support.rewards:{target}")))
 
 
+@pytest.mark.system
 def test_a_command_whose_judge_does_not_see_ends_with_2_and_one_line_though_all_else_was_found_before(home, policy):
     with chat_server(looks) as server:
         model = EndpointJudge(base_url=server.url, allowed_hosts=("127.0.0.1",), allow_private=True, model="j")

@@ -224,6 +224,7 @@ def test_a_run_made_by_another_configuration_is_refused_with_what_differs(refuse
     assert refused().endswith("was made by another configuration: seed was 1, is 0")
 
 
+@pytest.mark.system
 def test_a_run_that_another_process_holds_is_refused_by_name(place, refused):
     make_run()
     with process(_hold, str(place / "runs"), "job", str(place / "held")) as holder:

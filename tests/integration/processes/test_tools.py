@@ -13,8 +13,8 @@ from models.text.calls import Call, ParsedTurn
 TOOLS = ToolsEnvironment(tools=("tests.support.games:price",))
 
 
-@pytest.fixture
-def tools():
+@pytest.fixture(scope="module")
+def tools():  # which takes seconds to describe its tools
     process = EpisodeProcess(TOOLS.run.describing(), users_interpreter(), seconds=20)
     try:
         process.ready()

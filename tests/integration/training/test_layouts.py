@@ -35,6 +35,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm((found - expected).float()))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("dtype", "share"), [("float32", 1e-3), ("bfloat16", 0.1)])
 def test_an_update_goes_on_on_other_ranks_and_stages_as_it_would_have_alone(uri, policy, dtype, share):
     stages = [0, 1, 2, 3] if dtype == "float32" else [2, 3]

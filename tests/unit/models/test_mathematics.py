@@ -124,13 +124,16 @@ HOSTILE = [
 ]
 
 
+@pytest.fixture(scope="module")
+def evaluator():
+    started = Evaluator(ScoringConfig(rewards=(MathReward(),)))
+    yield started
+    started.close()
+
+
 @pytest.mark.parametrize("answer", ["3", r"\frac{3}{4}", "x + 1", r"\{1, 2\}", "9^{9^{8}}"])
-def test_what_nobody_can_evaluate_is_wrong_and_not_missing(answer):
-    evaluator = Evaluator(ScoringConfig(rewards=(MathReward(),)))
-    try:
-        verdicts = evaluator.evaluate([Case("prompt", completion, answer) for completion in HOSTILE])
-    finally:
-        evaluator.close()
+def test_what_nobody_can_evaluate_is_wrong_and_not_missing(evaluator, answer):
+    verdicts = evaluator.evaluate([Case("prompt", completion, answer) for completion in HOSTILE])
     told = {
         completion: found for completion, found in zip(HOSTILE, verdicts, strict=True) if found != Verdict((0.0,), None)
     }
