@@ -22,6 +22,7 @@ PARTS = (
     "stages",
     "minute",
     "trl",
+    "vision",
     "advantages",
     "shards",
     "wide",

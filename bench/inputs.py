@@ -42,7 +42,7 @@ def write_inputs(
     _write_problems(directory / "train.jsonl", train, answer)
     _write_problems(directory / "heldout.jsonl", tuple(f"Held out: {row}. " for row in range(HELDOUT)), answer)
     config = directory / "config.toml"
-    config.write_text(_config(directory, max_new_tokens=max_new_tokens, update_ranks=update_ranks))
+    config.write_text(job_config(directory, max_new_tokens=max_new_tokens, update_ranks=update_ranks))
     return Inputs(config=config, policy=directory / "policy", prompts=train, max_new_tokens=max_new_tokens)
 
 
@@ -51,13 +51,15 @@ def _write_problems(path: Path, prompts: tuple[str, ...], answer: str) -> None:
     path.write_text("\n".join(lines))
 
 
-def _config(directory: Path, *, max_new_tokens: int, update_ranks: int) -> str:
+def job_config(directory: Path, *, max_new_tokens: int, update_ranks: int, data: str = "") -> str:
+    """Configure the job of a policy and problems that lie in a directory; `data` is added to its section."""
     return f"""
 iterations = 2
 [data]
 kind = "file"
 path = "{directory}/train.jsonl"
 heldout_path = "{directory}/heldout.jsonl"
+{data}
 [policy]
 kind = "directory"
 path = "{directory}/policy"

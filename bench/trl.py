@@ -9,14 +9,15 @@ log-probs and take four optimizer steps. The first iterations of each block are 
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cycles import cycles_of
-from bench.inputs import GROUP, LEARNING_RATE, MINIBATCHES, PROMPTS, REWARD_PATTERN, write_inputs
-from bench.jobs import finished_job
-from bench.tables import Table
+from bench.inputs import GROUP, LEARNING_RATE, MINIBATCHES, PROMPTS, REWARD_PATTERN, Inputs, write_inputs
+from bench.jobs import Job, finished_job
+from bench.tables import Cell, Table
 from bench.trl_workload import TrlIteration, Workload, running_trl
 from infra.store.runs import Run
 from tasks.run.keys import iteration_key
@@ -74,45 +75,44 @@ class Measured:
 def measure() -> Iterator[Table]:
     """Compare at every size."""
     for size in SIZES:
-        yield _table(size, *_compare(size))
+        with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
+            inputs = write_inputs(
+                Path(name), shape=size.shape, max_new_tokens=size.max_new_tokens, update_ranks=size.update_ranks
+            )
+            with beside_trl(inputs, iterations=size.iterations) as (job, theirs):
+                compared = medians_of(job.run), medians(theirs)
+        shape = size.shape
+        model = f"{size.name} model: Llama-shaped, width {shape['hidden_size']}, {shape['num_hidden_layers']} layers"
+        yield table(model, *compared, max_new_tokens=size.max_new_tokens, iterations=size.iterations)
 
 
-def _compare(size: Size) -> tuple[Measured, Measured]:
-    with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
-        directory = Path(name)
-        inputs = write_inputs(
-            directory, shape=size.shape, max_new_tokens=size.max_new_tokens, update_ranks=size.update_ranks
-        )
-        workload = Workload(
-            policy=inputs.policy,
-            prompts=inputs.prompts,
-            group=GROUP,
-            minibatches=MINIBATCHES,
-            learning_rate=LEARNING_RATE,
-            reward_pattern=REWARD_PATTERN,
-            max_new_tokens=inputs.max_new_tokens,
-            block=size.iterations + SETTLED,
-            blocks=2,
-            microbatch=len(inputs.prompts) * GROUP // MINIBATCHES,
-        )
-        with running_trl(Path(sys.executable), workload, directory / "workload.json") as take_block:
-            before = take_block()
-            with finished_job(inputs.config, [f"iterations={2 * size.iterations + SETTLED}"]) as job:
-                ours = _ours(job.run)
-            after = take_block()
-    return ours, _medians(map(_measured, [*before[SETTLED:], *after[SETTLED:]]))
-
-
-def _measured(taken: TrlIteration) -> Measured:
-    return Measured(
-        seconds=taken.seconds,
-        generation=taken.generation,
-        update=taken.seconds - taken.generation,
-        tokens=taken.tokens,
+@contextmanager
+def beside_trl(
+    inputs: Inputs, *, iterations: int, images: tuple[Path, ...] = ()
+) -> Iterator[tuple[Job, list[TrlIteration]]]:
+    """Run our job between two blocks of TRL's iterations; yields the job and TRL's counted iterations."""
+    workload = Workload(
+        policy=inputs.policy,
+        prompts=inputs.prompts,
+        images=images,
+        group=GROUP,
+        minibatches=MINIBATCHES,
+        learning_rate=LEARNING_RATE,
+        reward_pattern=REWARD_PATTERN,
+        max_new_tokens=inputs.max_new_tokens,
+        block=iterations + SETTLED,
+        blocks=2,
+        microbatch=len(inputs.prompts) * GROUP // MINIBATCHES,
     )
+    with running_trl(Path(sys.executable), workload, inputs.config.with_name("workload.json")) as take_block:
+        before = take_block()
+        with finished_job(inputs.config, [f"iterations={2 * iterations + SETTLED}"]) as job:
+            yield job, [*before[SETTLED:], *take_block()[SETTLED:]]
 
 
-def _ours(run: Run) -> Measured:
+def medians_of(run: Run) -> Measured:
+    """Ours, of a finished run."""
+
     def tokens(number: int) -> float:
         return sum(manifest.metrics["tokens"] for manifest in run.manifests(f"{iteration_key(number)}/rollout/"))
 
@@ -127,6 +127,14 @@ def _ours(run: Run) -> Measured:
     )
 
 
+def medians(taken: Iterable[TrlIteration]) -> Measured:
+    """TRL's."""
+    return _medians(
+        Measured(seconds=one.seconds, generation=one.generation, update=one.seconds - one.generation, tokens=one.tokens)
+        for one in taken
+    )
+
+
 def _medians(measured: Iterable[Measured]) -> Measured:
     taken = list(measured)
 
@@ -138,10 +146,17 @@ def _medians(measured: Iterable[Measured]) -> Measured:
     )
 
 
-def _table(size: Size, ours: Measured, theirs: Measured) -> Table:
+def table(
+    model: str,
+    ours: Measured,
+    theirs: Measured,
+    *,
+    max_new_tokens: int,
+    iterations: int,
+    more: Sequence[tuple[Cell, ...]] = (),
+) -> Table:
+    """Ours beside TRL's."""
     completions = PROMPTS * GROUP
-    shape = size.shape
-    model = f"Llama-shaped, width {shape['hidden_size']}, {shape['num_hidden_layers']} layers"
     # Lengths are random: per token, neither gains by shorter completions.
     per_token = (theirs.seconds / theirs.tokens) / (ours.seconds / ours.tokens)
     rows = (
@@ -157,11 +172,12 @@ def _table(size: Size, ours: Measured, theirs: Measured) -> Table:
             (ours.tokens / ours.update) / (theirs.tokens / theirs.update),
         ),
         ("whole iteration, tokens/s", ours.tokens / ours.seconds, theirs.tokens / theirs.seconds, per_token),
+        *more,
     )
     return Table(
-        title=f"Beside TRL's GRPOTrainer, {size.name} model: {model}, {PROMPTS} prompts × {GROUP}, "
-        f"{MINIBATCHES} optimizer steps, up to {size.max_new_tokens} tokens",
+        title=f"Beside TRL's GRPOTrainer, {model}, {PROMPTS} prompts × {GROUP}, {MINIBATCHES} optimizer steps, "
+        f"up to {max_new_tokens} tokens",
         columns=("", "Rheostat", "TRL", "times as fast"),
         rows=rows,
-        notes=(f"medians of {2 * size.iterations} iterations of each, TRL's half before and half after ours",),
+        notes=(f"medians of {2 * iterations} iterations of each, TRL's half before and half after ours",),
     )

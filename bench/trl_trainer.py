@@ -17,6 +17,7 @@ from typing import TextIO
 
 import torch
 from datasets import Dataset
+from PIL import Image
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -83,15 +84,18 @@ def train(workload: Workload, answers: TextIO) -> None:
     pattern = re.compile(workload.reward_pattern)
 
     def found(completions, **_):
-        return [float(pattern.search(completion) is not None) for completion in completions]
+        texts = (each if isinstance(each, str) else each[0]["content"] for each in completions)
+        return [float(pattern.search(text) is not None) for text in texts]
 
     trainer = TimedTrainer(
         model=str(workload.policy),
         reward_funcs=found,
         args=config_of(workload),
-        train_dataset=Dataset.from_dict({"prompt": workload.prompts}),
+        train_dataset=Dataset.from_dict(asked(workload)),
     )
     trainer.iterations = []
+    if workload.images:
+        count_images(trainer)
     trainer.add_callback(Blocks(trainer, workload, answers))
     if workload.vllm is not None:
         end_at_lengths(trainer, workload.vllm.lengths)
@@ -99,6 +103,24 @@ def train(workload: Workload, answers: TextIO) -> None:
             load_on_cpu(trainer)
         time_weights(trainer)
     trainer.train()
+
+
+def asked(workload: Workload) -> dict[str, list[object]]:
+    """Prompts, as chats of one message where they show pictures."""
+    if not workload.images:
+        return {"prompt": [*workload.prompts]}
+    chats = [[{"role": "user", "content": prompt}] for prompt in workload.prompts]
+    return {"prompt": chats, "image": [Image.open(path).convert("RGB") for path in workload.images]}
+
+
+def count_images(trainer: TimedTrainer) -> None:
+    """Count what the tower reads."""
+    tower = trainer.model.model.vision_model
+
+    def count(_module, _arguments, options) -> None:
+        trainer.iterations[-1].images += len(options["pixel_values"])
+
+    tower.register_forward_pre_hook(count, with_kwargs=True)
 
 
 def config_of(workload: Workload) -> GRPOConfig:

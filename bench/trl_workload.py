@@ -45,6 +45,8 @@ class Workload:
     blocks: int
     microbatch: int
     """Sequences in one forward pass."""
+    images: tuple[Path, ...] = ()
+    """The picture that each prompt shows before its text; none for policies that read text alone."""
     bfloat16: bool = False
     vllm: ColocatedVllm | None = None
     """None generates with transformers."""
@@ -61,6 +63,7 @@ def read_workload(path: Path) -> Workload:
     return Workload(
         policy=Path(record.pop("policy")),
         prompts=tuple(record.pop("prompts")),
+        images=tuple(map(Path, record.pop("images"))),
         vllm=ColocatedVllm(**vllm, lengths=lengths) if vllm else None,
         **record,
     )
@@ -80,6 +83,8 @@ class TrlIteration:
     """All of it."""
     tokens: int = 0
     """Completion tokens."""
+    images: int = 0
+    """Times that the tower read an image, in generation and in the update."""
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from infra.errors import BadInput
 from models.config.policy import ModelShape, ScratchPolicy
 from models.records.media import ImageSource
 from models.vision.families import FAMILIES
-from models.vision.parts import Part, frozen_names
+from models.vision.parts import Part, frozen_names, part_of
 from models.vision.processor import load_processor, sees
 from models.vision.sight import Sight
 
@@ -125,10 +125,10 @@ def load_policy(directory: Path, *, device: str = "cpu", dtype: torch.dtype = to
     return load_weights(architecture, directory, what="policy", device=device, dtype=dtype)
 
 
-def load_sight(directory: Path, *, source: ImageSource | None = None) -> Sight | None:
-    """Load what a policy that sees makes of images; none for one that reads text alone."""
+def load_sight(directory: Path, *, source: ImageSource | None = None, stays: bool = False) -> Sight | None:
+    """Load what a policy that sees makes of images, which `stays` says is not trained; none of one that reads text."""
     processor = load_processor(directory)
-    return None if processor is None else Sight(processor, source=source)
+    return None if processor is None else Sight(processor, source=source, stays=stays)
 
 
 def freeze(model: PreTrainedModel, parts: Collection[Part]) -> None:
@@ -136,6 +136,11 @@ def freeze(model: PreTrainedModel, parts: Collection[Part]) -> None:
     parameters = dict(model.named_parameters())
     for name in frozen_names(parameters, parts, kind=type(model).__name__):
         parameters[name].requires_grad_(False)
+
+
+def learns_to_see(model: PreTrainedModel) -> bool:
+    """Whether tower or projector of a model are trained."""
+    return any(each.requires_grad and part_of(name) != "language" for name, each in model.named_parameters())
 
 
 def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> ModelShape:

@@ -19,7 +19,7 @@ from models.config.objectives import UpdateConfig
 from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
 from models.modeling.logprobs import TokenLogprobs, TokenModule
-from models.modeling.policy import freeze, load_policy, load_sight
+from models.modeling.policy import freeze, learns_to_see, load_policy, load_sight
 from models.records.media import Gallery, ImageSource
 from models.records.versions import ModelVersion
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
@@ -215,7 +215,7 @@ class LoadedModels:
             self._reference = None
             directory = fetch_bundle(self._store, version.weights)
             model = load_policy(directory).requires_grad_(False).eval()
-            sight = load_sight(directory, source=self.images)
+            sight = load_sight(directory, source=self.images, stays=True)
             policy = TokenLogprobs(model, temperature=self._temperature, sight=sight)
             self._reference = (version.digest, policy.to(self.ranks.device))
         return self._reference[1]
@@ -243,7 +243,9 @@ class LoadedModels:
     def _actor(self, version: ModelVersion) -> TokenLogprobs:
         model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
         freeze(model, self._update.freeze)
-        sight = load_sight(fetch_bundle(self._store, version.weights), source=self.images)
+        # The parts of weights that ranks of stage 3 hold are gathered for all ranks' passes alike.
+        stays = self._update.zero_stage < 3 and not learns_to_see(model)
+        sight = load_sight(fetch_bundle(self._store, version.weights), source=self.images, stays=stays)
         return TokenLogprobs(model, temperature=self._temperature, sight=sight)
 
     def _valuer(self, version: ModelVersion) -> TokenValues:
@@ -260,5 +262,5 @@ def load_teacher(
 ) -> TokenLogprobs:
     """Load a model of the run. In the update's precision, and over its passes, equal weights say exactly the same."""
     model = load_policy(directory, dtype=DTYPES[dtype])
-    sight = load_sight(directory, source=images)
+    sight = load_sight(directory, source=images, stays=True)
     return TokenLogprobs(model, temperature=temperature, sight=sight).requires_grad_(False).eval().to(device)

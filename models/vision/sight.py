@@ -8,9 +8,9 @@ Shapes: B rows, T padded width, P tokens of a prompt, S states of images, H hidd
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -23,18 +23,45 @@ from models.records.media import ImageSource
 from models.records.model_input import ModelInput
 from models.vision.processor import PreparedImage, VisionProcessor
 
+T = TypeVar("T")
+
 PREPARED_BYTES: Final = 1 << 30
 """Prepared images that a worker keeps."""
+STATES_BYTES: Final = 1 << 30
+"""What a tower that stays as it is said of images, as far as a worker keeps it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageStates:
+    """What the tower says of one image."""
+
+    states_SH: Tensor
+    deep: tuple[Tensor, ...]
+    """S x H each: what Qwen3-VL adds behind its first blocks."""
+    one_tensor: bool
+    """Whether the model takes those of all images as one tensor, or as a list."""
+    kind: type[Any]
+    """Of the output that the model expects where there are deep ones."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory that they take."""
+        return sum(each.nbytes for each in (self.states_SH, *self.deep))
 
 
 class Sight:
-    """What a model that sees needs beside its weights; it keeps the images that it prepared last."""
+    """What a model that sees needs beside its weights; it keeps the images that it prepared last.
 
-    def __init__(self, processor: VisionProcessor, *, source: ImageSource | None = None) -> None:
+    Where tower and projector stay as they are (`stays`), each image is read once and alone, so that its states follow
+    from it, whatever else is shown; they are kept, too.
+    """
+
+    def __init__(self, processor: VisionProcessor, *, source: ImageSource | None = None, stays: bool = False) -> None:
         self.processor = processor
         self.source = source
-        self._prepared: OrderedDict[str, PreparedImage] = OrderedDict()
-        self._bytes = 0
+        self.stays = stays
+        self._prepared = _Kept[PreparedImage](PREPARED_BYTES, _size)
+        self._states = _Kept[ImageStates](STATES_BYTES, lambda states: states.bytes)
 
     @property
     def banned(self) -> tuple[int, ...]:
@@ -43,20 +70,42 @@ class Sight:
 
     def prepared(self, digest: str) -> PreparedImage:
         """Return an image as the tower reads it. Raises BadInput where the policy cannot see it."""
-        if digest not in self._prepared:
-            assert self.source is not None, "whoever has prompts with images says where these are"
-            try:
-                self._keep(digest, self.processor.prepare(self.source.encoded(digest)))
-            except ValueError as error:
-                raise BadInput(f"image {digest}: {error}") from error
-        self._prepared.move_to_end(digest)
-        return self._prepared[digest]
+        return self._prepared.get(digest, self._prepare)
 
-    def _keep(self, digest: str, image: PreparedImage) -> None:
-        self._prepared[digest] = image
-        self._bytes += _size(image)
-        while self._bytes > PREPARED_BYTES and len(self._prepared) > 1:
-            self._bytes -= _size(self._prepared.popitem(last=False)[1])
+    def states(self, digest: str, model: PreTrainedModel, device: torch.device) -> ImageStates:
+        """Return what a tower that stays as it is says of an image."""
+
+        def read(digest: str) -> ImageStates:
+            image = self.prepared(digest)
+            with torch.no_grad():
+                return _read(model, _on_device([image], model, device), (image.tokens,))[0]
+
+        return self._states.get(digest, read)
+
+    def _prepare(self, digest: str) -> PreparedImage:
+        assert self.source is not None, "whoever has prompts with images says where these are"
+        try:
+            return self.processor.prepare(self.source.encoded(digest))
+        except ValueError as error:
+            raise BadInput(f"image {digest}: {error}") from error
+
+
+class _Kept(Generic[T]):
+    """What was made of images, the latest, up to so many bytes."""
+
+    def __init__(self, bytes_: int, size: Callable[[T], int]) -> None:
+        self._limit, self._size, self._bytes = bytes_, size, 0
+        self._found: OrderedDict[str, T] = OrderedDict()
+
+    def get(self, digest: str, make: Callable[[str], T]) -> T:
+        """Return what was made of an image, or make it."""
+        if digest not in self._found:
+            self._found[digest] = made = make(digest)
+            self._bytes += self._size(made)
+            while self._bytes > self._limit and len(self._found) > 1:
+                self._bytes -= self._size(self._found.popitem(last=False)[1])
+        self._found.move_to_end(digest)
+        return self._found[digest]
 
 
 def _size(image: PreparedImage) -> int:
@@ -75,7 +124,9 @@ class SeenRows:
     """What the rows of a pass show, on the device of a model, and where their tokens are."""
 
     arrays: Mapping[str, Tensor]
-    """The distinct images, one behind the other; of rows without any a blank one."""
+    """The distinct images, one behind the other; of rows without any a blank one. None where states are known."""
+    known: tuple[ImageStates, ...]
+    """What a tower that stays as it is says of the distinct images."""
     sizes: tuple[int, ...]
     """States of each distinct image."""
     dealt: tuple[int, ...]
@@ -101,7 +152,8 @@ def look(
     """Prepare what rows show, padded to a width on one side; `runs_always` gives those without images a blank one."""
     digests = list(dict.fromkeys(digest for each in inputs for digest in each.images))
     images = [sight.prepared(digest) for digest in digests]
-    read = images or ([sight.processor.blank()] if runs_always else [])
+    stays = tuple(sight.states(digest, model, device) for digest in digests) if sight.stays else ()
+    read = [] if sight.stays else images or ([sight.processor.blank()] if runs_always else [])
     shape = (max(1, len(inputs)), width)
     positions_3BT, image_BT = np.zeros((3, *shape), np.int64), np.zeros(shape, np.bool_)
     offsets_B = np.zeros(shape[0], np.int64)
@@ -123,6 +175,7 @@ def look(
     positions = torch.from_numpy(positions_3BT if _is_mrope(model) else positions_3BT[0]).to(device)
     return SeenRows(
         arrays=_on_device(read, model, device),
+        known=stays,
         sizes=tuple(image.tokens for image in images),
         dealt=tuple(digests.index(digest) for each in inputs for digest in each.images),
         positions=positions,
@@ -174,35 +227,38 @@ def see(model: PreTrainedModel, rows: SeenRows) -> SeenStates:
     options: dict[str, Any] = {"position_ids": rows.positions}
     if "token_type_ids" in inspect.signature(model.base_model.forward).parameters:
         options["token_type_ids"] = rows.image_BT.long()  # tokens of an image attend to each other both ways
-    if not rows.arrays:
+    if not rows.arrays and not rows.known:
         return SeenStates(options, None)
-    found = model.base_model.get_image_features(**rows.arrays, return_dict=True)
-    deep = getattr(found, "deepstack_features", None) or []
     if not rows.dealt:
-        said = [_flat(found.pooler_output), *map(_flat, deep)]
+        [blank] = _read(model, rows.arrays, None)
+        said = [blank.states_SH, *blank.deep]
         return SeenStates(options, torch.stack([each.float().sum() for each in said]).sum() * 0)
-    dealt = _dealt(found.pooler_output, rows)
-    one_tensor = isinstance(found.pooler_output, Tensor)
-    output = type(found)() if deep else BaseModelOutputWithPooling()
-    output.pooler_output = torch.cat(dealt)[None] if one_tensor else dealt
-    if deep:
-        output.deepstack_features = [_dealt(each, rows) for each in deep]
+    said_I = rows.known or _read(model, rows.arrays, rows.sizes)
+    one, dealt = said_I[0], [said_I[image] for image in rows.dealt]
+    states = [each.states_SH for each in dealt]
+    output = one.kind() if one.deep else BaseModelOutputWithPooling()
+    output.pooler_output = torch.cat(states)[None] if one.one_tensor else states
+    if one.deep:
+        output.deepstack_features = [[each.deep[level] for each in dealt] for level in range(len(one.deep))]
     options["mm_encoder_outputs"] = {"image": output}
     return SeenStates(options, None)
 
 
-def _dealt(said: Any, rows: SeenRows) -> list[Tensor]:  # noqa: ANN401 -- a tensor of all images, or one of each
-    states_SH = _flat(said)
-    if len(states_SH) != sum(rows.sizes):
+def _read(model: PreTrainedModel, arrays: Mapping[str, Tensor], sizes: Sequence[int] | None) -> tuple[ImageStates, ...]:
+    """Run the tower over images of so many states each; over one image where their number does not matter."""
+    found = model.base_model.get_image_features(**arrays, return_dict=True)
+    said = [_flat(each) for each in (found.pooler_output, *(getattr(found, "deepstack_features", None) or []))]
+    if sizes is not None and len(said[0]) != sum(sizes):
         raise BadInput(
-            f"images of {sum(rows.sizes)} tokens became {len(states_SH)} states: the image processor's settings are "
+            f"images of {sum(sizes)} tokens became {len(said[0])} states: the image processor's settings are "
             "not those of the model"
         )
-    parts = torch.split(states_SH, list(rows.sizes))
-    return [parts[image] for image in rows.dealt]
+    parts = zip(*(torch.split(each, len(each) if sizes is None else list(sizes)) for each in said), strict=True)
+    one_tensor = isinstance(found.pooler_output, Tensor)
+    return tuple(ImageStates(first, tuple(deep), one_tensor, type(found)) for first, *deep in parts)
 
 
-def _flat(said: Any) -> Tensor:  # noqa: ANN401
+def _flat(said: Any) -> Tensor:  # noqa: ANN401 -- a tensor of all images, or one of each
     states = said if isinstance(said, Tensor) else torch.cat(list(said))
     return states.flatten(0, -2)
 

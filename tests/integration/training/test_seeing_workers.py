@@ -24,8 +24,10 @@ from models.modeling.directory import check_directory, copy_directory
 from models.modeling.initial import texts_of, write_policy
 from models.modeling.policy import load_policy, load_sight
 from models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
+from models.training import versions
 from models.training.offline import imitate
 from models.training.versions import Learner
+from models.vision import sight
 from models.vision.parts import part_of
 from models.workers.rollout import RolloutWorker
 from tests.support.seeing import (
@@ -124,6 +126,25 @@ def test_an_update_moves_tower_projector_and_decoder_and_repeats_itself(uri, pol
 def test_a_frozen_part_stays_as_it_is(uri, policy, part):
     outcome = start(uri, CONFIG.model_copy(update={"freeze": (part,)})).update(update_of(uri, policy))
     assert changed(uri, policy, outcome) == {"vision", "projector", "language"} - {part}
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl", "gemma3"])
+def test_a_tower_that_is_not_trained_reads_an_image_once_and_the_update_is_the_same(uri, monkeypatch, kind):
+    policy, config = publish_seeing(f"{uri}/run", Path(uri, "seeing"), kind), UNCLIPPED
+    work, frozen = update_of(uri, policy), config.model_copy(update={"freeze": ("vision", "projector")})
+    calls, read = [], sight._read
+    monkeypatch.setattr(sight, "_read", lambda *arguments: calls.append(0) or read(*arguments))
+    worker = start(uri, frozen)
+    first = worker.update(work)
+    assert len(calls) == 2 * len(PICTURES)  # once by the policy and once by the reference, though there are more passes
+    later = replace(work, policy=first.model, iteration=1)
+    second = worker.update(later)
+    assert len(calls) == 2 * len(PICTURES)
+    assert start(uri, frozen).update(later).model == second.model  # who has nothing in memory learns the same bits
+    with monkeypatch.context() as patch:
+        patch.setattr(versions, "learns_to_see", lambda _: True)
+        again = start(uri, frozen).update(work)
+    np.testing.assert_allclose(gradients(uri, first), gradients(uri, again), atol=1e-6)
 
 
 def test_freezing_the_tower_of_a_policy_that_has_none_is_refused(uri):

@@ -1,0 +1,193 @@
+"""Whole iterations of a policy that sees beside TRL's `GRPOTrainer`, and what its tower takes of ours.
+
+The same as `bench.trl` with a picture before every prompt, and Idefics3's architecture: every completion's prompt has
+the tokens of one image. The policy is random and says EOS as seldom as any token, so that nearly all completions have
+the longest length. The tower's share is of CPU seconds on one thread: one shard is generated again and one iteration
+learnt again with a clock around the tower, forwards and backwards.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers.models.idefics3.modeling_idefics3 import Idefics3Model
+
+from bench.inputs import GROUP, HELDOUT, PROMPTS, Inputs, job_config
+from bench.jobs import Job
+from bench.tables import Table
+from bench.trl import SETTLED, beside_trl, medians, medians_of, table
+from infra.store.storage import Store
+from models.config.algorithms import Grpo
+from models.config.engines import TransformersEngine
+from models.config.objectives import UpdateConfig
+from models.config.policy import ScratchPolicy, ScratchTower, SeeingScratchPolicy
+from models.modeling.seeing_scratch import build_seeing, save_seeing, seeing_tokenizer
+from models.records.versions import policy_of
+from models.records.work import RolloutWork, UpdateWork
+from models.workers.rollout import RolloutWorker
+from models.workers.update import UpdateWorker
+from tasks.run.iteration import Iteration
+from tests.support.update_workers import free_port
+
+SIDE, TOKENS, ITERATIONS = 96, 32, 4
+POLICY = SeeingScratchPolicy(
+    tower=ScratchTower(image_size=SIDE, patch_size=8, layers=4),
+    decoder=ScratchPolicy(
+        vocab_size=359, hidden_size=64, intermediate_size=192, layers=3, heads=4, kv_heads=2, context=256
+    ),
+)
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def measure() -> Iterator[Table]:
+    """Compare, then look at the tower."""
+    with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
+        directory = Path(name)
+        inputs, pictures = _write_inputs(directory)
+        with beside_trl(inputs, iterations=ITERATIONS, images=pictures) as (job, theirs):
+            ours, other = medians_of(job.run), medians(theirs)
+            generated, learnt = _tower_of_generation(job), _tower_of_update(job)
+    read = theirs[-1].images
+    model = f"Idefics3-shaped, tower of width {POLICY.tower.hidden_size} and {POLICY.tower.layers} layers"
+    yield table(
+        f"{model}, a picture of {SIDE} × {SIDE} pixels each",
+        ours,
+        other,
+        max_new_tokens=TOKENS,
+        iterations=ITERATIONS,
+        more=(
+            ("images that completions show, per second", *_rates(ours.seconds, other.seconds)),
+            ("images that the tower reads", generated.images * 2 + learnt.images, read, ""),
+        ),
+    )
+    yield Table(
+        title="What the tower takes, of CPU seconds",
+        columns=("", "seconds", "in the tower", "share", "images read", "completions"),
+        rows=(generated.row("rollout of half an iteration"), learnt.row("update of an iteration")),
+    )
+
+
+def _rates(ours: float, theirs: float) -> tuple[float, float, float]:
+    shown = PROMPTS * GROUP
+    return shown / ours, shown / theirs, theirs / ours
+
+
+@dataclass(slots=True)
+class Clock:
+    """CPU seconds of this thread in the tower, and what it read."""
+
+    seconds: float = 0.0
+    images: int = 0
+    whole: float = 0.0
+    completions: int = 0
+
+    def row(self, name: str) -> tuple[str | float, ...]:
+        return name, self.whole, self.seconds, self.seconds / self.whole, self.images, self.completions
+
+
+def _clocked(work: Callable[[], object], *, completions: int) -> Clock:
+    """Do work with a clock around the tower: from its first parameter that has a gradient to the last, backwards."""
+    clock, plain = Clock(completions=completions), Idefics3Model.get_image_features
+
+    def timed(model: Idefics3Model, pixel_values: Tensor, *rest: Any, **options: Any) -> Any:
+        began = time.thread_time()
+        found = plain(model, pixel_values, *rest, **options)
+        clock.seconds += time.thread_time() - began
+        clock.images += int(np.prod(pixel_values.shape[:-3]))
+        if found.pooler_output.requires_grad:
+            _clock_backward(found.pooler_output, [*model.vision_model.parameters(), *model.connector.parameters()])
+        return found
+
+    def _clock_backward(states: Tensor, parameters: list[Tensor]) -> None:
+        began: list[float] = []
+        states.register_hook(lambda _: began.append(time.thread_time()))
+
+        def ended(_gradients: object) -> None:
+            clock.seconds += time.thread_time() - began[0]
+
+        torch.autograd.graph.register_multi_grad_hook([each for each in parameters if each.requires_grad], ended)
+
+    Idefics3Model.get_image_features = timed
+    try:
+        began = time.thread_time()
+        work()
+        clock.whole = time.thread_time() - began
+    finally:
+        Idefics3Model.get_image_features = plain
+    return clock
+
+
+def _tower_of_generation(job: Job) -> Clock:
+    """One shard of the last iteration, generated again."""
+    batch = _last(job).batches[0]
+    worker = RolloutWorker(_uri(job.run.store), job.run.name, TransformersEngine(), threads=1)
+    work = RolloutWork(
+        iteration=batch.plan.number,
+        policy=policy_of(batch.policy),
+        prompts=batch.prompts.shards[0],
+        rows=batch.plan.shard_rows(0),
+        group_size=batch.plan.group_size,
+        sampling=batch.plan.sampling,
+        seed=0,
+        media=batch.media,
+    )
+    worker.take(work.policy)
+    return _clocked(lambda: worker.generate(work), completions=len(work.rows) * work.group_size)
+
+
+def _tower_of_update(job: Job) -> Clock:
+    """The last iteration, learnt again."""
+    iteration = _last(job)
+    settings = UpdateConfig.model_validate(job.run.config["update"])
+    worker = UpdateWorker(_uri(job.run.store), job.run.name, update=settings, algorithm=Grpo(), threads=1)
+    worker.join(0, 1, "127.0.0.1", free_port())
+    policy = policy_of(iteration.policy)
+    work = UpdateWork(
+        iteration=iteration.number,
+        policy=policy,
+        reference=policy,
+        samples=iteration.credit.shards,
+        media=iteration.media,
+        total_iterations=iteration.number,
+        seed=0,
+    )
+    return _clocked(lambda: worker.update(work), completions=PROMPTS * GROUP)
+
+
+def _last(job: Job) -> Iteration:
+    return Iteration(job.run, 2 * ITERATIONS + SETTLED)
+
+
+def _uri(store: Store) -> str:
+    return store.uri.rsplit("/", 1)[0]
+
+
+def _write_inputs(directory: Path) -> tuple[Inputs, tuple[Path, ...]]:
+    """Write a random policy that sees, pictures of noise, and a question about each."""
+    questions = tuple(f"Picture {row}: Ana has {row % 7} pens. How many? " for row in range(PROMPTS + HELDOUT))
+    tokenizer = seeing_tokenizer(POLICY, questions)
+    tokenizer.chat_template = TEMPLATE
+    save_seeing(POLICY, build_seeing(POLICY, tokenizer, seed=0), tokenizer, directory / "policy")
+    rng, rows, pictures = np.random.default_rng(0), [], []
+    for row, question in enumerate(questions):
+        pictures.append(directory / f"{row}.png")
+        Image.fromarray(rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)).save(pictures[-1])
+        parts = [{"type": "image"}, {"type": "text", "text": question}]
+        rows.append({"prompt": [{"role": "user", "content": parts}], "answer": "x", "images": pictures[-1].name})
+    for name, part in (("train", rows[:PROMPTS]), ("heldout", rows[PROMPTS:])):
+        (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    config = directory / "config.toml"
+    config.write_text(job_config(directory, max_new_tokens=TOKENS, update_ranks=1, data='images_column = "images"'))
+    policy, shown = directory / "policy", tuple(pictures[:PROMPTS])
+    return Inputs(config=config, policy=policy, prompts=questions[:PROMPTS], max_new_tokens=TOKENS), shown
