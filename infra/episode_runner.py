@@ -7,6 +7,7 @@ costs time and nothing else, as long as environments follow from problem, seed a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -174,9 +175,10 @@ class LiveEpisodes:
         return step
 
     def close(self, names: Iterable[str]) -> None:
-        """Close what is over."""
+        """Close what is over; where one cannot be closed, the others are."""
         for name in names:
-            self._close(self._live.pop(name, (None, 0))[0])
+            with contextlib.suppress(Exception):
+                self._close(self._live.pop(name, (None, 0))[0])
 
     @staticmethod
     def _close(environment: Any) -> None:  # noqa: ANN401 -- a user's object

@@ -2,11 +2,14 @@
 
 import json
 import re
+from itertools import chain
 
 import pytest
 
+from infra.errors import RheostatError
 from infra.store.runs import open_run
 from infra.store.shards import read_shard
+from models.records.seeds import derive_seed
 from tests.support.in_process import InProcessJob
 
 pytestmark = pytest.mark.timeout(600)
@@ -44,6 +47,10 @@ DIALOGUES = (
 )
 
 
+def rows_of(job, manifest):
+    return read_shard(open_run(str(job.store), "tiny").store, manifest.shards[0]).to_pylist()
+
+
 def test_a_run_of_episodes_learns_from_what_its_environment_gives(tmp_path, prefect_api):
     job = InProcessJob(tmp_path / "job", prefect_api)
     job.train(*EPISODES)
@@ -78,6 +85,53 @@ def test_a_run_whose_environment_lies_is_found_out_where_its_episodes_are_played
     told = json.loads(job.command("verify", "--environment", "--episodes", "5", "--json").output)
     assert (told["ok"], told["problems"], told["environment"]["episodes"]) == (False, [], 5)
     assert len(told["environment"]["differences"]) == len(named)
+
+
+HOSTILE = (
+    "rollout.environment.target=tests.support.games:Hostile",
+    "rollout.environment.options=",
+    "rollout.environment.step_seconds=2",
+    "rollout.environment.processes=2",
+    "rollout.group_size=8",
+    "evaluation.problems=1",
+    "iterations=1",
+)
+REASONS = (  # by what is left of the seed
+    "no answer after 2 s",
+    "its process was killed by SIGSEGV",
+    "OSError: the backend is down",
+    "NoStep: expected a text, None, or messages, done and reward, found int",
+    "NoStep: expected a message with a text as content, found 5",
+    "its process wrote what is no answer",
+    "NoStep: expected a finite number as reward, found 'much'",
+)
+
+
+@pytest.mark.system
+def test_hostile_environments_lose_their_own_episodes_and_the_run_goes_on_until_too_many_are_missing(
+    tmp_path, prefect_api
+):
+    job = InProcessJob(tmp_path / "job", prefect_api)
+    job.train(*EPISODES, *HOSTILE, "scoring.max_missing=1.0")
+    made = {each.key: each for each in open_run(str(job.store), "tiny").manifests("it-0001")}
+    read = [[*rows_of(job, each)] for stage in ("/rollout", "/scoring") for key, each in made.items() if stage in key]
+    rows, scores = (list(chain(*part)) for part in (read[: len(read) // 2], read[len(read) // 2 :]))
+    reasons = set()
+    for row, score in zip(rows, scores, strict=True):
+        assert (row["prompt_row"], row["sample"]) == (score["prompt_row"], score["sample"])
+        misdeed = derive_seed(row["seed"], "environment") % 10
+        if row["finish_reason"] == "failed":
+            assert (len(row["turns"]), score["reward"]) == (2, None)
+            assert (row["turns"][1]["error"], score["error"]) == (REASONS[misdeed], f"environment: {REASONS[misdeed]}")
+            reasons.add(REASONS[misdeed])
+        else:
+            assert score["reward"] is not None
+            assert misdeed >= len(REASONS) or row["finish_reason"] == "length", "it ended before its environment did"
+    assert reasons == set(REASONS)
+    failed = sum(row["finish_reason"] == "failed" for row in rows)
+    assert made["it-0001/credit"].metrics["missing_fraction"] == failed / len(rows)
+    with pytest.raises(RheostatError, match=r"\(scoring.max_missing\); most often \(\d times\): environment: "):
+        job.train(*EPISODES, *HOSTILE, "scoring.max_missing=0.05", "name=stricter")
 
 
 def test_where_no_process_answered_no_episode_is_played_again_and_the_reason_is_said(reference):

@@ -1,5 +1,6 @@
 """Environments of a user, good and bad: they import nothing of ours."""
 
+import contextlib
 import json
 import os
 import random
@@ -70,6 +71,38 @@ class Bad(Echo):
                     mark.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
         return super().step(turn)
+
+
+class Hostile(Echo):
+    """Misbehaves at the second turn, or when it is closed; the seed says how."""
+
+    MISDEEDS = ("hangs", "crashes", "raises", "returns a number", "says a number", "never ends", "pays in words")
+    AT_THE_END = ("raises", "writes where answers go", "hangs")
+
+    def step(self, turn):
+        if turn.number == 1 and self.seed % 10 < len(self.MISDEEDS):
+            return self.misdeed(self.MISDEEDS[self.seed % 10])
+        return super().step(turn)
+
+    def misdeed(self, what):
+        if what == "hangs":
+            time.sleep(3600)
+        elif what == "crashes":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif what == "raises":
+            raise OSError("the backend is down")
+        elif what == "never ends":
+            return "and so on " * (1 << 21)
+        return {"returns a number": 5, "says a number": {"messages": [5]}, "pays in words": {"reward": "much"}}[what]
+
+    def close(self):
+        what = dict(enumerate(self.AT_THE_END, start=len(self.MISDEEDS))).get(self.seed % 10)
+        if what == "writes where answers go":
+            for descriptor in range(3, 32):
+                with contextlib.suppress(OSError):
+                    os.write(descriptor, b"an answer, after the end")
+        elif what is not None:
+            self.misdeed(what)
 
 
 class Dice(Echo):
