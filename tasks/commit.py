@@ -1,5 +1,6 @@
 """The manifest that makes an iteration exist, and the retirement of policies and rollouts that nothing needs."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from infra.store.bundles import BundleRef, delete_bundle
@@ -35,6 +36,7 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
             name: sum(m.provenance.seconds[name] for m in rollouts)  # over workers, which load side by side
             for name in ("weights_seconds", "weights_bytes")
         },
+        **_waited(rollouts),
     }
     sealed = record(
         session,
@@ -53,6 +55,12 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
     )
     finish(session, iteration.key)
     return sealed
+
+
+def _waited(rollouts: Sequence[Manifest]) -> dict[str, float]:
+    """Seconds that environments were waited for, over all shards; nothing where none answers."""
+    waited = [m.provenance.seconds["environment"] for m in rollouts if "environment" in m.provenance.seconds]
+    return {"environment": sum(waited)} if waited else {}
 
 
 def retire_policies(session: Session, iteration: Iteration) -> int:

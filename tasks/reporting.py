@@ -208,6 +208,7 @@ def _table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
             "kl": round(report.kl, 4),
             "mismatch": small(report.mismatch),
             "missing": report.missing,
+            **({} if report.episodes is None else report.episodes.cells()),
             **{f"{name} seconds": round(value, 2) for name, value in report.seconds.items()},
             "quarantined": report.quarantined,
             "policy": report.policy[:16],

@@ -54,6 +54,13 @@ def iteration_rows(description: RunDescription) -> Rows:
     ]
 
 
+def episode_lines(description: RunDescription) -> list[str]:
+    """The episodes of a run, by iteration; nothing where no environment answers."""
+    reports = [(report.iteration, report.episodes) for report in description.iterations]
+    rows = [{"iteration": str(number), **episodes.cells()} for number, episodes in reports if episodes is not None]
+    return ["episodes:", *table(rows).splitlines()] if rows else []
+
+
 def decision_rows(lines: Sequence[DecisionLine]) -> Rows:
     """The placement decisions of a run."""
     return [

@@ -56,7 +56,7 @@ def runs(*, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
 
 def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """Show a run: iterations, metrics, digests, seconds per stage."""
-    from flows.cli.output import iteration_rows
+    from flows.cli.output import episode_lines, iteration_rows
     from tasks.run.rescorings import derived_line
     from tasks.views.runs import describe_run
 
@@ -69,7 +69,7 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
         write(f"{role} by {'; '.join(engines)}")
     for accuracy in description.evaluations:
         write(f"held-out accuracy after iteration {accuracy.number}: {accuracy.line()}")
-    write(table(iteration_rows(description)) or "no sealed iteration yet")
+    write("\n".join([table(iteration_rows(description)) or "no sealed iteration yet", *episode_lines(description)]))
     if description.tags:
         write(f"tags {', '.join(description.tags)}")
     if description.deleted:

@@ -6,6 +6,7 @@ Shapes: N completions, K kept ones, G groups, T completion tokens, S segments of
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -103,6 +104,10 @@ def length_metrics(rollouts: pa.Table) -> dict[str, float]:
     return _mean("length_mean", lengths_N) | _mean("truncated_fraction", truncated(rollouts).astype(np.float64))
 
 
+ENDINGS: Final = (FinishReason.STOP, FinishReason.TURNS, FinishReason.LENGTH, FinishReason.FAILED)
+"""How an episode may end."""
+
+
 def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
     """Describe episodes; of completions that are none, nothing."""
     episodes = rollouts["turns"].drop_null()
@@ -112,13 +117,13 @@ def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
     calls, errors, said = (
         float(integers(pc.struct_field(parts, name)).sum()) for name in ("calls", "errors", "observation")
     )
-    failed_N = pc.equal(rollouts["finish_reason"], FinishReason.FAILED.value).to_numpy().astype(np.float64)
+    endings = {reason: pc.equal(rollouts["finish_reason"], reason.value).to_numpy().mean() for reason in ENDINGS}
     return {
         "turns_mean": len(parts) / len(episodes),
         "observation_tokens_mean": said / len(episodes),
         "calls_mean": calls / len(episodes),
         **({"call_error_fraction": errors / calls} if calls else {}),
-        **_mean("failed_episode_fraction", failed_N),
+        **{f"ended_{reason.value}_fraction": float(share) for reason, share in endings.items()},
     }
 
 

@@ -1,5 +1,6 @@
 """A run in numbers, read from its manifests."""
 
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -27,6 +28,32 @@ class Accuracy(Settings):
     def line(self) -> str:
         """The accuracy with its interval."""
         return f"{self.mean:.3f} (95% interval {self.low:.3f} to {self.high:.3f}, {self.problems} problems)"
+
+
+class EpisodesReport(Settings):
+    """Episodes of an iteration in numbers."""
+
+    turns: float
+    """Mean turns of the policy."""
+    calls: float
+    """Mean calls of tools."""
+    call_errors: float | None
+    """Share of the calls that could not be read; none where there was no call."""
+    endings: dict[str, float]
+    """Share of the episodes by how they ended: `stop`, `turns`, `length`, `failed`."""
+    environment_seconds: float
+    """Seconds in which rollout workers wrote nothing since they waited for environments, summed over shards."""
+
+    def cells(self) -> dict[str, str]:
+        """The numbers as tables show them."""
+        endings = ", ".join(f"{reason} {share:.0%}" for reason, share in self.endings.items() if share)
+        return {
+            "turns": shown(self.turns, digits=2),
+            "calls": shown(self.calls, digits=2),
+            "unreadable": shown(self.call_errors),
+            "endings": endings,
+            "environment s": f"{self.environment_seconds:.2f}",
+        }
 
 
 class IterationReport(Settings):
@@ -63,6 +90,8 @@ class IterationReport(Settings):
     """Weights that were moved to rollout engines, over all workers."""
     weights_seconds: float
     """Seconds that this took, summed over workers; with the start of a server where there was one."""
+    episodes: EpisodesReport | None = None
+    """What became of its episodes; none where no environment answers."""
     requests: dict[str, int] = {}
     """What the process that drives the run asked its store in a bucket between the seal before and this one, by verb;
     workers ask besides."""
@@ -92,6 +121,7 @@ def report_of(sealed: Manifest, *, term: str) -> IterationReport:
     """Read an iteration's seal."""
     metrics, seconds = sealed.metrics, dict(sealed.provenance.seconds)
     compared = metrics.get("update/mismatch_tokens", 0) > 0
+    environment_seconds = seconds.pop("environment", 0.0)
     return IterationReport(
         iteration=StageKey.parse(sealed.key).iteration,
         accuracy=metrics.get(f"credit/term_{term}_mean"),
@@ -108,7 +138,21 @@ def report_of(sealed: Manifest, *, term: str) -> IterationReport:
         weights_bytes=int(seconds.pop("weights_bytes")),
         weights_seconds=seconds.pop("weights_seconds"),
         seconds=seconds,
+        episodes=_episodes(metrics, environment_seconds),
         requests=sealed.provenance.requests,
+    )
+
+
+def _episodes(metrics: Mapping[str, float], environment_seconds: float) -> EpisodesReport | None:
+    if "credit/turns_mean" not in metrics:
+        return None
+    ended = re.compile(r"credit/ended_(\w+)_fraction")
+    return EpisodesReport(
+        turns=metrics["credit/turns_mean"],
+        calls=metrics["credit/calls_mean"],
+        call_errors=metrics.get("credit/call_error_fraction"),
+        endings={found[1]: share for name, share in metrics.items() if (found := ended.fullmatch(name))},
+        environment_seconds=environment_seconds,
     )
 
 

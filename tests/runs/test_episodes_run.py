@@ -62,6 +62,20 @@ def test_a_run_of_episodes_learns_from_what_its_environment_gives(tmp_path, pref
     assert any(len(each["turns"]) > 1 for each in shown)
     credit = next(each for each in run.manifests("it-0002") if each.key.endswith("/credit"))
     assert 1 < credit.metrics["turns_mean"] <= 3
+    shards = [read_shard(run.store, each.shards[0]) for each in run.manifests("it-0002") if "/rollout" in each.key]
+    found = list(chain(*(shard.to_pylist() for shard in shards)))
+    [_, told] = json.loads(job.command("show", "--json").output)["iterations"]
+    assert told["episodes"]["turns"] == sum(len(row["turns"]) for row in found) / len(found)
+    assert told["episodes"]["calls"] == 0
+    assert told["episodes"]["endings"] == {
+        ending: sum(row["finish_reason"] == ending for row in found) / len(found)
+        for ending in ("stop", "turns", "length", "failed")
+    }
+    assert told["episodes"]["environment_seconds"] > 0
+    lines = job.command("show").output.splitlines()
+    at = lines.index("episodes:")
+    assert lines[at + 1].split() == ["iteration", "turns", "calls", "unreadable", "endings", "environment", "s"]
+    assert len(lines[at + 2 :]) >= 2
     assert "turn 2: " in job.command("rollouts").output
     checked = job.command("verify", "--environment")
     assert checked.code == 0, checked.output
