@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from models.judges.votes import CANARY
 from models.records.columns import Mask, lengths_of
 
-_TEXTS_KEPT: Final = ("prompt_id", "finish_reason", "run")
+_TEXTS_KEPT: Final = ("prompt_id", "finish_reason", "run", "role")
 _NUMBERS_KEPT: Final = ("staleness", "steps")
 _SPANS: Final = "spans_"
 FORGOTTEN: Final = "forgotten"
@@ -79,10 +79,29 @@ def _emptied(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.Chun
     if field.name == "images":
         rows = zip(column.to_pylist(), is_gone, strict=True)
         return pa.chunked_array([[[] if gone else images for images, gone in rows]], field.type)
+    if pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type):
+        return _without_texts(column, field.type, is_gone)
     is_kept = field.name in _NUMBERS_KEPT or field.name.startswith(_SPANS)
-    if pa.types.is_list(field.type) and not pa.types.is_struct(field.type.value_type) and not is_kept:
+    if pa.types.is_list(field.type) and not is_kept:
         return _zeroed(column, field.type, is_gone)
     return None
+
+
+def _without_texts(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) -> pa.ChunkedArray | None:
+    """The column without texts in its records, such as messages and turns of episodes; none where they have none."""
+    texts = [part.name for part in kind.value_type if pa.types.is_string(part.type) and part.name not in _TEXTS_KEPT]
+    if not texts:
+        return None
+    emptied = {name: FORGOTTEN if name == "error" else "" for name in texts}
+
+    def without_texts(record: dict[str, object]) -> dict[str, object]:
+        return record | {name: text for name, text in emptied.items() if record[name] is not None}
+
+    rows = [
+        [without_texts(record) for record in records] if gone and records is not None else records
+        for records, gone in zip(column.to_pylist(), is_gone, strict=True)
+    ]
+    return pa.chunked_array([rows], kind)
 
 
 def _zeroed(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) -> pa.ChunkedArray:
