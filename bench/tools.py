@@ -1,0 +1,178 @@
+"""What is left of an engine's speed while tools of its episodes answer: paired, the same episodes with tools at once.
+
+64 episodes of three turns; each tool sleeps log-normally, a second on average. Policies are random, and write as many
+tokens in a turn that a turn of all episodes takes seconds, as one of a real model does.
+"""
+
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from bench.tables import Table
+from bench.vllm import VLLM_VARIABLE
+from infra.environments.find import find_python
+from infra.store.bundles import publish_bundle
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import Store, open_store
+from models.config.engines import EngineConfig, SamplingConfig, TransformersEngine, VllmEngine
+from models.config.environments import TargetEnvironment
+from models.records.schemas import PROMPT_SCHEMA
+from models.records.versions import ModelVersion, Outcome
+from models.records.work import RolloutWork
+from models.workers.rollout import RolloutWorker
+from tests.support.policies import small_tokenizer, write_policy
+
+PROMPTS, GROUP, TURNS, PAIRS = 16, 4, 3, 3
+MEAN_SECONDS, SIGMA = 1.0, 0.5
+TURN_TOKENS, EOS_SHARE = 256, 0.02
+THREADS = 1
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+}
+"""Of the policy: large enough that its steps, and not what is around them, take the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One shard of episodes."""
+
+    tokens: float
+    seconds: float
+    """Of generation, tools included."""
+    waited: float
+    """Of these, those in which nothing was written since all tools were waited for."""
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> "Arm":
+        told = outcome.timings or {}
+        return cls(outcome.metrics["tokens"], told["generate"], told["environment"])
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def busy(self) -> float:
+        """Share of the seconds in which something was written."""
+        return 1 - self.waited / self.seconds
+
+
+def measure() -> Iterator[Table]:
+    """Measure rounds in one batch and in two, then episodes at their own pace."""
+    given = os.environ.get(VLLM_VARIABLE)
+    python = find_python("vllm", Path(given) if given else None)
+    vllm = VllmEngine(python=python, dtype="float32", cache_gib=0.5, max_batch_rows=PROMPTS * GROUP)
+    ways: dict[str, tuple[EngineConfig, int]] = {
+        "transformers, in rounds": (TransformersEngine(), 1),
+        "transformers, in rounds of two batches": (TransformersEngine(), 2),
+        "vLLM, each at its own pace": (vllm, 1),
+    }
+    for name, (engine, batches) in ways.items():
+        yield _table(name, *_pairs(engine, batches))
+
+
+def _pairs(engine: EngineConfig, batches: int) -> tuple[list[tuple[Arm, Arm]], bool]:
+    """Play all episodes without and with seconds for tools in turns; also whether they wrote the same tokens."""
+    with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
+        store = open_store(f"{name}/bench")
+        work = _work(store, Path(name) / "policy")
+        at_once, sleeping = (replace(work, prompts=_prompts(store, seconds)) for seconds in (0.0, MEAN_SECONDS))
+        with _worker(name, engine, batches) as worker:
+            made = [worker.generate(at_once)]  # starts processes, loads the policy
+            pairs = []
+            for _ in range(PAIRS):
+                made += [worker.generate(at_once), worker.generate(sleeping)]
+                pairs.append((Arm.of(made[-2]), Arm.of(made[-1])))
+        first, *others = [_written(store, outcome.shards[0]) for outcome in made]
+    return pairs, all(other == first for other in others)
+
+
+@contextmanager
+def _worker(home: str, engine: EngineConfig, batches: int) -> Iterator[RolloutWorker]:
+    settings = TargetEnvironment(
+        target="bench.sleeping:Sleeping",
+        options={"sigma": SIGMA, "turns": TURNS},
+        prompts="text",
+        parser="none",
+        max_turns=TURNS,
+        turn_tokens=TURN_TOKENS,
+        processes=PROMPTS * GROUP,
+        batches=batches,
+    )
+    worker = RolloutWorker(home, "bench", engine, THREADS, environment=settings)
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def _work(store: Store, policy: Path) -> RolloutWork:
+    write_policy(policy, eos_share=EOS_SHARE, changes=SHAPE)
+    return RolloutWork(
+        iteration=1,
+        policy=ModelVersion(version=0, weights=publish_bundle(store, policy, prefix="policies")),
+        prompts=_prompts(store, 0.0),
+        rows=tuple(range(PROMPTS)),
+        group_size=GROUP,
+        sampling=SamplingConfig(max_new_tokens=TURNS * TURN_TOKENS),
+        seed=0,
+    )
+
+
+def _prompts(store: Store, mean_seconds: float) -> ShardRef:
+    texts = [f"Ana has {row} pens, buys {row % 7}. How many?" for row in range(PROMPTS)]
+    columns = {
+        "prompt_id": [f"{row:016x}" for row in range(PROMPTS)],
+        "text": texts,
+        "tokens": [small_tokenizer().encode(text) for text in texts],
+        "images": [[]] * PROMPTS,
+        "answer": [""] * PROMPTS,
+        "columns": [f'{{"mean_seconds": {mean_seconds}}}'] * PROMPTS,
+        "messages": [None] * PROMPTS,
+    }
+    return write_shard(store, pa.table(columns, schema=PROMPT_SCHEMA), kind="prompts", metadata={})
+
+
+def _written(store: Store, shard: ShardRef) -> list[list[int]]:
+    tokens: list[list[int]] = read_shard(store, shard, columns=["completion_tokens"])["completion_tokens"].to_pylist()
+    return tokens
+
+
+def _table(name: str, pairs: list[tuple[Arm, Arm]], same: bool) -> Table:
+    plain, tools = zip(*pairs, strict=True)
+    ratios = [sleeping.speed / at_once.speed for at_once, sleeping in pairs]
+
+    def row(label: str, values: list[float]) -> tuple[str, float, float, float]:
+        return label, statistics.median(values), min(values), max(values)
+
+    return Table(
+        title=f"{name}: {PROMPTS * GROUP} episodes of up to {TURNS} turns, tools of {MEAN_SECONDS:g} s "
+        f"(log-normal, sigma {SIGMA:g}), {plain[0].tokens:,.0f} tokens, {THREADS} thread",
+        columns=("", "median", "least", "most"),
+        rows=(
+            row("tools that answer at once, tokens/s", [each.speed for each in plain]),
+            row("tools that sleep, tokens/s", [each.speed for each in tools]),
+            row("ratio, pair by pair", ratios),
+            row("at once, seconds", [each.seconds for each in plain]),
+            row("with sleep, seconds", [each.seconds for each in tools]),
+            row("of these, nothing is written", [each.waited for each in tools]),
+            row("share in which something is", [each.busy for each in tools]),
+        ),
+        notes=(
+            f"{PAIRS} pairs after a shard that is not counted; the aim is a ratio of 0.8",
+            "other processes on the cores slow the engine and not its tools: then both shares are flattered",
+            f"all shards have {'the same' if same else 'not quite the same'} tokens",
+        ),
+    )
