@@ -152,7 +152,7 @@ def _image_line(image: ShownImage) -> str:
 
 def _turn_line(number: int, turn: TurnRecord) -> str:
     """What a turn took, and what its environment made of it."""
-    parts = [f"{turn.tokens} tokens", f"{turn.observation} of the answer"]
+    parts = [f"{turn.tokens} tokens", f"{turn.observation} to read"]
     parts += [f"{turn.calls} calls, {turn.errors} of them unreadable"] if turn.calls else []
     parts += [f"reward {turn.reward:g}"] if turn.reward is not None else []
     parts += [f"failed: {turn.error}"] if turn.error is not None else []

@@ -27,13 +27,13 @@ class TokenMean(Settings):
 
 
 class SequenceMean(Settings):
-    """Mean over sequences of the mean over each sequence's tokens (GRPO)."""
+    """Mean over completions of the mean over each one's tokens (GRPO); an episode is one completion."""
 
     kind: Literal["sequence"] = "sequence"
 
 
 class ConstantMean(Settings):
-    """Sum over tokens divided by the number of sequences times a fixed length (Dr. GRPO)."""
+    """Sum over tokens divided by the number of completions times a fixed length (Dr. GRPO); an episode is one."""
 
     kind: Literal["constant"] = "constant"
     length: Positive

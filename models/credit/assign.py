@@ -23,6 +23,7 @@ from models.credit.turns import WrittenTokens
 from models.records.columns import Floats, Integers, Mask, emptied, flat, floats, integers, lengths_of, lists
 from models.records.model_input import ENVIRONMENT, ROLLOUT_INPUT, completion_lengths, sample_columns
 from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA, FinishReason
+from models.records.turn_prompts import cut_at_prompts, turn_prompts
 
 
 def sample_table(
@@ -34,7 +35,8 @@ def sample_table(
     emptied_N: Mask,
     policy_version: int,
 ) -> pa.Table:
-    """Build the sample table, ordered by (prompt_row, sample).
+    """Build the sample table, ordered by (prompt_row, sample); of an episode whose turns have prompts of their own, by
+    turn: each is a sample.
 
     A sample that is emptied has its prompt and no token of its completion. So it has a place in a minibatch, and
     neither a share in the loss or its penalty nor in what they are divided by.
@@ -43,6 +45,8 @@ def sample_table(
     for name, values in (("advantages", made.advantages_T), ("values", values_T), ("returns", made.returns_T)):
         rollouts = rollouts.append_column(name, _floats_column(values, lengths_N))
     rollouts = rollouts.append_column("staleness", lists(staleness(rollouts, lengths_N, policy_version), lengths_N))
+    rollouts, row_K = cut_at_prompts(rollouts)
+    kept_N, emptied_N = kept_N[row_K], emptied_N[row_K]
     order_K = np.lexsort((integers(rollouts["sample"]), integers(rollouts["prompt_row"])))
     order_K = order_K[kept_N[order_K]]
     rows = rollouts.drop_columns(["segments", "finish_reason", "turns"]).take(pa.array(order_K)).combine_chunks()
@@ -67,7 +71,7 @@ def staleness(
         raise Damaged(f"rollout {row}: expected segments of {lengths_N[row]} tokens in all, found {written_N[row]:.0f}")
     if len(versions_S) and versions_S.max() > policy_version:
         raise Damaged(f"rollouts: expected tokens of policies up to {policy_version}, found some of {versions_S.max()}")
-    stale_S = np.where(versions_S == ENVIRONMENT, ENVIRONMENT, policy_version - versions_S)
+    stale_S = np.where(versions_S < 0, ENVIRONMENT, policy_version - versions_S)
     return np.repeat(stale_S.astype(np.int16), tokens_S)
 
 
@@ -120,7 +124,7 @@ def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
     endings = {reason: pc.equal(rollouts["finish_reason"], reason.value).to_numpy().mean() for reason in ENDINGS}
     return {
         "turns_mean": len(parts) / len(episodes),
-        "observation_tokens_mean": said / len(episodes),
+        "turn_prompt_tokens_mean" if turn_prompts(rollouts).any() else "observation_tokens_mean": said / len(episodes),
         "calls_mean": calls / len(episodes),
         **({"call_error_fraction": errors / calls} if calls else {}),
         **{f"ended_{reason.value}_fraction": float(share) for reason, share in endings.items()},

@@ -44,7 +44,7 @@ def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
 def compare_advantages(stored: pa.Table, new: pa.Table) -> dict[str, float]:
     """Describe new advantages, token by token, and beside the stored ones where both have the completion.
 
-    Tables of samples with `prompt_row`, `sample` and `advantages`; none has a completion twice.
+    Tables of samples with `prompt_row`, `sample` and `advantages`; those of a completion follow each other.
     """
     values_T = _values(new)
     _, places_K, others_K = np.intersect1d(_names(stored), _names(new), assume_unique=True, return_indices=True)
@@ -74,10 +74,12 @@ def _mean(name: str, values_N: Floats) -> dict[str, float]:
 
 
 def _names(table: pa.Table) -> Integers:
-    """Prompt row and sample as one number."""
+    """Prompt row, sample and place among the samples of a completion as one number."""
     prompts_N, samples_N = (np.asarray(table[name].to_numpy(), np.int64) for name in ("prompt_row", "sample"))
     names_N: Integers = prompts_N << 16 | samples_N
-    return names_N
+    first_N = np.flatnonzero(np.diff(names_N, prepend=-1))
+    place_N = np.arange(len(names_N)) - np.repeat(first_N, np.diff(first_N, append=len(names_N)))
+    return names_N << 16 | place_N
 
 
 def _lists(table: pa.Table, rows_K: Integers) -> tuple[Floats, Integers]:

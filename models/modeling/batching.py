@@ -36,7 +36,7 @@ class Sequences:
     lengths: Sequence[int]
     """Tokens of each."""
     prompts: Sequence[int]
-    """Tokens at the begin of each that all rows of its group have in common."""
+    """Tokens at the begin of each that it has in common with those rows of its group that have as many."""
     groups: Sequence[int]
 
     @classmethod
@@ -53,8 +53,8 @@ class Sequences:
 
     def load(self, rows: Rows) -> int:
         """Count the tokens that rows are computed by, where the prompts of groups are shared."""
-        prompts = {self.groups[row]: self.prompts[row] for row in rows}
-        return sum(prompts.values()) + sum(self.lengths[row] - self.prompts[row] for row in rows)
+        prompts = {(self.groups[row], self.prompts[row]) for row in rows}
+        return sum(prompt for _, prompt in prompts) + sum(self.lengths[row] - self.prompts[row] for row in rows)
 
 
 def plan_steps(

@@ -230,9 +230,9 @@ def bradley_terry(chosen_P: Tensor, rejected_P: Tensor, *, centering: float) -> 
 
 
 def token_weights(aggregation: Aggregation, lengths: Sequence[int]) -> list[float]:
-    """Weight of every token of each sequence, given the completion lengths of the whole minibatch.
+    """Weight of every token of each completion, given the lengths of all completions of the minibatch.
 
-    Sequences without a token count for nothing.
+    An episode is one, in however many samples its turns stand. Completions without a token count for nothing.
     """
     num_sequences = sum(length > 0 for length in lengths)
     match aggregation:

@@ -31,6 +31,8 @@ ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS, "images", "segments"
 _HALVES: Final = ROLLOUT_INPUT[:2]
 ENVIRONMENT: Final = -1
 """The `policy_version` of a segment that no policy wrote but an environment; the `staleness` of its tokens, too."""
+RENDERED: Final = -2
+"""The `policy_version` of a segment that is a turn's own prompt: nothing before it is read with what follows it."""
 
 Tokens = NDArray[np.int32]
 
@@ -82,6 +84,10 @@ class ModelInput:
     def __len__(self) -> int:
         """Count the tokens of all chunks."""
         return _length(self.chunks)
+
+    def last_given(self) -> Self:
+        """Keep the last chunk alone, which is given: where a turn has a prompt of its own, that prompt."""
+        return type(self)(self.chunks[-1:], self.images)
 
     @property
     def tokens(self) -> Tokens:
@@ -170,10 +176,15 @@ def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
 
 def written_tokens(rollouts: pa.Table) -> Mask:
     """Say of each completion token of a rollout table, row after row, whether a policy wrote it."""
-    parts = pc.list_flatten(rollouts["segments"])
-    tokens_S, versions_S = (integers(pc.struct_field(parts, name)) for name in ("tokens", "policy_version"))
-    written_T: Mask = np.repeat(versions_S != ENVIRONMENT, tokens_S)
+    tokens_S, versions_S = segments_of(rollouts)
+    written_T: Mask = np.repeat(versions_S >= 0, tokens_S)
     return written_T
+
+
+def segments_of(rollouts: pa.Table) -> tuple[Integers, Integers]:
+    """Tokens and policy version of each segment of all rows, one after the other."""
+    parts = pc.list_flatten(rollouts["segments"])
+    return integers(pc.struct_field(parts, "tokens")), integers(pc.struct_field(parts, "policy_version"))
 
 
 def learnt_tokens(samples: pa.Table) -> Mask:

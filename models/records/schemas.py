@@ -57,7 +57,7 @@ MEDIA_SCHEMA = pa.schema(
 TURN = pa.struct(
     [
         ("tokens", pa.int32()),  # that the policy wrote
-        ("observation", pa.int32()),  # tokens of what the environment said to it
+        ("observation", pa.int32()),  # tokens of what the environment said to it, or of the next turn's own prompt
         ("calls", pa.int32()),  # of tools
         ("errors", pa.int32()),  # of these, those that could not be read
         ("reward", pa.float64()),  # the environment's own; null where it gave none
@@ -84,7 +84,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("seed", pa.uint64()),
         # Which policy versions wrote it, in order: more than one where it was continued in a later iteration; version
-        # -1 stands for an environment, whose tokens have log-probs of 0.
+        # -1 stands for an environment, -2 for a turn's own prompt; their tokens have log-probs of 0.
         ("segments", pa.list_(pa.struct([("policy_version", pa.int32()), ("tokens", pa.int32())]))),
         ("turns", pa.list_(TURN)),  # of an episode, in order; null where no environment answers
         # Of an episode: the prompt's, then by turn what the policy wrote and what it read; null as turns.
@@ -111,7 +111,8 @@ SAMPLE_SCHEMA = pa.schema(
         ("returns", pa.list_(pa.float32())),  # what the critic learns; null without a critic
     ]
 )
-"""Training samples, one row each: all that the update reads."""
+"""Training samples, one row each: all that the update reads. The turns of an episode are rows of one (prompt_row,
+sample), in order, where each has a prompt of its own."""
 
 PER_TOKEN = ("logprobs", "advantages", "staleness", "values", "returns")
 """Columns of samples that have one number per completion token; where no policy wrote the token, 0 and a staleness of

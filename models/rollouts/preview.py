@@ -46,7 +46,7 @@ class RolloutPreview(Settings):
     turns: tuple[TurnRecord, ...] | None = None
     """Of an episode, in order."""
     tokens: int
-    """Length of the completion in tokens."""
+    """Length of the completion in tokens; of an episode with all that stands between its turns."""
     images: tuple[ShownImage, ...] = ()
     """What the prompt shows, in order."""
 

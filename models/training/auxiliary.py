@@ -23,6 +23,7 @@ from models.modeling.layout import AuxiliaryPass, MicroBatch, lay_out
 from models.records.columns import Mask, counted, lists
 from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollout_inputs, written_tokens
 from models.records.schemas import ESTIMATE_SCHEMA
+from models.records.turn_prompts import cut_at_prompts
 from models.records.work import EstimateWork
 from models.text.tokenizer import load_tokenizer, speller
 from models.training.ranks import Ranks, broadcast_bytes, gather_bytes
@@ -77,12 +78,14 @@ def write_estimates(
     """Ask about every token, by column of the estimates, and have rank 0 write one shard per rollout shard."""
     tables = [counted(read_shard(store, shard.rollouts, _COLUMNS), shard.rows) for shard in work.shards]
     table = pa.concat_tables([part.replace_schema_metadata(None) for part in tables]).combine_chunks()
-    inputs, completions, written_T = rollout_inputs(table), completion_lengths(table), written_tokens(table)
+    completions, written_T = completion_lengths(table), written_tokens(table)
+    read, _ = cut_at_prompts(table)
+    inputs = rollout_inputs(read)
     rows = tuple(range(len(inputs)))
     sequences = Sequences(
         lengths=[len(each) for each in inputs],
         prompts=[each.num_prompt_tokens for each in inputs],
-        groups=table["prompt_row"].to_pylist(),
+        groups=read["prompt_row"].to_pylist(),
     )
     plan = plan_step(rows, sequences, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
     passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.rank]]

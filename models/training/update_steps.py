@@ -4,6 +4,7 @@ Samples are read by an index of lengths, for the plan, and by the rows that a ra
 policy's passes, with another loss. Shapes: N completion tokens of one pass, T of all samples.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -48,6 +49,8 @@ class TrainingSamples:
     table: pa.Table
     groups: tuple[int, ...]
     """Prompt row of each sample."""
+    completions: tuple[tuple[int, int], ...]
+    """Prompt row and sample of each: an episode whose turns have prompts of their own is several."""
     lengths: tuple[int, ...]
     """Tokens of each sample, prompt and completion."""
     prompt_lengths: tuple[int, ...]
@@ -78,6 +81,7 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
     return TrainingSamples(
         table=table,
         groups=tuple(table["prompt_row"].to_pylist()),
+        completions=tuple(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True)),
         lengths=tuple(lengths.tolist()),
         prompt_lengths=tuple(prompts.tolist()),
         learnt_lengths=_counts(learnt_tokens(table), completions),
@@ -254,9 +258,11 @@ def take_steps(
 def _lay_out_step(
     plan: StepPlan, samples: TrainingSamples, read: dict[int, TrainingSample], *, config: UpdateConfig, rank: int
 ) -> tuple[TrainingBatch, ...]:
-    rows = plan.rows
-    lengths = [samples.learnt_lengths[row] for row in rows]
-    weights = dict(zip(rows, token_weights(config.loss.aggregation, lengths), strict=True))
+    rows, lengths = plan.rows, Counter[tuple[int, int]]()
+    for row in rows:
+        lengths[samples.completions[row]] += samples.learnt_lengths[row]
+    found = dict(zip(lengths, token_weights(config.loss.aggregation, [*lengths.values()]), strict=True))
+    weights = {row: found[samples.completions[row]] for row in rows}
 
     def batch(part: Rows) -> TrainingBatch:
         whole = lay_out_samples([read[row] for row in part], [weights[row] for row in part])

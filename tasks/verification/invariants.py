@@ -2,6 +2,7 @@
 was scored or credited again.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from math import isclose
@@ -22,7 +23,7 @@ from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key, reward_model_role
 from tasks.run.rescorings import Derived, derived_of, recredit_terms, rescored_batches, rescored_shards, rescoring_terms
 from tasks.run.states import coming_states, is_due, state_every, states_of, took_steps
-from tasks.verification.samples import check_credit, check_rollouts, check_samples
+from tasks.verification.samples import check_credit, check_rollouts, check_samples, finished_in
 from tasks.views.metrics import sealed_iterations
 from tasks.views.runs import open_known_run
 
@@ -226,10 +227,9 @@ def _check_recredited(iteration: Iteration, derived: Derived) -> Iterator[str]:
         yield f"{credit.key}: its parents are not the iteration's rollouts and their scores"
     if len(credit.parents) > len(parents) and credit.parents[-1] != iteration.made("estimates").digest:
         yield f"{credit.key}: its last parent is not {iteration.stage_key('estimates')}"
-    finished = {name for rollouts in scored.rollouts for name in _names(run, rollouts.shards[0])}
-    names = _names(run, credit.shards[0])
-    if len({*names}) < len(names) or not finished.issuperset(names):
-        yield f"{credit.key}: a completion is repeated or is none of the iteration's"
+    finished = {name: each.samples for part in scored.rollouts for name, each in finished_in(run, part).items()}
+    if any(count != finished.get(name) for name, count in Counter(_names(run, credit.shards[0])).items()):
+        yield f"{credit.key}: a completion is repeated, not whole or none of the iteration's"
     yield from _check_seal(iteration, derived, [iteration.credit, credit], None)
 
 

@@ -1,14 +1,17 @@
 """What a sealed iteration generated and what it learnt from, row by row."""
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
-from models.records.model_input import COMPLETION_TOKENS, ENVIRONMENT
+from models.records.model_input import COMPLETION_TOKENS
 from models.records.schemas import FinishReason
+from models.records.turn_prompts import turn_prompts
 from models.records.versions import policy_of
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
@@ -27,24 +30,23 @@ def check_rollouts(iteration: Iteration) -> Iterator[str]:
 
 
 def check_samples(iteration: Iteration) -> Iterator[str]:
-    """No completion is trained twice, nor one that waits; each was generated recently enough."""
+    """No completion is trained twice or in part, nor one that waits; each was generated recently enough."""
     credit, run = iteration.credit, iteration.run
-    own = [version for manifest in iteration.stage("rollout") for version in _versions(run, manifest).items()]
-    oldest, bound = dict(own), _staleness_bounds(iteration)
+    own = [finished for manifest in iteration.stage("rollout") for finished in finished_in(run, manifest).items()]
+    known, bound = dict(own), _staleness_bounds(iteration)
     for groups in iteration.before.leftover_groups:
-        begun = _versions(run, run.require(groups.rollouts))
-        oldest |= {name: version for name, version in begun.items() if name[0] in groups.rows}
+        begun = finished_in(run, run.require(groups.rollouts))
+        known |= {name: finished for name, finished in begun.items() if name[0] in groups.rows}
     waiting = {row for surplus in iteration.surplus for row in surplus.rows}
-    seen: set[Name] = set()
-    for name in chain.from_iterable(_names(run, ref) for ref in credit.shards):
+    for name, count in Counter(chain.from_iterable(_names(run, ref) for ref in credit.shards)).items():
         prompt, sample = name
-        if name in seen or name not in oldest:
-            yield f"{credit.key}: sample {sample} of prompt {prompt} is repeated or was never finished"
-        elif iteration.number - 1 - oldest[name] > bound.get(prompt, bound[None]):
-            yield f"{credit.key}: sample {sample} of prompt {prompt} was begun by policy {oldest[name]}, too long ago"
+        if name not in known or count != known[name].samples:
+            yield f"{credit.key}: sample {sample} of prompt {prompt} is repeated, not whole or was never finished"
+        elif iteration.number - 1 - known[name].begun > bound.get(prompt, bound[None]):
+            old = known[name].begun
+            yield f"{credit.key}: sample {sample} of prompt {prompt} was begun by policy {old}, too long ago"
         if prompt in waiting:
             yield f"{credit.key}: sample {sample} of prompt {prompt} is trained and left to the next iteration"
-        seen.add(name)
     if iteration.update.parents != (iteration.policy.digest, credit.digest):
         yield f"{iteration.update.key}: its parents are not the iteration's policy and credit"
 
@@ -106,13 +108,13 @@ def _check_segments(iteration: Iteration, manifest: Manifest) -> Iterator[str]:
     for ref in manifest.shards:
         for row in read_shard(iteration.run.store, ref, columns=columns).to_pylist():
             parts = [(segment["policy_version"], segment["tokens"]) for segment in row["segments"]]
-            versions = [version for version, _ in parts if version != ENVIRONMENT]
+            versions = [version for version, _ in parts if version >= 0]
             adds_up = sum(tokens for _, tokens in parts) == len(row[COMPLETION_TOKENS])
             if row["turns"] is None:
                 adds_up &= versions == sorted({*versions}) and len(versions) == len(parts)
             else:
                 turns = [(turn[name], name == "tokens") for turn in row["turns"] for name in ("tokens", "observation")]
-                adds_up &= [(tokens, version != ENVIRONMENT) for version, tokens in parts] == [t for t in turns if t[0]]
+                adds_up &= [(tokens, version >= 0) for version, tokens in parts] == [t for t in turns if t[0]]
             if not adds_up or any(version >= iteration.number for version in versions):
                 prompt, sample = _name(row)
                 yield f"{manifest.key}: the segments of sample {sample} of prompt {prompt} do not make up its tokens"
@@ -141,13 +143,23 @@ def _staleness_bounds(iteration: Iteration) -> dict[int | None, int]:
     return {None: cut} | {row: cut + 1 for groups in iteration.before.leftover_groups for row in groups.rows}
 
 
-def _versions(run: Run, rollouts: Manifest) -> dict[Name, int]:
-    """The policy version that began each finished completion."""
-    columns = ["prompt_row", "sample", "segments"]
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A completion that has ended."""
+
+    begun: int
+    """Policy version that began it."""
+    samples: int
+    """How many it is trained as."""
+
+
+def finished_in(run: Run, rollouts: Manifest) -> dict[Name, Finished]:
+    """Read what has ended of a shard of rollouts."""
+    table = read_shard(run.store, rollouts.shards[0], columns=["prompt_row", "sample", "segments"])
     return {
-        _name(row): min(versions)
-        for row in read_shard(run.store, rollouts.shards[0], columns=columns).to_pylist()
-        if (versions := [each["policy_version"] for each in row["segments"] if each["policy_version"] != ENVIRONMENT])
+        _name(row): Finished(min(versions), 1 + more)
+        for row, more in zip(table.to_pylist(), turn_prompts(table).tolist(), strict=True)
+        if (versions := [each["policy_version"] for each in row["segments"] if each["policy_version"] >= 0])
     }
 
 
