@@ -37,14 +37,16 @@ class EpisodeSettings(Variant, ABC):
     max_turns: Positive = 4
     """Turns of the policy after which an episode ends."""
     turn_tokens: Positive = 256
-    """Longest turn; `rollout.sampling.max_new_tokens` bounds all turns and observations together."""
+    """Longest turn; `rollout.sampling.max_new_tokens` bounds all turns and observations together, or what a turn's own
+    prompt has more than the first, with the turn."""
     observation_tokens: Annotated[int, Field(ge=16)] = 512
     """Longest observation; a longer one loses its middle, which is marked."""
     batches: Annotated[int, Field(ge=1, le=64)] = 1
     """Groups of a shard are dealt to so many batches: while environments answer one, the policy writes the next."""
-    history: Literal["template", "append"] = "template"
+    history: Literal["template", "append", "per_turn"] = "template"
     """What of a chat template that changes earlier turns when messages follow, as those do that leave out thoughts:
-    `template` refuses it, `append` leaves what was sampled as it is, although the template would spell it otherwise."""
+    `template` refuses it, `append` leaves what was sampled as it is, although the template would spell it otherwise,
+    `per_turn` has it write the whole chat anew before each turn, and trains each turn after the prompt that it had."""
     prompts: Literal["chat", "text"] = "chat"
     """What prompts are: chats, in which the tokenizer's template writes observations, or plain text, followed by what
     the environment says as it is."""
@@ -64,8 +66,15 @@ class EpisodeSettings(Variant, ABC):
         """The same, where a model answers."""
         return None
 
+    @property
+    def renders_turns(self) -> bool:
+        """Whether each turn has a prompt of its own."""
+        return self.history == "per_turn"
+
     def reasons_against(self, job: "Job") -> Iterator[str]:
         """Yield one line per combination that cannot work."""
+        if self.renders_turns:
+            yield from _against_own_prompts(self, job)
         if job.rollout.partial is not None:
             yield "rollout.environment with rollout.partial: an episode is not cut at a budget; leave one of them out"
         if self.turn_tokens > job.rollout.sampling.max_new_tokens:
@@ -73,6 +82,20 @@ class EpisodeSettings(Variant, ABC):
                 f"rollout.environment.turn_tokens {self.turn_tokens}: expected at most "
                 f"rollout.sampling.max_new_tokens {job.rollout.sampling.max_new_tokens}, which bounds the whole episode"
             )
+
+
+def _against_own_prompts(environment: EpisodeSettings, job: "Job") -> Iterator[str]:
+    where = "rollout.environment.history 'per_turn'"
+    if environment.prompts == "text":
+        yield f"{where} with prompts 'text': no template writes what comes before a turn; leave history out"
+    if job.algorithm.overlong is not None:
+        yield (
+            f"{where} with algorithm.overlong: max_new_tokens does not bound what all turns write together; leave one "
+            "of them out"
+        )
+    for term, reward in zip(job.scoring.terms, job.scoring.rewards, strict=True):
+        if reward.valued in ("step", "token"):
+            yield f"{where} with reward {term!r}: it values {reward.valued}s of one sequence; value turns or episodes"
 
 
 class EnvironmentSettings(EpisodeSettings, ABC):

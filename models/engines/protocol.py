@@ -26,6 +26,8 @@ class Request:
     """One of each completion; draws go on after those of what it already has."""
     budget: int | None = None
     """New tokens after which a completion is cut for now; none lets each come to its end."""
+    longest: int | None = None
+    """Tokens of a completion at which it ends for good, where that is less than the sampling allows."""
 
     @property
     def num_prompt_tokens(self) -> int:

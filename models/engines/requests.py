@@ -62,6 +62,7 @@ def rows_of(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]
 
 
 def _rows(index: int, request: Request, longest: int) -> list[CompletionRow]:
+    longest = longest if request.longest is None else request.longest
     budget = longest if request.budget is None else request.budget
     return [
         CompletionRow(
@@ -85,15 +86,15 @@ def require_engine_room(
         if length == 0:
             raise BadInput(f"prompt row {request.row}: expected at least one token, found none")
         longest = max(each.num_completion_tokens for each in request.inputs)
-        if longest >= sampling.max_new_tokens:
+        most = sampling.max_new_tokens if request.longest is None else request.longest
+        if longest >= most:
             raise BadInput(
-                f"prompt row {request.row}: a completion of {longest} tokens cannot go on, max_new_tokens is "
-                f"{sampling.max_new_tokens}"
+                f"prompt row {request.row}: a completion of {longest} tokens cannot go on, max_new_tokens is {most}"
             )
-        if context is not None and length + sampling.max_new_tokens > context:
+        if context is not None and length + most > context:
             raise BadInput(
-                f"prompt row {request.row}: {length} prompt tokens and max_new_tokens {sampling.max_new_tokens} make "
-                f"{length + sampling.max_new_tokens}, more than {whose}'s context of {context}"
+                f"prompt row {request.row}: {length} prompt tokens and max_new_tokens {most} make {length + most}, "
+                f"more than {whose}'s context of {context}"
             )
 
 

@@ -9,7 +9,7 @@ turns. While one batch's environments answer, the next generates. An engine that
 episode go at its own pace instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from threading import Event
@@ -21,11 +21,13 @@ from models.config.environments import EpisodeSettings
 from models.data.problems import Message
 from models.engines.protocol import Completion, Generate, InterleavingEngine, Request, WritesCompletions
 from models.environments.answers import Answered, Answering
+from models.environments.histories import History
 from models.environments.idle import IdleClock
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 from models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord
 from models.text.calls import ParsedTurn, Parser
+from models.text.own_prompts import Exchange
 from models.text.turns import TurnFormat
 
 LEAST_OBSERVATION: Final = 8
@@ -42,6 +44,9 @@ class _Episode:
     group: Group
     draft: PartialCompletion
     turns: list[ParsedTurn] = field(default_factory=list)
+    spelt: list[Mapping[str, object]] = field(default_factory=list)
+    """The turns as the history has them."""
+    exchanges: list[Exchange] = field(default_factory=list)
 
     @property
     def is_live(self) -> bool:
@@ -53,7 +58,7 @@ class _Episode:
             episode=f"{self.number}-{self.draft.seed}",
             problem={**self.group.columns, "prompt": self.group.prompt, "answer": self.group.answer},
             seed=derive_seed(self.draft.seed, "environment"),
-            turns=tuple(asdict(turn) for turn in self.turns),
+            turns=tuple({"text": turn.text, "calls": [asdict(call) for call in turn.calls]} for turn in self.turns),
         )
 
     def end(self, reason: FinishReason, *, error: str = "") -> None:
@@ -74,6 +79,7 @@ class Episodes:
     sampling: SamplingConfig
     version: int
     """Of the policy."""
+    history: History
     form: TurnFormat
     parse: Parser
     idle: IdleClock
@@ -146,21 +152,33 @@ class Episodes:
             episode.end(FinishReason.FAILED, error="reset: expected None, since the prompts are chats; found a text")
             return
         said = self._shortened(step)
-        tokens = self._observation(said)
+        tokens = self.form.observation(said)
         episode.draft = replace(episode.draft, input=episode.draft.input.answered(tokens), messages=_chatted(said))
 
     def _write(self, live: Sequence[_Episode], generate: Generate) -> None:
         """Have the policy write the next turn of each."""
-        requests, members = _requests(live, budget=self.settings.turn_tokens)
+        asked = self._requests(live)
         with self.idle.interrupted():
-            written = generate(requests, self.sampling)
-        for episodes, completions in zip(members, written, strict=True):
+            written = generate([request for request, _ in asked], self.sampling)
+        for (_, episodes), completions in zip(asked, written, strict=True):
             for episode, completion in zip(episodes, completions, strict=True):
                 self._take(episode, completion)
 
+    def _requests(self, live: Sequence[_Episode]) -> list[tuple[Request, list[_Episode]]]:
+        """Ask for a turn of each, group by group."""
+        groups: dict[int, list[_Episode]] = {}
+        for episode in live:
+            groups.setdefault(id(episode.group), []).append(episode)
+        return [
+            (request, [members[index] for index in places])
+            for members in groups.values()
+            for request, places in self.history.requests(members[0].group, [each.draft for each in members])
+        ]
+
     def _take(self, episode: _Episode, completion: Completion) -> None:
         """Read a turn; one that the length limit ended is the last."""
-        turn = self._parsed(completion)
+        text = self._text(completion)
+        turn = self.parse(text)
         errors = sum(bool(call.error) for call in turn.calls)
         record = TurnRecord(tokens=len(completion.tokens), calls=len(turn.calls), errors=errors)
         draft = episode.draft.continued(completion, self.version)
@@ -169,12 +187,14 @@ class Episodes:
         if completion.finish_reason is FinishReason.STOP:
             episode.draft = replace(draft, finish_reason=FinishReason.CUT, turns=(*draft.turns, record))
             episode.turns.append(turn)
+            episode.spelt.append(self.history.spelt(turn, text))
         else:
             episode.draft = replace(draft, finish_reason=FinishReason.LENGTH, turns=(*draft.turns, record))
 
-    def _parsed(self, completion: Completion) -> ParsedTurn:
+    def _text(self, completion: Completion) -> str:
         tokens = completion.tokens[:-1] if completion.tokens[-1] in self.form.ends else completion.tokens
-        return self.parse(self.form.tokenizer.decode(tokens, skip_special_tokens=False))
+        text: str = self.form.tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
 
     def _answer(self, live: Sequence[_Episode]) -> None:
         """Have the environments answer the turns that were ended; episodes go on, or are over."""
@@ -196,14 +216,16 @@ class Episodes:
             episode.end(FinishReason.STOP if step.done else FinishReason.TURNS)
             return
         said = self._shortened(step)
-        tokens = self._observation(said, after=int(draft.input.tokens[-1]))
-        if draft.input.num_completion_tokens + len(tokens) >= self.sampling.max_new_tokens:
+        episode.exchanges.append(Exchange(episode.spelt[-1], tuple(said)))
+        followed = self.history.followed(draft, episode.group.chat, episode.exchanges)
+        if followed is None:
             episode.draft = replace(draft, turns=(*before, last))
             episode.end(FinishReason.LENGTH)
             return
+        observation = len(followed.logprobs) - len(draft.logprobs)
         episode.draft = replace(
-            draft.answered(tokens),
-            turns=(*before, replace(last, observation=len(tokens))),
+            followed,
+            turns=(*before, replace(last, observation=observation)),
             messages=(*draft.messages, *_chatted(said)),
         )
 
@@ -211,10 +233,6 @@ class Episodes:
         """Say what was said; all of it together is cut to the longest observation."""
         most = max(LEAST_OBSERVATION, self.settings.observation_tokens // max(1, len(step.messages)))
         return [Message(each.role, self.form.shortened(each.content, most), each.name) for each in step.messages]
-
-    def _observation(self, said: Sequence[Message], *, after: int | None = None) -> tuple[int, ...]:
-        """Spell what was said."""
-        return self.form.observation(said, ended=after is None or after in self.form.ends)
 
     def _answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, Answered]]:
         asked = [episode.asked() for episode in episodes]
@@ -228,20 +246,3 @@ def _chatted(said: Sequence[Message]) -> tuple[ChatMessage, ...]:
 def _episodes(groups: Sequence[Group]) -> list[_Episode]:
     pairs = [(group, draft) for group in groups for draft in group.drafts]
     return [_Episode(number, group, draft) for number, (group, draft) in enumerate(pairs)]
-
-
-def _requests(live: Sequence[_Episode], *, budget: int) -> tuple[list[Request], list[list[_Episode]]]:
-    """Ask for a turn of each, those of a group together."""
-    members: dict[int, list[_Episode]] = {}
-    for episode in live:
-        members.setdefault(id(episode.group), []).append(episode)
-    requests = [
-        Request(
-            row=episodes[0].group.prompt_row,
-            inputs=tuple(episode.draft.input for episode in episodes),
-            seeds=tuple(episode.draft.seed for episode in episodes),
-            budget=budget,
-        )
-        for episodes in members.values()
-    ]
-    return requests, [*members.values()]

@@ -16,6 +16,7 @@ from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion, Request
 from models.environments.answers import answering_of
 from models.environments.episodes import Episodes
+from models.environments.histories import history_of, turn_seeds
 from models.environments.idle import IdleClock
 from models.environments.scene import read_turns
 from models.records.replays import Difference, ReplayWork
@@ -68,6 +69,7 @@ def replay(work: ReplayWork) -> list[Difference]:
         settings=work.environment,
         sampling=work.sampling,
         version=0,
+        history=history_of(work.environment, form, work.sampling.max_new_tokens),
         form=form,
         parse=parse,
         idle=IdleClock(),
@@ -84,7 +86,8 @@ class _StoredTurns:
     """Writes the turns that shards hold, whatever was said to them; whoever asks for more gets one token and an end."""
 
     def __init__(self, stored: Sequence[_Stored], *, past: int) -> None:
-        self._left = {each.draft.seed: iter(_turns(each.draft)) for each in stored}
+        turns = [(each.draft, iter(_turns(each.draft))) for each in stored]
+        self._left = {seed: left for draft, left in turns for seed in turn_seeds(draft)}
         self._past = Completion((past,), (0.0,), "", FinishReason.LENGTH)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:

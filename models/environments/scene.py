@@ -15,6 +15,7 @@ from models.engines.protocol import Engine
 from models.engines.requests import end_tokens
 from models.environments.answers import HoldsModel, answering_of
 from models.environments.episodes import Episodes
+from models.environments.histories import history_of
 from models.environments.idle import IdleClock
 from models.environments.pool import started
 from models.environments.transcripts import told_of
@@ -22,6 +23,7 @@ from models.records.versions import ModelVersion
 from models.records.work import RolloutWork
 from models.rollouts.groups import Group
 from models.text.calls import Parser, parser_of
+from models.text.own_prompts import check_prompts
 from models.text.tokenizer import ToolSchema, load_tokenizer
 from models.text.turns import TurnFormat, check_preserves, turn_format
 
@@ -62,6 +64,7 @@ class Scene:
             settings=self._settings,
             sampling=work.sampling,
             version=work.policy.version,
+            history=history_of(self._settings, form, work.sampling.max_new_tokens),
             form=form,
             parse=parse,
             idle=self._idle,
@@ -95,6 +98,11 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
         return ()
     is_chat = settings.prompts == "chat"
     for problem in problems:
+        if settings.renders_turns and problem.images:
+            raise BadInput(
+                f"{problem.source}: expected no image with rollout.environment.history 'per_turn', found "
+                f"{len(problem.images)}; use another history, or problems of text alone"
+            )
         if isinstance(problem.prompt, str) == is_chat:
             kinds = ("chats", "plain text") if is_chat else ("plain text", "chats")
             raise BadInput(
@@ -111,7 +119,9 @@ def check_turns(
     form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat")
     parser_of(settings.parser, tokenizer, tools=tools)
     _check_shown(form)
-    if settings.history == "template":
+    if settings.renders_turns:
+        check_prompts(form, role=settings.run.role, where="rollout.environment.history 'per_turn'")
+    elif settings.history == "template":
         check_preserves(form, role=settings.run.role, where="rollout.environment")
     answers = answering_of(settings)
     try:

@@ -11,7 +11,14 @@ from pydantic import JsonValue
 
 from models.config.rollout import PartialRollout
 from models.engines.protocol import Completion, Request
-from models.records.model_input import ENVIRONMENT, ModelInput, prompt_inputs, rollout_columns, rollout_inputs
+from models.records.model_input import (
+    ENVIRONMENT,
+    RENDERED,
+    ModelInput,
+    prompt_inputs,
+    rollout_columns,
+    rollout_inputs,
+)
 from models.records.schemas import ROLLOUT_SCHEMA, FinishReason
 from models.records.seeds import sample_seed
 
@@ -39,7 +46,7 @@ class TurnRecord:
     tokens: int
     """That the policy wrote."""
     observation: int = 0
-    """Tokens of what the environment said."""
+    """Tokens of what the environment said, or of the next turn's own prompt."""
     calls: int = 0
     """Of tools."""
     errors: int = 0
@@ -72,7 +79,7 @@ class PartialCompletion:
             self,
             input=self.input.continued(completion.tokens),
             logprobs=self.logprobs + completion.logprobs,
-            text=completion.text,
+            text=self.text + completion.text if self.reads_anew else completion.text,
             finish_reason=completion.finish_reason,
             segments=(*self.segments, Segment(policy_version=version, tokens=len(completion.tokens))),
         )
@@ -80,17 +87,27 @@ class PartialCompletion:
     @property
     def num_written(self) -> int:
         """Count the tokens that policies wrote."""
-        return sum(segment.tokens for segment in self.segments if segment.policy_version != ENVIRONMENT)
+        return sum(segment.tokens for segment in self.segments if segment.policy_version >= 0)
+
+    @property
+    def reads_anew(self) -> bool:
+        """Whether what is written next has a prompt of its own."""
+        return bool(self.segments) and self.segments[-1].policy_version == RENDERED
 
     def answered(self, tokens: Sequence[int]) -> "PartialCompletion":
         """Append what an environment said."""
-        if not tokens:
-            return self
+        return self._given(tokens, ENVIRONMENT) if tokens else self
+
+    def prompted(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
+        """Append the prompt of the next turn, which is all that it is written after; the text has what was said."""
+        return replace(self._given(tokens, RENDERED), text=f"{self.text}{text}")
+
+    def _given(self, tokens: Sequence[int], author: int) -> "PartialCompletion":
         return replace(
             self,
             input=self.input.answered(tokens),
             logprobs=self.logprobs + (0.0,) * len(tokens),
-            segments=(*self.segments, Segment(policy_version=ENVIRONMENT, tokens=len(tokens))),
+            segments=(*self.segments, Segment(policy_version=author, tokens=len(tokens))),
         )
 
 

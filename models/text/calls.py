@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NoReturn
 
@@ -47,6 +47,9 @@ class ParsedTurn:
     text: str
     """All but the calls, without white space at its ends."""
     calls: tuple[Call, ...] = ()
+    beside: Mapping[str, JsonValue] = field(default_factory=dict)
+    """What else the tokenizer's own format tells apart, such as thoughts: by the names that chat templates have for
+    it."""
 
 
 def spelt_call(name: str, arguments: Mapping[str, JsonValue], *, number: int = 0) -> dict[str, object]:
@@ -244,7 +247,10 @@ def _by_template(
     said, found = message.get("content"), message.get("tool_calls") or []
     calls = found if isinstance(found, list) else [found]
     functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
-    return ParsedTurn(said if isinstance(said, str) else "", tuple(_call(each, ("arguments",)) for each in functions))
+    beside = {name: value for name, value in message.items() if name not in ("role", "content", "tool_calls")}
+    return ParsedTurn(
+        said if isinstance(said, str) else "", tuple(_call(each, ("arguments",)) for each in functions), beside
+    )
 
 
 def _by_target(target: str, text: str) -> ParsedTurn:

@@ -23,14 +23,16 @@ from models.text.tokenizer import ToolSchema, takes_texts
 
 Chat = list[dict[str, object]]
 
-_TURN, _REPLY = "turn4k7q", "reply9x2v"
+TURN: Final = "turn4k7q"
+REPLY: Final = "reply9x2v"
 """Words that no template writes of itself: where they come out, a turn and what answers it stand."""
-_QUESTION: Final = Message("user", "Hello.")
+QUESTION: Final = Message("user", "Hello.")
 _THOUGHTS: Final = "<think>\nthought\n</think>\n\n"
 _PRIVATE_USE: Final = range(0xE000, 0xF900)
 _LEFT_OUT: Final = "\n[...]\n"
 _CHARACTERS_PER_TOKEN: Final = 64
 """More than tokens have; what is left out need not be encoded first."""
+_WAY_OUT: Final = "set rollout.environment.history='per_turn', which trains each turn after its own prompt"
 _TOOL_NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
@@ -57,15 +59,15 @@ class TurnFormat:
         text, the messages' texts are all there is. Raises BadInput where the template has no such messages, ValueError
         where it refuses these.
         """
-        texts = [_text(message.content) for message in messages]
+        texts = [text_of(message.content) for message in messages]
         if not self.is_chat:
             return self._encoded("".join(texts))
-        separator = _separator("".join(texts))
-        broken = [self._broken(text, separator) for text in texts]
+        separator = separator_for("".join(texts))
+        broken = [self.broken(text, separator) for text in texts]
         text, end = _answer(
             self, [Message(each.role, text, each.name) for each, text in zip(messages, broken, strict=True)]
         )
-        tokens = self._pieces(text.split(separator), behind=end)
+        tokens = self.pieces(text.split(separator), behind=end)
         return tokens if ended or not end else (_id(self.tokenizer, end), *tokens)
 
     def shortened(self, text: str, most: int) -> str:
@@ -89,18 +91,18 @@ class TurnFormat:
 
     def spelt(self, message: Message) -> dict[str, object]:
         """Spell a message as the template reads it."""
-        text = _text(message.content)
+        text = text_of(message.content)
         return replace(message, content=(text,) if self.in_parts else text).spelt()
 
     def _encoded(self, text: str) -> tuple[int, ...]:
-        separator = _separator(text)
-        return self._pieces(self._broken(text, separator).split(separator))
+        separator = separator_for(text)
+        return self.pieces(self.broken(text, separator).split(separator))
 
-    def _broken(self, text: str, separator: str) -> str:
+    def broken(self, text: str, separator: str) -> str:
         """Put a separator behind each character with which a control token begins, be it within another."""
         return re.sub(f"(?=(?:{self.control.pattern})).", rf"\g<0>{separator}", text, flags=re.DOTALL)
 
-    def _pieces(self, pieces: Sequence[str], *, behind: str = "") -> tuple[int, ...]:
+    def pieces(self, pieces: Sequence[str], *, behind: str = "") -> tuple[int, ...]:
         """Encode each piece on its own, as it is encoded behind a token that ends a turn."""
         anchor = behind or str(self.tokenizer.eos_token)
         found: list[int] = []
@@ -143,12 +145,12 @@ def turn_format(
 
 
 def _own_end(form: TurnFormat) -> list[int]:
-    chat = [form.spelt(_QUESTION), form.spelt(Message("assistant", _TURN))]
+    chat = [form.spelt(QUESTION), form.spelt(Message("assistant", TURN))]
     try:
         [text] = form.rendered([chat], generation_prompt=False)
     except TemplateFailed as error:
-        raise BadInput(f"the policy's chat template {_reason(error)}") from error
-    closing = text[text.rfind(_TURN) + len(_TURN) :]
+        raise BadInput(f"the policy's chat template {reason_of(error)}") from error
+    closing = text[text.rfind(TURN) + len(TURN) :]
     own = form.control.search(closing)
     return [] if own is None or _first_end(form, closing) else [_id(form.tokenizer, own[0])]
 
@@ -162,17 +164,17 @@ def check_preserves(form: TurnFormat, *, role: str, where: str) -> None:
     """
     if not form.is_chat:
         return
-    steps = _growing_chat(form, Message(role, _REPLY, "find" if role == "tool" else ""))
+    steps = _growing_chat(form, Message(role, REPLY, "find" if role == "tool" else ""))
     for at, (before, after) in enumerate(pairwise(steps), start=1):
         if not after.text.startswith(before.kept):
             raise BadInput(
                 f"{where}: the policy's chat template writes {_changed(steps[:at], after)} otherwise once a message of "
-                f"role {after.role!r} follows: earlier tokens would not be those that were sampled"
+                f"role {after.role!r} follows: earlier tokens would not be those that were sampled; {_WAY_OUT}"
             )
     if len({after.text.removeprefix(turn.kept) for turn, after in pairwise(steps) if after.role == role}) > 1:
         raise BadInput(
             f"{where}: the policy's chat template writes a message of role {role!r} otherwise after a later turn: what "
-            "follows a turn would not depend on the message alone"
+            f"follows a turn would not depend on the message alone; {_WAY_OUT}"
         )
 
 
@@ -191,7 +193,7 @@ class _Step:
 def _growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
     turn, probe = _synthetic(form, [answer])
     _end_of_turn(form, turn, probe)
-    turn |= form.spelt(Message("assistant", _THOUGHTS if "tool_calls" in turn else _THOUGHTS + _TURN))
+    turn |= form.spelt(Message("assistant", _THOUGHTS if "tool_calls" in turn else _THOUGHTS + TURN))
     question, _, reply = _chat(form, turn, [answer])
     chat = [question, *[turn, reply] * 3]
     so_far = [chat[:length] for length in range(1, len(chat) + 1)]
@@ -199,7 +201,7 @@ def _growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
         written = form.rendered(so_far, generation_prompt=False)
         prompts = form.rendered(so_far, generation_prompt=True)
     except TemplateFailed as error:
-        raise BadInput(f"the policy's chat template {_reason(error)}") from error
+        raise BadInput(f"the policy's chat template {reason_of(error)}") from error
     steps = []
     for message, text, prompt in zip(chat, written, prompts, strict=True):
         kept = text[: _end_of_turn(form, turn, text)[0]] if message is turn else prompt
@@ -222,7 +224,7 @@ def _answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, str]:
     try:
         [text] = form.rendered([_chat(form, turn, messages)], generation_prompt=True)
     except TemplateFailed as error:
-        raise ValueError(f"the policy's chat template {_reason(error)}") from error
+        raise ValueError(f"the policy's chat template {reason_of(error)}") from error
     if not text.startswith(probe[:cut]):
         raise ValueError("the policy's chat template writes a turn otherwise before this observation")
     return text[cut:], end
@@ -230,15 +232,15 @@ def _answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, str]:
 
 def _synthetic(form: TurnFormat, messages: Sequence[Message]) -> tuple[dict[str, object], str]:
     """Find a turn that the template takes before such messages; also the chat with words in their place."""
-    probes = [Message(message.role, _REPLY, message.name) for message in messages]
+    probes = [Message(message.role, REPLY, message.name) for message in messages]
     reason = ""
     for turn in _turns(form, messages):
         try:
             [probe] = form.rendered([_chat(form, turn, probes)], generation_prompt=True)
         except TemplateFailed as error:
-            reason = _reason(error)
+            reason = reason_of(error)
             continue
-        if _TURN in probe and probe.count(_REPLY) >= len(probes):
+        if TURN in probe and probe.count(REPLY) >= len(probes):
             return turn, probe
         reason = "leaves them out"
     roles = ", ".join(dict.fromkeys(message.role for message in messages))
@@ -249,13 +251,18 @@ def _turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[dict[str, 
     """Spell turns that messages may answer: one that calls the tools; plain text where a template takes no such."""
     names = [_tool_name(message) for message in messages if message.role == "tool"]
     if names:
-        calls = [spelt_call(name, {"of": _TURN}, number=number) for number, name in enumerate(names)]
+        calls = [spelt_call(name, {"of": TURN}, number=number) for number, name in enumerate(names)]
         yield {**form.spelt(Message("assistant", "")), "tool_calls": calls}
-    yield form.spelt(Message("assistant", _TURN))
+    yield form.spelt(Message("assistant", TURN))
 
 
 def _chat(form: TurnFormat, turn: dict[str, object], messages: Sequence[Message]) -> Chat:
-    chat, numbers = [form.spelt(_QUESTION), turn], count()
+    return [form.spelt(QUESTION), turn, *spelt_answers(form, messages)]
+
+
+def spelt_answers(form: TurnFormat, messages: Sequence[Message]) -> Chat:
+    """Spell what is said to a turn; messages of tools answer its calls in their order."""
+    chat, numbers = Chat(), count()
     for message in messages:
         if message.role == "tool":
             named = form.spelt(replace(message, name=_tool_name(message)))
@@ -271,8 +278,8 @@ def _end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> tuple[
     It is the first one behind the turn that ends turns; else, where the template ends its last turn otherwise than
     earlier ones, as GPT-OSS, the first control token.
     """
-    begin = text.rfind(_TURN) + len(_TURN)
-    closing, answered, _ = text[begin:].partition(_REPLY)
+    begin = text.rfind(TURN) + len(TURN)
+    closing, answered, _ = text[begin:].partition(REPLY)
     found = _first_end(form, closing)
     if found is None and "tool_calls" in turn and answered:
         raise BadInput(
@@ -280,8 +287,8 @@ def _end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> tuple[
             "add the one that it writes to eos_token_id of generation_config.json"
         )
     if found is None and answered:
-        [last] = form.rendered([[form.spelt(_QUESTION), turn]], generation_prompt=False)
-        if form.control.search(last, last.rfind(_TURN)):
+        [last] = form.rendered([[form.spelt(QUESTION), turn]], generation_prompt=False)
+        if form.control.search(last, last.rfind(TURN)):
             found = form.control.search(closing)
     return (begin + found.end(), found[0]) if found else (begin, "")
 
@@ -292,7 +299,7 @@ def _first_end(form: TurnFormat, text: str) -> re.Match[str] | None:
 
 
 # ---- texts
-def _text(content: Content) -> str:
+def text_of(content: Content) -> str:
     parts = (content,) if isinstance(content, str) else content
     if not all(isinstance(part, str) for part in parts):
         raise ValueError("an observation is text, found an image in it")
@@ -304,7 +311,7 @@ def _tool_name(message: Message) -> str:
     return message.name if _TOOL_NAME.fullmatch(message.name) else "unknown"
 
 
-def _separator(text: str) -> str:
+def separator_for(text: str) -> str:
     return next(mark for mark in map(chr, _PRIVATE_USE) if mark not in text)
 
 
@@ -316,5 +323,5 @@ def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return int(tokenizer.convert_tokens_to_ids(token))
 
 
-def _reason(error: TemplateFailed) -> str:
+def reason_of(error: TemplateFailed) -> str:
     return next(iter(str(error).splitlines()))

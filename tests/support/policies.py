@@ -16,6 +16,7 @@ from models.records.versions import Outcome
 from models.records.work import PolicyWork
 from models.text.tokenizer import train_tokenizer
 from models.workers.preparation import PreparationWorker
+from tests.support.chat_templates import tokenizer_of
 
 CONTEXT, VOCABULARY, WIDTH = 256, 354, 64
 
@@ -88,3 +89,28 @@ TINY = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=1, heads=2, kv
 def make_policy(folder: Path, policy: ScratchPolicy | DirectoryPolicy, *, seed: int = 0) -> Outcome:
     work = PolicyWork(policy=policy, data=DATA, seed=seed)
     return PreparationWorker(str(folder), "run", threads=1).make_policy(work)
+
+
+def write_chat_policy(directory: Path, published: str, *, likely: Mapping[str, float]) -> None:
+    """Write a random small model with the tokenizer and chat template of a published one.
+
+    `likely` are shares that tokens have about, wherever they may stand.
+    """
+    tokenizer = tokenizer_of(published)
+    config = LlamaConfig(
+        **{**DECODER, "num_hidden_layers": 1, "max_position_embeddings": 1024},
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 3.0
+        for token, share in likely.items():
+            bias = math.log(share * len(tokenizer)) / math.sqrt(WIDTH)
+            model.lm_head.weight[tokenizer.convert_tokens_to_ids(token), 0] += bias
+    save_policy(model, tokenizer, directory)

@@ -215,7 +215,7 @@ def test_a_response_template_reads_what_transformers_reads_with_it():
     )
     parsed = with_response_template(XML)(text)
     message = parse_response(text, XML, prefix="<|im_start|>assistant\n")
-    assert parsed == ParsedTurn(message["content"], (Call("add", {"a": 3}),))
+    assert parsed == ParsedTurn(message["content"], (Call("add", {"a": 3}),), {"thinking": "So."})
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": {"a": 3}}]
 
 
