@@ -13,8 +13,7 @@ from models.environments.scene import check_turns, tools_of
 from models.text.calls import Call, ParsedTurn, hermes, spelt_call
 from models.text.own_prompts import Exchange, check_prompts, prompt_of, spelt_turn, takes_calls
 from models.text.turns import turn_format
-from tests.support.chat_templates import PUBLISHED, tokenizer_of
-from tests.unit.models.test_turns import CASES, FIND, call_turn, format_of, message, templated
+from tests.support.chat_templates import CASES, FIND, PUBLISHED, call_turn, format_of, message, templated, tokenizer_of
 
 QUESTION = Message("user", "Hello.")
 CALL = ParsedTurn("", (Call("find", {"what": "it"}),))

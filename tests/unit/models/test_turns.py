@@ -6,7 +6,6 @@ makes of whole chats.
 
 import json
 import re
-from functools import cache
 
 import pytest
 from hypothesis import example, given, settings
@@ -17,65 +16,23 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.data.problems import ImagePlace, Message
-from models.text.calls import spelt_call
 from models.text.tokenizer import render
 from models.text.turns import check_preserves, turn_format
-from tests.support.chat_templates import PUBLISHED, originals, tokenizer_of
+from tests.support.chat_templates import (
+    CASES,
+    FIND,
+    PUBLISHED,
+    call_turn,
+    format_of,
+    message,
+    originals,
+    templated,
+    tokenizer_of,
+)
 
-FIND = {
-    "type": "function",
-    "function": {
-        "name": "find",
-        "description": "Find a thing.",
-        "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
-    },
-}
-CASES = [(name, role) for name, known in sorted(PUBLISHED.items()) for role in known.roles]
 KEEPING = [(name, role) for name, known in sorted(PUBLISHED.items()) for role in known.keeping]
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Co"], exclude_characters="<["), max_size=40)
 """That spell no control token."""
-
-
-@cache
-def format_of(name, *, is_chat=True):
-    known, tokenizer = PUBLISHED[name], tokenizer_of(name)
-    stated = tokenizer.convert_tokens_to_ids(list(known.stops))
-    return turn_format(tokenizer, stated=stated, tools=[FIND], is_chat=is_chat)
-
-
-def message(role, text):
-    return Message(role, text, "find" if role == "tool" else "")
-
-
-def spelt(name, chat):
-    """A chat as `apply_chat_template` takes it: tool messages answer the calls of the turn before them."""
-    answered, found = [], []
-    for turn in chat:
-        one = dict(turn)
-        if one["role"] == "tool":
-            one |= {"name": "find", "tool_call_id": f"{len(answered):09d}"}
-            answered.append(one)
-        else:
-            answered = []
-        if PUBLISHED[name].template == PUBLISHED["smolvlm"].template:
-            one["content"] = [{"type": "text", "text": one["content"]}]
-        found.append(one)
-    return found
-
-
-def call_turn(name, calls=1):
-    arguments = '{"what": "it"}' if name == "deepseek-v3" else {"what": "it"}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [spelt_call("find", arguments, number=number) for number in range(calls)],
-    }
-
-
-def templated(name, chat, *, generation_prompt=True):
-    return tokenizer_of(name).apply_chat_template(
-        spelt(name, chat), tools=[FIND], tokenize=True, return_dict=False, add_generation_prompt=generation_prompt
-    )
 
 
 # ---- T2
