@@ -17,11 +17,13 @@ def mean_interval(total: float, squares: float, count: int) -> tuple[float, floa
     True
     >>> [round(bound, 3) for bound in mean_interval(30, 350, 3)]  # 5, 10 and 15
     [4.342, 15.658]
+    >>> mean_interval(4.5, 20.25, 1)  # one value, which is no proportion, says nothing of a spread
+    (4.5, 4.5)
     """
-    if isclose(total, squares, abs_tol=1e-9) or count < 2:
+    if isclose(total, squares, abs_tol=1e-9) or (count < 2 and 0 <= total <= 1):
         return wilson_interval(min(max(total, 0.0), count), count)
     mean = total / count
-    deviation = sqrt(max(0.0, squares - count * mean**2) / (count - 1))
+    deviation = sqrt(max(0.0, squares - count * mean**2) / max(1, count - 1))
     half = Z95 * deviation / sqrt(count)
     return mean - half, mean + half
 

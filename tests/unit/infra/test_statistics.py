@@ -16,6 +16,8 @@ def test_a_reward_on_any_scale_has_the_normal_interval_of_its_mean():
     low, high = mean_interval(30, 5**2 + 10**2 + 15**2, 3)  # standard deviation 5, 1.96 * 5 / sqrt(3) = 5.658
     assert (round(low, 3), round(high, 3)) == (4.342, 15.658)
     assert mean_interval(8, 8, 10) == wilson_interval(8, 10)
+    assert mean_interval(4.5, 4.5**2, 1) == (4.5, 4.5)
+    assert mean_interval(0.5, 0.25, 1) == wilson_interval(0.5, 1)
 
 
 def test_the_interval_of_a_perfect_score_holds_it():
