@@ -84,6 +84,7 @@ def test_a_run_of_episodes_learns_from_what_its_environment_gives(tmp_path, pref
     ]
 
 
+@pytest.mark.system
 def test_a_run_whose_environment_lies_is_found_out_where_its_episodes_are_played_again(tmp_path, prefect_api):
     job = InProcessJob(tmp_path / "job", prefect_api)
     job.train(*EPISODES, "iterations=1", "rollout.environment.target=tests.support.games:Rolls", PAYS)

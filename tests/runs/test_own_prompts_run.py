@@ -73,6 +73,7 @@ def tables(run, number, stage):
     return [read_shard(run.store, shard) for each in manifests for shard in each.shards]
 
 
+@pytest.mark.system
 def test_a_run_that_is_killed_ends_with_the_same_bits(whole, tmp_path, prefect_api, settings):
     strikes = [Strike("manifests/it-0002/rollout/0001.json", "before")]
     home = tmp_path / "killed"
