@@ -3,10 +3,12 @@
 import fcntl
 import functools
 import gc
+import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import hypothesis
 import pytest
@@ -18,6 +20,13 @@ pytest.register_assert_rewrite("tests.support.engines")  # claims that several m
 pytest_plugins = ["tests.support.cpu_seconds"]
 
 from tests.support.jobs import prefect_server  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Take back the variables that a test sets, such as those of a command given in this process."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

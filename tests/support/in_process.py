@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import json
+import os
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from flows.cli.app import main
 from flows.cli.train import run_flow
@@ -54,7 +56,8 @@ class InProcessJob:
     def command(self, name: str, *arguments: str) -> Ended:
         """Give a command about the run; one that starts workers is given `pools.cluster=threads`."""
         output = io.StringIO()
-        with self.prefect(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        said = contextlib.redirect_stdout(output), contextlib.redirect_stderr(output)
+        with self.prefect(), said[0], said[1], patch.dict(os.environ):  # the command has defaults for Prefect
             code = main([name, "tiny", *arguments, "--store", self.address or str(self.store)])
         return Ended(code, output.getvalue())
 
