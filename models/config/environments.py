@@ -75,8 +75,6 @@ class EpisodeSettings(Variant, ABC):
         """Yield one line per combination that cannot work."""
         if self.renders_turns:
             yield from _against_own_prompts(self, job)
-        if job.rollout.partial is not None:
-            yield "rollout.environment with rollout.partial: an episode is not cut at a budget; leave one of them out"
         if self.turn_tokens > job.rollout.sampling.max_new_tokens:
             yield (
                 f"rollout.environment.turn_tokens {self.turn_tokens}: expected at most "
@@ -86,6 +84,8 @@ class EpisodeSettings(Variant, ABC):
 
 def _against_own_prompts(environment: EpisodeSettings, job: "Job") -> Iterator[str]:
     where = "rollout.environment.history 'per_turn'"
+    if job.rollout.partial is not None:
+        yield f"{where} with rollout.partial: no later iteration has what its template wrote; leave one of them out"
     if environment.prompts == "text":
         yield f"{where} with prompts 'text': no template writes what comes before a turn; leave history out"
     if job.algorithm.overlong is not None:
@@ -285,8 +285,13 @@ class DialogueEnvironment(EpisodeSettings):
         return self
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
-        """The model may not take the sampling."""
+        """The model may not take the sampling, and what it said is kept in memory alone."""
         yield from super().reasons_against(job)
+        if job.rollout.partial is not None:
+            yield (
+                "rollout.environment.kind 'dialogue' with rollout.partial: no later iteration has what the user was "
+                "told; leave one of them out"
+            )
         for reason in self.model.reasons_against(self.sampling):
             yield f"rollout.environment.sampling: {reason}"
 

@@ -35,7 +35,7 @@ class PartialRollout(Settings):
     """
 
     tokens: Positive
-    """New tokens of a completion per iteration."""
+    """New tokens of a completion per iteration; of an episode, those that the policy writes."""
     over_dispatch: Annotated[float, Field(ge=0, le=4)] = 0.25
     """Share of prompts issued beyond the target, to stand in for groups that are cut."""
     max_staleness: Positive = 1

@@ -7,6 +7,9 @@ All live episodes of a batch write their next turn in one call of the engine; wh
 alone, so a shard repeats itself to the bit where the engine does and the environment is a function of problem, seed and
 turns. While one batch's environments answer, the next generates. An engine that batches requests as they come has every
 episode go at its own pace instead.
+
+With partial rollout the policy writes so many tokens of an episode in an iteration: it is cut in a turn, or before one.
+Its environment is told all turns again when the next turn has ended, as where a process was lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +21,7 @@ from typing import Final
 from infra.processes.episodes import Asked, EnvironmentStep
 from models.config.engines import SamplingConfig
 from models.config.environments import EpisodeSettings
+from models.config.rollout import PartialRollout
 from models.data.problems import Message
 from models.engines.protocol import Completion, Generate, InterleavingEngine, Request, WritesCompletions
 from models.environments.answers import Answered, Answering
@@ -43,14 +47,28 @@ class _Episode:
     number: int
     group: Group
     draft: PartialCompletion
+    limit: int | None
+    """Tokens that policies have written where it is cut, for now; none where it comes to its end."""
     turns: list[ParsedTurn] = field(default_factory=list)
+    """Those that have ended."""
     spelt: list[Mapping[str, object]] = field(default_factory=list)
-    """The turns as the history has them."""
+    """The turns that ended in this iteration, as the history has them."""
     exchanges: list[Exchange] = field(default_factory=list)
+    """Those of this iteration."""
+
+    @property
+    def left(self) -> int | None:
+        """Tokens of the budget."""
+        return None if self.limit is None else self.limit - self.draft.num_written
 
     @property
     def is_live(self) -> bool:
-        return self.draft.finish_reason is FinishReason.CUT
+        return self.draft.finish_reason is FinishReason.CUT and self.left != 0
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether its last turn waits for an answer, if it was just written."""
+        return self.draft.finish_reason is FinishReason.CUT and not self.draft.num_open
 
     def asked(self) -> Asked:
         """Ask the environment about the last turn."""
@@ -79,13 +97,14 @@ class Episodes:
     sampling: SamplingConfig
     version: int
     """Of the policy."""
+    partial: PartialRollout | None
     history: History
     form: TurnFormat
     parse: Parser
     idle: IdleClock
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
-        """Bring every completion to its end."""
+        """Bring every completion to its end, or to the budget."""
         with self.idle.running():
             if isinstance(self.engine, InterleavingEngine):
                 episodes = self.engine.interleaved(lambda generate: self._side_by_side(groups, generate))
@@ -96,7 +115,7 @@ class Episodes:
 
     def _side_by_side(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
         """Have every episode go at its own pace."""
-        episodes = _episodes(groups)
+        episodes = self._episodes(groups)
         broken = Event()
 
         def play(episode: _Episode) -> None:
@@ -117,7 +136,7 @@ class Episodes:
 
     def _in_rounds(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
         """Have the live episodes of a batch write their turns together, one batch after the other."""
-        episodes = _episodes(groups)
+        episodes = self._episodes(groups)
         place = {id(group): index for index, group in enumerate(groups)}
         count = self.settings.batches
         batches = [[each for each in episodes if place[id(each.group)] % count == batch] for batch in range(count)]
@@ -141,7 +160,7 @@ class Episodes:
 
     def _begin(self, batch: Sequence[_Episode]) -> None:
         """Have the environments of new episodes begin; what they say first belongs to the prompt."""
-        for episode, answered in self._answers(batch):
+        for episode, answered in self._answers([each for each in batch if each.is_live and not each.draft.segments]):
             if answered.step is None:
                 episode.end(FinishReason.FAILED, error=answered.failure)
             elif answered.step.messages:
@@ -172,16 +191,26 @@ class Episodes:
         return [
             (request, [members[index] for index in places])
             for members in groups.values()
-            for request, places in self.history.requests(members[0].group, [each.draft for each in members])
+            for request, places in self.history.requests(
+                members[0].group, [each.draft for each in members], [self._budget(each) for each in members]
+            )
         ]
 
+    def _budget(self, episode: _Episode) -> int:
+        """Count the tokens that may still come of a turn, in this iteration."""
+        rest = self.settings.turn_tokens - episode.draft.num_open
+        return rest if episode.left is None else min(rest, episode.left)
+
     def _take(self, episode: _Episode, completion: Completion) -> None:
-        """Read a turn; one that the length limit ended is the last."""
-        text = self._text(completion)
+        """Read a turn unless the budget cut it; one that the length limit ended is the last."""
+        draft = episode.draft.continued(completion, self.version)
+        if completion.finish_reason is FinishReason.CUT and draft.num_open < self.settings.turn_tokens:
+            episode.draft = draft
+            return
+        text = self._text(draft.written_turns()[-1])
         turn = self.parse(text)
         errors = sum(bool(call.error) for call in turn.calls)
-        record = TurnRecord(tokens=len(completion.tokens), calls=len(turn.calls), errors=errors)
-        draft = episode.draft.continued(completion, self.version)
+        record = TurnRecord(tokens=draft.num_open, calls=len(turn.calls), errors=errors)
         wrote = ChatMessage(role="assistant", content=turn.text, name=None)
         draft = replace(draft, messages=(*draft.messages, wrote))
         if completion.finish_reason is FinishReason.STOP:
@@ -191,14 +220,15 @@ class Episodes:
         else:
             episode.draft = replace(draft, finish_reason=FinishReason.LENGTH, turns=(*draft.turns, record))
 
-    def _text(self, completion: Completion) -> str:
-        tokens = completion.tokens[:-1] if completion.tokens[-1] in self.form.ends else completion.tokens
-        text: str = self.form.tokenizer.decode(tokens, skip_special_tokens=False)
+    def _text(self, tokens: Sequence[int]) -> str:
+        text: str = self.form.tokenizer.decode(
+            tokens[:-1] if tokens[-1] in self.form.ends else tokens, skip_special_tokens=False
+        )
         return text
 
     def _answer(self, live: Sequence[_Episode]) -> None:
         """Have the environments answer the turns that were ended; episodes go on, or are over."""
-        for episode, answered in self._answers([episode for episode in live if episode.is_live]):
+        for episode, answered in self._answers([episode for episode in live if episode.is_asking]):
             if answered.step is None:
                 episode.end(FinishReason.FAILED, error=answered.failure)
                 continue
@@ -238,11 +268,18 @@ class Episodes:
         asked = [episode.asked() for episode in episodes]
         return [*zip(episodes, self.environments.answer(asked, [each.number for each in episodes]), strict=True)]
 
+    def _episodes(self, groups: Sequence[Group]) -> list[_Episode]:
+        pairs = [(group, draft) for group in groups for draft in group.drafts]
+        return [self._episode(number, *pair) for number, pair in enumerate(pairs)]
+
+    def _episode(self, number: int, group: Group, draft: PartialCompletion) -> _Episode:
+        """Begin an episode, or read back what was written of one."""
+        budget = group.budget(self.version, self.partial)
+        limit = None if budget is None else draft.num_written + budget
+        is_cut = draft.finish_reason is FinishReason.CUT
+        ended = [self.parse(self._text(turn)) for turn in draft.written_turns()[:-1]] if is_cut else []
+        return _Episode(number, group, draft, limit, turns=ended)
+
 
 def _chatted(said: Sequence[Message]) -> tuple[ChatMessage, ...]:
     return tuple(ChatMessage(role=each.role, content=each.text, name=each.name or None) for each in said)
-
-
-def _episodes(groups: Sequence[Group]) -> list[_Episode]:
-    pairs = [(group, draft) for group in groups for draft in group.drafts]
-    return [_Episode(number, group, draft) for number, (group, draft) in enumerate(pairs)]

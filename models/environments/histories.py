@@ -29,8 +29,10 @@ class History(Protocol):
         """
         ...
 
-    def requests(self, group: Group, drafts: Sequence[PartialCompletion]) -> list[tuple[Request, list[int]]]:
-        """Ask for a turn of each draft of a group, by their index here."""
+    def requests(
+        self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
+    ) -> list[tuple[Request, list[int]]]:
+        """Ask for so many tokens of a turn of each draft of a group, by their index here."""
         ...
 
 
@@ -39,7 +41,6 @@ class OneStream:
     """Turns and observations follow each other in one sequence."""
 
     form: TurnFormat
-    turn_tokens: int
     max_new_tokens: int
 
     def spelt(self, turn: ParsedTurn, text: str) -> dict[str, object]:
@@ -53,15 +54,23 @@ class OneStream:
         tokens = self.form.observation(exchanges[-1].said, ended=int(draft.input.tokens[-1]) in self.form.ends)
         return draft.answered(tokens) if draft.input.num_completion_tokens + len(tokens) < self.max_new_tokens else None
 
-    def requests(self, group: Group, drafts: Sequence[PartialCompletion]) -> list[tuple[Request, list[int]]]:
-        """Ask for those of a group together."""
-        request = Request(
-            row=group.prompt_row,
-            inputs=tuple(draft.input for draft in drafts),
-            seeds=tuple(draft.seed for draft in drafts),
-            budget=self.turn_tokens,
-        )
-        return [(request, [*range(len(drafts))])]
+    def requests(
+        self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
+    ) -> list[tuple[Request, list[int]]]:
+        """Ask for those together that have the same budget."""
+        alike: dict[int, list[int]] = {}
+        for index, budget in enumerate(budgets):
+            alike.setdefault(budget, []).append(index)
+        return [(_request(group, [drafts[index] for index in each], budget), each) for budget, each in alike.items()]
+
+
+def _request(group: Group, drafts: Sequence[PartialCompletion], budget: int) -> Request:
+    return Request(
+        row=group.prompt_row,
+        inputs=tuple(draft.input for draft in drafts),
+        seeds=tuple(draft.seed for draft in drafts),
+        budget=budget,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,6 @@ class OwnPrompts:
     """Each turn is written after a prompt of its own: the chat so far, as the template writes it then."""
 
     form: TurnFormat
-    turn_tokens: int
     max_new_tokens: int
     in_calls: bool
     """Whether the template takes calls apart from the text of a turn."""
@@ -88,21 +96,26 @@ class OwnPrompts:
             return None
         return draft.prompted(tokens, "\n".join(["", *(message.text for message in exchanges[-1].said), ""]))
 
-    def requests(self, group: Group, drafts: Sequence[PartialCompletion]) -> list[tuple[Request, list[int]]]:
+    def requests(
+        self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
+    ) -> list[tuple[Request, list[int]]]:
         """Ask for those together that have the same prompt; draws of a turn have a seed of their own."""
-        alike: dict[bytes, list[int]] = {}
-        for index, draft in enumerate(drafts):
-            alike.setdefault(draft.input.last_given().tokens.tobytes(), []).append(index)
-        return [(self._request(group, [drafts[index] for index in members]), members) for members in alike.values()]
+        alike: dict[tuple[bytes, int], list[int]] = {}
+        for index, (draft, budget) in enumerate(zip(drafts, budgets, strict=True)):
+            alike.setdefault((draft.input.last_given().tokens.tobytes(), budget), []).append(index)
+        return [
+            (self._request(group, [drafts[index] for index in members], budget), members)
+            for (_, budget), members in alike.items()
+        ]
 
-    def _request(self, group: Group, drafts: Sequence[PartialCompletion]) -> Request:
+    def _request(self, group: Group, drafts: Sequence[PartialCompletion], budget: int) -> Request:
         inputs = tuple(draft.input.last_given() for draft in drafts)
         room = self.max_new_tokens - (len(inputs[0]) - drafts[0].input.num_prompt_tokens)
         return Request(
             row=group.prompt_row,
             inputs=inputs,
             seeds=tuple(_own_seed(draft, len(draft.turns)) for draft in drafts),
-            longest=min(self.turn_tokens, room),
+            longest=min(budget, room),
         )
 
 
@@ -118,5 +131,5 @@ def turn_seeds(draft: PartialCompletion) -> list[int]:
 def history_of(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> History:
     """Make the one that is configured."""
     if settings.renders_turns:
-        return OwnPrompts(form, settings.turn_tokens, max_new_tokens, in_calls=takes_calls(form))
-    return OneStream(form, settings.turn_tokens, max_new_tokens)
+        return OwnPrompts(form, max_new_tokens, in_calls=takes_calls(form))
+    return OneStream(form, max_new_tokens)

@@ -69,6 +69,7 @@ def replay(work: ReplayWork) -> list[Difference]:
         settings=work.environment,
         sampling=work.sampling,
         version=0,
+        partial=None,
         history=history_of(work.environment, form, work.sampling.max_new_tokens),
         form=form,
         parse=parse,
@@ -99,7 +100,7 @@ def _read(store: Store, work: ReplayWork) -> list[_Stored]:
     prompts = read_shard(store, work.prompts, PROMPT_SCHEMA.names)
     found = []
     for shard in dict.fromkeys(shard for shard, _ in work.episodes):
-        groups = groups_of(read_shard(store, shard))
+        groups = groups_of(read_shard(store, shard), prompts)
         rows = [(group, draft) for group in groups for draft in group.drafts]
         for row in (row for each, row in work.episodes if each == shard):
             group, draft = rows[row]
@@ -114,12 +115,9 @@ def _read(store: Store, work: ReplayWork) -> list[_Stored]:
 
 def _turns(draft: PartialCompletion) -> Iterator[Completion]:
     """Cut what the policy wrote out of an episode."""
-    at = 0
-    for number, turn in enumerate(draft.turns, start=1):
-        tokens = tuple(int(token) for token in draft.input.completion[at : at + turn.tokens])
+    for number, (turn, tokens) in enumerate(zip(draft.turns, draft.written_turns(), strict=False), start=1):
         is_cut = number == len(draft.turns) and draft.finish_reason is FinishReason.LENGTH and turn.reward is None
         reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
-        at += turn.tokens + turn.observation
         if tokens:
             yield Completion(tokens, (0.0,) * len(tokens), "", reason)
 

@@ -54,7 +54,7 @@ class Scene:
             self._answers.sleep()
 
     def play(self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path) -> list[Group]:
-        """Bring the completions of groups to their ends; `directory` has the policy's tokenizer."""
+        """Bring the completions of groups to their ends, or to the budget; `directory` has the policy's tokenizer."""
         if self._reading is None:
             self._reading = read_turns(directory, self._settings)
         form, parse = self._reading
@@ -64,6 +64,7 @@ class Scene:
             settings=self._settings,
             sampling=work.sampling,
             version=work.policy.version,
+            partial=work.partial,
             history=history_of(self._settings, form, work.sampling.max_new_tokens),
             form=form,
             parse=parse,

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
+from itertools import accumulate
 from typing import Any, TypedDict
 
 import pyarrow as pa
@@ -69,9 +69,9 @@ class PartialCompletion:
     finish_reason: FinishReason = FinishReason.CUT
     segments: tuple[Segment, ...] = ()
     turns: tuple[TurnRecord, ...] = ()
-    """Of an episode."""
+    """Of an episode, those that have ended."""
     messages: tuple[ChatMessage, ...] = ()
-    """Of an episode, by turn: what the policy wrote and what it read. No other iteration goes on with one."""
+    """Of an episode, by turn: what the policy wrote and what it read."""
 
     def continued(self, completion: Completion, version: int) -> "PartialCompletion":
         """Append what policy `version` wrote."""
@@ -88,6 +88,18 @@ class PartialCompletion:
     def num_written(self) -> int:
         """Count the tokens that policies wrote."""
         return sum(segment.tokens for segment in self.segments if segment.policy_version >= 0)
+
+    @property
+    def num_open(self) -> int:
+        """Count the tokens of an episode's turn that was cut before its end."""
+        return len(self.logprobs) - sum(turn.tokens + turn.observation for turn in self.turns)
+
+    def written_turns(self) -> list[tuple[int, ...]]:
+        """Cut out what policies wrote of each turn of an episode; the last is what stands of one that has not ended."""
+        completion = self.input.completion.tolist()
+        begins = [0, *accumulate(turn.tokens + turn.observation for turn in self.turns)]
+        lengths = [*(turn.tokens for turn in self.turns), self.num_open]
+        return [tuple(completion[at : at + length]) for at, length in zip(begins, lengths, strict=True)]
 
     @property
     def reads_anew(self) -> bool:
@@ -121,7 +133,7 @@ class Group:
     answer: str
     drafts: tuple[PartialCompletion, ...]
     columns: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What an environment is told of the problem beside prompt and answer; rollouts do not have it."""
+    """What an environment is told of the problem beside prompt and answer."""
     chat: tuple[ChatMessage, ...] = ()
     """The prompt's messages where an episode begins: one of plain text."""
 
@@ -131,16 +143,20 @@ class Group:
         return all(draft.finish_reason is not FinishReason.CUT for draft in self.drafts)
 
     def request(self, version: int, partial: PartialRollout | None) -> Request:
-        """Ask policy `version` for what is wanting; a group begun long enough ago is brought to its end."""
+        """Ask policy `version` for what is wanting."""
         open_drafts = [draft for draft in self.drafts if draft.finish_reason is FinishReason.CUT]
-        begun = min((segment.policy_version for draft in self.drafts for segment in draft.segments), default=version)
-        cut = partial is not None and version - begun < partial.max_staleness
         return Request(
             row=self.prompt_row,
             inputs=tuple(draft.input for draft in open_drafts),
             seeds=tuple(draft.seed for draft in open_drafts),
-            budget=partial.tokens if partial is not None and cut else None,
+            budget=self.budget(version, partial),
         )
+
+    def budget(self, version: int, partial: PartialRollout | None) -> int | None:
+        """Count the tokens that policy `version` may add to a completion; none where it was begun long enough ago."""
+        written = [segment.policy_version for draft in self.drafts for segment in draft.segments]
+        begun = min((writer for writer in written if writer >= 0), default=version)
+        return partial.tokens if partial is not None and version - begun < partial.max_staleness else None
 
     def continued(self, completions: Sequence[Completion], version: int) -> "Group":
         """Put what policy `version` answered to the request where it belongs; finished completions stay as they are."""
@@ -154,6 +170,32 @@ class Group:
 
 def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, seed: int, iteration: int) -> list[Group]:
     """Begin a group for each of the prompts; `rows` are their numbers in the shard they were taken from."""
+    return [
+        replace(
+            group,
+            drafts=tuple(
+                PartialCompletion(seed=sample_seed(seed, iteration, prompt_row=group.prompt_row, sample=n), input=read)
+                for n in range(group_size)
+            ),
+        )
+        for group, read in zip(_without_drafts(prompts, rows), prompt_inputs(prompts), strict=True)
+    ]
+
+
+def groups_of(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
+    """Read groups back from a table of rollouts, given all of the prompts that it was taken from."""
+    rows: list[_Row] = rollouts.select([*_Row.__annotations__]).to_pylist()
+    members: dict[int, list[tuple[_Row, ModelInput]]] = {}
+    for row, read in zip(rows, rollout_inputs(rollouts), strict=True):
+        members.setdefault(row["prompt_row"], []).append((row, read))
+    begun = _without_drafts(prompts.take(pa.array([*members], pa.int64())), [*members])
+    return [
+        replace(group, drafts=tuple(_draft(*each, behind=len(group.chat)) for each in members[group.prompt_row]))
+        for group in begun
+    ]
+
+
+def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
     texts = prompts.select(["prompt_id", "text", "answer", "columns", "messages"]).to_pylist()
     return [
         Group(
@@ -163,20 +205,10 @@ def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, see
             answer=prompt["answer"],
             columns=json.loads(prompt["columns"]),
             chat=tuple(prompt["messages"] or [ChatMessage(role="user", content=prompt["text"], name=None)]),
-            drafts=tuple(
-                PartialCompletion(seed=sample_seed(seed, iteration, prompt_row=row, sample=sample), input=read)
-                for sample in range(group_size)
-            ),
+            drafts=(),
         )
-        for row, prompt, read in zip(rows, texts, prompt_inputs(prompts), strict=True)
+        for row, prompt in zip(rows, texts, strict=True)
     ]
-
-
-def groups_of(rollouts: pa.Table) -> list[Group]:
-    """Read groups back from a table of rollouts."""
-    rows: list[_Row] = rollouts.select([*_Row.__annotations__]).to_pylist()
-    pairs = groupby(zip(rows, rollout_inputs(rollouts), strict=True), key=lambda pair: pair[0]["prompt_row"])
-    return [_group([*members]) for _, members in pairs]
 
 
 def table_of(groups: Sequence[Group]) -> pa.Table:
@@ -199,7 +231,9 @@ def table_of(groups: Sequence[Group]) -> pa.Table:
             for _, _, draft in pairs
         ],
         "turns": [[asdict(turn) for turn in draft.turns] or None for _, _, draft in pairs],
-        "messages": [[*group.chat, *draft.messages] if draft.turns else None for group, _, draft in pairs],
+        "messages": [
+            [*group.chat, *draft.messages] if draft.turns or draft.messages else None for group, _, draft in pairs
+        ],
     }
     return pa.table(columns, schema=ROLLOUT_SCHEMA)
 
@@ -208,29 +242,17 @@ class _Row(TypedDict):
     """A row of a rollout shard, beside what models read."""
 
     prompt_row: int
-    prompt_id: str
-    prompt: str
     completion: str
-    answer: str
     logprobs: list[float]
     finish_reason: str
     seed: int
     segments: list[dict[str, int]]
     turns: list[dict[str, Any]] | None
+    messages: list[ChatMessage] | None
 
 
-def _group(members: list[tuple[_Row, ModelInput]]) -> Group:
-    first, _ = members[0]
-    return Group(
-        prompt_row=first["prompt_row"],
-        prompt_id=first["prompt_id"],
-        prompt=first["prompt"],
-        answer=first["answer"],
-        drafts=tuple(_draft(row, read) for row, read in members),
-    )
-
-
-def _draft(row: _Row, read: ModelInput) -> PartialCompletion:
+def _draft(row: _Row, read: ModelInput, *, behind: int) -> PartialCompletion:
+    """Read a completion, whose messages stand behind so many of the prompt's."""
     return PartialCompletion(
         seed=row["seed"],
         input=read,
@@ -239,4 +261,5 @@ def _draft(row: _Row, read: ModelInput) -> PartialCompletion:
         finish_reason=FinishReason(row["finish_reason"]),
         segments=tuple(Segment(**segment) for segment in row["segments"]),
         turns=tuple(TurnRecord(**turn) for turn in row["turns"] or ()),
+        messages=tuple((row["messages"] or [])[behind:]),
     )

@@ -144,10 +144,11 @@ class RolloutWorker:
 
     def _groups(self, work: RolloutWork) -> list[Group]:
         """Groups that go on, then the new ones in the order of the prompts' shard."""
-        continued = groups_of(read_shard(self._store, work.continued)) if work.continued else []
+        prompts = read_shard(self._store, work.prompts, PROMPT_SCHEMA.names)
+        continued = groups_of(read_shard(self._store, work.continued), prompts) if work.continued else []
         rows = _ascending(work, {group.prompt_row for group in continued})
-        prompts = read_shard(self._store, work.prompts, PROMPT_SCHEMA.names).take(pa.array(rows, pa.int64()))
-        fresh = fresh_groups(prompts, rows, group_size=work.group_size, seed=work.seed, iteration=work.iteration)
+        new = prompts.take(pa.array(rows, pa.int64()))
+        fresh = fresh_groups(new, rows, group_size=work.group_size, seed=work.seed, iteration=work.iteration)
         return continued + fresh
 
     def _write(self, table: pa.Table, work: RolloutWork, *, kind: str) -> ShardRef:

@@ -1,10 +1,11 @@
 """What a sealed iteration generated and what it learnt from, row by row."""
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
+from typing import Any
 
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -102,35 +103,50 @@ def _check_cut(iteration: Iteration, manifest: Manifest, found: list[list[Name]]
 def _check_segments(iteration: Iteration, manifest: Manifest) -> Iterator[str]:
     """Every token has the policy version that wrote it, and none is newer than the iteration's.
 
-    Of an episode the turns have those tokens, each a policy's and then its environment's.
+    Of an episode the turns have those tokens, each a policy's, or of several in order, and then its environment's; one
+    that was cut may have begun another turn.
     """
-    columns = ["prompt_row", "sample", COMPLETION_TOKENS, "segments", "turns"]
+    columns = ["prompt_row", "sample", COMPLETION_TOKENS, "segments", "turns", "finish_reason"]
     for ref in manifest.shards:
         for row in read_shard(iteration.run.store, ref, columns=columns).to_pylist():
             parts = [(segment["policy_version"], segment["tokens"]) for segment in row["segments"]]
             versions = [version for version, _ in parts if version >= 0]
-            adds_up = sum(tokens for _, tokens in parts) == len(row[COMPLETION_TOKENS])
-            if row["turns"] is None:
-                adds_up &= versions == sorted({*versions}) and len(versions) == len(parts)
-            else:
-                turns = [(turn[name], name == "tokens") for turn in row["turns"] for name in ("tokens", "observation")]
-                adds_up &= [(tokens, version >= 0) for version, tokens in parts] == [t for t in turns if t[0]]
-            if not adds_up or any(version >= iteration.number for version in versions):
+            if max(versions, default=0) >= iteration.number or versions != sorted(versions) or not _adds_up(row, parts):
                 prompt, sample = _name(row)
                 yield f"{manifest.key}: the segments of sample {sample} of prompt {prompt} do not make up its tokens"
 
 
+def _adds_up(row: Mapping[str, Any], parts: Sequence[tuple[int, int]]) -> bool:
+    """Whether segments, as version and tokens, are those of a row's turns; several of one turn have rising versions."""
+    turns = row["turns"] or ()
+    rest = len(row[COMPLETION_TOKENS]) - sum(turn["tokens"] + turn["observation"] for turn in turns)
+    spans = [(turn[name], name == "tokens") for turn in turns for name in ("tokens", "observation")]
+    if rest and turns and row["finish_reason"] != FinishReason.CUT.value:
+        return False
+    left = deque(parts)
+    for tokens, is_written in [*spans, (rest, True)]:
+        writers = []
+        while tokens > 0 and left:
+            version, number = left.popleft()
+            writers.append(version)
+            tokens -= number
+        if tokens or writers != sorted({*writers}) or any((version >= 0) is not is_written for version in writers):
+            return False
+    return not left
+
+
 def _check_continued(run: Run, manifest: Manifest, before: ShardRef) -> Iterator[str]:
     """A completion that goes on begins with all that it was; one that had ended is as it was."""
-    columns = ["prompt_row", "sample", COMPLETION_TOKENS, "logprobs", "segments", "seed", "finish_reason"]
+    lists = (COMPLETION_TOKENS, "logprobs", "segments", "turns", "messages")
+    columns = ["prompt_row", "sample", *lists, "seed", "finish_reason"]
     earlier = {_name(row): row for row in read_shard(run.store, before, columns=columns).to_pylist()}
     for row in chain.from_iterable(read_shard(run.store, ref, columns=columns).to_pylist() for ref in manifest.shards):
         old = earlier.get(_name(row))
         if old is None:
             continue
         whole = old["finish_reason"] != FinishReason.CUT.value
-        lists = (COMPLETION_TOKENS, "logprobs", "segments")
-        goes_on = all(row[name][: len(old[name])] == old[name] for name in lists) and row["seed"] == old["seed"]
+        pairs = [(row[name] or [], old[name] or []) for name in lists]
+        goes_on = all(now[: len(was)] == was for now, was in pairs) and row["seed"] == old["seed"]
         if (whole and row != old) or not goes_on:
             prompt, sample = _name(row)
             yield f"{manifest.key}: sample {sample} of prompt {prompt} does not go on from what it was"
