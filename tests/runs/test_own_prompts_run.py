@@ -179,7 +179,7 @@ def test_what_was_said_in_a_forgotten_episode_is_gone_with_its_prompts(job, tmp_
             ['scoring.rewards=[{kind="target", target="tests.support.rewards:even", per="token"}]'],
             "with reward 'target': it values tokens of one sequence; value turns or episodes",
         ),
-        (["rollout.partial={tokens=4}"], "rollout.environment with rollout.partial"),
+        (["rollout.partial={tokens=4}"], "rollout.environment.history 'per_turn' with rollout.partial: "),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_in_one_line(overrides, told, settings, tmp_path):
