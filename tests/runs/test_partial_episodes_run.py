@@ -19,6 +19,7 @@ from tests.support.policies import write_chat_policy
 
 pytestmark = pytest.mark.timeout(1200)
 
+THREADS = ("pools.cluster=threads",)
 PARTIAL = (
     *(f"policy.{name}=" for name in ("heads", "kv_heads", "layers", "hidden_size", "intermediate_size")),
     "policy.kind=directory",
@@ -36,6 +37,7 @@ PARTIAL = (
     "rollout.shard_prompts=2",
     "algorithm.kind=grpo",
     "algorithm.kl={coefficient=0.1}",
+    "iterations=2",
 )
 
 
@@ -145,9 +147,6 @@ def test_commands_that_read_a_run_read_its_episodes(job):
     assert credit.code == 0, credit.output
     assert open_run(str(job.store), "tiny").require("recredit/ones/it-0002/seal").metrics["coinciding"] > 0
     assert verify_run(str(job.store), "tiny") == []
-
-
-THREADS = ("pools.cluster=threads",)
 
 
 @pytest.mark.system

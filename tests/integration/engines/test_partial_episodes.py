@@ -73,12 +73,9 @@ def open_tokens(row):
 @pytest.mark.parametrize(
     ("settings", "engine"),
     [
-        (environment(options={"reward": 1.5}), ENGINE),
-        (environment("Opens"), ENGINE),
-        (environment("Knows"), ENGINE),
+        (environment("Knows", batches=2), ENGINE),
         (environment("Bad", options={"how": "raise"}), ENGINE),
-        (environment(batches=2, processes=1), ENGINE),
-        (environment(), InterleavingTransformers()),
+        (environment("Opens", options={"reward": 1.5}), InterleavingTransformers()),
     ],
 )
 def test_an_episode_that_goes_on_ends_as_if_it_had_never_been_cut(play, settings, engine):
