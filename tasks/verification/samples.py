@@ -1,11 +1,10 @@
 """What a sealed iteration generated and what it learnt from, row by row."""
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import Any
 
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -110,21 +109,25 @@ def _check_segments(iteration: Iteration, manifest: Manifest) -> Iterator[str]:
     for ref in manifest.shards:
         for row in read_shard(iteration.run.store, ref, columns=columns).to_pylist():
             parts = [(segment["policy_version"], segment["tokens"]) for segment in row["segments"]]
+            turns = row["turns"] or ()
+            spans = [(turn[name], name == "tokens") for turn in turns for name in ("tokens", "observation")]
+            if not turns or row["finish_reason"] == FinishReason.CUT.value:
+                spans.append((len(row[COMPLETION_TOKENS]) - sum(tokens for tokens, _ in spans), True))
             versions = [version for version, _ in parts if version >= 0]
-            if max(versions, default=0) >= iteration.number or versions != sorted(versions) or not _adds_up(row, parts):
+            in_order = versions == sorted(versions) and max(versions, default=0) < iteration.number
+            adds_up = sum(tokens for _, tokens in parts) == len(row[COMPLETION_TOKENS])
+            if not (adds_up and in_order and _make_up(parts, spans)):
                 prompt, sample = _name(row)
                 yield f"{manifest.key}: the segments of sample {sample} of prompt {prompt} do not make up its tokens"
 
 
-def _adds_up(row: Mapping[str, Any], parts: Sequence[tuple[int, int]]) -> bool:
-    """Whether segments, as version and tokens, are those of a row's turns; several of one turn have rising versions."""
-    turns = row["turns"] or ()
-    rest = len(row[COMPLETION_TOKENS]) - sum(turn["tokens"] + turn["observation"] for turn in turns)
-    spans = [(turn[name], name == "tokens") for turn in turns for name in ("tokens", "observation")]
-    if rest and turns and row["finish_reason"] != FinishReason.CUT.value:
-        return False
-    left = deque(parts)
-    for tokens, is_written in [*spans, (rest, True)]:
+def _make_up(segments: Sequence[tuple[int, int]], spans: Sequence[tuple[int, bool]]) -> bool:
+    """Whether segments, as version and tokens, are those of spans, as tokens and whether policies wrote them.
+
+    Several segments of one span have rising versions.
+    """
+    left = deque(segments)
+    for tokens, is_written in spans:
         writers = []
         while tokens > 0 and left:
             version, number = left.popleft()
