@@ -4,6 +4,7 @@ import json
 import shutil
 from itertools import chain
 
+import pyarrow as pa
 import pytest
 
 import tasks.verification.samples as verification
@@ -128,7 +129,7 @@ def test_segments_that_are_not_those_of_the_turns_are_found(whole, monkeypatch, 
             return table
         found = [change(parts) if len(parts) > 2 else parts for parts in table["segments"].to_pylist()]
         place = table.column_names.index("segments")
-        return table.set_column(place, table.field(place), [found])
+        return table.set_column(place, table.field(place), pa.array(found, table.schema.field(place).type))
 
     monkeypatch.setattr(verification, "read_shard", changed)
     found = [*verification.check_rollouts(iteration)]
