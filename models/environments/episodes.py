@@ -203,9 +203,9 @@ class Episodes:
 
     def _take(self, episode: _Episode, completion: Completion) -> None:
         """Read a turn unless the budget cut it; one that the length limit ended is the last."""
-        draft = episode.draft.continued(completion, self.version)
-        if completion.finish_reason is FinishReason.CUT and draft.num_open < self.settings.turn_tokens:
-            episode.draft = draft
+        episode.draft = draft = episode.draft.continued(completion, self.version)
+        is_whole = completion.finish_reason is not FinishReason.CUT or draft.num_open == self.settings.turn_tokens
+        if episode.left == 0 and not is_whole:
             return
         text = self._text(draft.written_turns()[-1])
         turn = self.parse(text)
