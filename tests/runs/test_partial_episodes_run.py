@@ -86,12 +86,14 @@ def versions_of(row):
     return [each["policy_version"] for each in row["segments"] if each["policy_version"] >= 0]
 
 
+@pytest.mark.system
 def test_a_run_that_is_killed_while_episodes_go_on_ends_with_the_same_bits(whole, tmp_path, prefect_api, settings):
     strikes = [Strike("manifests/it-0002/rollout/0001.json", "before")]
     home = tmp_path / "killed"
     assert problems_after(strikes, home, prefect_api, whole.run, settings, start=run_once) == []
 
 
+@pytest.mark.system
 def test_it_keeps_every_promise_and_learns_from_what_several_versions_wrote(whole):
     assert verify_run(str(whole.store), "tiny") == []
     assert checker.problems_of(whole.run) == []
@@ -110,6 +112,7 @@ def test_it_keeps_every_promise_and_learns_from_what_several_versions_wrote(whol
     assert {1, 0, -1} <= {*chain.from_iterable(row["staleness"] for row in samples)}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "change",
     [
