@@ -93,7 +93,7 @@ def hermes(text: str) -> ParsedTurn:
     >>> hermes('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ParsedTurn(text='Let me see.', calls=(Call(name='add', arguments={'a': 1}, error=''),))
     """
-    at = _after_thoughts(text)
+    at = _after_thoughts(text, _OPENING)
     beside: list[str] = [text[:at]]
     calls: list[Call] = []
     while (begin := text.find(_OPENING, at)) >= 0:
@@ -118,11 +118,12 @@ def _hermes_call(text: str, begin: int) -> tuple[Call, int]:
 
 def llama3_json(text: str) -> ParsedTurn:
     """Read `{"name": …, "parameters": {…}}`, or several with `;` between, as a whole turn or after `<|python_tag|>`."""
-    begin = _after_thoughts(text)
-    at = text.find(_PYTHON, begin)
+    begin = _after_thoughts(text, _PYTHON)
+    is_object = text.startswith("{", _after(_SPACE, text, begin))
+    at = text.find(_PYTHON, _after_value(text, begin) if is_object else begin)
     if at >= 0:
         begin, at = at, at + len(_PYTHON)
-    elif text.startswith("{", _after(_SPACE, text, begin)) and re.search(r'"(name|parameters)"', text[begin:]):
+    elif is_object and re.search(r'"(name|parameters)"', text[begin:]):
         at = begin
     else:
         return ParsedTurn(text.strip())
@@ -199,9 +200,24 @@ def _refused(digits: str) -> NoReturn:
 _DECODER: Final = json.JSONDecoder(parse_int=_integer, parse_float=_real, parse_constant=_refused)
 
 
-def _after_thoughts(text: str) -> int:
-    end = text.find(_THOUGHT_END)
-    return end + len(_THOUGHT_END) if end >= 0 else 0
+def _after_thoughts(text: str, opening: str) -> int:
+    """Find where a turn's thoughts end: after the first `</think>` that no call has in its JSON."""
+    at = _after_value(text, 0) if text.lstrip().startswith("{") else 0
+    while (end := text.find(_THOUGHT_END, at)) >= 0:
+        while at <= end:
+            begin = text.find(opening, at, end)
+            if begin < 0:
+                return end + len(_THOUGHT_END)
+            at = _after_value(text, begin + len(opening))
+    return 0
+
+
+def _after_value(text: str, begin: int) -> int:
+    """Find the end of the JSON value that begins here, or this place where none does."""
+    try:
+        return _decoded(text, begin)[1]
+    except ValueError:
+        return begin
 
 
 def _after(pattern: re.Pattern[str], text: str, begin: int) -> int:

@@ -164,8 +164,10 @@ def test_no_text_makes_a_response_template_raise(text):
 
 @given(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
-    st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=3),
+    st.dictionaries(st.text(max_size=5), st.sampled_from(PIECES) | st.text(max_size=9), max_size=3),
 )
+@example("", {"a": "</think>"})
+@example("I think.", {"a": "<tool_call></think>", "b": "</think></tool_call>"})
 def test_a_call_that_is_written_is_read(said, arguments):
     said = said.replace("<", "").replace("{", "")
     try:
@@ -177,6 +179,7 @@ def test_a_call_that_is_written_is_read(said, arguments):
         expected = (Call("find", arguments),)
         assert hermes(f"{said}<tool_call>{written}</tool_call>") == ParsedTurn(said.strip(), expected)
         assert llama3_json(f"{said}<|python_tag|>{written}") == ParsedTurn(said.strip(), expected)
+        assert llama3_json(written) == ParsedTurn("", expected)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +191,7 @@ def test_the_time_that_a_parser_takes_grows_with_the_text_alone(unit):
     for parse in (hermes, llama3_json):
         started = time.process_time()
         parse(unit * (200_000 // len(unit)))
+        parse(unit * (200_000 // len(unit)) + "</think>")
         assert time.process_time() - started < 5
 
 
