@@ -277,6 +277,14 @@ def family_of(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def servers_of(home: Path) -> list[psutil.Process]:
     """vLLM's processes that workers of a job started, all of them."""
     found = []

@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -21,6 +20,7 @@ from infra.pools.launcher import SlotCount
 from infra.pools.placement_group import ReservedSlots
 from infra.pools.worker import Machines, PoolSpec
 from tests.support.fleet_workers import Served
+from tests.support.jobs import is_alive
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.system]
 
@@ -79,7 +79,7 @@ class Shared:
         assert len(slots) == len(set(slots)) <= self.slots
         assert set(slots) <= set(range(self.slots))
         holding = [path.name.rpartition("-") for path in (self.home / "awake").iterdir()]
-        assert sum(self.widths[role] for role, _, pid in holding if alive(int(pid))) <= self.slots
+        assert sum(self.widths[role] for role, _, pid in holding if is_alive(int(pid))) <= self.slots
 
     def tell(self, moment, role):
         """Have the next worker of a role that comes to a moment do what its name says."""
@@ -96,13 +96,6 @@ class Shared:
             asyncio.create_task(pool.run("work", (f"{index}", seconds), returns=tuple))
             for index, seconds in enumerate(seconds)
         ]
-
-
-def alive(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def until(holds, *, seconds=30):
@@ -150,7 +143,7 @@ async def test_slots_pass_between_roles_and_queued_works_are_done_exactly_once(c
     pids = shared.pids
     assert len(pids) == 8
     await shared.fleet.close()
-    assert await until(lambda: not any(alive(pid) for pid in pids))
+    assert await until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 async def test_a_process_that_served_nothing_yet_starts_when_it_first_does(cluster, tmp_path):
@@ -170,7 +163,7 @@ async def test_a_sleeping_worker_keeps_its_process_and_is_woken(shared):
     (sleeping,) = shared.judge.pids
     there = await shared.arrange(2, 0)
     assert shared.judge.pids == ()
-    assert alive(sleeping)
+    assert is_alive(sleeping)
     back = await shared.arrange(1, 1)
     assert [move.how for move in (*there, *back)] == ["wake", "wake"]
     assert shared.pids == before
@@ -223,7 +216,7 @@ async def test_a_worker_that_ends_while_it_falls_asleep_has_left(shared, end):
     (move,) = await shared.arrange(2, 0)
     assert move.error is None
     assert shared.awake == (2, 0)
-    assert await until(lambda: not alive(before))
+    assert await until(lambda: not is_alive(before))
 
 
 async def test_a_worker_that_cannot_take_its_record_gives_the_slot_back_and_is_an_error_where_no_other_serves(shared):
@@ -308,7 +301,7 @@ async def test_work_that_waits_has_an_empty_slot_tried_again_and_a_fleet_can_be_
     assert await until(lambda: shared.awake == (0, 0))
     pids = shared.pids
     await shared.fleet.close()
-    assert await until(lambda: not any(alive(pid) for pid in pids))
+    assert await until(lambda: not any(is_alive(pid) for pid in pids))
     with pytest.raises(ClusterFailed, match="closed while it was arranged"):
         await arranging
 

@@ -18,6 +18,7 @@ from infra.errors import ClusterFailed, Damaged, WorkerFailed, WorkerLost, Worke
 from infra.pools.cluster import RayCluster
 from infra.pools.worker import Machines, PoolSpec
 from infra.processes.guard import processes_of
+from tests.support.jobs import is_alive
 from tests.support.servers import guards_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.system]
@@ -30,15 +31,11 @@ def spec(target="Counting", **changes):
     return PoolSpec(role=f"role{next(ROLES)}", target=f"tests.support.workers:{target}", **fields)
 
 
-def alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 async def gone(*pids, seconds=10):
     deadline = time.monotonic() + seconds
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
-    return not any(alive(pid) for pid in pids)
+    return not any(is_alive(pid) for pid in pids)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

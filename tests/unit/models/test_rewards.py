@@ -18,7 +18,7 @@ from models.config.reward_terms import BuiltInReward, MathReward, NumericReward,
 from models.config.rewards import RewardConfig, ScoringConfig
 from models.rewards.evaluate import Case, Evaluator, Verdict, check_rewards
 from models.rewards.rules import build_reward
-from tests.support.jobs import wait_for
+from tests.support.jobs import is_alive, wait_for
 
 OBEDIENT = TargetReward(name="obedient", target="tests.support.rewards:obedient")
 
@@ -276,14 +276,6 @@ def test_what_a_reward_started_is_killed_with_it(tmp_path: Path):
     [verdict] = evaluate([str(path)], reward, timeout_seconds=2)
     assert verdict.error == "target: no value after 2 s"
     deadline = time.monotonic() + 5
-    while any(alive(int(pid)) for pid in path.read_text().split()):
+    while any(is_alive(int(pid)) for pid in path.read_text().split()):
         assert time.monotonic() < deadline, "still running"
         time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    """Return whether a process runs; one that waits to be reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
