@@ -16,6 +16,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 hypothesis.settings.register_profile("without a deadline", deadline=None)  # no test asserts a duration
 hypothesis.settings.load_profile("without a deadline")
+# Sums depend on it, workers have one, and a second thread spins while it waits for a processor that others hold.
+os.environ["OMP_NUM_THREADS"] = "1"
 pytest.register_assert_rewrite("tests.support.engines")  # claims that several modules import
 pytest_plugins = ["tests.support.cpu_seconds"]
 
@@ -76,17 +78,6 @@ def s3_servers(together, pytestconfig):
     stack = ExitStack()
     pytestconfig.add_cleanup(stack.close)
     return S3Servers(together / "s3", stack)
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Have PyTorch compute on one thread, as workers do: sums depend on it."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @contextmanager

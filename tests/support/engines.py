@@ -1,6 +1,6 @@
 """What every engine of real models keeps, as claims: a module that imports them gives a fixture `loaded`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,14 +57,6 @@ class Published:
 
 Loaded = Callable[[Published], Engine]
 """Gives an engine with a policy loaded; the same engine may come again with another."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,6 @@ from tests.support.inputs import going_on
 from tests.support.policies import write_policy
 from tests.support.rollout_workers import digest, example
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WORK = [request(row, length, group=6) for row, length in enumerate([30, 3, 19, 3, 70])]
 
 

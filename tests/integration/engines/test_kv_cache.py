@@ -13,8 +13,6 @@ from models.modeling.policy import load_policy
 from tests.support.engines import MIXED, PROMPTS, engine_of, plain_logprobs, request
 from tests.support.policies import small_tokenizer, write_policy
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 HYBRID = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 
 

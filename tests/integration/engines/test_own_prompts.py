@@ -32,8 +32,6 @@ from tests.support.interleaving import InterleavingTransformers
 from tests.support.policies import write_chat_policy
 from tests.support.rollout_workers import ENGINE, digest
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SAMPLING = SamplingConfig(max_new_tokens=120)
 LIKELY = {"<|im_end|>": 0.1, "</think>": 0.1, "<think>": 0.03}
 """So that turns end, and most of them have thoughts, which the template leaves out once a message of a user follows."""

@@ -23,8 +23,6 @@ from tests.support.inputs import asking, going_on
 from tests.support.policies import CONTEXT, small_tokenizer, write_policy
 from tests.support.rollout_workers import example, publish, worker
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PARTIAL = PartialRollout(tokens=6, max_staleness=1)
 
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from infra.errors import BadInput, Damaged
 from infra.store.shards import read_shard
@@ -17,13 +16,6 @@ from tests.support.processes import preload, process
 from tests.support.rollout_workers import TEXTS, digest, example, publish, worker
 
 preload(__name__)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -23,8 +23,6 @@ from models.workers.scoring import ScoringWorker
 from tests.support.judged import rollouts
 from tests.support.policies import write_policy
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 REWARD = JudgeReward(
     name="honest",
     model=TrainedJudge(),

@@ -54,8 +54,6 @@ from tests.support.update_workers import free_port
 from tests.support.vision import picture as noise
 from tests.support.vision import write_seeing
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 RED, BLUE = picture("red"), picture("blue")
 SAYS = "It is red & <image> so."
 """A completion that would be one place for an image more, were it not escaped."""

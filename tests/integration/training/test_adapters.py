@@ -45,8 +45,6 @@ from tests.support.update_workers import (
     work,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 preload(__name__)
 
 LORA = LoraConfig(rank=4, alpha=10)

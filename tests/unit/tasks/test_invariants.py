@@ -1,12 +1,11 @@
 """A run with waves, kept groups and cut completions keeps its promises, and each broken promise is told."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-import torch
 
 from infra.store.bundles import publish_bundle
 from infra.store.manifests import Manifest
@@ -163,12 +162,10 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Iterator[Path]:
-    before = torch.get_num_threads()
+def root(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("story")
     Story(path)
-    yield path
-    torch.set_num_threads(before)
+    return path
 
 
 @pytest.fixture
