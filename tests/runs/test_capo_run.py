@@ -30,7 +30,7 @@ def job(tmp_path_factory, prefect_api):
     write_policy(home / "judge", changes={"max_position_embeddings": 8192})
     job = InProcessJob(home / "job", prefect_api)
     rewards = f"scoring.rewards=[{EVEN}, {CHECKED}, {CRITIC.format(path=home / 'judge')}]"
-    job.train(rewards, "algorithm.kind=capo", "iterations=2", "pools.workers=3", "evaluation.problems=4")
+    job.train(rewards, "algorithm.kind=capo", "iterations=1", "pools.workers=3", "evaluation.problems=1")
     return job
 
 

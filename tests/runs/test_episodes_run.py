@@ -24,6 +24,8 @@ EPISODES = (
     'rollout.sampling.stop=["1", " "]',
     'scoring.rewards=[{kind="environment"}]',
     "iterations=2",
+    "rollout.prompts=4",
+    "evaluation.problems=2",
 )
 PAYS = 'rollout.environment.options={what="pays"}'
 

@@ -96,13 +96,14 @@ def test_one_process_and_four_give_the_same_bits_and_two_batches_the_same_episod
 
 
 def test_where_an_engine_batches_what_comes_episodes_are_the_same_and_none_waits_for_another(play, tmp_path):
-    rounds, paced = play(environment()), play(environment(), InterleavingTransformers())
+    few = {"rows": (7, 2)}
+    rounds, paced = play(environment(), **few), play(environment(), InterleavingTransformers(), **few)
     for row, other in zip(rows_of(play, rounds), rows_of(play, paced), strict=True):
         assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)  # batches have other neighbours
         assert row == other
     for name, engine, seconds in (("rounds", ENGINE, 1), ("paced", InterleavingTransformers(), 60)):
         (marks := tmp_path / name).mkdir()
-        play(environment("Awaited", options={"marks": str(marks)}, step_seconds=seconds), engine)
+        play(environment("Awaited", options={"marks": str(marks)}, step_seconds=seconds), engine, **few)
         assert (marks / "waited").exists() is (name == "paced")
 
 
@@ -116,10 +117,11 @@ def test_where_an_engine_batches_what_comes_episodes_are_the_same_and_none_waits
     ],
 )
 def test_an_environment_that_fails_loses_its_own_episodes_alone(play, how, reason):
-    good = {(row["prompt_row"], row["sample"]): row for row in rows_of(play, play(environment()))}
+    few = {"rows": (7, 2, 11)}
+    good = {(row["prompt_row"], row["sample"]): row for row in rows_of(play, play(environment(), **few))}
     settings = environment("Bad", options={"how": how}, step_seconds=0.5)
     failed = 0
-    for row in rows_of(play, play(settings)):
+    for row in rows_of(play, play(settings, **few)):
         whole = good[row["prompt_row"], row["sample"]]
         if row["finish_reason"] == "failed":
             failed += 1

@@ -44,7 +44,7 @@ def http() -> Iterator[str]:
         process.kill()
 
 
-@pytest.fixture(params=["stdio", "http"])
+@pytest.fixture(scope="module", params=["stdio", "http"])
 def settings(request) -> McpEnvironment:
     more = {"processes": 1, "step_seconds": 20}
     if request.param == "stdio":
@@ -71,7 +71,7 @@ def said(pool: EnvironmentPool, *calls: Call) -> list[tuple[str, str, str]]:
     return [(message.role, message.name, message.content) for message in found.step.messages]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool(settings) -> Iterator[EnvironmentPool]:
     running = EnvironmentPool(settings)
     yield running
