@@ -37,7 +37,8 @@ def play(tmp_path):
     """Play one shard of twenty episodes."""
     store = open_store(f"{tmp_path}/run")
     work = replace(example(store, tmp_path / "policy"), sampling=STOPS)
-    write_policy(tmp_path / "user", seed=9, eos_share=1e-4)  # else the likeliest reply is none
+    # Else the likeliest reply is none, and the same whatever was said.
+    write_policy(tmp_path / "user", seed=9, eos_share=1e-4, changes={"initializer_range": 1.0})
     user = ModelVersion(version=0, weights=publish_bundle(store, tmp_path / "user", prefix="users"))
 
     def run(settings):
@@ -74,7 +75,7 @@ def episodes(rows):
 def test_the_user_reads_the_dialogue_with_roles_swapped_and_says_what_its_model_says(play):
     tokenizer = small_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(play.user).eval()
-    answered = 0
+    answered = []
     for row, turns, said in episodes(rows_of(play, play(dialogue(play.held)))):
         for number, reply in enumerate(said):
             if not reply:
@@ -88,8 +89,8 @@ def test_the_user_reads_the_dialogue_with_roles_swapped_and_says_what_its_model_
                 most = len(reply.encode()) + 1  # a token is a byte at least
                 written = model.generate(read, do_sample=False, max_new_tokens=most)[0, read.shape[1] :]
             assert tokenizer.decode(written).strip().startswith(reply)
-            answered += 1
-    assert answered > 10
+            answered.append(reply)
+    assert len(answered) > 10 and len(set(answered)) > 5, "replies depend on what was said"
 
 
 def test_a_shard_repeats_to_the_bit_and_two_batches_give_the_same_episodes(play):
