@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -149,6 +150,40 @@ def test_a_policy_that_sees_is_sampled_as_it_is_trained(tmp_path, prefect_api):
     assert found.all("weights_bytes")[1] == size_of(found.policy)
     rollouts = table(job.run, "it-0002/rollout/0000")
     assert min(map(len, rollouts["images"].to_pylist())) == 1
+
+
+EPISODES = (
+    "rollout.environment.kind=target",
+    "rollout.environment.target=tests.support.games:Hostile",
+    "rollout.environment.prompts=text",
+    "rollout.environment.parser=none",
+    "rollout.environment.turn_tokens=8",
+    "rollout.environment.step_seconds=2",
+    "rollout.environment.processes=2",
+    'rollout.sampling.stop=["1", " ", "e", "a"]',
+    "rollout.group_size=8",
+    "scoring.max_missing=1.0",
+)
+
+
+def test_episodes_of_hostile_environments_are_learnt_as_they_were_sampled_also_where_a_server_was_killed(
+    tmp_path, prefect_api
+):
+    job = Job(tmp_path, prefect_api)
+    fault = Fault("rollout", "progress", r"generate .*\(iteration=1,", count=20, signal=KILL_SERVER)
+    ended = job.train(*ONE, *EPISODES, "iterations=2", faults=[fault])
+    assert ended.code == 0, ended.output
+    assert job.struck() == 1
+    whole(job, iterations=2)
+    rows = [row for path in (job.run / "manifests/it-0001/rollout").iterdir() for row in rows_of(job, path.stem)]
+    failed = [row["turns"][-1]["error"] for row in rows if row["finish_reason"] == "failed"]
+    assert len({*failed}) > 3, "they hang, crash, raise and lie"
+    assert any(len(row["turns"]) == 3 for row in rows if row["finish_reason"] != "failed")
+
+
+def rows_of(job: Job, shard: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = table(job.run, f"it-0001/rollout/{shard}").to_pylist()
+    return rows
 
 
 def judged(engine: str) -> str:
