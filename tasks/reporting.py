@@ -108,7 +108,7 @@ async def show_progress(session: Session) -> None:
     pages.newest, pages.renewed = None, time.monotonic()
     progress = 100 * number / session.settings.iterations
     await acreate_progress_artifact(progress=progress, key=f"{key}-progress", description=line)
-    table = _table(_newest(session, number, most=TABLE_ROWS))
+    table = iteration_table(_newest(session, number, most=TABLE_ROWS))
     await acreate_table_artifact(table, key=f"{key}-iterations", description=f"Run {session.run.name}")
 
 
@@ -147,7 +147,7 @@ async def report_run(session: Session) -> RunSummary:
     )
     excerpts = await _excerpts(session, Iteration(run, len(reports))) if reports else Excerpts(())
     key = artifact_key(run.name)
-    await acreate_table_artifact(_table(reports), key=f"{key}-iterations", description=f"Run {run.name}")
+    await acreate_table_artifact(iteration_table(reports), key=f"{key}-iterations", description=f"Run {run.name}")
     await acreate_table_artifact(
         rollout_table(excerpts.samples), key=f"{key}-rollouts", description=f"Rollouts of iteration {len(reports)}"
     )
@@ -197,8 +197,8 @@ async def _excerpts(session: Session, iteration: Iteration) -> Excerpts:
     return done.result
 
 
-def _table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
-    """The UI shows some six columns before it scrolls: what people look for comes first."""
+def iteration_table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
+    """Lay iterations out as rows. The UI shows some six columns before it scrolls: what people look for comes first."""
     return [
         {
             "iteration": report.iteration,

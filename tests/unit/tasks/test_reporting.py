@@ -13,8 +13,8 @@ from PIL import Image
 from models.data.images import THUMBNAIL_BYTES, data_address, digest_of, thumbnail
 from models.records.media import HeldImages, ShownImage
 from models.rollouts.preview import Excerpts, RolloutPreview
-from tasks.reporting import RunSummary, escape_markdown, rollout_table, summary_page
-from tasks.views.metrics import Accuracy
+from tasks.reporting import RunSummary, escape_markdown, iteration_table, rollout_table, summary_page
+from tasks.views.metrics import Accuracy, EpisodesReport, IterationReport
 from tasks.views.pages import rollouts_page
 from tests.support.pictures import picture
 
@@ -93,6 +93,25 @@ def test_the_only_picture_of_a_summary_is_the_learning_curve(attack):
     html = RENDERERS["github"].render(summary_page(SUMMARY, b"png", Excerpts((preview(attack),))))
     assert html.count("<img") == html.count('<img src="data:image/png;base64,') == 1
     assert "<a" not in html
+
+
+REPORT = IterationReport(
+    iteration=3, accuracy=0.25, reward=None, length=7.08, kl=0.00213, mismatch=2.34e-7, mismatch_max=1e-6,
+    importance_weight=1.0, importance_cut=0.0, missing=2, quarantined=False, policy="0123456789abcdef0123",
+    seconds={"rollout": 1.234, "total": 2.5}, weights_bytes=0, weights_seconds=0.0,
+)  # fmt: skip
+
+
+def test_the_table_of_iterations_says_what_became_of_episodes_where_there_are_any():
+    endings = {"stop": 0.75, "turns": 0.25, "length": 0.0, "failed": 0.0}
+    episodes = EpisodesReport(turns=1.5, calls=0.25, call_errors=0.125, endings=endings, environment_seconds=1.0)
+    [plain, told] = iteration_table([REPORT, REPORT.model_copy(update={"episodes": episodes})])
+    assert plain == {
+        "iteration": 3, "accuracy": "0.250", "reward": "-", "length": "7.1", "kl": 0.0021, "mismatch": "2.3e-07",
+        "missing": 2, "rollout seconds": 1.23, "total seconds": 2.5, "quarantined": False, "policy": "0123456789abcdef",
+    }  # fmt: skip
+    of_episodes = {"turns": "1.50", "calls": "0.25", "unreadable": "0.125", "environment s": "1.00"}
+    assert told == plain | of_episodes | {"endings": "stop 75%, turns 25%"}
 
 
 # ---- images
