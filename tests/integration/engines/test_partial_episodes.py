@@ -19,8 +19,6 @@ from models.workers.rollout import RolloutWorker
 from tests.support.interleaving import InterleavingTransformers
 from tests.support.rollout_workers import ENGINE, example, publish
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STOPS = SamplingConfig(max_new_tokens=40, stop=("a", "e", "o", " ", "1", "0"))
 """A random policy seldom ends a turn of itself."""
 PARTIAL = PartialRollout(tokens=7, max_staleness=1)
