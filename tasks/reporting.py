@@ -11,11 +11,12 @@ import re
 import string
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from prefect import get_client
 from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, acreate_table_artifact
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.exceptions import ObjectNotFound
 
 from infra.config import Settings
 from infra.errors import Damaged
@@ -164,7 +165,8 @@ async def delete_samples(name: str) -> None:
     async with get_client() as client:
         while found := await client.read_artifacts(artifact_filter=wanted):
             for artifact in found:
-                await client.delete_artifact(artifact.id)
+                with suppress(ObjectNotFound):  # somebody else deletes them, too
+                    await client.delete_artifact(artifact.id)
 
 
 def _seal_key(number: int) -> StageKey:

@@ -113,7 +113,7 @@ def test_samples_that_prefect_shows_of_a_run_are_deleted_and_those_of_others_sta
         async with get_client() as client:
             for key in 2 * keys:
                 await client.create_artifact(ArtifactCreate(key=key, type="markdown", data="a completion"))
-            await delete_samples("forgetful")
+            await asyncio.gather(*(delete_samples("forgetful") for _ in range(3)))  # several commands at once
             found = await client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=keys)))
             return [each.key for each in found]
 
