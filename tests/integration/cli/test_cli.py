@@ -270,6 +270,7 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing_at_all(tmp_path, reference,
     text = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
     assert sorted(tmp_path.rglob("*")) == before
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # rewards of tests are not installed
+    assert plan() == text
     assert f"tiny in {tmp_path / 'runs'}" in text
     assert "6 prompts x 4 = 24 completions in 3 shards" in text
     assert re.search(r"rollout +2 workers at most, of [\d.]+ MiB \(weights [\d.]+ \+ cache [\d.]+;", text)
