@@ -23,6 +23,7 @@ from pydantic import JsonValue
 from infra import runner, sandbox_runner
 from infra.errors import BadInput, WorkerFailed, WorkerLost
 from infra.plugins import target_folders
+from infra.processes.clock import CallClock
 from infra.processes.sandbox import ENVIRONMENT, asked, check_sandbox, confined, limits
 
 START_SECONDS: Final = 120.0
@@ -33,7 +34,6 @@ MOST_ENDS: Final = 4
 """How many processes one call may cost."""
 STARVED: Final = 10.0
 """How many times its time a call may take, beside a minute, on a machine that gives it no processor."""
-SLICE_SECONDS: Final = 0.05
 MAX_FRAME: Final = 1 << 24
 _EXIT_SECONDS = 1.0  # between the end of a dying process's pipe and its exit code
 _HOME = str(Path(__file__).parents[2])
@@ -162,9 +162,9 @@ class Child:
         """Send a frame and return the one that comes back, with the time that counts."""
         if self._unread or _readable(self._out):
             raise self._end()
-        unsent, clock = memoryview(runner.frame(content)), _Clock(self.pid)
+        unsent, clock = memoryview(runner.frame(content)), CallClock(self.pid, seconds)
         while True:
-            unsent, found = self._poll(unsent)
+            unsent, found = self._poll(unsent, clock.slice)
             counted = clock.counted()
             if found is not None:
                 return found[0], counted
@@ -176,13 +176,13 @@ class Child:
                     "processor: the machine has too much to do"
                 )
 
-    def _poll(self, unsent: memoryview) -> tuple[memoryview, tuple[object] | None]:
+    def _poll(self, unsent: memoryview, seconds: float) -> tuple[memoryview, tuple[object] | None]:
         """Wait for a slice of time: send what the pipe takes, and return what is left and the frame that has come."""
         polled = select.poll()
         polled.register(self._out, select.POLLIN)
         if unsent:
             polled.register(self._in, select.POLLOUT)
-        ready = dict(polled.poll(SLICE_SECONDS * 1000))
+        ready = dict(polled.poll(seconds * 1000))
         if self._in in ready:
             try:
                 unsent = unsent[os.write(self._in, unsent) :]
@@ -247,51 +247,6 @@ class Child:
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-
-class _Clock:
-    """Counts the time of a call, in slices; what it used of processors is known from the second on."""
-
-    def __init__(self, pid: int) -> None:
-        self.used = 0.0
-        """Seconds of processors, of the process and what it started."""
-        self._pid = pid
-        self._counted = 0.0
-        self._began = self._last = time.monotonic()
-        self._before: float | None = None
-
-    @property
-    def lasted(self) -> float:
-        """Seconds since the call began."""
-        return time.monotonic() - self._began
-
-    def counted(self) -> float:
-        """Return the seconds that count so far."""
-        now = time.monotonic()
-        elapsed = now - self._last
-        if elapsed < SLICE_SECONDS:
-            return self._counted + elapsed
-        self._last = now
-        lived = min(elapsed, 2 * SLICE_SECONDS)  # this process may have stood still
-        cpu, runs = _usage(self._pid)
-        used = 0.0 if self._before is None else max(0.0, cpu - self._before)
-        self.used += used
-        waits = runs and self._before is not None  # for a processor; what sleeps or is stopped may use its time
-        self._before = cpu
-        self._counted += min(lived, used) if waits else lived
-        return self._counted
-
-
-def _usage(pid: int) -> tuple[float, bool]:
-    """Return what a process and its descendants have used of processors, and whether one of them could use more."""
-    cpu, runs = 0.0, False
-    with suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            with suppress(psutil.Error):
-                cpu += sum(each.cpu_times()[:4])  # user, system, and those of children that have ended
-                runs |= each.status() == psutil.STATUS_RUNNING
-    return cpu, runs
 
 
 def _readable(pipe: int) -> bool:

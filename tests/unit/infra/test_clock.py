@@ -1,0 +1,41 @@
+"""The time of a call that counts."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+
+from infra.processes.clock import CallClock, family_of
+
+TREE = """
+import subprocess, sys, threading
+from time import sleep
+start = lambda *command: subprocess.Popen(command)
+thread = threading.Thread(target=lambda: (start("sleep", "60"), sleep(60)), daemon=True)
+thread.start()
+start("sh", "-c", "sleep 60 & wait")
+print("ready", flush=True)
+sleep(60)
+"""
+
+
+def test_the_family_of_a_process_is_all_that_it_and_its_threads_started_and_what_those_did():
+    with subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            deadline = time.monotonic() + 60
+            known = psutil.Process(process.pid)
+            while len(found := [child.pid for child in known.children(recursive=True)]) < 3:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert sorted(family_of(process.pid)) == sorted([process.pid, *found])
+        finally:
+            for each in (*known.children(recursive=True), known):
+                each.kill()
+    assert list(family_of(process.pid)) == [process.pid]
+
+
+def test_a_long_call_is_looked_at_less_often_than_a_short_one_and_each_second():
+    assert [CallClock(1, seconds).slice for seconds in (0.5, 5, 20, 600)] == [0.05, 0.05, 0.2, 1.0]
