@@ -58,9 +58,10 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
 
 
 def _waited(rollouts: Sequence[Manifest]) -> dict[str, float]:
-    """Seconds that environments were waited for, over all shards; nothing where none answers."""
-    waited = [m.provenance.seconds["environment"] for m in rollouts if "environment" in m.provenance.seconds]
-    return {"environment": sum(waited)} if waited else {}
+    """Seconds of generation, and of these of waiting for environments, over all shards; nothing where none answers."""
+    told = [m.provenance.seconds for m in rollouts if "environment" in m.provenance.seconds]
+    names = {"environment": "environment", "generating": "generate"} if told else {}
+    return {name: sum(seconds[found] for seconds in told) for name, found in names.items()}
 
 
 def retire_policies(session: Session, iteration: Iteration) -> int:

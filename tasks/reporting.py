@@ -95,6 +95,10 @@ async def report_iteration(session: Session, number: int) -> None:
     recent = [each.seconds["total"] for each in reports]
     line = reports[-1].line(total, sum(recent) / len(recent) * (total - number))
     logger.info("%s", line)
+    said = reports[-2].warnings if len(reports) > 1 else {}
+    for metric, warning in reports[-1].warnings.items():
+        if metric not in said:
+            logger.warning("iteration %d: %s", number, warning)
     session.pages.newest = number, line
     if time.monotonic() - session.pages.renewed >= PAGES_SECONDS:
         await show_progress(session)
@@ -214,6 +218,7 @@ def iteration_table(reports: Sequence[IterationReport]) -> list[dict[str, object
             **{f"{name} seconds": round(value, 2) for name, value in report.seconds.items()},
             "quarantined": report.quarantined,
             "policy": report.policy[:16],
+            "warnings": "; ".join(report.warnings.values()),
         }
         for report in reports
     ]

@@ -13,7 +13,9 @@ from models.algorithms.advantages import groups_that_differ, informative_groups
 from models.algorithms.experience import ScoredGroups
 from models.config.algorithms import AlgorithmConfig
 from models.credit.inputs import TermColumns, scored_groups
+from models.credit.turns import WrittenTokens
 from models.records.columns import Integers, Mask
+from models.records.model_input import completion_lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,13 @@ def informative_by(scored: ScoredGroups, algorithm: AlgorithmConfig, metric: str
 
 
 def informative_prompts(
-    scores: pa.Table, lengths_N: Integers, *, terms: Sequence[TermColumns], algorithm: AlgorithmConfig, metric: str
+    rollouts: pa.Table, scores: pa.Table, *, terms: Sequence[TermColumns], algorithm: AlgorithmConfig, metric: str
 ) -> list[int]:
-    """Return the prompt rows of a score table's informative groups; `lengths_N` counts completion tokens.
+    """Return the prompt rows of the informative groups of rollouts, by their scores, as credit will find them.
 
-    A completion without a total reward cannot be trained and does not count.
+    A completion without a total reward cannot be trained and does not count, nor does what a policy did not write.
     """
-    scored = scored_groups(scores, lengths_N, terms)
+    scored = WrittenTokens.of(rollouts).of_groups(scored_groups(scores, completion_lengths(rollouts), terms))
     rows: list[int] = scored.prompts_G[informative_by(scored, algorithm, metric)].tolist()
     return rows
 

@@ -23,7 +23,7 @@ from models.judges.verdicts import Judgement
 from models.judges.votes import tally, tally_steps
 from models.records.columns import counted
 from models.records.media import Media
-from models.records.model_input import COMPLETION_TOKENS, completion_lengths, image_digests
+from models.records.model_input import COMPLETION_TOKENS, image_digests
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from models.rewards.code import CodeJudge
@@ -123,8 +123,8 @@ class ScoringWorker:
 
     def _informative(self, rollouts: pa.Table, scores: pa.Table, metric: str) -> int:
         """Count a shard's informative groups."""
-        lengths, terms = completion_lengths(rollouts), term_columns(self._scoring)
-        return len(informative_prompts(scores, lengths, terms=terms, algorithm=self._algorithm, metric=metric))
+        terms = term_columns(self._scoring)
+        return len(informative_prompts(rollouts, scores, terms=terms, algorithm=self._algorithm, metric=metric))
 
     def _starts(self, rollouts: pa.Table, work: ScoringWork) -> list[list[int] | None]:
         """Find where the tokens of each completion begin; nobody needs it where no term values steps or tokens."""

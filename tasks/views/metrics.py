@@ -9,6 +9,7 @@ from infra.statistics import mean_interval
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from tasks.run.keys import StageKey, iteration_key, iterations_among
+from tasks.views.diagnosis import WAITED, warnings_of
 
 
 class Accuracy(Settings):
@@ -92,6 +93,8 @@ class IterationReport(Settings):
     """Seconds that this took, summed over workers; with the start of a server where there was one."""
     episodes: EpisodesReport | None = None
     """What became of its episodes; none where no environment answers."""
+    warnings: dict[str, str] = {}
+    """What these numbers say is going wrong, by metric."""
     requests: dict[str, int] = {}
     """What the process that drives the run asked its store in a bucket between the seal before and this one, by verb;
     workers ask besides."""
@@ -121,7 +124,8 @@ def report_of(sealed: Manifest, *, term: str) -> IterationReport:
     """Read an iteration's seal."""
     metrics, seconds = sealed.metrics, dict(sealed.provenance.seconds)
     compared = metrics.get("update/mismatch_tokens", 0) > 0
-    environment_seconds = seconds.pop("environment", 0.0)
+    environment_seconds, generating = seconds.pop("environment", 0.0), seconds.pop("generating", 0.0)
+    share = {WAITED: environment_seconds / generating} if generating else {}
     return IterationReport(
         iteration=StageKey.parse(sealed.key).iteration,
         accuracy=metrics.get(f"credit/term_{term}_mean"),
@@ -139,6 +143,7 @@ def report_of(sealed: Manifest, *, term: str) -> IterationReport:
         weights_seconds=seconds.pop("weights_seconds"),
         seconds=seconds,
         episodes=_episodes(metrics, environment_seconds),
+        warnings=warnings_of(metrics | share),
         requests=sealed.provenance.requests,
     )
 

@@ -126,7 +126,7 @@ REASONS = (  # by what is left of the seed
 
 @pytest.mark.system
 def test_hostile_environments_lose_their_own_episodes_and_the_run_goes_on_until_too_many_are_missing(
-    tmp_path, prefect_api
+    tmp_path, prefect_api, caplog
 ):
     job = InProcessJob(tmp_path / "job", prefect_api)
     job.train(*EPISODES, *HOSTILE, "scoring.max_missing=1.0")
@@ -147,6 +147,9 @@ def test_hostile_environments_lose_their_own_episodes_and_the_run_goes_on_until_
     assert reasons == set(REASONS)
     failed = sum(row["finish_reason"] == "failed" for row in rows)
     assert made["it-0001/credit"].metrics["missing_fraction"] == failed / len(rows)
+    said = f"environments failed {failed / len(rows):.1%} of the episodes, which have no score: "
+    assert f"iteration 1: {said}" in caplog.text
+    assert f"warning: iteration 1: {said}" in job.command("show").output
     with pytest.raises(RheostatError, match=r"\(scoring.max_missing\); most often \(\d times\): environment: "):
         job.train(*EPISODES, *HOSTILE, "scoring.max_missing=0.05", "name=stricter")
 

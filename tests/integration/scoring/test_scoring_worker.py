@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -284,9 +283,9 @@ def test_a_group_is_informative_by_the_raw_term_and_not_by_what_shapes_it(store:
 def test_the_groups_that_a_score_shard_calls_informative_are_those_that_credit_finds(store: Store, make: Make):
     worker = make(ScoringConfig(rewards=(OBEDIENT,), max_missing=0.5))
     work = scored(worker, write_rollouts(store, *group(1, "5", "raise"), *group(2, "1", "0"), *group(3, "1", "1")))
-    scores, terms = read_shard(store, work.shards[0].scores), (TermColumns("obedient"),)
-    lengths = np.array([1, 5, 1, 1, 1, 1])
-    assert informative_prompts(scores, lengths, terms=terms, algorithm=Grpo(), metric="obedient") == [2]
+    shards = [read_shard(store, shard) for shard in (work.shards[0].rollouts, work.shards[0].scores)]
+    terms = (TermColumns("obedient"),)
+    assert informative_prompts(*shards, terms=terms, algorithm=Grpo(), metric="obedient") == [2]
     outcome = worker.credit(replace(work, target=3, dynamic=DYNAMIC))
     assert {row for row, _ in trained(store, outcome)} == {2}
 

@@ -67,6 +67,9 @@ class Tables:
                 estimate[name] = values
         return self
 
+    def rollout_table(self) -> pa.Table:
+        return pa.Table.from_pylist(self.rollouts, ROLLOUT_SCHEMA)
+
     def score_table(self) -> pa.Table:
         process = ("steps",) if "reward_steps" in self.scores[0] else ()
         return pa.Table.from_pylist(self.scores, score_schema(("numeric", *process), process))
@@ -75,8 +78,7 @@ class Tables:
         terms = (OUTCOME, STEPS) if "reward_steps" in self.scores[0] else (OUTCOME,)
         rule = CreditRule(**{"terms": terms, "algorithm": algorithm, "policy_version": 5} | settings)
         estimates = [pa.Table.from_pylist(self.estimates, ESTIMATE_SCHEMA)] if len(self.estimates[0]) > 2 else []
-        rollouts = pa.Table.from_pylist(self.rollouts, ROLLOUT_SCHEMA)
-        return credit_completions([rollouts], [self.score_table()], rule, estimates=estimates)
+        return credit_completions([self.rollout_table()], [self.score_table()], rule, estimates=estimates)
 
 
 def advantages(credit: Credit) -> list[list[float]]:
@@ -199,14 +201,29 @@ def test_an_all_correct_group_with_flagged_steps_survives_dynamic_sampling_under
     tables = Tables([1, 1, 1, 1, 1, 0], [3, 2, 2, 2, 2, 2], [0, 0, 1, 1, 2, 2]).with_steps(
         ([0, 2], [0.0, -1.0]), *[([0], [0.0])] * 5
     )
-    wanted, terms = GroupQuota(target=3, metric="numeric", fill=False), (OUTCOME, STEPS)
+    wanted = GroupQuota(target=3, metric="numeric", fill=False)
     for algorithm, expected in ((Capo(), [0, 2]), (Grpo(), [2])):
         found = tables.credit(algorithm, wanted=wanted)
         assert sorted(set(found.samples["prompt_row"].to_pylist())) == expected
         assert found.metrics["shortfall_groups"] == 3 - len(expected)
-        scores, lengths = tables.score_table(), np.array(tables.lengths)
-        rows = informative_prompts(scores, lengths, terms=terms, algorithm=algorithm, metric="numeric")
-        assert rows == expected  # what waves count is what credit finds
+        assert informative(tables, algorithm) == expected  # what waves count is what credit finds
+
+
+def informative(tables: Tables, algorithm: AlgorithmConfig) -> list[int]:
+    terms = (OUTCOME, STEPS)
+    return informative_prompts(
+        tables.rollout_table(), tables.score_table(), terms=terms, algorithm=algorithm, metric="numeric"
+    )
+
+
+def test_steps_that_tell_only_what_an_environment_wrote_apart_make_no_group_informative():
+    tables = Tables([1, 1], [4, 4]).with_steps(([0, 2], [0.0, -1.0]), ([0, 2], [0.0, 0.0]))
+    assert informative(tables, Capo()) == [0]
+    for rollout in tables.rollouts:
+        rollout["segments"] = [{"policy_version": 5, "tokens": 2}, {"policy_version": -1, "tokens": 2}]
+    assert informative(tables, Capo()) == []
+    wanted = GroupQuota(target=1, metric="numeric", fill=False)
+    assert tables.credit(Capo(), wanted=wanted).metrics["informative_groups"] == 0
 
 
 # ---- who is trained

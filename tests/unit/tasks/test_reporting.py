@@ -109,6 +109,7 @@ def test_the_table_of_iterations_says_what_became_of_episodes_where_there_are_an
     assert plain == {
         "iteration": 3, "accuracy": "0.250", "reward": "-", "length": "7.1", "kl": 0.0021, "mismatch": "2.3e-07",
         "missing": 2, "rollout seconds": 1.23, "total seconds": 2.5, "quarantined": False, "policy": "0123456789abcdef",
+        "warnings": "",
     }  # fmt: skip
     of_episodes = {"turns": "1.50", "calls": "0.25", "unreadable": "0.125", "environment s": "1.00"}
     assert told == plain | of_episodes | {"endings": "stop 75%, turns 25%"}
