@@ -58,10 +58,10 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
 
 
 def _waited(rollouts: Sequence[Manifest]) -> dict[str, float]:
-    """Seconds of generation, and of these of waiting for environments, over all shards; nothing where none answers."""
+    """Seconds of generation, of these those of waiting for environments, and those of answers, over all shards."""
     told = [m.provenance.seconds for m in rollouts if "environment" in m.provenance.seconds]
-    names = {"environment": "environment", "generating": "generate"} if told else {}
-    return {name: sum(seconds[found] for seconds in told) for name, found in names.items()}
+    names = {"environment": "environment", "answering": "answering", "generating": "generate"} if told else {}
+    return {name: sum(seconds.get(found, 0.0) for seconds in told) for name, found in names.items()}
 
 
 def retire_policies(session: Session, iteration: Iteration) -> int:

@@ -17,6 +17,8 @@ class Answered:
 
     step: EnvironmentStep | None
     failure: str = ""
+    seconds: float = 0.0
+    """That it took; of an answer to several at once, its share."""
 
 
 class Answering(Protocol):

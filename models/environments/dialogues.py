@@ -6,7 +6,9 @@ as the server goes by seeds.
 """
 
 import re
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
@@ -67,9 +69,12 @@ class Dialogues:
                 else:
                     found[index] = Answered(at_once)
             transcripts, seeds = [each for _, each, _ in waiting], [seed for *_, seed in waiting]
+            began = time.monotonic()
             replies = self._user.reply(transcripts, seeds) if waiting else []
+            share = (time.monotonic() - began) / max(1, len(waiting))
             found |= {
-                index: self._read(asked[index], reply) for (index, *_), reply in zip(waiting, replies, strict=True)
+                index: replace(self._read(asked[index], reply), seconds=share)
+                for (index, *_), reply in zip(waiting, replies, strict=True)
             }
             self._answered += len(asked)
             return [found[index] for index in range(len(asked))]

@@ -25,8 +25,8 @@ from models.config.rollout import PartialRollout
 from models.data.problems import Message
 from models.engines.protocol import Completion, Generate, InterleavingEngine, Request, WritesCompletions
 from models.environments.answers import Answered, Answering
+from models.environments.clock import EnvironmentClock
 from models.environments.histories import History
-from models.environments.idle import IdleClock
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 from models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord
@@ -101,11 +101,11 @@ class Episodes:
     history: History
     form: TurnFormat
     parse: Parser
-    idle: IdleClock
+    clock: EnvironmentClock
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
         """Bring every completion to its end, or to the budget."""
-        with self.idle.running():
+        with self.clock.running():
             if isinstance(self.engine, InterleavingEngine):
                 episodes = self.engine.interleaved(lambda generate: self._side_by_side(groups, generate))
             else:
@@ -177,7 +177,7 @@ class Episodes:
     def _write(self, live: Sequence[_Episode], generate: Generate) -> None:
         """Have the policy write the next turn of each."""
         asked = self._requests(live)
-        with self.idle.interrupted():
+        with self.clock.interrupted():
             written = generate([request for request, _ in asked], self.sampling)
         for (_, episodes), completions in zip(asked, written, strict=True):
             for episode, completion in zip(episodes, completions, strict=True):
@@ -266,7 +266,9 @@ class Episodes:
 
     def _answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, Answered]]:
         asked = [episode.asked() for episode in episodes]
-        return [*zip(episodes, self.environments.answer(asked, [each.number for each in episodes]), strict=True)]
+        told = self.environments.answer(asked, [each.number for each in episodes])
+        self.clock.answered(sum(each.seconds for each in told))
+        return [*zip(episodes, told, strict=True)]
 
     def _episodes(self, groups: Sequence[Group]) -> list[_Episode]:
         pairs = [(group, draft) for group in groups for draft in group.drafts]

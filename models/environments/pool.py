@@ -6,6 +6,7 @@ and the policy is not punished for it. Torch-free.
 
 import importlib.util
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -121,17 +122,18 @@ class EnvironmentPool:
 
     def _one(self, place: Place[Answers], asked: Asked) -> Answered:
         ends: list[str] = []
+        began = time.monotonic()
         while True:
             try:
                 step, failure = place.ready().step(asked)
                 self.done += 1
-                return Answered(step, failure or "")
+                return Answered(step, failure or "", time.monotonic() - began)
             except ProcessEnded as end:
                 place.close()
                 ends.append(end.cause)
                 if end.suffices is not None and ends.count(end.cause) >= end.suffices:
                     late = f"no answer after {self._settings.step_seconds:g} s"
-                    return Answered(None, late if end.cause == "time" else str(end))
+                    return Answered(None, late if end.cause == "time" else str(end), time.monotonic() - began)
                 if len(ends) == MOST_ENDS:
                     raise WorkerLost(
                         f"{self._settings.run.where}: its process was ended {len(ends)} times in a row, by "

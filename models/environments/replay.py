@@ -15,9 +15,9 @@ from infra.store.storage import Store, open_store
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion, Request
 from models.environments.answers import answering_of
+from models.environments.clock import EnvironmentClock
 from models.environments.episodes import Episodes
 from models.environments.histories import history_of, turn_seeds
-from models.environments.idle import IdleClock
 from models.environments.scene import read_turns
 from models.records.replays import Difference, ReplayWork
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
@@ -73,7 +73,7 @@ def replay(work: ReplayWork) -> list[Difference]:
         history=history_of(work.environment, form, work.sampling.max_new_tokens),
         form=form,
         parse=parse,
-        idle=IdleClock(),
+        clock=EnvironmentClock(),
     )
     try:
         played = episodes.complete([each.begun for each in stored])

@@ -14,9 +14,9 @@ from models.data.problems import Message, Problem
 from models.engines.protocol import Engine
 from models.engines.requests import end_tokens
 from models.environments.answers import HoldsModel, answering_of
+from models.environments.clock import EnvironmentClock
 from models.environments.episodes import Episodes
 from models.environments.histories import history_of
-from models.environments.idle import IdleClock
 from models.environments.pool import started
 from models.environments.transcripts import told_of
 from models.records.versions import ModelVersion
@@ -35,7 +35,7 @@ class Scene:
         self._settings = settings
         self._answers = answering_of(settings)
         self._reading: tuple[TurnFormat, Parser] | None = None
-        self._idle = IdleClock()
+        self._clock = EnvironmentClock()
 
     @property
     def done(self) -> int:
@@ -68,13 +68,13 @@ class Scene:
             history=history_of(self._settings, form, work.sampling.max_new_tokens),
             form=form,
             parse=parse,
-            idle=self._idle,
+            clock=self._clock,
         )
         return episodes.complete(groups)
 
     def waited(self) -> dict[str, float]:
-        """Seconds in which nothing was written, since environments were waited for, since this was asked last."""
-        return {"environment": self._idle.taken()}
+        """Return what environments took, and in how much of it nothing was written, since this was asked last."""
+        return self._clock.taken()
 
     def close(self) -> None:
         """End what answers."""

@@ -42,6 +42,8 @@ class EpisodesReport(Settings):
     """Share of the calls that could not be read; none where there was no call."""
     endings: dict[str, float]
     """Share of the episodes by how they ended: `stop`, `turns`, `length`, `failed`."""
+    answer_seconds: float
+    """Seconds that environments took to answer, summed over turns, of which many are answered side by side."""
     environment_seconds: float
     """Seconds in which rollout workers wrote nothing since they waited for environments, summed over shards."""
 
@@ -53,7 +55,8 @@ class EpisodesReport(Settings):
             "calls": shown(self.calls, digits=2),
             "unreadable": shown(self.call_errors),
             "endings": endings,
-            "environment s": f"{self.environment_seconds:.2f}",
+            "answers s": f"{self.answer_seconds:.2f}",
+            "waited s": f"{self.environment_seconds:.2f}",
         }
 
 
@@ -124,8 +127,8 @@ def report_of(sealed: Manifest, *, term: str) -> IterationReport:
     """Read an iteration's seal."""
     metrics, seconds = sealed.metrics, dict(sealed.provenance.seconds)
     compared = metrics.get("update/mismatch_tokens", 0) > 0
-    environment_seconds, generating = seconds.pop("environment", 0.0), seconds.pop("generating", 0.0)
-    share = {WAITED: environment_seconds / generating} if generating else {}
+    told = {name: seconds.pop(name, 0.0) for name in ("environment", "answering", "generating")}
+    share = {WAITED: told["environment"] / told["generating"]} if told["generating"] else {}
     return IterationReport(
         iteration=StageKey.parse(sealed.key).iteration,
         accuracy=metrics.get(f"credit/term_{term}_mean"),
@@ -142,13 +145,13 @@ def report_of(sealed: Manifest, *, term: str) -> IterationReport:
         weights_bytes=int(seconds.pop("weights_bytes")),
         weights_seconds=seconds.pop("weights_seconds"),
         seconds=seconds,
-        episodes=_episodes(metrics, environment_seconds),
+        episodes=_episodes(metrics, told),
         warnings=warnings_of(metrics | share),
         requests=sealed.provenance.requests,
     )
 
 
-def _episodes(metrics: Mapping[str, float], environment_seconds: float) -> EpisodesReport | None:
+def _episodes(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> EpisodesReport | None:
     if "credit/turns_mean" not in metrics:
         return None
     ended = re.compile(r"credit/ended_(\w+)_fraction")
@@ -157,7 +160,8 @@ def _episodes(metrics: Mapping[str, float], environment_seconds: float) -> Episo
         calls=metrics["credit/calls_mean"],
         call_errors=metrics.get("credit/call_error_fraction"),
         endings={found[1]: share for name, share in metrics.items() if (found := ended.fullmatch(name))},
-        environment_seconds=environment_seconds,
+        answer_seconds=seconds["answering"],
+        environment_seconds=seconds["environment"],
     )
 
 

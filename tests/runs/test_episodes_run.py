@@ -73,10 +73,21 @@ def test_a_run_of_episodes_learns_from_what_its_environment_gives(tmp_path, pref
         ending: sum(row["finish_reason"] == ending for row in found) / len(found)
         for ending in ("stop", "turns", "length", "failed")
     }
+    assert told["episodes"]["answer_seconds"] > 0
     assert told["episodes"]["environment_seconds"] > 0
     lines = job.command("show").output.splitlines()
     at = lines.index("episodes:")
-    assert lines[at + 1].split() == ["iteration", "turns", "calls", "unreadable", "endings", "environment", "s"]
+    assert lines[at + 1].split() == [
+        "iteration",
+        "turns",
+        "calls",
+        "unreadable",
+        "endings",
+        "answers",
+        "s",
+        "waited",
+        "s",
+    ]
     assert len(lines[at + 2 :]) >= 2
     assert "turn 2: " in job.command("rollouts").output
     checked = job.command("verify", "--environment")

@@ -104,14 +104,16 @@ REPORT = IterationReport(
 
 def test_the_table_of_iterations_says_what_became_of_episodes_where_there_are_any():
     endings = {"stop": 0.75, "turns": 0.25, "length": 0.0, "failed": 0.0}
-    episodes = EpisodesReport(turns=1.5, calls=0.25, call_errors=0.125, endings=endings, environment_seconds=1.0)
+    episodes = EpisodesReport(
+        turns=1.5, calls=0.25, call_errors=0.125, endings=endings, answer_seconds=4.25, environment_seconds=1.0
+    )
     [plain, told] = iteration_table([REPORT, REPORT.model_copy(update={"episodes": episodes})])
     assert plain == {
         "iteration": 3, "accuracy": "0.250", "reward": "-", "length": "7.1", "kl": 0.0021, "mismatch": "2.3e-07",
         "missing": 2, "rollout seconds": 1.23, "total seconds": 2.5, "quarantined": False, "policy": "0123456789abcdef",
         "warnings": "",
     }  # fmt: skip
-    of_episodes = {"turns": "1.50", "calls": "0.25", "unreadable": "0.125", "environment s": "1.00"}
+    of_episodes = {"turns": "1.50", "calls": "0.25", "unreadable": "0.125", "answers s": "4.25", "waited s": "1.00"}
     assert told == plain | of_episodes | {"endings": "stop 75%, turns 25%"}
 
 

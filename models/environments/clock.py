@@ -1,4 +1,4 @@
-"""How long a policy had nothing to write, since environments had yet to answer."""
+"""How long environments took to answer, and how long a policy had nothing to write for it."""
 
 import time
 from collections.abc import Iterator
@@ -6,18 +6,19 @@ from contextlib import contextmanager
 from threading import Lock
 
 
-class IdleClock:
-    """Runs while nobody interrupts it; threads that do so at the same time interrupt it once."""
+class EnvironmentClock:
+    """Counts the seconds of answers, and those in which nobody writes; threads may write at the same time."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._since: float | None = None
         self._interruptions = 0
         self._seconds = 0.0
+        self._answering = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let it run."""
+        """Take it that nobody writes."""
         self._since = time.perf_counter()
         try:
             yield
@@ -26,7 +27,7 @@ class IdleClock:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Let it stand."""
+        """Take it that somebody does."""
         with self._lock:
             self._interruptions += 1
             self._pause()
@@ -43,7 +44,13 @@ class IdleClock:
             self._seconds += time.perf_counter() - self._since
             self._since = None
 
-    def taken(self) -> float:
-        """Return the seconds since this was asked last."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+    def answered(self, seconds: float) -> None:
+        """Count what an answer took."""
+        with self._lock:
+            self._answering += seconds
+
+    def taken(self) -> dict[str, float]:
+        """Return the seconds in which nobody wrote, and those of answers, since this was asked last."""
+        told = {"environment": self._seconds, "answering": self._answering}
+        self._seconds = self._answering = 0.0
+        return told
