@@ -9,8 +9,9 @@ learnt again with a clock around the tower, forwards and backwards.
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def _rates(ours: float, theirs: float) -> tuple[float, float, float]:
 
 @dataclass(slots=True)
 class Clock:
-    """CPU seconds of this thread in the tower, and what it read."""
+    """CPU seconds in the tower, and what it read."""
 
     seconds: float = 0.0
     images: int = 0
@@ -100,29 +101,33 @@ def _clocked(work: Callable[[], object], *, completions: int) -> Clock:
     """Do work with a clock around the tower: from its first parameter that has a gradient to the last, backwards."""
     clock, plain = Clock(completions=completions), Idefics3Model.get_image_features
 
+    @wraps(plain)  # what it takes is read from its signature
     def timed(model: Idefics3Model, pixel_values: Tensor, *rest: Any, **options: Any) -> Any:
-        began = time.thread_time()
+        began = time.process_time()
         found = plain(model, pixel_values, *rest, **options)
-        clock.seconds += time.thread_time() - began
+        clock.seconds += time.process_time() - began
         clock.images += int(np.prod(pixel_values.shape[:-3]))
-        if found.pooler_output.requires_grad:
+        if found.pooler_output[0].requires_grad:
             _clock_backward(found.pooler_output, [*model.vision_model.parameters(), *model.connector.parameters()])
         return found
 
-    def _clock_backward(states: Tensor, parameters: list[Tensor]) -> None:
+    def _clock_backward(states: Iterable[Tensor], parameters: list[Tensor]) -> None:
         began: list[float] = []
-        states.register_hook(lambda _: began.append(time.thread_time()))
+        for image in states:
+            image.register_hook(lambda _: began.append(time.process_time()))
 
         def ended(_gradients: object) -> None:
-            clock.seconds += time.thread_time() - began[0]
+            clock.seconds += time.process_time() - began[0]
+            hook.remove()  # parameters are those of all passes
 
-        torch.autograd.graph.register_multi_grad_hook([each for each in parameters if each.requires_grad], ended)
+        trained = [each for each in parameters if each.requires_grad]
+        hook = torch.autograd.graph.register_multi_grad_hook(trained, ended)
 
     Idefics3Model.get_image_features = timed
     try:
-        began = time.thread_time()
+        began = time.process_time()
         work()
-        clock.whole = time.thread_time() - began
+        clock.whole = time.process_time() - began
     finally:
         Idefics3Model.get_image_features = plain
     return clock
@@ -149,8 +154,10 @@ def _tower_of_generation(job: Job) -> Clock:
 def _tower_of_update(job: Job) -> Clock:
     """The last iteration, learnt again."""
     iteration = _last(job)
-    settings = UpdateConfig.model_validate(job.run.config["update"])
-    worker = UpdateWorker(_uri(job.run.store), job.run.name, update=settings, algorithm=Grpo(), threads=1)
+    settings = UpdateConfig.model_validate(job.run.record.config["update"])
+    worker = UpdateWorker(
+        _uri(job.run.store), job.run.name, update=settings, algorithm=Grpo(), temperature=1.0, threads=1
+    )
     worker.join(0, 1, "127.0.0.1", free_port())
     policy = policy_of(iteration.policy)
     work = UpdateWork(

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from infra.config import Positive, Settings
 from infra.store.inputs import Location
@@ -84,6 +84,11 @@ class ScratchTower(Settings):
         return self
 
 
+SEEING_DECODER: Final = ScratchPolicy(
+    vocab_size=303, hidden_size=64, intermediate_size=192, heads=2, kv_heads=2, context=96, initial_std=0.125
+)
+
+
 class SeeingScratchPolicy(PolicySource):
     """A small policy that sees, built from nothing: Idefics3's tower in front of the scratch decoder."""
 
@@ -93,10 +98,13 @@ class SeeingScratchPolicy(PolicySource):
     kind: Literal["seeing_scratch"] = "seeing_scratch"
     tower: ScratchTower = ScratchTower()
     """What reads images."""
-    decoder: ScratchPolicy = ScratchPolicy(
-        vocab_size=303, hidden_size=64, intermediate_size=192, heads=2, kv_heads=2, context=96, initial_std=0.125
-    )
-    """What reads and writes tokens; three of its vocabulary stand around images."""
+    decoder: ScratchPolicy = SEEING_DECODER
+    """What reads and writes tokens; three of its vocabulary stand around images. What is not said of it is as here."""
+
+    @field_validator("decoder", mode="before")
+    @classmethod
+    def _beside_defaults(cls, given: object) -> object:
+        return {**SEEING_DECODER.model_dump(), **given} if isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
     def _has_room_for_three(self) -> "SeeingScratchPolicy":

@@ -78,6 +78,7 @@ def _steps(rng: Random, start: int, operations: int) -> Iterator[_Step]:
 _NUMBER: Final = re.compile(r"\d+")
 
 _STEP: Final = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
+_COUNT: Final = re.compile(r"(?<=([.A-Z]))\d+(?= )")  # so far, behind what was read: a letter, or a dot for nothing
 
 _BROKEN_SHARE: Final = 0.1  # of wrong completions that are no answer at all: cut short, or without a number
 
@@ -100,8 +101,11 @@ def wrong_completion(problem: Problem, problems: Sequence[Problem], rng: Random)
 
 def _shortened(worked: str, rng: Random) -> str:
     """Leave out all steps half of the time: what is learnt of short texts carries over to long ones."""
-    steps = list(_STEP.finditer(worked))
-    return worked[steps[-1].end() :].lstrip() if steps and rng.random() < 0.5 else worked
+    steps = list(_STEP.finditer(worked)) or list(_COUNT.finditer(worked))
+    if not steps or rng.random() >= 0.5:
+        return worked
+    answer = worked[steps[-1].end() :]
+    return answer if worked.startswith(" ") else answer.lstrip()
 
 
 def _broken(problem: Problem, rng: Random) -> str:
@@ -115,8 +119,8 @@ def _broken(problem: Problem, rng: Random) -> str:
 def _slipped(worked: str, rng: Random) -> str:
     """Get one step wrong and go on from there, so that the answer is wrong too."""
     steps = list(_STEP.finditer(worked))
-    if not steps:  # worked in another way than these problems
-        return _other_number(worked, rng)
+    if not steps:
+        return _miscounted(worked, rng)
     at = rng.randrange(len(steps))
     results = [int(step[4]) for step in steps]
     slips = [slip for slip in range(-5, 6) if slip and min(results[at:]) + slip >= 0 and max(results[at:]) + slip <= 20]
@@ -128,6 +132,20 @@ def _slipped(worked: str, rng: Random) -> str:
         for index, step in enumerate(steps)
     ]
     return " ".join((*shown, f"#### {results[-1] + slip}"))
+
+
+def _miscounted(worked: str, rng: Random) -> str:
+    """Count one thing that is not to be counted, or leave one out, and go on from there."""
+    found = list(_COUNT.finditer(worked))
+    counts = [int(each[0]) for each in found]
+    seen = [at for at, each in enumerate(found) if each[1] != "."]
+    read, _, answer = worked.rpartition(" ")
+    if not seen or answer != str(counts[-1]):  # worked in another way than these problems
+        return _other_number(worked, rng)
+    at = rng.choice(seen)
+    slip = 1 if counts[at] == (counts[at - 1] if at else 0) else -1
+    shown = iter(count + slip * (index >= at) for index, count in enumerate(counts))
+    return f"{_COUNT.sub(lambda _: str(next(shown)), f'{read} ').rstrip()} {counts[-1] + slip}"
 
 
 def _other_number(text: str, rng: Random) -> str:

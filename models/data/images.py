@@ -203,6 +203,9 @@ def _file(name: str, *, where: str, root: Path) -> bytes:
         raise _outside(name, where=where, root=root)
     try:
         path = fetched(root / asked)
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from error
+    try:
         if not is_remote(root) and not path.resolve().is_relative_to(root.resolve()):
             raise _outside(name, where=where, root=root)
         return path.read_bytes()

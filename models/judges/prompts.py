@@ -220,7 +220,10 @@ def question_text(
 
 
 def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, seed: int) -> list[Example]:
-    """Draw the examples of all training steps, in order: as many right completions as wrong ones."""
+    """Draw the examples of all training steps, in order: as many right completions as wrong ones.
+
+    A judge that writes freely works the problem out before its verdict, where that is known (arXiv 2408.15240).
+    """
     right, wrong = verdict_texts(reward.verdict)
     problems = load_problems(data, "train", seed)
     if not all(problem.answer for problem in problems):
@@ -232,7 +235,9 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
         completion = right_completion(problem, rng) if is_right else wrong_completion(problem, problems, rng)
         question = question_about(problem, completion, reward=reward, seed=derive_seed("judge", seed, index))
         shown = problem.images if reward.images == "prompt" else ()
-        examples.append(Example(question, right if is_right else wrong, shown))
+        verdict = right if is_right else wrong
+        said = f"{problem.worked}\n{verdict}" if reward.writes and problem.worked else verdict
+        examples.append(Example(question, said, shown))
     return examples
 
 

@@ -18,9 +18,12 @@ from infra.errors import BadInput, RunChanged
 from infra.processes.guard import CLUSTER
 from infra.store.copies import copy_run
 from infra.store.runs import open_run
+from models.config.data import FileData
+from models.data.problems import Problem, load_problems
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Fault as WorkerFault
 from tests.support.jobs import Job, family_of, files_of, manifests_of
+from tests.support.pictures import picture
 from tests.support.prompts import chosen, secrets_of
 from tests.support.s3_proxy import Fault, s3_proxy
 from tests.support.s3_servers import SECRET_KEY
@@ -208,6 +211,30 @@ def test_data_and_a_policy_in_a_bucket_are_those_of_this_machine(s3_servers, ref
     store.put("train.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in rows[1:]))
     with pytest.raises(RunChanged, match=f"{place.uri}/train.jsonl"):
         trained("far", place.uri)
+
+
+def test_images_in_a_bucket_are_those_of_this_machine(s3_servers, tmp_path):
+    place = s3_servers.start("moto").place()
+    store = place.open()
+    (tmp_path / "pictures/warm").mkdir(parents=True)
+    for name in ("blue", "warm/red"):
+        (tmp_path / f"pictures/{name}.png").write_bytes(picture(name.rpartition("/")[2]))
+    rows = [{"prompt": "What colour?", "answer": name, "images": f"{name}.png"} for name in ("blue", "warm/red")]
+    for name, file in {"train": rows, "lacking": [{**rows[0], "images": ["blue.png", "cold/red.png"]}]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in file))
+    for path in files_below(tmp_path):
+        store.put(path.relative_to(tmp_path).as_posix(), path)
+
+    def read(home: str, name: str) -> list[Problem]:
+        path = f"{home}/{name}.jsonl"
+        data = {"kind": "file", "path": path, "heldout_path": path, "images_column": "images"}
+        return load_problems(FileData(**data, images_root=f"{home}/pictures"), "train", 0)
+
+    near, far = read(str(tmp_path), "train"), read(place.uri, "train")
+    assert [each.images for each in far] == [each.images for each in near] == [(picture("blue"),), (picture("red"),)]
+    assert [each.identity for each in far] == [each.identity for each in near]
+    with pytest.raises(BadInput, match=rf"{place.uri}/lacking.jsonl.* {place.uri}/pictures/cold/red.png: .* found nothing"):
+        read(place.uri, "lacking")
 
 
 def test_what_is_deleted_of_a_run_in_a_bucket_is_nowhere_in_it_nor_in_the_cache(

@@ -16,6 +16,7 @@ from models.config.training import WarmupConfig
 from models.data.problems import load_problems
 from models.judges.checks import check_judges
 from models.judges.prompts import escape, fill_template, judge_examples
+from models.judges.verdicts import Answer, read_verdict
 from models.rewards.rules import numeric_reward
 
 FENCED = "Problem: {prompt}\n{fence}\n{completion}\n{fence}\nReference: {answer}. Between the fences, right? {other}"
@@ -98,6 +99,21 @@ def test_examples_are_right_and_wrong_in_equal_parts_and_their_verdicts_are_true
     bare = sum(str(question).split("|")[1].startswith("####") for question, *_ in examples)
     assert 0.4 < bare / 640 < 0.7  # the others show some or all of their work
     assert examples == judge_examples(DATA, JUDGE, warmup, 0)
+
+
+def test_a_judge_that_writes_freely_learns_to_work_problems_out_before_its_verdict():
+    free = JUDGE.model_copy(
+        update={
+            "template": "{prompt}|{completion}",
+            "verdict": ChoiceVerdict(choices={"yes": 1, "no": 0}, constrained=False),
+        }
+    )
+    worked = {problem.prompt: problem.worked for problem in load_problems(DATA, "train", 0)}
+    warmup = WarmupConfig(steps=20)
+    free_examples, short = judge_examples(DATA, free, warmup, 0), judge_examples(DATA, JUDGE, warmup, 0)
+    for (question, said, *_), (_, verdict, *_) in zip(free_examples, short, strict=True):
+        assert said == f"{worked[str(question).split('|')[0]]}\n{verdict}"
+        assert read_verdict(Answer(said, None, 0, None), free.verdict).value == (verdict == "yes")
 
 
 def test_examples_are_about_training_problems_only():

@@ -1,11 +1,13 @@
 """Pictures to be counted: what is drawn is what is answered, and no picture is in both splits."""
 
 from io import BytesIO
+from random import Random
 
 import numpy as np
 from PIL import Image
 
 from models.config.data import PicturesData
+from models.data.arithmetic import right_completion, wrong_completion
 from models.data.pictures import CELL, CELLS, COLOURS, MASKS
 from models.data.problems import load_problems
 
@@ -68,3 +70,40 @@ def test_a_cell_of_a_common_colour_is_counted_more_often_whatever_is_asked():
     np.testing.assert_allclose(shares, (0.5, 0.25, 0.15, 0.1), atol=0.03)
     common = [len(each) for each in counted.values()]
     np.testing.assert_allclose(np.array(common) / sum(common), (0.5, 0.25, 0.15, 0.1), atol=0.02)
+
+
+def counts_of(worked):
+    """The shapes that a worked answer reads, its counts, and its answer."""
+    read, _, answer = worked.strip().partition(" #### ")
+    cells = read.split()
+    return [cell[0] for cell in cells], [int(cell[1:]) for cell in cells], int(answer)
+
+
+def test_a_judge_is_shown_answers_that_count_one_thing_wrongly_and_go_on_from_there():
+    problems, rng, slips = load_problems(DATA, "train", 0), Random(0), 0
+    for problem in problems:
+        shapes, counts, right = counts_of(problem.worked)
+        for _ in range(4):
+            wrong = wrong_completion(problem, problems, rng)
+            if wrong.count(" ") < 11 or wrong.endswith(" "):
+                continue  # broken off, or an answer alone
+            found, other, answer = counts_of(wrong)
+            assert found == shapes
+            assert answer != right
+            if other == counts:
+                continue  # read rightly, and another number said
+            slips += 1
+            assert answer == other[-1]
+            differences = [theirs - ours for theirs, ours in zip(other, counts, strict=True)]
+            at = next(index for index, difference in enumerate(differences) if difference)
+            assert shapes[at] != "."
+            assert set(differences[at:]) in ({1}, {-1})
+            assert 0 <= min(other) <= max(other) <= CELLS**2
+    assert slips > 100
+
+
+def test_a_right_answer_is_shown_worked_half_of_the_time():
+    problems, rng = load_problems(DATA, "train", 0), Random(0)
+    shown = [(problem, right_completion(problem, rng)) for problem in problems]
+    assert all(said in (problem.worked, problem.answer) for problem, said in shown)
+    assert 60 < sum(said == problem.answer for problem, said in shown) < 140

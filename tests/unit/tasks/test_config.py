@@ -8,6 +8,7 @@ import pytest
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
+from models.config.policy import SeeingScratchPolicy
 from tasks.config.run import RunConfig, load_config, override_config, parse_config
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
@@ -42,6 +43,13 @@ def test_what_threads_cannot_do_is_refused_in_a_line_that_names_it(override):
     assert key in told
     assert "'threads'" in told
     assert "'ray'" in told
+
+
+def test_what_is_not_said_of_a_decoder_that_sees_is_as_if_nothing_was_said():
+    said = {"policy": {"kind": "seeing_scratch", "decoder": {"context": 160}}}
+    decoder = parse_config(said, source="here").policy.decoder
+    assert decoder == SeeingScratchPolicy().decoder.model_copy(update={"context": 160})
+    assert "did you mean 'context'?" in complaint("[policy]\nkind = 'seeing_scratch'\n[policy.decoder]\ncontxt = 1")
 
 
 def test_the_defaults_are_a_configuration():
