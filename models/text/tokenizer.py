@@ -36,6 +36,7 @@ class TokenizedPrompt:
     """A prompt as the policy sees it."""
 
     text: str
+    """What rewards, judges and people are shown of it: a plain text as it came, a chat as its template spells it."""
     input: ModelInput
     image_tokens: tuple[int, ...] = ()
     """How many tokens each of its images takes."""
@@ -138,10 +139,11 @@ def tokenize_prompts(
         rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
         encoded = tokenizer([texts[row] for row in rows], add_special_tokens=special)["input_ids"] if rows else []
         found |= zip(rows, encoded, strict=True)
+    told = [prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, texts, strict=True)]
     if processor is None:
-        return [TokenizedPrompt(text, ModelInput.given(found[row])) for row, text in enumerate(texts)]
+        return [TokenizedPrompt(text, ModelInput.given(found[row])) for row, text in enumerate(told)]
     expanded = []
-    for row, text in enumerate(texts):
+    for row, text in enumerate(told):
         try:
             tokens = processor.expand(found[row], [each.size for each in headers[row]])
         except ValueError as error:

@@ -13,7 +13,7 @@ from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
 from models.config.algorithms import Grpo
-from models.config.data import FileData
+from models.config.data import FileData, PicturesData
 from models.config.judges import (
     Canaries,
     ChoiceVerdict,
@@ -32,12 +32,14 @@ from models.data.images import digest_of, media_tables
 from models.data.problems import load_problems
 from models.inspection.companions import check_served_model
 from models.inspection.images import check_judges_see, check_seen
-from models.judges.prompts import question_text
+from models.judges.prompts import question_about, question_text
+from models.judges.votes import Ballot, Judged
 from models.modeling.policy import load_policy
+from models.modeling.seeing_scratch import build_seeing, save_seeing, seeing_tokenizer
 from models.records.media import MEDIA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, JudgeWork, RewardModelPreparation
-from models.text.tokenizer import load_tokenizer
+from models.text.tokenizer import load_tokenizer, problem_texts, tokenize_problems
 from models.vision.families import ImageSize
 from models.vision.parts import part_of
 from models.vision.processor import load_processor
@@ -359,6 +361,20 @@ def test_the_tower_of_a_judge_that_the_run_trains_learns_from_the_images_of_its_
     assert {part_of(name) for name in new if not old[name].equal(new[name])} == {"vision", "projector", "language"}
     right, wrong, _, _ = values(tmp_path, judge(tmp_path, reward, shown(*ASKED), after))
     assert right != wrong, "of one word about two pictures"
+
+
+def test_a_judge_is_asked_in_the_words_that_it_was_trained_on(tmp_path):
+    problems = load_problems(PicturesData(train_problems=4, heldout_problems=1), "train", 0)
+    policy = SeeingScratchPolicy()
+    tokenizer = seeing_tokenizer(policy, problem_texts(problems))
+    save_seeing(policy, build_seeing(policy, tokenizer, seed=0), tokenizer, tmp_path)
+    prompts = tokenize_problems(problems, load_tokenizer(tmp_path), load_processor(tmp_path))
+    reward = JudgeReward(name="eyes", model=TrainedJudge(shape=policy), images="prompt", verdict=LogprobVerdict())
+    for problem, prompt in zip(problems, prompts, strict=True):
+        assert prompt.image_tokens == (9,)
+        judged = Judged(0, 0, prompt.text, problem.answer, problem.answer, 0, problem.digests)
+        asked = Ballot(judged, vote=0).question(reward, seed_parts=(0,), attempt=0)
+        assert asked.text == question_about(problem, problem.answer, reward=reward, seed=1)
 
 
 @pytest.mark.slow
