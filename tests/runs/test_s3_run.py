@@ -233,7 +233,9 @@ def test_images_in_a_bucket_are_those_of_this_machine(s3_servers, tmp_path):
     near, far = read(str(tmp_path), "train"), read(place.uri, "train")
     assert [each.images for each in far] == [each.images for each in near] == [(picture("blue"),), (picture("red"),)]
     assert [each.identity for each in far] == [each.identity for each in near]
-    with pytest.raises(BadInput, match=rf"{place.uri}/lacking.jsonl.* {place.uri}/pictures/cold/red.png: .* found nothing"):
+    with pytest.raises(
+        BadInput, match=rf"{place.uri}/lacking.jsonl.* {place.uri}/pictures/cold/red.png: .* found nothing"
+    ):
         read(place.uri, "lacking")
 
 
