@@ -117,9 +117,13 @@ def test_show_tells_metrics_digests_and_seconds_of_every_iteration(ask):
     code, out, _ = ask("show", "tiny")
     lines = out.splitlines()
     assert lines[1] == "rollout by transformers"
-    assert len({len(line) for line in lines[-5:-1]}) == 1, "a table's lines are equally long"
-    assert lines[-2].endswith(described.iterations[-1].policy[:16])
-    assert lines[-1] == f"policy {described.policy}"
+    *rows, warning, policy = lines[-6:]
+    assert len({len(line) for line in rows}) == 1, "a table's lines are equally long"
+    assert rows[-1].endswith(described.iterations[-1].policy[:16])
+    [(metric, said)] = described.iterations[-1].warnings.items()
+    assert metric == "credit/truncated_fraction", "a policy that has learnt nothing does not end"
+    assert warning == f"warning: 3 iterations, last in 3: {said}"
+    assert policy == f"policy {described.policy}"
 
 
 def test_rollouts_shows_the_best_first_and_the_rewards_of_the_shards(ask):
