@@ -23,7 +23,7 @@ PPO = (
 )
 
 
-SLOW_SECONDS = 5
+SLOW_SECONDS = 15
 """How long a sync takes after which nothing is generated, as after the last update."""
 
 

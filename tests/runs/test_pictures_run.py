@@ -43,7 +43,7 @@ SEEING = (
     "data.heldout_problems=3",
     "policy.kind=seeing_scratch",
     *("policy.heads=", "policy.kv_heads=", "policy.layers="),
-    "policy.decoder={vocab_size=303, hidden_size=64, intermediate_size=192, heads=2, kv_heads=2, context=96}",
+    "policy.decoder={initial_std=0.02}",  # a policy of few steps then says more than nothing
     "iterations=2",
     "warmup.steps=2",
     "rollout.prompts=4",
@@ -205,27 +205,30 @@ def test_prefects_summary_shows_small_pictures_of_the_last_rollouts_and_the_tabl
 
 @pytest.mark.system
 def test_an_exported_policy_says_in_transformers_pipeline_what_the_engine_says(whole, tmp_path):
-    [problem] = picture_problems(PicturesData(train_problems=1, heldout_problems=1), "train", 7)
+    problems = picture_problems(PicturesData(train_problems=8, heldout_problems=1), "train", 7)
     target = tmp_path / "policy"
     exported = whole.command("export-policy", "--to", str(target))
     assert exported.code == 0, exported.output
     answering = pipeline("image-text-to-text", model=str(target))
     processor, tokenizer = load_processor(target), load_tokenizer(target)
-    [prompt] = tokenize_problems([problem], tokenizer, processor)
-    shown = Image.open(BytesIO(problem.images[0]))
-    read = answering.processor(images=[shown], text=prompt.text)
-    assert read["input_ids"][0] == prompt.input.tokens.tolist()
-    options = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": [*processor.banned]}
-    [said] = answering(images=[shown], text=prompt.text, return_full_text=False, generate_kwargs=options)
+    prompts = tokenize_problems(problems, tokenizer, processor)
     engine, policy = (
         HuggingFaceEngine(TransformersEngine()),
         open_run(str(whole.store), "tiny").require("policy/initial"),
     )
     engine.load(target, policy_of(policy))
-    engine.show(HeldImages({digest_of(problem.images[0]): problem.images[0]}))
+    engine.show(HeldImages({digest_of(problem.images[0]): problem.images[0] for problem in problems}))
     greedy = SamplingConfig(temperature=0, max_new_tokens=6)
-    [[completion]] = engine.generate([Request(row=0, inputs=(prompt.input,), seeds=(0,))], greedy)
-    assert said["generated_text"].strip() == completion.text.strip() != ""
+    requests = [Request(row=row, inputs=(prompt.input,), seeds=(0,)) for row, prompt in enumerate(prompts)]
+    wrote = [completion.text.strip() for [completion] in engine.generate(requests, greedy)]
+    options = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": [*processor.banned]}
+    for problem, prompt, expected in zip(problems, prompts, wrote, strict=True):
+        shown, text = Image.open(BytesIO(problem.images[0])), f"{processor.shown}{prompt.text}"
+        read = answering.processor(images=[shown], text=text)
+        assert read["input_ids"][0] == prompt.input.tokens.tolist()
+        [said] = answering(images=[shown], text=text, return_full_text=False, generate_kwargs=options)
+        assert said["generated_text"].strip() == expected
+    assert any(wrote)
 
 
 # ---- killed
