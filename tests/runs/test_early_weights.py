@@ -23,7 +23,10 @@ PPO = (
 )
 
 
-SLOW_SECONDS = 15
+BATCHES = 2
+"""Shards that an iteration generates, in any order."""
+
+SLOW_SECONDS = 8
 """How long a sync takes after which nothing is generated, as after the last update."""
 
 
@@ -32,13 +35,17 @@ def shards_written(home):
 
 
 def attempt_on_slow_disk(home, api, strike, overrides):
-    """Run the job where weights become durable no sooner than a shard is generated with them."""
+    """Run the job where weights become durable no sooner than an iteration is generated with them, and never while it dies."""
     sync = models.workers.update.sync_bundle
+
+    def generated_since(before):
+        dying = strike is not None and strike.write in writes_of(home)  # a write is told before it is made
+        return shards_written(home) >= before + BATCHES and not dying
 
     def slow(store, ref):
         before = shards_written(home)
         if ref.key.startswith("policies/"):
-            wait_for(lambda: shards_written(home) > before, seconds=SLOW_SECONDS)
+            wait_for(lambda: generated_since(before), seconds=SLOW_SECONDS)
         sync(store, ref)
 
     models.workers.update.sync_bundle = slow
