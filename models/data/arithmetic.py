@@ -101,7 +101,7 @@ def wrong_completion(problem: Problem, problems: Sequence[Problem], rng: Random)
 
 def _shortened(worked: str, rng: Random) -> str:
     """Leave out all steps half of the time: what is learnt of short texts carries over to long ones."""
-    steps = list(_STEP.finditer(worked)) or list(_COUNT.finditer(worked))
+    steps = list(_STEP.finditer(worked)) or _counts(worked)
     if not steps or rng.random() >= 0.5:
         return worked
     answer = worked[steps[-1].end() :]
@@ -134,14 +134,20 @@ def _slipped(worked: str, rng: Random) -> str:
     return " ".join((*shown, f"#### {results[-1] + slip}"))
 
 
+def _counts(worked: str) -> list[re.Match[str]]:
+    """Find the counts of an answer that is the last of them; none where it was worked in another way."""
+    found = list(_COUNT.finditer(worked))
+    return found if found and worked.rpartition(" ")[2] == found[-1][0] else []
+
+
 def _miscounted(worked: str, rng: Random) -> str:
     """Count one thing that is not to be counted, or leave one out, and go on from there."""
-    found = list(_COUNT.finditer(worked))
+    found = _counts(worked)
     counts = [int(each[0]) for each in found]
     seen = [at for at, each in enumerate(found) if each[1] != "."]
-    read, _, answer = worked.rpartition(" ")
-    if not seen or answer != str(counts[-1]):  # worked in another way than these problems
+    if not seen:
         return _other_number(worked, rng)
+    read, _, _ = worked.rpartition(" ")
     at = rng.choice(seen)
     slip = 1 if counts[at] == (counts[at - 1] if at else 0) else -1
     shown = iter(count + slip * (index >= at) for index, count in enumerate(counts))

@@ -9,7 +9,7 @@ from PIL import Image
 from models.config.data import PicturesData
 from models.data.arithmetic import right_completion, wrong_completion
 from models.data.pictures import CELL, CELLS, COLOURS, MASKS
-from models.data.problems import load_problems
+from models.data.problems import Problem, load_problems
 
 DATA = PicturesData(train_problems=200, heldout_problems=40)
 
@@ -100,6 +100,11 @@ def test_a_judge_is_shown_answers_that_count_one_thing_wrongly_and_go_on_from_th
             assert set(differences[at:]) in ({1}, {-1})
             assert 0 <= min(other) <= max(other) <= CELLS**2
     assert slips > 100
+
+
+def test_answers_that_were_worked_in_other_words_are_shown_as_they_are():
+    problem = Problem("a:1", "How many?", "#### 7", "Room B12 has 3 and C4 has 4 #### 7")
+    assert {right_completion(problem, Random(seed)) for seed in range(8)} == {problem.worked}
 
 
 def test_a_right_answer_is_shown_worked_half_of_the_time():
