@@ -63,14 +63,14 @@ def _usage(pid: int) -> tuple[float, bool]:
 
 
 def family_of(pid: int) -> Iterator[int]:
-    """Name a process and its descendants. On Linux only these are looked at: hundreds of calls ask often."""
-    yield pid
-    tasks = Path(f"/proc/{pid}/task")
-    try:
-        children = " ".join((task / "children").read_text() for task in tasks.iterdir()).split()
-    except OSError:  # it has ended, or there is no such file here
-        with suppress(psutil.Error):
-            yield from (child.pid for child in psutil.Process(pid).children(recursive=True))
-        return
-    for child in children:
-        yield from family_of(int(child))
+    """Name a process and its descendants, however deep. On Linux only these are looked at: hundreds of calls ask often."""
+    waiting = [pid]
+    while waiting:
+        parent = waiting.pop()
+        yield parent
+        try:
+            tasks = Path(f"/proc/{parent}/task").iterdir()
+            waiting += map(int, " ".join((task / "children").read_text() for task in tasks).split())
+        except OSError:  # it has ended, or there is no such file here
+            with suppress(psutil.Error):
+                waiting += (child.pid for child in psutil.Process(parent).children())
