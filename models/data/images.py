@@ -203,7 +203,7 @@ def _file(name: str, *, where: str, root: Path) -> bytes:
         raise _outside(name, where=where, root=root)
     try:
         path = fetched(root / asked)
-    except BadInput as error:
+    except (BadInput, OSError) as error:
         raise BadInput(f"{where}: {error}") from error
     try:
         if not is_remote(root) and not path.resolve().is_relative_to(root.resolve()):
