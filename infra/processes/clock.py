@@ -63,7 +63,7 @@ def _usage(pid: int) -> tuple[float, bool]:
 
 
 def family_of(pid: int) -> Iterator[int]:
-    """Name a process and its descendants, however deep. On Linux only these are looked at: hundreds of calls ask often."""
+    """Name a process and its descendants. On Linux only these are looked at: hundreds of calls ask often."""
     waiting = [pid]
     while waiting:
         parent = waiting.pop()

@@ -35,7 +35,7 @@ def shards_written(home):
 
 
 def attempt_on_slow_disk(home, api, strike, overrides):
-    """Run the job where weights become durable no sooner than an iteration is generated with them, and never while it dies."""
+    """Run the job where weights become durable when an iteration is generated with them, and never while it dies."""
     sync = models.workers.update.sync_bundle
 
     def generated_since(before):
