@@ -1,0 +1,200 @@
+"""Two policies compared on the same problems with the same seeds. Torch-free; SciPy is imported where it is asked.
+
+P problems, S samples of each; what is compared is problems, so samples of one are one mean.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infra.config import Settings
+from infra.errors import BadInput, Quarantined
+from infra.statistics import Floats
+
+FEWEST_PROBLEMS = 30
+"""Below so many, neither the bootstrap nor a normal distribution says anything of a mean."""
+RESAMPLES = 10_000
+_DRAWN_AT_ONCE = 2**22
+_EQUAL = 1e-12
+"""Differences that spread by less are equal: sums of the same scores may differ in their last bits."""
+
+
+@dataclass(frozen=True, eq=False)
+class PairedScores:
+    """Scores of two policies on the same problems, NaN where missing."""
+
+    prompts: tuple[str, ...]
+    """Ids of the problems."""
+    champion_PS: Floats
+    challenger_PS: Floats
+    """Of the same seeds, sample by sample."""
+    unmatched: tuple[str, ...] = ()
+    """Ids of problems that only one of the two was asked, or was asked in another number of samples."""
+
+    def __post_init__(self) -> None:
+        shapes = self.champion_PS.shape, self.challenger_PS.shape
+        assert shapes[0] == shapes[1] and shapes[0][:1] == (len(self.prompts),), shapes
+
+    @property
+    def missing_PS(self) -> NDArray[np.bool_]:  # noqa: N802 -- tensors wear their shapes
+        """Pairs of which one score is missing, or both."""
+        return np.isnan(self.champion_PS) | np.isnan(self.challenger_PS)
+
+    @classmethod
+    def of(cls, champion: Mapping[str, Sequence[float]], challenger: Mapping[str, Sequence[float]]) -> Self:
+        """Pair the scores of each problem's samples, by the problem's id; which samples are asked of most counts."""
+        sizes = [len(scores) for scores in champion.values()]
+        samples = max(sizes, key=sizes.count, default=0)
+        whole = [{name for name, scores in side.items() if len(scores) == samples} for side in (champion, challenger)]
+        prompts = tuple(name for name in champion if name in whole[0] & whole[1])
+        unmatched = tuple(name for name in {**champion, **challenger} if name not in whole[0] & whole[1])
+        sides = (np.array([side[name] for name in prompts], float) for side in (champion, challenger))
+        champion_PS, challenger_PS = (side.reshape(len(prompts), samples) for side in sides)
+        return cls(prompts, champion_PS, challenger_PS, unmatched)
+
+
+class PairedDifference(Settings):
+    """Challenger − champion in the mean score of a problem, what bounds it, and a test beside."""
+
+    prompts: int
+    """Problems with scores of both, which all below is of."""
+    unmatched: int
+    """Problems that only one of the two was asked."""
+    completions: int
+    """Pairs of completions that should have scores."""
+    missing: int
+    """Pairs of which one has none, or both."""
+    champion: float
+    """Mean score."""
+    challenger: float
+    """Mean score."""
+    mean: float
+    """Challenger − champion."""
+    alpha: float
+    """Level of both bounds."""
+    lower: float
+    """One-sided lower bound at 1 − alpha: paired bootstrap of problems, BCa (Efron 1987). Where all differences are
+    equal no resample differs, BCa is undefined, and both bounds are that difference."""
+    upper: float
+    """One-sided upper bound at 1 − alpha."""
+    holm: tuple[float, ...]
+    """Lower bounds at 1 − alpha, 1 − alpha / 2, …, as Holm's method asks for them."""
+    test: Literal["mcnemar", "wilcoxon"]
+    """McNemar's exact test where scores are 0 or 1 and a problem has one sample, else Wilcoxon's signed ranks."""
+    p: float
+    """Its one-sided p of no gain."""
+    better: int
+    """Problems on which the challenger scores more; c of McNemar's test."""
+    worse: int
+    """Problems on which the champion scores more; b of McNemar's test."""
+    mean_square: float
+    """Of the differences; the discordant share where they are −1, 0 or 1."""
+
+    @property
+    def discordant(self) -> float:
+        """Share of the problems on which the two differ."""
+        return (self.better + self.worse) / self.prompts
+
+    @property
+    def missing_share(self) -> float:
+        """Share of the pairs without both scores."""
+        return self.missing / self.completions
+
+
+def compare(
+    scores: PairedScores, *, alpha: float, seed: int, tests: int = 1, resamples: int = RESAMPLES
+) -> PairedDifference:
+    """Bound the mean difference of problems; `tests` is how many such comparisons Holm's method is over.
+
+    A pair of which a score is missing counts for neither; a problem without a pair is left out. The order of problems
+    does not matter. Raises BadInput for fewer than 30 problems, Quarantined where missing scores leave fewer.
+    """
+    champion_P, challenger_P = _problem_means(scores)
+    differences_P = np.sort(challenger_P - champion_P)  # so that no order of problems changes what is drawn
+    right_or_wrong = scores.champion_PS.shape[1] == 1 and bool(np.isin([champion_P, challenger_P], (0, 1)).all())
+    lowers, upper = _bounds(differences_P, [alpha / (n + 1) for n in range(tests)], seed=seed, resamples=resamples)
+    better, worse = int((differences_P > 0).sum()), int((differences_P < 0).sum())
+    return PairedDifference(
+        prompts=len(differences_P),
+        unmatched=len(scores.unmatched),
+        completions=scores.missing_PS.size,
+        missing=int(scores.missing_PS.sum()),
+        champion=_mean(champion_P),
+        challenger=_mean(challenger_P),
+        mean=_mean(differences_P),
+        alpha=alpha,
+        lower=lowers[0],
+        upper=upper,
+        holm=tuple(lowers),
+        test="mcnemar" if right_or_wrong else "wilcoxon",
+        p=_mcnemar(better, worse) if right_or_wrong else _wilcoxon(differences_P),
+        better=better,
+        worse=worse,
+        mean_square=_mean(differences_P**2),
+    )
+
+
+def _problem_means(scores: PairedScores) -> tuple[Floats, Floats]:
+    """Each policy's mean over the whole pairs of a problem, of the problems that have any."""
+    if len(scores.prompts) < FEWEST_PROBLEMS:
+        raise BadInput(
+            f"expected at least {FEWEST_PROBLEMS} problems that both were asked, found {len(scores.prompts)}"
+        )
+    missing_PS = scores.missing_PS
+    some_P = ~missing_PS.all(axis=1)
+    if some_P.sum() < FEWEST_PROBLEMS:
+        raise Quarantined(
+            f"of {some_P.size} problems {some_P.sum()} have scores of both policies, expected at least "
+            f"{FEWEST_PROBLEMS}: {missing_PS.sum()} of {missing_PS.size} pairs lack one"
+        )
+    sides = (scores.champion_PS, scores.challenger_PS)
+    champion_P, challenger_P = (np.nanmean(np.where(missing_PS, np.nan, side)[some_P], axis=1) for side in sides)
+    return champion_P, challenger_P
+
+
+def _mean(values_P: Floats) -> float:
+    return fsum(values_P) / len(values_P)  # exact, whatever the order
+
+
+def _bounds(differences_P: Floats, levels: Sequence[float], *, seed: int, resamples: int) -> tuple[list[float], float]:
+    """Lower bounds at 1 − each level, and the upper one at 1 − the first."""
+    if np.ptp(differences_P) < _EQUAL:
+        return [_mean(differences_P)] * len(levels), _mean(differences_P)
+    from scipy import stats
+
+    drawn, num = None, resamples
+    ends = []
+    for level, side in [(levels[0], "less"), *((level, "greater") for level in levels)]:
+        drawn = stats.bootstrap(
+            (differences_P,),
+            np.mean,
+            n_resamples=num,
+            batch=max(1, _DRAWN_AT_ONCE // len(differences_P)),
+            confidence_level=1 - level,
+            alternative=side,
+            method="BCa",
+            bootstrap_result=drawn,
+            rng=seed,
+        )
+        num = 0  # the others are read from the same resamples
+        interval = drawn.confidence_interval
+        ends.append(float(interval.high if side == "less" else interval.low))
+    return ends[1:], ends[0]
+
+
+def _mcnemar(better: int, worse: int) -> float:
+    """Chance of as many of the problems that differ, or more, at one in two each (McNemar 1947, exact)."""
+    from scipy.special import bdtrc
+
+    return float(bdtrc(better - 1, better + worse, 0.5)) if better else 1.0
+
+
+def _wilcoxon(differences_P: Floats) -> float:
+    """One-sided p of signed ranks, equal ones left out (Wilcoxon 1945)."""
+    from scipy import stats
+
+    return float(stats.wilcoxon(differences_P, alternative="greater").pvalue) if differences_P.any() else 1.0

@@ -1,0 +1,176 @@
+"""Promote, keep, reject, or nothing to go by: the rules on what was measured. Torch-free."""
+
+from typing import Literal
+
+from infra.config import Settings
+from models.gate.comparison import PairedDifference
+from models.gate.size import POWER, problems_needed
+
+_TESTS = {"mcnemar": "McNemar's", "wilcoxon": "Wilcoxon's"}
+
+
+class MeasuredGain(Settings):
+    """A suite on which the challenger has to be better, and how it did."""
+
+    suite: str
+    """Name of the suite."""
+    min_gain: float = 0.0
+    """What the lower bound of the difference has to exceed."""
+    difference: PairedDifference
+    """What was measured, with bounds for as many comparisons as there are gains."""
+
+    def shows(self, tests: int) -> bool:
+        """Say whether the gain is shown where Holm's method is over so many comparisons.
+
+        The test beside has to agree that there is a gain: where few problems differ, BCa's bound exceeds 0 more often
+        than at its level, as at 0.01 with 5 problems better and none worse.
+        """
+        difference, level = self.difference, self.difference.alpha / tests
+        return difference.holm[tests - 1] > self.min_gain and (self.min_gain < 0 or difference.p <= level)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the challenger is shown to be worse than it may be, and than the champion."""
+        return self.difference.upper < min(0.0, self.min_gain)
+
+    def reason(self, tests: int) -> str:
+        """Say in a line what was shown."""
+        difference, level = self.difference, self.difference.alpha / tests
+        lower, sure = difference.holm[tests - 1], f"{100 * (1 - level):.4g}%"
+        if self.is_loss:
+            found = f"{100 * (1 - difference.alpha):.4g}% upper bound {difference.upper:+.3f}"
+            return f"{self.suite}: {difference.mean:+.3f} ({found}), worse than the champion"
+        line = f"{self.suite}: {difference.mean:+.3f} ({sure} lower bound {lower:+.3f})"
+        if self.shows(tests):
+            return f"{line} > {self.min_gain:g}"
+        if lower > self.min_gain:
+            counts = f"{difference.better} problems better, {difference.worse} worse"
+            return f"{line}, but {_TESTS[difference.test]} p {difference.p:.3g} is above {level:.3g}: {counts}"
+        return f"{line}, not above {self.min_gain:g}{_needed(difference, self.min_gain, level)}"
+
+
+class MeasuredGuard(Settings):
+    """A suite on which the challenger may not be worse, and how it did."""
+
+    suite: str
+    """Name of the suite."""
+    margin: float
+    """How far below 0 the lower bound of the difference may lie."""
+    difference: PairedDifference
+    """What was measured."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether no greater loss than the margin is left possible."""
+        return self.difference.lower > -self.margin
+
+    def reason(self) -> str:
+        """Say in a line whether it holds."""
+        difference = self.difference
+        line = f"{self.suite}: {difference.mean:+.3f}, lower bound {difference.lower:+.3f}"
+        if self.holds:
+            return f"{line} > {-self.margin:g}"
+        return f"{line} is not above {-self.margin:g}{_needed(difference, -self.margin, difference.alpha)}"
+
+
+class MeasuredLimit(Settings):
+    """A number of the challenger and the most that it may be."""
+
+    name: str
+    """What was measured: mean length, KL, share of invalid answers, cost."""
+    value: float
+    """Of the challenger."""
+    most: float
+    """The most allowed."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is no more."""
+        return self.value <= self.most
+
+    def reason(self) -> str:
+        """Say in a line whether it holds."""
+        return f"{self.name}: {self.value:.4g} is {'at most' if self.holds else 'above'} {self.most:g}"
+
+
+class Evidence(Settings):
+    """All that a verdict goes by."""
+
+    gains: tuple[MeasuredGain, ...]
+    """At least one; any of them, by Holm's method, is a reason to promote."""
+    guards: tuple[MeasuredGuard, ...] = ()
+    """All have to hold."""
+    limits: tuple[MeasuredLimit, ...] = ()
+    """All have to hold."""
+    contaminated: dict[str, float] = {}
+    """Share of a suite's problems that are among those trained on, by suite."""
+
+
+class GateVerdict(Settings):
+    """What becomes of a challenger, and why."""
+
+    verdict: Literal["promote", "keep", "reject", "invalid"]
+    """`keep`: the champion stays for want of evidence; `reject`: the challenger is worse, or breaks a guard or a limit;
+    `invalid`: what was measured decides nothing."""
+    reasons: tuple[str, ...]
+    """One line each; those that decided come first."""
+
+
+def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -> GateVerdict:
+    """Judge a challenger; the caps are shares of a suite: of scores that are missing, of problems trained on."""
+    assert evidence.gains, "a gate has at least one primary suite"
+    doubts = _doubts(evidence, max_missing, max_contaminated)
+    tests = _holm(evidence.gains)
+    shown = [gain for gain, test in zip(evidence.gains, tests, strict=True) if gain.shows(test)]
+    rules: list[MeasuredGuard | MeasuredLimit] = [*evidence.guards, *evidence.limits]
+    losses = [gain.is_loss for gain in evidence.gains]
+    lines = [(gain.is_loss, gain.reason(test)) for gain, test in zip(evidence.gains, tests, strict=True)]
+    lines += [(not rule.holds, rule.reason()) for rule in rules]
+    reasons = [line for fell, line in lines if fell] + [line for fell, line in lines if not fell]
+    if doubts:
+        return GateVerdict(verdict="invalid", reasons=(*doubts, *reasons))
+    if any(losses) or not all(rule.holds for rule in rules):
+        return GateVerdict(verdict="reject", reasons=tuple(reasons))
+    return GateVerdict(verdict="promote" if shown else "keep", reasons=tuple(reasons))
+
+
+def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> list[str]:
+    doubts = []
+    rules: list[MeasuredGain | MeasuredGuard] = [*evidence.gains, *evidence.guards]
+    for suite, found in {rule.suite: rule.difference for rule in rules}.items():
+        if found.unmatched:
+            doubts.append(
+                f"{suite}: {found.unmatched} problems were asked of one policy only, expected the same of both"
+            )
+        if found.missing_share > max_missing:
+            doubts.append(f"{suite}: {found.missing_share:.1%} of scores are missing, above {max_missing:.1%}")
+    for suite, share in evidence.contaminated.items():
+        if share > max_contaminated:
+            doubts.append(
+                f"{suite}: {share:.1%} of its problems are among those trained on, above {max_contaminated:.1%}"
+            )
+    return doubts
+
+
+def _holm(gains: tuple[MeasuredGain, ...]) -> list[int]:
+    """Over how many comparisons each gain is judged: those that were not shown yet share alpha (Holm 1979)."""
+    judged = [len(gains)] * len(gains)
+    shown: set[int] = set()
+    while True:
+        left = len(gains) - len(shown)
+        new = {at for at, gain in enumerate(gains) if at not in shown and gain.shows(left)}
+        for at in set(range(len(gains))) - shown:
+            judged[at] = left
+        shown |= new
+        if not new or len(shown) == len(gains):
+            return judged
+
+
+def _needed(difference: PairedDifference, above: float, level: float) -> str:
+    """About how many problems would show that a difference such as was found lies above a bound."""
+    gain = difference.mean - above
+    if gain <= 0:
+        return ""
+    square = difference.mean_square - 2 * above * difference.mean + above**2
+    needed = problems_needed(gain, max(square, gain**2), alpha=level, power=POWER)
+    return f": to show it takes about {max(needed, difference.prompts + 1):,} problems, not {difference.prompts:,}"
