@@ -20,7 +20,7 @@ async def evaluation(session: Session, number: int) -> Accuracy:
         batch = plan_evaluation(session, number)
         if not is_summarised(batch):
             await generate_and_score(session, batch)
-        return summarise_evaluation(session, batch)
+        return await summarise_evaluation(session, batch)
 
 
 @flow(name="evaluate", flow_run_name="{config.name}", persist_result=True, result_serializer="json")

@@ -11,6 +11,7 @@ from flows.session import hold
 from flows.warmup import warmup
 from tasks.commit import retire_policies, retire_rollouts
 from tasks.config.run import RunConfig
+from tasks.costs import account, check_budget
 from tasks.preparation import start_pools
 from tasks.reporting import RunSummary, report_run, resume_point, showing_progress
 from tasks.run.iteration import Iteration
@@ -43,10 +44,11 @@ async def iterate(session: Session) -> None:
     One thread keeps the books, so seals stay in order; the run is not let go of before it has ended.
     """
     config, (unclosed, left) = session.settings, resume_point(session)
-    start_pools(session)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="book-keeping") as thread:
         for number in unclosed:
             await closing(session, number, thread)
+        check_budget(session)
+        start_pools(session)
         await warmup(session.ref)
         if config.evaluation.is_due(left.start - 1):
             await evaluation(session, left.start - 1)
@@ -54,9 +56,13 @@ async def iterate(session: Session) -> None:
             closed = None
             async for number in generated(beside, session, left):
                 await learning(session, number)
+                is_spent = await account(session, number)
                 if closed is not None:
                     await closed
                 closed = beside.create_task(closing(session, number, thread))
+                if is_spent:  # what is generated ahead is committed, and kept for who goes on
+                    break
                 if config.evaluation.is_due(number):
                     await evaluation(session, number)
+    check_budget(session)
     await evaluation(session, config.iterations)

@@ -18,16 +18,24 @@ RheostatError
 │   ├── WorkerStalled   a worker is alive but made no progress within its deadline
 │   └── NodeLost        the machine of a worker's slot has left the cluster; its work goes to other slots
 ├── WorkerAsleep        a worker of a fleet fell asleep before the work reached it; another does it
-└── Quarantined         a stage refused its result (too many failures, nothing to learn from)
+├── Quarantined         a stage refused its result (too many failures, nothing to learn from)
+└── BudgetSpent         a run has taken what its budget allows; with a larger one it goes on; exit code 3
 """
+
+from typing import ClassVar
 
 
 class RheostatError(Exception):
     """Base of every error that Rheostat raises on purpose."""
 
+    exit_code: ClassVar[int] = 1
+    """Of a command that it ends."""
+
 
 class BadInput(RheostatError, ValueError):
     """What a user wrote is wrong; the message says what was expected, what came, and where."""
+
+    exit_code = 2
 
 
 class RunHeld(BadInput):
@@ -99,6 +107,12 @@ class WorkerAsleep(RheostatError):
 
 class Quarantined(RheostatError):
     """A stage refused its own result rather than pass it on."""
+
+
+class BudgetSpent(RheostatError):
+    """A run has reached a limit of its budget, after an iteration and before the next; a larger one lets it go on."""
+
+    exit_code = 3
 
 
 def first_cause(error: BaseException) -> BaseException:

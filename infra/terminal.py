@@ -17,7 +17,7 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from infra.errors import BadInput, RheostatError
+from infra.errors import RheostatError
 
 Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
 """An option that most commands have."""
@@ -44,7 +44,8 @@ def command_app(name: str, summary: str, *, version: Callable[[], str] | None = 
 
 
 def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int:
-    """Run one command. Exit code 2 for what the user wrote, 1 for what went wrong, 130 or 143 for a signal.
+    """Run one command. Exit code 2 for what the user wrote, 3 for a spent budget, 1 for what else went wrong, 130
+    or 143 for a signal.
 
     `again` is said when it was interrupted.
     """
@@ -57,7 +58,7 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
         return 2
     except RheostatError as error:
         sys.stderr.write(f"{program}: {' '.join(str(error).split())}\n")
-        return 2 if isinstance(error, BadInput) else 1
+        return error.exit_code
     except KeyboardInterrupt as interrupt:
         sys.stderr.write(f"{program}: interrupted; {again}\n")
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)

@@ -11,6 +11,7 @@ from infra.store.shards import tombstone_key
 from infra.store.tombstones import Deleted, bury, deleted_parts
 from models.records.versions import policy_of
 from tasks.auxiliary import auxiliary_of
+from tasks.costs import Held, iteration_costs
 from tasks.run.iteration import Iteration, carry_over_after, carry_over_before
 from tasks.run.keys import StageKey, iteration_key, iterations_among
 from tasks.run.rescorings import Derived, derived_of
@@ -38,6 +39,7 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
         },
         **_waited(rollouts),
     }
+    costs = session.account.unsealed.pop(iteration.number, None) or iteration_costs(session, iteration, Held())
     sealed = record(
         session,
         iteration.stage_key("seal"),
@@ -51,7 +53,7 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
             "policy": policy_of(update).digest,
             **carry_over_after(iteration, session.settings.rollout.dynamic).detail(),
         },
-        provenance=decided_here(seconds=seconds, requests=session.requests()),
+        provenance=decided_here(seconds=seconds, requests=session.requests(), costs=costs),
     )
     finish(session, iteration.key)
     return sealed

@@ -1,11 +1,14 @@
 """The result of a held-out evaluation."""
 
 import logging
+from collections.abc import Mapping
 
+from infra.costs import Cost
+from tasks.costs import costs_of, held_since
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey
 from tasks.run.session import Session
-from tasks.run.stages import finish, record
+from tasks.run.stages import decided_here, finish, record
 from tasks.views.metrics import Accuracy, accuracy_of
 
 logger = logging.getLogger(__name__)
@@ -16,9 +19,11 @@ def is_summarised(batch: Batch) -> bool:
     return batch.run.find(StageKey.of(batch.key, "summary")) is not None
 
 
-def summarise_evaluation(session: Session, batch: Batch) -> Accuracy:
+async def summarise_evaluation(session: Session, batch: Batch) -> Accuracy:
     """Commit the accuracy of one evaluated policy."""
-    accuracy = _commit(session, batch)
+    costs = {} if is_summarised(batch) else costs_of(session, [batch], await held_since(session))
+    session.account.take(costs)
+    accuracy = _commit(session, batch, costs)
     finish(session, batch.key)
     logger.info("held-out accuracy after %d iterations: %s", accuracy.number, accuracy.line())
     return accuracy
@@ -26,12 +31,12 @@ def summarise_evaluation(session: Session, batch: Batch) -> Accuracy:
 
 def summarise_measurement(session: Session, batch: Batch) -> Accuracy:
     """Commit the accuracy of a policy that comes before the first iteration."""
-    accuracy = _commit(session, batch)
+    accuracy = _commit(session, batch, {})
     logger.info("held-out accuracy of %s: %s", batch.plan.policy, accuracy.line())
     return accuracy
 
 
-def _commit(session: Session, batch: Batch) -> Accuracy:
+def _commit(session: Session, batch: Batch, costs: Mapping[str, Cost]) -> Accuracy:
     scores, term = batch.stage("scoring"), session.settings.scoring.terms[0]
     total = sum(m.metrics[f"term_{term}_sum"] for m in scores)
     squares = sum(m.metrics[f"term_{term}_squares"] for m in scores)
@@ -41,5 +46,6 @@ def _commit(session: Session, batch: Batch) -> Accuracy:
         StageKey.of(batch.key, "summary"),
         parents=[batch.planned, *scores],
         metrics={"accuracy": total / problems if problems else 0.0, "squares": squares, "problems": problems},
+        provenance=decided_here(costs=costs),
     )
     return accuracy_of(manifest)

@@ -19,6 +19,7 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.exceptions import ObjectNotFound
 
 from infra.config import Settings
+from infra.costs import Cost, total
 from infra.errors import Damaged
 from infra.store.manifests import Manifest
 from models.records.versions import directory_of, policy_of
@@ -29,21 +30,24 @@ from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, artifact_key, iteration_key, iterations_among
 from tasks.run.session import Session
 from tasks.run.stages import stage
-from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, newest_reports, reports_of, shown, small
+from tasks.views.metrics import (
+    Accuracy,
+    IterationReport,
+    evaluations_of,
+    iteration_table,
+    newest_reports,
+    reports_of,
+    run_costs,
+)
 from tasks.views.plots import learning_curve, loss_curves
 
 logger = logging.getLogger(__name__)
 
 PAGES_SECONDS = 5.0  # between two renewals, which the driver and the server pay for
-
 LAST_PAGE_SECONDS = 2.0  # for the renewal as a run ends, whose API may be what ended it
-
 TABLE_ROWS = 50  # of the iterations table while a run goes on; the last one has all
-
 LINE_ROWS = 5  # whose mean time says how long the rest will take
-
 SAMPLE_ROWS = 12  # of the table of rollouts, one completion per prompt
-
 SAMPLE_CHARACTERS = 2000  # of each text in it
 
 
@@ -68,6 +72,8 @@ class RunSummary(Settings):
     """Proves which policy it is."""
     plot: str
     """PNG of the learning curve."""
+    cost: Cost = Cost()
+    """What its iterations and evaluations took."""
 
 
 def resume_point(session: Session) -> tuple[range, range]:
@@ -149,6 +155,7 @@ async def report_run(session: Session) -> RunSummary:
         base=directory_of(run, last.weights) if last.adapter else None,
         digest=last.digest,
         plot=run.store.locate(plot_key),
+        cost=total(run_costs(run).values()),
     )
     excerpts = await _excerpts(session, Iteration(run, len(reports))) if reports else Excerpts(())
     key = artifact_key(run.name)
@@ -203,27 +210,6 @@ async def _excerpts(session: Session, iteration: Iteration) -> Excerpts:
     return done.result
 
 
-def iteration_table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
-    """Lay iterations out as rows. The UI shows some six columns before it scrolls: what people look for comes first."""
-    return [
-        {
-            "iteration": report.iteration,
-            "accuracy": shown(report.accuracy),
-            "reward": shown(report.reward),
-            "length": shown(report.length, digits=1),
-            "kl": round(report.kl, 4),
-            "mismatch": small(report.mismatch),
-            "missing": report.missing,
-            **({} if report.episodes is None else report.episodes.cells()),
-            **{f"{name} seconds": round(value, 2) for name, value in report.seconds.items()},
-            "quarantined": report.quarantined,
-            "policy": report.policy[:16],
-            "warnings": "; ".join(report.warnings.values()),
-        }
-        for report in reports
-    ]
-
-
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}]")  # all that Markdown is made of, and may be escaped
 
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
@@ -262,7 +248,7 @@ def summary_page(summary: RunSummary, png: bytes, excerpts: Excerpts) -> str:
     """Write a run's summary as Markdown; completions stand in fences that they cannot close, below small images."""
     image = base64.b64encode(png).decode()
     text = io.StringIO()
-    text.write(f"# Run {summary.run}\n\n{accuracy_lines(summary)}\n\n")
+    text.write(f"# Run {summary.run}\n\n{summary_lines(summary)}\n\n")
     added = f", added to `{summary.base}`" if summary.base else ""
     text.write(f"- policy `{summary.policy}`{added}\n- digest `{summary.digest}`\n- run `{summary.path}`\n\n")
     text.write(f"![learning curve](data:image/png;base64,{image})\n\n")
@@ -275,12 +261,13 @@ def summary_page(summary: RunSummary, png: bytes, excerpts: Excerpts) -> str:
     return text.getvalue()
 
 
-def accuracy_lines(summary: RunSummary) -> str:
-    """Held-out accuracy before and after, with intervals."""
+def summary_lines(summary: RunSummary) -> str:
+    """Held-out accuracy before and after, with intervals; what that took."""
     before, after = summary.before, summary.after
     return (
         f"held-out accuracy before {before.mean:.3f} (95% interval {before.low:.3f} to {before.high:.3f}), "
         f"after {after.mean:.3f} ({after.low:.3f} to {after.high:.3f}), {after.problems} problems"
+        f"\n\ntook {summary.cost.line()}"
     )
 
 

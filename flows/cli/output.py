@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from infra.costs import Cost, total
 from infra.store.tombstones import WHOLE_RUN, Tombstone
 from infra.terminal import table
 from models.records.media import ShownImage
@@ -59,6 +60,12 @@ def episode_lines(description: RunDescription) -> list[str]:
     reports = [(report.iteration, report.episodes) for report in description.iterations]
     rows = [{"iteration": str(number), **episodes.cells()} for number, episodes in reports if episodes is not None]
     return ["episodes:", *table(rows).splitlines()] if rows else []
+
+
+def cost_lines(costs: Mapping[str, Cost]) -> list[str]:
+    """What a run took, by role and in all; nothing where that was not counted."""
+    rows = [{"took": role, **cost.cells()} for role, cost in {**costs, "in all": total(costs.values())}.items()]
+    return table(rows).splitlines() if costs else []
 
 
 def decision_rows(lines: Sequence[DecisionLine]) -> Rows:

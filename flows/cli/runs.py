@@ -56,7 +56,7 @@ def runs(*, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
 
 def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """Show a run: iterations, metrics, digests, seconds per stage."""
-    from flows.cli.output import episode_lines, iteration_rows
+    from flows.cli.output import cost_lines, episode_lines, iteration_rows
     from tasks.run.rescorings import derived_line
     from tasks.views.diagnosis import summed_up
     from tasks.views.runs import describe_run
@@ -70,7 +70,8 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
         write(f"{role} by {'; '.join(engines)}")
     for accuracy in description.evaluations:
         write(f"held-out accuracy after iteration {accuracy.number}: {accuracy.line()}")
-    notes = [*episode_lines(description), *summed_up([report.warnings for report in description.iterations])]
+    notes = [*episode_lines(description), *cost_lines(description.costs)]
+    notes += [*summed_up([report.warnings for report in description.iterations])]
     write("\n".join([table(iteration_rows(description)) or "no sealed iteration yet", *notes]))
     if description.tags:
         write(f"tags {', '.join(description.tags)}")

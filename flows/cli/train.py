@@ -235,10 +235,10 @@ def _part(command: str, job: JobArguments, *, accept_change: bool, as_json: bool
 
 def _ended(summary: "RunSummary", config: "RunConfig") -> str:
     """Where the run's results lie."""
-    from tasks.reporting import accuracy_lines
+    from tasks.reporting import summary_lines
 
     lines = [
-        f"\n{accuracy_lines(summary)}",
+        f"\n{summary_lines(summary)}",
         f"plot     {summary.plot}\nrun      {summary.path}",
         f"policy   {summary.policy}{added_to(summary.base)}\ndigest   {summary.digest}",
     ]

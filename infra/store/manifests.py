@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
 from infra.config import Settings
+from infra.costs import Cost
 from infra.errors import Damaged
 from infra.store.bundles import BundleRef
 from infra.store.checksums import SCHEMA_VERSION, record_digest, seal, unseal
@@ -43,15 +44,27 @@ class Provenance(Settings):
     """Durations by name."""
     requests: dict[str, int] = {}
     """Requests to the run's store by verb, where it is in a bucket."""
+    costs: dict[str, Cost] = {}
+    """What an iteration or an evaluation took, by role, in the manifest that ends it."""
 
 
 def provenance_here(
-    *, worker: str = "", seconds: Mapping[str, float] | None = None, requests: Mapping[str, int] | None = None
+    *,
+    worker: str = "",
+    seconds: Mapping[str, float] | None = None,
+    requests: Mapping[str, int] | None = None,
+    costs: Mapping[str, Cost] | None = None,
 ) -> Provenance:
     """Return the provenance of what is made on this machine now."""
     created = datetime.now(UTC).isoformat(timespec="milliseconds")
-    made = {"seconds": dict(seconds or {}), "requests": dict(requests or {})}
-    return Provenance(worker=worker, host=socket.gethostname(), created=created, **made)
+    return Provenance(
+        worker=worker,
+        host=socket.gethostname(),
+        created=created,
+        seconds=dict(seconds or {}),
+        requests=dict(requests or {}),
+        costs=dict(costs or {}),
+    )
 
 
 def versions_here() -> dict[str, str]:
@@ -92,7 +105,8 @@ class Manifest(Settings):
 
     def encode(self) -> bytes:
         """Return the sealed file: the result, its digest, its provenance."""
-        made = self.provenance.model_dump(mode="json", exclude=set() if self.provenance.requests else {"requests"})
+        empty = {name for name in ("requests", "costs") if not getattr(self.provenance, name)}
+        made = self.provenance.model_dump(mode="json", exclude=empty)
         return seal({**self._result(), "digest": self.digest, "provenance": made})
 
     def _result(self) -> dict[str, JsonValue]:

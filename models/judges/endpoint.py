@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -48,6 +49,7 @@ class _Choice(_Read):
 
 
 class _Usage(_Read):
+    prompt_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
 
 
@@ -109,8 +111,12 @@ def read_answer(data: bytes, verdict: VerdictConfig | None) -> Answer:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
         return refusal(f"no chat completion: {where}: {first['msg']}")
-    choice = completion.choices[0]
-    tokens = completion.usage.completion_tokens if completion.usage else 0
+    usage = completion.usage or _Usage()
+    answer = _answer(completion.choices[0], verdict, tokens=usage.completion_tokens)
+    return replace(answer, tokens_read=usage.prompt_tokens)
+
+
+def _answer(choice: _Choice, verdict: VerdictConfig | None, *, tokens: int) -> Answer:
     if isinstance(verdict, LogprobVerdict):
         return _likelihoods(choice.logprobs, verdict, tokens=tokens)
     if choice.finish_reason not in ("stop", None):  # a number that was cut in two is another number

@@ -44,6 +44,8 @@ class Answer:
     """Written by the judge, as far as is known."""
     error: str | None
     """Why there is no answer, in one line; such an answer is invalid."""
+    tokens_read: int = 0
+    """Read by the judge, as far as an endpoint tells."""
 
 
 class Judge(Protocol):

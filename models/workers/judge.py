@@ -122,8 +122,13 @@ class JudgeWorker:
             metrics=_metrics(everything, votes, self._reward),
             detail={"lengths": order_statistics([answer.tokens for answer in answers])},
             timings={"load": loaded - started, "generate": judged - loaded, "write": clock() - judged}
-            | self._steps().since(before),
+            | self._steps().since(before)
+            | self._told(answers),
         )
+
+    def _told(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """Tell what an endpoint says of itself: it does not follow from the work."""
+        return {"read_tokens": float(sum(each.tokens_read for each in answers))} if self._local is None else {}
 
     def _steps(self) -> StepSums:
         return StepSums() if self._local is None else self._local.steps()

@@ -14,6 +14,7 @@ from infra.config import PoolsConfig, Settings, fingerprint_of
 from infra.errors import BadInput
 from infra.validation_errors import explain, nearest
 from models.config.algorithms import AlgorithmConfig, Grpo
+from models.config.budget import BudgetConfig
 from models.config.data import ArithmeticData, DataConfig, PreferencesConfig
 from models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
 from models.config.job import Job, reasons_against, reasons_against_preferences
@@ -80,6 +81,8 @@ class RunConfig(Settings):
     """Held-out evaluation."""
     retention: RetentionConfig = RetentionConfig()
     """How long policies and rollouts keep their files."""
+    budget: BudgetConfig = BudgetConfig()
+    """What the run may take."""
     tags: tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")], ...] = ()
     """What the run is found by: in Prefect, and by `rheostat gc --tag`, which keeps it. Another list replaces them."""
 
@@ -121,6 +124,18 @@ class RunConfig(Settings):
                 raise ValueError(
                     f"placement.replicas.{term}: expected a reward that a model serves here, found {known}"
                     f"{nearest(term, local)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _prices_are_of_judges(self) -> "RunConfig":
+        asked = [term for term, reward in self.scoring.model_rewards.items() if reward.endpoint is not None]
+        for term in self.budget.prices.judges:
+            if term not in asked:
+                known = ", ".join(asked) or "none"
+                raise ValueError(
+                    f"budget.prices.judges.{term}: expected a reward whose judge is behind an endpoint, found {known}"
+                    f"{nearest(term, asked)}"
                 )
         return self
 
@@ -208,7 +223,7 @@ class RunConfig(Settings):
     def identity(self) -> dict[str, JsonValue]:
         """What results depend on: a run continues only under the same identity."""
         elsewhere: dict[str, bool | set[str]] = dict.fromkeys(
-            ("name", "store", "controllers", "retention", "tags", "pools", "placement"), True
+            ("name", "store", "controllers", "retention", "budget", "tags", "pools", "placement"), True
         )
         elsewhere["scoring"] = {"python", "sandbox"}
         if self.update.schedule == "constant":

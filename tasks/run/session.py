@@ -13,6 +13,7 @@ from math import inf
 from typing import Protocol, TypeVar
 
 from infra.config import PoolsConfig, Settings
+from infra.costs import Account
 from infra.errors import RheostatError
 from infra.pools.cluster import Preload, RayCluster
 from infra.pools.fleet import Fleet
@@ -162,6 +163,7 @@ class Session:
         self.placing: Placing | None = None
         """What the placement knows, once it has been asked."""
         self.pages = Pages()
+        self.account = Account()
         self.retention = Retention()
         """What retention has looked at."""
         self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}
@@ -277,9 +279,8 @@ class Session:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(
-            self._asking.shutdown, cancel_futures=True
-        )  # what is being committed still holds the run
+        # What is being committed still holds the run.
+        await asyncio.to_thread(self._asking.shutdown, cancel_futures=True)
 
 
 PRELOADED = (

@@ -17,6 +17,7 @@ from prefect.context import TaskRunContext
 from prefect.tasks import Task
 from pydantic import JsonValue
 
+from infra.costs import Cost
 from infra.errors import Damaged, WorkerLost, WorkerStalled
 from infra.store.bundles import BundleRef, sync_bundle
 from infra.store.dependencies import DEPENDENCIES
@@ -196,10 +197,13 @@ def record(
 
 
 def decided_here(
-    *, seconds: Mapping[str, float] | None = None, requests: Mapping[str, int] | None = None
+    *,
+    seconds: Mapping[str, float] | None = None,
+    requests: Mapping[str, int] | None = None,
+    costs: Mapping[str, Cost] | None = None,
 ) -> Provenance:
     """Return the provenance of what this process decides."""
-    return provenance_here(worker=f"controller pid {os.getpid()}", seconds=seconds, requests=requests)
+    return provenance_here(worker=f"controller pid {os.getpid()}", seconds=seconds, requests=requests, costs=costs)
 
 
 def finish(session: Session, part: str) -> None:

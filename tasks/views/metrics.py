@@ -1,10 +1,11 @@
 """A run in numbers, read from its manifests."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from infra.config import Settings
+from infra.costs import Cost, total
 from infra.statistics import mean_interval
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -101,6 +102,8 @@ class IterationReport(Settings):
     requests: dict[str, int] = {}
     """What the process that drives the run asked its store in a bucket between the seal before and this one, by verb;
     workers ask besides."""
+    costs: dict[str, Cost] = {}
+    """What it took, by role."""
 
     def line(self, total: int, remaining_seconds: float) -> str:
         """The report as one line of a terminal."""
@@ -111,6 +114,28 @@ class IterationReport(Settings):
             f"iteration {self.iteration:>3}/{total}  accuracy {shown(self.accuracy)}  reward {shown(self.reward)}  "
             f"length {shown(self.length, digits=1)}  kl {self.kl:.4f}  {stages}  eta {eta}{note}"
         )
+
+
+def iteration_table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
+    """Lay iterations out as rows. The UI shows some six columns before it scrolls: what people look for comes first."""
+    return [
+        {
+            "iteration": report.iteration,
+            "accuracy": shown(report.accuracy),
+            "reward": shown(report.reward),
+            "length": shown(report.length, digits=1),
+            "kl": round(report.kl, 4),
+            "mismatch": small(report.mismatch),
+            "missing": report.missing,
+            **({} if report.episodes is None else report.episodes.cells()),
+            **{f"{name} seconds": round(value, 2) for name, value in report.seconds.items()},
+            **(total(report.costs.values()).cells() if report.costs else {}),
+            "quarantined": report.quarantined,
+            "policy": report.policy[:16],
+            "warnings": "; ".join(report.warnings.values()),
+        }
+        for report in reports
+    ]
 
 
 def shown(value: float | None, *, digits: int = 3) -> str:
@@ -148,6 +173,7 @@ def report_of(sealed: Manifest, *, term: str) -> IterationReport:
         episodes=_episodes(metrics, told),
         warnings=warnings_of(metrics | share),
         requests=sealed.provenance.requests,
+        costs=sealed.provenance.costs,
     )
 
 
@@ -174,8 +200,12 @@ def _cut(metrics: Mapping[str, float]) -> float | None:
 
 def evaluations_of(run: Run) -> list[Accuracy]:
     """Every evaluation of a run, in order."""
+    return [accuracy_of(summary) for summary in _evaluated(run)]
+
+
+def _evaluated(run: Run) -> list[Manifest]:
     keys = (StageKey.of(folder, "summary") for folder in run.folders() if folder.startswith("eval-"))
-    return [accuracy_of(summary) for key in keys if (summary := run.find(key)) is not None]
+    return [summary for key in keys if (summary := run.find(key)) is not None]
 
 
 def sealed_iterations(run: Run) -> list[Manifest]:
@@ -183,6 +213,13 @@ def sealed_iterations(run: Run) -> list[Manifest]:
     numbers = iterations_among(run.folders())
     seals = (run.find(StageKey.of(iteration_key(number), "seal")) for number in numbers)
     return [sealed for sealed in seals if sealed is not None]
+
+
+def run_costs(run: Run) -> dict[str, Cost]:
+    """What the sealed iterations and the evaluations of a run took together, by role."""
+    ended = [made.provenance.costs for made in (*sealed_iterations(run), *_evaluated(run))]
+    roles = dict.fromkeys(role for costs in ended for role in costs)
+    return {role: total(costs[role] for costs in ended if role in costs) for role in roles}
 
 
 def reports_of(run: Run, *, term: str) -> list[IterationReport]:

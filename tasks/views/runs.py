@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from infra.config import Settings
+from infra.costs import Cost
 from infra.errors import BadInput, Damaged
 from infra.store.dependencies import AcceptedChange, accepted_changes
 from infra.store.garbage import tags_of
@@ -21,7 +22,15 @@ from models.rollouts.preview import RolloutPreview, read_samples
 from tasks.run.batch import check_rollouts_kept, rollouts_of
 from tasks.run.keys import PROMPTS, StageKey, iteration_key, iterations_among
 from tasks.run.rescorings import Derived, DerivedLine, derived_of
-from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, report_of, reports_of, sealed_iterations
+from tasks.views.metrics import (
+    Accuracy,
+    IterationReport,
+    evaluations_of,
+    report_of,
+    reports_of,
+    run_costs,
+    sealed_iterations,
+)
 
 
 def sample_rollouts(
@@ -105,6 +114,8 @@ class RunDescription(Settings):
     """Held-out evaluations, in order."""
     iterations: list[IterationReport]
     """Sealed iterations, in order."""
+    costs: dict[str, Cost]
+    """What iterations and evaluations took together, by role."""
     policy: str | None
     """Directory of the last sealed policy, or of its adapter; none before there is one."""
     base: str | None
@@ -149,6 +160,7 @@ def describe_run(store: str, name: str) -> RunDescription:
         engines=producers_of(run),
         evaluations=evaluations_of(run),
         iterations=reports_of(run, term=_terms(run)[0]),
+        costs=run_costs(run),
         policy=policy,
         base=base,
         derived=derived_of(run),

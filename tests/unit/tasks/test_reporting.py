@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from PIL import Image
 
+from infra.costs import Cost
 from models.data.images import THUMBNAIL_BYTES, data_address, digest_of, thumbnail
 from models.records.media import HeldImages, ShownImage
 from models.rollouts.preview import Excerpts, RolloutPreview
-from tasks.reporting import RunSummary, escape_markdown, iteration_table, rollout_table, summary_page
-from tasks.views.metrics import Accuracy, EpisodesReport, IterationReport
+from tasks.reporting import RunSummary, escape_markdown, rollout_table, summary_page
+from tasks.views.metrics import Accuracy, EpisodesReport, IterationReport, iteration_table
 from tasks.views.pages import rollouts_page
 from tests.support.pictures import picture
 
@@ -100,6 +101,12 @@ REPORT = IterationReport(
     importance_weight=1.0, importance_cut=0.0, missing=2, quarantined=False, policy="0123456789abcdef0123",
     seconds={"rollout": 1.234, "total": 2.5}, weights_bytes=0, weights_seconds=0.0,
 )  # fmt: skip
+
+
+def test_the_table_of_iterations_says_what_each_took_in_all_its_roles():
+    costs = {"rollout": Cost(prompt_tokens=20, written_tokens=1500), "update": Cost(learnt_tokens=1480, price=0.5)}
+    [told] = iteration_table([REPORT.model_copy(update={"costs": costs})])
+    assert [told[name] for name in ("tokens read", "written", "learnt", "price")] == ["20", "1,500", "1,480", "0.5000"]
 
 
 def test_the_table_of_iterations_says_what_became_of_episodes_where_there_are_any():

@@ -1,0 +1,157 @@
+"""What runs take, counted again from their files, and runs that end where their budget is spent."""
+
+import json
+
+import pyarrow as pa
+import pytest
+
+from flows.cli.app import main
+from infra.errors import BudgetSpent
+from infra.store.runs import open_run
+from infra.store.shards import read_shard
+from tests.support.chat_server import chat_server, says
+from tests.support.in_process import InProcessJob
+from tests.support.jobs import manifests_of, shards_of
+
+pytestmark = pytest.mark.timeout(1200)
+
+STALE = ("rollout.staleness=1", "retention.keep_last=3", "evaluation.problems=4")
+ROLES = ("rollout", "scoring", "update")
+
+
+def costs_in(job, key):
+    """What a manifest says that was taken, by role; as a checker it knows nothing of the product."""
+    return json.loads((job.run / f"manifests/{key}.json").read_text())["provenance"]["costs"]
+
+
+def named_in(job, key):
+    """Shards and bundles that a manifest names."""
+    manifest = json.loads((job.run / f"manifests/{key}.json").read_text())
+    return [*manifest["shards"], *manifest["bundles"].values()]
+
+
+def rows_of(job, *keys):
+    run = open_run(str(job.store), "tiny")
+    return pa.concat_tables([read_shard(run.store, run.require(key).shards[0]) for key in keys]).to_pylist()
+
+
+def files_below(path):
+    """A shard, or the files of a bundle but the list of them."""
+    return [path] if path.is_file() else [file for file in path.rglob("*") if file.name != "bundle.json"]
+
+
+def tokens_until(job, *keys):
+    """Tokens of all roles in what these iterations and evaluations took."""
+    kinds = ("prompt_tokens", "written_tokens", "learnt_tokens")
+    return sum(costs_in(job, key)[role][kind] for key in keys for role in ROLES for kind in kinds)
+
+
+AFTER_ONE = ("eval-0000/summary", "it-0001/seal")
+AFTER_THREE = (*AFTER_ONE, "it-0002/seal", "it-0003/seal")
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_tokens_are_those_in_the_shards_of_an_iteration(reference, number):
+    costs, shards = costs_in(reference, f"it-{number:04d}/seal"), range(3)
+    rollouts = rows_of(reference, *(f"it-{number:04d}/rollout/{shard:04d}" for shard in shards))
+    samples = rows_of(reference, f"it-{number:04d}/credit")
+    assert len(rollouts) == 24, "six prompts, four completions each"
+    read = {row["prompt_row"]: len(row["prompt_tokens"]) for row in rollouts}
+    assert costs["rollout"]["prompt_tokens"] == sum(read.values()), "a prompt is read once for its group"
+    assert costs["rollout"]["written_tokens"] == sum(len(row["completion_tokens"]) for row in rollouts)
+    assert costs["update"]["learnt_tokens"] == sum(len(row["advantages"]) for row in samples) > 0
+
+
+def test_bytes_are_those_of_the_files_that_an_iteration_left(reference):
+    costs, run = costs_in(reference, "it-0003/seal"), reference.run
+    stages = {
+        "rollout": [f"it-0003/rollout/{shard:04d}" for shard in range(3)],
+        "scoring": [*(f"it-0003/scoring/{shard:04d}" for shard in range(3)), "it-0003/credit"],
+        "update": ["it-0003/update"],
+    }
+    for role, keys in stages.items():
+        files = [file for key in keys for ref in named_in(reference, key) for file in files_below(run / ref["key"])]
+        assert costs[role]["bytes"] == sum(file.stat().st_size for file in files) > 0
+
+
+def test_workers_are_held_for_as_long_as_the_run_lasts_whatever_they_do(reference):
+    for key in (*AFTER_THREE, "eval-0003/summary"):
+        costs = costs_in(reference, key)
+        held = costs["update"]["worker_seconds"]  # of its one rank
+        assert costs["rollout"]["worker_seconds"] == pytest.approx(2 * held), "two slots"
+        assert costs["scoring"]["worker_seconds"] == pytest.approx(held), "one process beside them"
+        assert 0 < costs["rollout"]["busy_seconds"] <= costs["rollout"]["worker_seconds"]
+
+
+def test_show_prints_what_each_role_took_and_their_sum(reference):
+    lines = reference.command("show").output.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("took"))
+    assert [line.split()[0] for line in lines[begin + 1 : begin + 5]] == [*ROLES, "in"]
+    told = json.loads(reference.command("show", "--json").output)
+    everything = (*AFTER_THREE, "eval-0003/summary")
+    whole = sum(costs_in(reference, key)["rollout"]["written_tokens"] for key in everything)
+    assert told["costs"]["rollout"]["written_tokens"] == whole
+    assert f"{whole:,}" in lines[begin + 1]
+    assert told["iterations"][1]["costs"] == costs_in(reference, "it-0002/seal")
+
+
+def test_a_run_ends_after_the_iteration_that_reaches_a_limit_and_a_larger_one_makes_it_the_undisturbed_run(
+    reference, tmp_path, prefect_api, capsys
+):
+    job, limit = InProcessJob(tmp_path, prefect_api, counts_works=True), tokens_until(reference, *AFTER_ONE)
+    with pytest.raises(
+        BudgetSpent, match=rf"'tiny': budget.tokens {limit:,}: {limit:,} are spent after iteration 1 of 3"
+    ):
+        job.train(f"budget.tokens={limit}")
+    assert "it-0001/seal" in manifests_of(job.run)
+    assert not [key for key in manifests_of(job.run) if key.startswith("it-0002")], "nothing of the next was begun"
+    before = job.works()
+    with job.prefect():
+        given = ["train", str(tmp_path / "tiny.toml"), "pools.cluster=threads", f"budget.tokens={limit}"]
+        assert main([*given, "--store", str(job.store)]) == 3
+    assert "budget.tokens" in capsys.readouterr().err
+    assert job.works() == before, "a budget that is spent has no worker do anything"
+    with pytest.raises(BudgetSpent, match="after iteration 2 of 3"):
+        job.train(f"budget.tokens={limit + 1}")
+    job.train(f"budget.tokens={tokens_until(reference, *AFTER_THREE)}")  # reached, when no iteration is left
+    assert manifests_of(job.run) == manifests_of(reference.run)
+    assert shards_of(job.run) == shards_of(reference.run)
+
+
+@pytest.mark.system
+def test_what_is_generated_ahead_when_a_budget_is_spent_is_kept_for_who_goes_on(tmp_path, prefect_api):
+    whole, job = InProcessJob(tmp_path / "whole", prefect_api), InProcessJob(tmp_path / "cut", prefect_api, True)
+    whole.train(*STALE)
+    with pytest.raises(BudgetSpent, match="after iteration 1 of 3"):
+        job.train(*STALE, f"budget.tokens={tokens_until(whole, *AFTER_ONE)}")
+    ahead = {f"it-0002/{stage}/{shard:04d}" for stage in ("rollout", "scoring") for shard in range(3)}
+    assert ahead < manifests_of(job.run).keys() and "it-0002/credit" not in manifests_of(job.run)
+    job.train(*STALE)
+    assert manifests_of(job.run) == manifests_of(whole.run)
+    assert max(job.works().values()) == 1, "no work was done twice"
+
+
+def test_a_judge_behind_an_endpoint_costs_what_its_calls_and_tokens_cost(tmp_path, prefect_api):
+    job = InProcessJob(tmp_path, prefect_api)
+    with chat_server(lambda asked, before: says("I think yes" if before else "perhaps")) as server:
+        judge = (
+            "scoring.rewards=[{kind = 'judge', name = 'quality', verdict = {kind = 'choice', constrained = false},"
+            f" model = {{kind = 'endpoint', base_url = '{server.url}', allowed_hosts = ['127.0.0.1'],"
+            " allow_private = true, model = 'judge', backoff_seconds = 0.01}}]"
+        )
+        job.train(
+            judge,
+            "iterations=1",
+            "scoring.max_missing=1.0",
+            "budget.prices.judges.quality={per_thousand_calls=2, per_million_tokens_read=10}",
+            "budget.prices.per_worker_hour=3600",
+        )
+        asked = len(server.asked)
+    costs = [costs_in(job, key) for key in (*AFTER_ONE, "eval-0001/summary")]
+    assert sum(each["scoring"]["judge_calls"] for each in costs) == asked > 0
+    assert sum(each["scoring"]["prompt_tokens"] for each in costs) == 5 * asked, "as the endpoint says"
+    for each in costs:
+        calls = each["scoring"]["judge_calls"]
+        worked = each["scoring"]["worker_seconds"]
+        assert each["scoring"]["price"] == pytest.approx(0.002 * calls + 10 * 5 * calls / 1e6 + worked)
+        assert each["update"]["price"] == pytest.approx(each["update"]["worker_seconds"])

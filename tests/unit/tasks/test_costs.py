@@ -1,0 +1,157 @@
+"""What roles take, against numbers worked by hand, and what budgets refuse."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from infra.costs import Account, Cost, total
+from infra.errors import BadInput
+from infra.store.bundles import BundleRef
+from infra.store.manifests import Manifest, decode_manifest, provenance_here
+from infra.store.shards import ShardRef
+from models.config.budget import BudgetConfig
+from tasks.config.run import override_config
+from tasks.costs import Held, costs_of
+
+JUDGES = (
+    "scoring.rewards=[{kind = 'judge', name = 'here', slots = 2, model = {kind = 'trained'}},"
+    " {kind = 'judge', name = 'there', model = {kind = 'endpoint', base_url = 'https://judge.example.com/v1',"
+    " allowed_hosts = ['judge.example.com'], model = 'judge'}, verdict = {kind = 'score'}}]"
+)
+POOLS = ("pools.workers=4", "pools.scoring_workers=3", "pools.update_ranks=2")
+GPUS = ("pools.gpus_per_worker=0.5", "pools.gpus_per_update_rank=1")
+PRICES = (
+    "budget.prices.per_worker_hour=3.6",
+    "budget.prices.per_gpu_hour=36",
+    "budget.prices.judges.there.per_thousand_calls=500",
+    "budget.prices.judges.there.per_million_tokens_written=1000",
+)
+
+
+def made(seconds, size=0, *, bundles=None, told=None, **metrics):
+    """What a worker made in so many seconds, with a shard of a size."""
+    shards = (ShardRef(key="shards/x.arrow", bytes=size, rows=1, digest="x"),) if size else ()
+    provenance = provenance_here(seconds={"worker": seconds, **(told or {})})
+    return Manifest(key="a/b", shards=shards, bundles=bundles or {}, metrics=metrics, provenance=provenance)
+
+
+def bundle(key, size):
+    return BundleRef(key=key, digest=key, bytes=size)
+
+
+class OneBatch:
+    """An iteration's stages."""
+
+    def stage(self, name):
+        stages = {
+            "rollout": [made(3, 100, tokens=30, prompt_tokens=8), made(1, 50, tokens=12, prompt_tokens=4)],
+            "scoring": [made(0.5, 10), made(0.5, 10)],
+            "judge-here": [made(2, 20, tokens=7, sequences=4)],
+            "judge-there": [made(6, 20, told={"read_tokens": 90.0}, tokens=5, sequences=4)],
+        }
+        return stages[name]
+
+
+@pytest.fixture(scope="module")
+def costs():
+    """Ten seconds of four slots, two pools of three processes, and two ranks."""
+    session = SimpleNamespace(settings=override_config({}, [JUDGES, *POOLS, *GPUS, *PRICES], source="test"))
+    update = made(2, bundles={"weights": bundle("new", 1000), "base": bundle("old", 5000)}, tokens=42.0, steps=2.0)
+    return costs_of(
+        session,
+        [OneBatch()],
+        Held(seconds=10, slots=4),
+        credit=[made(1, 30, tokens=99)],
+        learnt=[made(3, 7, tokens=42), update],
+        known={"old"},
+    )
+
+
+def test_generation_shares_the_slots_with_a_judge_in_proportion_to_their_work(costs):
+    # 4 slots of 10 s; 3 + 1 s of generation, and 2 s of a judge on two slots: half each.
+    assert costs["rollout"].busy_seconds == 4
+    assert costs["rollout"].worker_seconds == pytest.approx(20)
+    # The other half, and two pools of three processes: for rules and credit, and before the endpoint.
+    assert costs["scoring"].worker_seconds == pytest.approx(20 + 2 * 3 * 10)
+    assert costs["scoring"].busy_seconds == pytest.approx(2 * 2 + 6 + 0.5 + 0.5 + 1)
+    assert costs["update"].worker_seconds == pytest.approx(20)
+    assert costs["update"].busy_seconds == pytest.approx(2 * (3 + 2))
+
+
+def test_gpus_count_for_as_long_as_their_workers_are_held(costs):
+    assert [costs[role].gpu_seconds for role in ("rollout", "scoring", "update")] == pytest.approx([10, 10, 20])
+
+
+def test_tokens_are_counted_where_they_are_read_written_and_learnt(costs):
+    rollout, scoring, update = costs["rollout"], costs["scoring"], costs["update"]
+    assert (rollout.prompt_tokens, rollout.written_tokens, rollout.learnt_tokens) == (12, 42, 0)
+    # Of a judge here only what it writes is known, and where it chooses among given answers it writes nothing.
+    assert (scoring.prompt_tokens, scoring.written_tokens, scoring.learnt_tokens) == (90, 5, 0)
+    assert (update.prompt_tokens, update.written_tokens, update.learnt_tokens) == (0, 0, 42)
+
+
+def test_bytes_are_those_of_new_shards_and_bundles(costs):
+    assert [costs[role].bytes for role in ("rollout", "scoring", "update")] == [150, 90, 1007]
+
+
+def test_prices_are_those_of_held_workers_gpus_and_the_judge_elsewhere(costs):
+    assert costs["scoring"].judge_calls == 8
+    assert costs["rollout"].price == pytest.approx(20 * 3.6 / 3600 + 10 * 36 / 3600)
+    judge = 4 * 500 / 1000 + 5 * 1000 / 1e6
+    assert costs["scoring"].price == pytest.approx(80 * 3.6 / 3600 + 10 * 36 / 3600 + judge)
+
+
+def test_what_was_done_before_a_kill_counts_as_held():
+    session = SimpleNamespace(settings=override_config({}, [], source="test"))
+    batch = SimpleNamespace(stage=lambda name: [made(3, 100, tokens=1, prompt_tokens=1)])
+    costs = costs_of(session, [batch], Held(), learnt=[made(2)])
+    assert [costs[role].worker_seconds for role in ("rollout", "scoring", "update")] == [3, 3, 2]
+
+
+def test_costs_are_in_a_manifest_and_not_in_its_digest():
+    sealed = Manifest(key="it-0001/seal", provenance=provenance_here(costs={"rollout": Cost(written_tokens=3)}))
+    assert decode_manifest(sealed.encode(), key="it-0001/seal").provenance.costs["rollout"].written_tokens == 3
+    assert sealed.digest == Manifest(key="it-0001/seal").digest
+
+
+def test_an_account_adds_up_what_it_takes():
+    account = Account()
+    account.take({"rollout": Cost(written_tokens=2, price=0.5), "update": Cost(learnt_tokens=2)})
+    account.take({"rollout": Cost(written_tokens=3, price=0.25)})
+    assert account.spent == total([Cost(written_tokens=5, learnt_tokens=2, price=0.75)])
+
+
+@pytest.mark.parametrize(
+    ("limits", "spent", "said"),
+    [
+        ({"tokens": 10}, Cost(prompt_tokens=4, written_tokens=3, learnt_tokens=2), None),
+        ({"tokens": 10}, Cost(prompt_tokens=4, written_tokens=3, learnt_tokens=3), "budget.tokens 10: 10 are spent"),
+        ({"worker_hours": 0.5}, Cost(worker_seconds=1800), "budget.worker_hours 0.5: 0.5 are spent"),
+        ({"gpu_hours": 2}, Cost(gpu_seconds=9000), "budget.gpu_hours 2.0: 2.5 are spent"),
+        ({"judge_calls": 3, "bytes": 5}, Cost(judge_calls=2, bytes=1234), "budget.bytes 5: 1,234 are spent"),
+        ({"price": 0.1}, Cost(price=0.25), "budget.price 0.1: 0.25 are spent"),
+        ({}, Cost(price=1e9, bytes=10**15), None),
+    ],
+)
+def test_a_limit_that_is_reached_is_named_with_what_was_spent(limits, spent, said):
+    assert BudgetConfig(**limits).reached(spent) == said
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("budget.token=5", "did you mean 'tokens'"),
+        ("budget.tokens=0", "tokens"),
+        ("budget.prices.judges.here.per_thousand_calls=1", "judge is behind an endpoint, found there"),
+        ("budget.prices.judges.their.per_thousand_calls=1", "did you mean 'there'"),
+    ],
+)
+def test_a_budget_that_makes_no_sense_is_refused_in_one_line(override, said):
+    with pytest.raises(BadInput) as refused:
+        override_config({}, [JUDGES, "pools.workers=4", override], source="test")
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_run_is_the_same_under_any_budget():
+    budgets = ([], ["budget.tokens=5", "budget.prices.per_worker_hour=1"])
+    assert len({override_config({}, each, source="test").fingerprint() for each in budgets}) == 1
