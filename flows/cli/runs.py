@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -136,15 +137,22 @@ def export(run: RunName, /, *, scores: Scores = None, store: Store = DEFAULT_STO
 
 
 def query(sql: Sql, /, *run: RunNames, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
-    """Ask runs in SQL, by DuckDB: tables `rollouts` and `iterations`."""
+    """Ask runs in SQL, by DuckDB: tables `rollouts`, `scores`, `samples`, `iterations` and `policies`."""
     from flows.cli.output import answer_rows
     from tasks.views.query import query_runs
 
     answer = query_runs(store, sql, names=run).to_pylist()
     if as_json:
-        write(json.dumps(answer, indent=2, ensure_ascii=False, default=str))
+        write(json.dumps(answer, indent=2, ensure_ascii=False, default=_plain))
     else:
         write(table(answer_rows(answer)) or "no rows")
+
+
+def _plain(value: object) -> int | float | str:
+    """Spell what JSON has no type for; sums of whole numbers are decimals."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return str(value)
 
 
 def export_policy(

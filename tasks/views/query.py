@@ -1,10 +1,13 @@
-"""SQL over the runs of a store, by DuckDB: what `export` would write, and the iterations in numbers.
+"""SQL over the runs of a store, by DuckDB.
 
-Nothing is written to the store: iterations that were not exported yet are copied to a temporary directory.
+Nothing is written to the store: what a query names is copied to a temporary directory, exported iterations aside.
 """
 
+import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Final
 
 import duckdb
 import pyarrow as pa
@@ -18,45 +21,73 @@ from tasks.run.keys import iteration_key
 from tasks.views.export import export_file, exported, write_export
 from tasks.views.metrics import sealed_iterations
 from tasks.views.runs import open_known_run
+from tasks.views.tables import TABLES
 
-TABLES = ("rollouts", "iterations")
+VIEWS: Final = ("rollouts", *TABLES)
+
+
+_SAID: Final = re.compile(r"'(?:[^']|'')*'|--[^\n]*")
+"""Texts and comments of a query."""
 
 
 def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
     """Answer a query about the sealed iterations of these runs, by default of all.
 
-    Its tables are `rollouts`, with a row for each completion and its scores, and `iterations`, with a row for each and
-    all metrics of its seal, such as `update_entropy` for `update/entropy`. What a run does not have is null there.
+    Of the views it names alone are made: `rollouts`, a row for each completion with its scores; `scores`, for each term
+    of each completion, re-scorings too, with verdicts; `samples`, for the credit of each training sample; `iterations`,
+    with all metrics of its seal, such as `update_entropy` for `update/entropy`, and what it took; `policies`, for each
+    version. What a run does not have is null there.
     Raises BadInput where the query is none that DuckDB answers, or no run has a sealed iteration.
     """
-    runs = [open_known_run(store, name) for name in names or list_runs(store)]
-    rows = [row for run in runs for row in _rows(run)]
-    if not rows:
-        where = ", ".join(map(repr, names)) or f"the runs of {open_store(store).uri}"
+    runs = [
+        run for run in (open_known_run(store, name) for name in names or list_runs(store)) if sealed_iterations(run)
+    ]
+    where = ", ".join(map(repr, names)) or f"the runs of {open_store(store).uri}"
+    if not runs:
         raise BadInput(f"{where}: expected a sealed iteration to query, found none")
     with guarded_directory("rheostat-query-") as scratch, duckdb.connect() as database:
         database.execute("SET temp_directory = ?", [str(scratch / "spilled")])
-        files = [str(path) for run in runs for path in _files(run, scratch)]
-        database.read_parquet(files, union_by_name=True).create_view("rollouts")
-        columns = dict.fromkeys(name for row in rows for name in row)
-        database.register("iterations", pa.table({name: [row.get(name) for row in rows] for name in columns}))
         try:
+            for view in _named(database, sql):
+                files = [str(path) for run in runs for path in _files(run, view, scratch)]
+                if not files:
+                    raise BadInput(f"{where}: expected something to make {view} from, found that all of it was deleted")
+                database.read_parquet(files, union_by_name=True).create_view(view)
             answer = database.sql(sql)
             return pa.table({}) if answer is None else answer.to_arrow_table()
         except duckdb.Error as error:
-            raise BadInput(f"{_told(error)} (tables: {', '.join(TABLES)})") from error
+            raise BadInput(f"{_told(error)} (tables: {', '.join(VIEWS)})") from error
 
 
-def _rows(run: Run) -> Iterator[dict[str, object]]:
-    """What the seals of a run say."""
-    for number, sealed in enumerate(sealed_iterations(run), start=1):
-        metrics = {name.replace("/", "_"): value for name, value in sealed.metrics.items()}
-        seconds = {f"seconds_{name}": value for name, value in sealed.provenance.seconds.items()}
-        yield {"run": run.name, "iteration": number, "policy": sealed.detail["policy"], **metrics, **seconds}
+def _named(database: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
+    """The views that a query names; of one that DuckDB cannot say it of before they are there, those whose names occur.
+
+    Raises duckdb.ParserException where it is no query.
+    """
+    try:
+        found = database.get_table_names(sql)
+    except duckdb.ParserException:
+        raise
+    except duckdb.Error:
+        found = set(re.findall(r"\w+", _SAID.sub(" ", sql)))
+    asked = {name.casefold() for name in found}
+    return [view for view in VIEWS if view in asked]
 
 
-def _files(run: Run, scratch: Path) -> Iterator[Path]:
-    """Parquet files of this machine with a run's rollouts, as far as they were not deleted."""
+def _files(run: Run, view: str, scratch: Path) -> Iterator[Path]:
+    """Parquet files of this machine with a run's part of a view, as far as it was not deleted."""
+    if view == "rollouts":
+        yield from _rollouts(run, scratch)
+        return
+    tables = TABLES[view](run)
+    if (first := next(tables, None)) is not None:
+        path = scratch / f"{view}-{run.name}.parquet"
+        write_export(chain([first], tables), path, key=view)
+        yield path
+
+
+def _rollouts(run: Run, scratch: Path) -> Iterator[Path]:
+    """A file for each iteration: the exported one, where there is one."""
     numbers = range(1, len(sealed_iterations(run)) + 1)
     gone = without_rollouts(run, numbers)
     for number in numbers:

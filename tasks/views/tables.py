@@ -1,0 +1,149 @@
+"""What queries ask, as tables of one run each: scores, credit, iterations, policies. `rollouts` is what export writes.
+
+Needs neither Prefect's API nor a worker.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import duckdb
+import pyarrow as pa
+
+from infra.costs import total
+from infra.store.bundles import has_bundle
+from infra.store.runs import Run
+from infra.store.shards import read_shard
+from models.config.rewards import ScoringConfig
+from models.records.schemas import VERDICT_SCHEMA
+from models.records.versions import policy_of
+from tasks.run.batch import rollouts_of, without_rollouts
+from tasks.run.keys import StageKey, iteration_key, reward_model_role
+from tasks.run.rescorings import Derived, Kind, derived_of, rescoring_terms
+from tasks.views.metrics import sealed_iterations
+
+PLACE: Final = ("prompt_row", "sample")
+VERDICT: Final = pa.struct([VERDICT_SCHEMA.field(name) for name in VERDICT_SCHEMA.names[2:]])
+SCORES: Final = pa.schema(
+    [
+        ("run", pa.string()),
+        ("iteration", pa.int32()),
+        ("rescoring", pa.string()),  # its name; null for the scores that the run learnt from
+        ("prompt_row", pa.int32()),
+        ("sample", pa.int16()),
+        ("term", pa.string()),
+        ("value", pa.float64()),  # before its weight; null = missing
+        ("reward", pa.float64()),  # the sum of all terms by weight; null = missing
+        ("error", pa.string()),  # the completion's first
+        ("verdicts", pa.list_(VERDICT)),  # of a model behind the reward, by vote and attempt; null where there is none
+    ]
+)
+CREDIT: Final = """
+    select $run as run, $iteration::int as iteration, $name::varchar as recredit, prompt_row, sample,
+        num_prompt_tokens as prompt_tokens, len(written) as tokens, list_avg(written) as advantage_mean,
+        list_min(written) as advantage_min, list_max(written) as advantage_max, list_max(staleness) as staleness
+    from (select *, list_filter(advantages, lambda advantage, place: staleness[place] >= 0) as written from samples)
+"""
+"""Of each sample, the advantages of the tokens that a policy wrote."""
+
+
+def _iterations(run: Run) -> Iterator[pa.Table]:
+    """What the seals of a run say, and what the iterations took."""
+    rows: list[dict[str, object]] = []
+    for number, sealed in enumerate(sealed_iterations(run), start=1):
+        provenance, metrics = sealed.provenance, {name.replace("/", "_"): each for name, each in sealed.metrics.items()}
+        seconds = {f"seconds_{name}": value for name, value in provenance.seconds.items()}
+        cost = total(provenance.costs.values())
+        costs = {f"cost_{name}": value for name, value in {**cost.model_dump(), "tokens": cost.tokens}.items()}
+        policy = {"run": run.name, "iteration": number, "policy": sealed.detail["policy"]}
+        rows.append({**policy, **metrics, **seconds, **(costs if provenance.costs else {})})
+    columns = dict.fromkeys(name for row in rows for name in row)
+    yield pa.table({name: [row.get(name) for row in rows] for name in columns})
+
+
+def _policies(run: Run) -> Iterator[pa.Table]:
+    """Every version of the policy, from the first."""
+    rows: list[dict[str, object]] = []
+    for number in range(len(sealed_iterations(run)) + 1):
+        policy = policy_of(run.require(StageKey.policy(number)))
+        files = [bundle for bundle in (policy.adapter, policy.weights) if bundle is not None]
+        rows.append(
+            {
+                "run": run.name,
+                "version": policy.version,
+                "iteration": number or None,
+                "policy": policy.digest,
+                "parent": rows[-1]["policy"] if rows else None,
+                "bytes": files[0].bytes,
+                "state_bytes": None if policy.state is None else policy.state.bytes,
+                "is_there": all(has_bundle(run.store, bundle) for bundle in files),
+            }
+        )
+    yield pa.Table.from_pylist(rows)
+
+
+def _samples(run: Run) -> Iterator[pa.Table]:
+    """The credit of every training sample, re-credits beside what the run learnt from."""
+    for number, name, prefix in _made(run, "recredit"):
+        credit = run.require(StageKey.of(iteration_key(number), "credit").below(prefix))
+        values = {"run": run.name, "iteration": number, "name": name}
+        columns = ("prompt_row", "sample", "num_prompt_tokens", "advantages", "staleness")
+        for shard in credit.shards:
+            with duckdb.connect() as database:
+                database.register("samples", read_shard(run.store, shard, columns))
+                yield database.execute(CREDIT, values).to_arrow_table()
+
+
+def _scores(run: Run) -> Iterator[pa.Table]:
+    """Every term of every completion, re-scorings beside what the run learnt from."""
+    own = ScoringConfig.model_validate(run.record.config["scoring"])
+    for number, name, prefix in _made(run, "rescore"):
+        again = None if name is None else rescoring_terms(run, name)
+        for rollouts in rollouts_of(run, number):
+            for term in (own if again is None else again.scoring).terms:
+                table = _scored(run, StageKey.parse(rollouts.key), term, prefix=prefix)
+                place = {"run": run.name, "iteration": number, "rescoring": name, "term": term}
+                columns = {column: [value] * table.num_rows for column, value in place.items()}
+                yield pa.table(columns | dict(zip(table.column_names, table.columns, strict=True)), schema=SCORES)
+
+
+def _scored(run: Run, rollouts: StageKey, term: str, *, prefix: str) -> pa.Table:
+    """One term of a shard's completions, with what a model behind it said of each."""
+    scored = run.require(rollouts.at("scoring").below(prefix))
+    scores = read_shard(run.store, scored.shards[0], (*PLACE, "reward", f"reward_{term}", "error"))
+    judged, said = run.find(rollouts.at(reward_model_role(term)).below(prefix)), None
+    if judged is not None:
+        found = _verdicts(read_shard(run.store, judged.shards[0]))
+        said = [found[place] for place in zip(*(scores[name].to_pylist() for name in PLACE), strict=True)]
+    columns = {name: scores[name] for name in (*PLACE, "reward", "error")}
+    verdicts = pa.nulls(scores.num_rows) if said is None else pa.array(said, pa.list_(VERDICT))
+    return pa.table({**columns, "value": scores[f"reward_{term}"], "verdicts": verdicts})
+
+
+def _verdicts(table: pa.Table) -> Mapping[tuple[int, int], list[dict[str, object]]]:
+    """Verdicts by completion; those on canaries are of no completion that is asked for."""
+    found: dict[tuple[int, int], list[dict[str, object]]] = defaultdict(list)
+    for row in table.to_pylist():
+        found[row.pop("prompt_row"), row.pop("sample")].append(row)
+    return found
+
+
+def _made(run: Run, kind: Kind) -> Iterator[tuple[int, str | None, str]]:
+    """Number each sealed iteration whose shards are there, with name and prefix of all that was made of it: its own,
+    of no name, first."""
+    numbers = range(1, len(sealed_iterations(run)) + 1)
+    gone, derived = without_rollouts(run, numbers), [line for line in derived_of(run) if line.kind == kind]
+    for number in (number for number in numbers if number not in gone):
+        yield number, None, ""
+        for line in derived:
+            if number in line.iterations:
+                yield number, line.name, Derived(kind, line.name).prefix
+
+
+TABLES: Final[Mapping[str, Callable[[Run], Iterator[pa.Table]]]] = {
+    "scores": _scores,
+    "samples": _samples,
+    "iterations": _iterations,
+    "policies": _policies,
+}
+"""Of each the tables of a run, which have one schema."""

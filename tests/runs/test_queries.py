@@ -1,0 +1,200 @@
+"""Runs asked in SQL: each view against what it is made from, and the questions of docs/queries.md."""
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import sys
+from statistics import fmean
+
+import duckdb
+import pyarrow as pa
+import pytest
+
+import tasks.views.export
+import tasks.views.tables
+from flows.cli.app import main
+from flows.cli.output import answer_rows
+from infra.errors import BadInput
+from infra.store.runs import open_run
+from infra.store.shards import read_shard
+from infra.terminal import table
+from tasks.views.query import VIEWS, query_runs
+from tasks.views.tables import CREDIT
+from tests.support.chat_server import chat_server, says
+from tests.support.in_process import InProcessJob
+from tests.support.jobs import ROOT, files_of, manifests_of
+
+pytestmark = pytest.mark.timeout(1200)
+
+ANSWERS = ("yes", "no", "perhaps")
+QUESTIONS = re.findall(r"^```sql\n(.*?)^```$", (ROOT / "docs/queries.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory, prefect_api):
+    """A run that a rule and a judge of two votes reward, scored again as `short` and credited again as `rloo`."""
+    job, threads = InProcessJob(tmp_path_factory.mktemp("asked"), prefect_api), "pools.cluster=threads"
+    with chat_server(lambda asked, before: says(ANSWERS[asked.body["seed"] % 3])) as server:
+        job.train(
+            "scoring.rewards=[{kind = 'target', target = 'tests.support.rewards:even', weight = 0.5},"
+            " {kind = 'judge', name = 'quality', votes = 2, max_invalid = 1.0,"
+            " verdict = {kind = 'choice', constrained = false}, model = {kind = 'endpoint', model = 'judge',"
+            f" base_url = '{server.url}', allowed_hosts = ['127.0.0.1'], allow_private = true}}}}]",
+            "iterations=2",
+            "scoring.max_missing=1.0",
+            "budget.prices.judges.quality={per_thousand_calls=2, per_million_tokens_read=10}",
+            "budget.prices.per_worker_hour=3600",
+        )
+    lengths = 'rewards=[{kind="target",target="tests.support.rewards:length",weight=0.1}]'
+    for given in (
+        ("rescore", "--rewards", lengths, "--as", "short"),
+        ("recredit", "--algorithm", "rloo", "--as", "rloo"),
+    ):
+        ended = job.command(given[0], *given[1:], threads)
+        assert ended.code == 0, ended.output
+    return job
+
+
+def rows(job, sql, *names):
+    return query_runs(str(job.store), sql, names=names).to_pylist()
+
+
+def shard_rows(job, *keys):
+    run = open_run(str(job.store), "tiny")
+    return [row for key in keys for row in read_shard(run.store, run.require(key).shards[0]).to_pylist()]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda text: " ".join(text.split())[:60])
+def test_every_question_of_the_documentation_has_an_answer(asked, question):
+    answer = rows(asked, question)
+    assert answer
+    sys.stdout.write(f"{question}{table(answer_rows(answer))}\n")
+
+
+def test_the_page_has_ten_questions_and_they_name_every_view():
+    assert len(QUESTIONS) >= 10
+    assert all(any(re.search(rf"\b{view}\b", question) for question in QUESTIONS) for view in VIEWS)
+
+
+def test_scores_are_those_of_the_shards_with_the_verdicts_behind_them(asked):
+    keys = [f"it-{number:04d}/scoring/{shard:04d}" for number in (1, 2) for shard in range(3)]
+    own = rows(asked, "select term, value, reward, verdicts from scores where rescoring is null and term = 'quality'")
+    stored = shard_rows(asked, *keys)
+    assert [(row["value"], row["reward"]) for row in own] == [(row["reward_quality"], row["reward"]) for row in stored]
+    verdicts = shard_rows(asked, *(key.replace("scoring", "judge-quality") for key in keys))
+    flat = [{name: row[name] for name in ("vote", "attempt", "text", "value")} for row in verdicts]
+    told = [{name: each[name] for name in flat[0]} for row in own for each in row["verdicts"]]
+    assert told == flat and len({row["attempt"] for row in flat}) == 2, "invalid answers are asked for again"
+    again = rows(asked, "select * from scores where rescoring = 'short'")
+    stored = shard_rows(asked, *(f"rescore/short/{key}" for key in keys))
+    assert [row["value"] for row in again] == [row["reward_target"] for row in stored]
+    assert {row["term"] for row in again} == {"target"} and all(row["verdicts"] is None for row in again)
+
+
+def test_a_judge_was_asked_as_often_as_its_calls_say(asked):
+    (calls,) = rows(asked, "select sum(cost_judge_calls) as calls from iterations")
+    (verdicts,) = rows(
+        asked,
+        "with votes as (select unnest(verdicts) as vote from scores) select count(vote.text) as answers from votes",
+    )
+    assert calls["calls"] == verdicts["answers"] > 48 * 2
+    (spent,) = rows(asked, "select sum(cost_price) as price, sum(cost_worker_seconds) as held from iterations")
+    # 2 per 1,000 calls, 10 per 1,000,000 of the 5 tokens that the server says it read, 3,600 an hour of a worker
+    assert spent["price"] == pytest.approx(int(calls["calls"]) * (0.002 + 5 * 10 / 1e6) + spent["held"])
+
+
+@pytest.mark.parametrize(("recredit", "prefix"), [("is null", ""), ("= 'rloo'", "recredit/rloo/")])
+def test_samples_are_those_of_the_shards_with_their_advantages(asked, recredit, prefix):
+    told = rows(asked, f"select * from samples where recredit {recredit}")
+    stored = shard_rows(asked, *(f"{prefix}it-{number:04d}/credit" for number in (1, 2)))
+    assert len(told) == len(stored) > 0
+    for row, sample in zip(told, stored, strict=True):
+        advantages = sample["advantages"]
+        assert (row["prompt_row"], row["sample"]) == (sample["prompt_row"], sample["sample"])
+        assert (row["prompt_tokens"], row["tokens"]) == (sample["num_prompt_tokens"], len(advantages))
+        assert row["advantage_mean"] == pytest.approx(fmean(advantages))
+        assert (row["advantage_min"], row["advantage_max"]) == (min(advantages), max(advantages))
+
+
+def test_tokens_of_an_environment_have_no_part_in_the_credit_that_is_shown():
+    samples = pa.table({
+        "prompt_row": [0], "sample": [0], "num_prompt_tokens": [1],
+        "advantages": [[1.0, 0.0, 3.0]], "staleness": [[0, -1, 2]],
+    })  # fmt: skip
+    with duckdb.connect() as database:
+        database.register("samples", samples)
+        (row,) = database.execute(CREDIT, {"run": "r", "iteration": 1, "name": None}).to_arrow_table().to_pylist()
+    assert (row["tokens"], row["advantage_mean"], row["advantage_min"], row["staleness"]) == (2, 2.0, 1.0, 2)
+
+
+def test_versions_of_the_policy_are_named_with_what_is_there_of_them(reference):
+    versions = rows(reference, "select * from policies order by version")
+    manifests = manifests_of(reference.run)
+    assert [row["iteration"] for row in versions] == [None, 1, 2, 3]
+    assert [row["is_there"] for row in versions] == [True, False, True, True], "retention keeps the newest two"
+    assert [row["parent"] for row in versions] == [None, *(row["policy"] for row in versions[:-1])]
+    sealed = rows(reference, "select policy from iterations order by iteration")
+    assert [row["policy"] for row in versions[1:]] == [row["policy"] for row in sealed]
+    for row, key in zip(
+        versions, ("policy/initial", "it-0001/update", "it-0002/update", "it-0003/update"), strict=True
+    ):
+        weights = json.loads((reference.run / f"manifests/{key}.json").read_text())["bundles"]["weights"]
+        assert (row["policy"], row["bytes"]) == (weights["digest"], weights["bytes"])
+        assert (reference.run / weights["key"] / "bundle.json").exists() == row["is_there"]
+    assert manifests_of(reference.run) == manifests
+
+
+def test_only_the_views_that_a_query_names_are_made(reference, monkeypatch):
+    def refuse(*arguments, **named):
+        raise AssertionError("a shard was read")
+
+    for module in (tasks.views.tables, tasks.views.export):
+        monkeypatch.setattr(module, "read_shard", refuse)
+    iterations = "select count(*) as count from Iterations join policies using (run, iteration) where run != 'rollouts'"
+    assert rows(reference, iterations) == [{"count": 3}]
+    for view in ("rollouts", "scores", "samples"):
+        with pytest.raises(AssertionError, match="a shard was read"):
+            rows(reference, f"select count(*) from {view}")
+        with pytest.raises(AssertionError, match="a shard was read"):
+            rows(reference, f"pivot {view} on prompt_row using count(*)")
+
+
+def test_sums_of_whole_numbers_are_printed_as_whole_numbers(reference):
+    said = reference.command("rollouts", "--json", "--iteration", "1", "--limit", "99").output
+    tokens = sum(sample["tokens"] for sample in json.loads(said))
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        sql = "select sum(len(completion_tokens)) as tokens from rollouts where iteration = 1"
+        assert main(["query", sql, "--store", str(reference.store), "--json"]) == 0
+    assert json.loads(output.getvalue()) == [{"tokens": tokens}]
+
+
+def test_a_query_writes_nothing_to_the_store(asked):
+    before = files_of(asked.run)
+    rows(asked, "select count(*) from rollouts, scores, samples, iterations, policies where rollouts.iteration < 0")
+    assert files_of(asked.run) == before
+
+
+def test_iterations_whose_rollouts_were_deleted_are_left_out_of_what_is_made_of_shards(reference, tmp_path):
+    shutil.copytree(reference.run, tmp_path / "store" / "tiny")
+    job = InProcessJob(tmp_path, reference.api)
+    job.train("retention.rollouts_keep_last=1")
+    for view, left in (("rollouts", [3]), ("scores", [3]), ("samples", [3]), ("iterations", [1, 2, 3])):
+        found = rows(job, f"select distinct iteration from {view} order by all")
+        assert [row["iteration"] for row in found] == left
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("select * frm rollouts", "syntax error"),
+        ("select * from reslts", "(tables: rollouts, scores, samples, iterations, policies)"),
+        ("select nothing from policies", '"nothing" not found'),
+    ],
+)
+def test_what_is_no_query_is_refused_in_one_line(reference, sql, said):
+    with pytest.raises(BadInput) as refused:
+        rows(reference, sql)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
