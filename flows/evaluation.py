@@ -26,6 +26,7 @@ async def evaluation(session: Session, number: int) -> Accuracy:
 @flow(name="evaluate", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def evaluate(config: RunConfig) -> Accuracy:
     """Measure the configured policy as it is on held-out problems."""
-    async with hold(config) as session:
-        await warmup(session.ref)
+    async with hold(config, last=evaluation_key(0)) as session:
+        if not session.is_over:
+            await warmup(session.ref)
         return await evaluation(session, 0)

@@ -1,28 +1,43 @@
-"""The scheduled retrain: the main job, each time as a run of its own."""
+"""The scheduled retrain: the main job, each time as a run of its own, and whether its policy is the next champion."""
 
-from datetime import datetime
+from datetime import date
 
 from prefect import flow
 from prefect.runtime import flow_run
 
+from flows.evaluation import evaluate
 from flows.train import train
 from tasks.config.run import RunConfig
-from tasks.reporting import RunSummary
+from tasks.promotion.draft import dated, draft_retrain
+from tasks.promotion.gate import judge
+from tasks.promotion.promote import Retrained, conclude
+from tasks.promotion.suites import check_suites, contenders, suites_of
 
 
 @flow(name="retrain", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
-async def retrain(config: RunConfig, accept_change: bool = False) -> RunSummary:
+async def retrain(config: RunConfig, accept_change: bool = False, day: date | None = None) -> Retrained:
     """Train a policy under the configured name and the day that the run is scheduled for, such as `run-20261123`.
 
-    Triggered again on the same day it continues that day's run; later, `train` continues it by its full name.
+    With a registry it begins as the champion, learns from problems that are new, is compared with the champion, and
+    takes its place or not. Triggered again on the same day it continues that day's run; later, `train` continues it by
+    its full name.
 
     Args:
         config: The run.
         accept_change: Go on although code of targets, data files or libraries are not those of the run.
+        day: In whose name it is done; none takes the one that it is scheduled for, in UTC.
     """
-    return await train(dated(config, flow_run.scheduled_start_time), accept_change=accept_change)
-
-
-def dated(config: RunConfig, day: datetime) -> RunConfig:
-    """The configuration with the day, in UTC, at the end of the run's name."""
-    return RunConfig.model_validate({**config.model_dump(), "name": f"{config.name}-{day:%Y%m%d}"})
+    config = dated(config, day or flow_run.scheduled_start_time)
+    draft = draft_retrain(config)
+    begun = draft.begin(config)
+    if begun.promotion is not None:
+        await check_suites(begun, begun.promotion)
+    trained = await train(begun, accept_change=accept_change)
+    if begun.promotion is None:
+        return Retrained(trained=trained)
+    policies = contenders(begun, draft)
+    for suite in suites_of(begun, begun.promotion):
+        for side, policy in policies.items():
+            await evaluate(suite.config(side, policy))
+    verdict = await judge(begun)
+    return Retrained(trained=trained, verdict=verdict, record=await conclude(begun, draft, verdict))

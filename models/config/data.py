@@ -30,6 +30,9 @@ class DataSource(Variant):
     beside: ClassVar[str] = ""
     """`pkg.mod:function` that names the files which its own files name in turn; empty where they name none."""
 
+    without: Location | None = None
+    """File with a prompt_id per line, of this machine or at s3://bucket/name: iterations leave these problems out."""
+
     @property
     def has_answers(self) -> bool:
         """Whether every problem has a reference answer, which warm-up imitates and judges learn from."""

@@ -1,6 +1,7 @@
 """The worker that prepares a run: the initial policy, and both splits of the prompts."""
 
 import time
+from pathlib import Path
 from typing import Final
 
 import PIL
@@ -9,7 +10,9 @@ import torch
 from blake3 import blake3
 from transformers import AutoConfig
 
+from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.inputs import fetched
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.data.images import media_tables
@@ -144,6 +147,8 @@ class PreparationWorker:
         tokenizer = load_tokenizer(directory)
         tools = tools_of(work.environment, problems)
         prompts = tokenize_problems(problems, tokenizer, load_processor(directory), tools=tools)
+        if work.split == "train" and work.data.without is not None:
+            problems, prompts = _without(problems, prompts, fetched(work.data.without))
         require_room(problems, prompts, max_tokens=context - work.max_new_tokens)
         self._progress += 1
         metadata = {"run": self._run, "split": work.split, "weights_digest": work.policy.weights.digest}
@@ -162,12 +167,30 @@ class PreparationWorker:
         )
 
 
+def _without(
+    problems: list[Problem], prompts: list[TokenizedPrompt], path: Path
+) -> tuple[list[Problem], list[TokenizedPrompt]]:
+    """Leave out the problems that a file names. Raises BadInput where none is left."""
+    left_out = {*path.read_text().split()}
+    pairs = zip(problems, prompts, strict=True)
+    kept = [pair for pair, name in zip(pairs, _names(problems, prompts), strict=True) if name not in left_out]
+    if not kept:
+        raise BadInput(
+            f"data.without {path}: expected problems that it does not name, found it names all {len(problems)}"
+        )
+    return [problem for problem, _ in kept], [prompt for _, prompt in kept]
+
+
+def _names(problems: list[Problem], prompts: list[TokenizedPrompt]) -> list[str]:
+    return [
+        blake3(identity(prompt.text, prompt.input.images, problem.columns).encode()).hexdigest()[:16]
+        for problem, prompt in zip(problems, prompts, strict=True)
+    ]
+
+
 def _table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.Table:
     columns = {
-        "prompt_id": [
-            blake3(identity(prompt.text, prompt.input.images, problem.columns).encode()).hexdigest()[:16]
-            for problem, prompt in zip(problems, prompts, strict=True)
-        ],
+        "prompt_id": _names(problems, prompts),
         "text": [prompt.text for prompt in prompts],
         **prompt_columns([prompt.input for prompt in prompts]),
         "answer": [problem.answer for problem in problems],

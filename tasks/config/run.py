@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 
 from infra.config import PoolsConfig, Settings, fingerprint_of
 from infra.errors import BadInput
+from infra.store.registry import REGISTRIES
 from infra.validation_errors import explain, nearest
 from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.budget import BudgetConfig
@@ -20,6 +21,7 @@ from models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
 from models.config.job import Job, reasons_against, reasons_against_preferences
 from models.config.objectives import UpdateConfig
 from models.config.policy import PolicyConfig, ScratchPolicy
+from models.config.promotion import PromotionConfig, SuiteConfig
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
@@ -27,6 +29,13 @@ from placement.config import AdaptivePlacement, PlacementConfig
 
 LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage")
 """What of its identity a run may change on its way, if that is accepted: over what sums are spread."""
+
+_HOW: Final = (
+    *("name", "store", "tags", "retention", "budget"),
+    *("controllers", "pools", "placement"),
+    *("evaluations", "promotion", "rehearsal"),
+)
+"""Under which name and how a run is done, and what is asked of it afterwards: no result of it depends on these."""
 
 
 class ControllersConfig(Settings):
@@ -79,6 +88,12 @@ class RunConfig(Settings):
     """Flow controllers."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""
+    evaluations: tuple[SuiteConfig, ...] = ()
+    """More held-out problems, on which `rheostat retrain` compares policies."""
+    promotion: PromotionConfig | None = None
+    """What becomes of a policy that `rheostat retrain` made; none leaves it in its run."""
+    rehearsal: tuple[tuple[str, ...], ...] = ()
+    """What differs, as overrides, the second time and after in `rheostat retrain --times`."""
     retention: RetentionConfig = RetentionConfig()
     """How long policies and rollouts keep their files."""
     budget: BudgetConfig = BudgetConfig()
@@ -91,6 +106,8 @@ class RunConfig(Settings):
     def _name_stays_in_the_store(cls, name: str) -> str:
         if ".." in name:
             raise ValueError(f"expected a name without '..', got {name!r}")
+        if name == REGISTRIES:
+            raise ValueError(f"{name!r} is where registries lie: expected another name")
         return name
 
     @model_validator(mode="after")
@@ -137,6 +154,16 @@ class RunConfig(Settings):
                     f"budget.prices.judges.{term}: expected a reward whose judge is behind an endpoint, found {known}"
                     f"{nearest(term, asked)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _suites_are_known(self) -> "RunConfig":
+        names = [suite.name for suite in self.evaluations]
+        if len({*names}) < len(names):
+            raise ValueError(f"evaluations: expected each name once, found {', '.join(names)}")
+        if self.promotion is not None:
+            for reason in self.promotion.reasons_against(self.evaluations, run=self.name):
+                raise ValueError(reason)
         return self
 
     @model_validator(mode="after")
@@ -222,9 +249,7 @@ class RunConfig(Settings):
 
     def identity(self) -> dict[str, JsonValue]:
         """What results depend on: a run continues only under the same identity."""
-        elsewhere: dict[str, bool | set[str]] = dict.fromkeys(
-            ("name", "store", "controllers", "retention", "budget", "tags", "pools", "placement"), True
-        )
+        elsewhere: dict[str, bool | set[str]] = dict.fromkeys(_HOW, True)
         elsewhere["scoring"] = {"python", "sandbox"}
         if self.update.schedule == "constant":
             elsewhere["iterations"] = True

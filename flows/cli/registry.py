@@ -1,0 +1,142 @@
+"""Commands about the versions of a policy: retraining it, and who is champion."""
+
+import json
+from datetime import UTC, date, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from flows.cli.options import DEFAULT_STORE, Config, Overrides, Store, StoredIn, log_progress
+from flows.cli.prefect_api import run_flow
+from flows.cli.train import AcceptChange, JobArguments, watched
+from infra.errors import BadInput
+from infra.terminal import Json, table, write
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from infra.store.registry import RegistryRecord
+    from tasks.config.run import RunConfig
+    from tasks.promotion.promote import Retrained
+
+Times = Annotated[
+    int, Parameter(metavar="N", help="retrain so often, a week apart, each time after the first with its [[rehearsal]]")
+]
+Day = Annotated[
+    str | None, Parameter(metavar="YYYY-MM-DD", show_default="today, in UTC", help="in whose name it is done")
+]
+RegistryName = Annotated[str, Parameter(name="NAME", help="name of the registry")]
+AnyRegistry = Annotated[
+    str | None, Parameter(name="NAME", show_default="all of the store", help="name of the registry")
+]
+ProposedRun = Annotated[str, Parameter(name="RUN", help="name of the run whose policy was proposed")]
+To = Annotated[
+    int | None, Parameter(metavar="N", show_default="the champion before the last promotion", help="number of a record")
+]
+Reason = Annotated[str, Parameter(metavar="TEXT", help="why, for who reads the records later")]
+
+SHOWN = 100
+"""Characters of a reason in a table."""
+
+
+def retrain(
+    config: Config,
+    /,
+    *overrides: Overrides,
+    times: Times = 1,
+    day: Day = None,
+    store: StoredIn = None,
+    accept_change: AcceptChange = False,
+    as_json: Json = False,
+) -> None:
+    """Retrain the champion as a run of the day's name, compare the two, and promote the better or keep it."""
+    if times < 1:
+        raise BadInput(f"--times {times}: expected at least 1")
+    first, plain = _day(day), JobArguments(config, overrides, None, store).load()
+    rehearsed = [*plain.rehearsal, *((),) * times][: times - 1]
+    jobs = [plain, *(JobArguments(config, (*overrides, *changed), None, store).load() for changed in rehearsed)]
+    log_progress(quiet=as_json)
+    ended = [
+        retrain_here(job, day=first + timedelta(weeks=week), accept_change=accept_change)
+        for week, job in enumerate(jobs)
+    ]
+    if as_json:
+        write(json.dumps([each.model_dump(mode="json") for each in ended], indent=2))
+    else:
+        write("\n" + "\n\n".join(each.text() for each in ended))
+
+
+def retrain_here(config: "RunConfig", *, day: date, accept_change: bool = False) -> "Retrained":
+    """Retrain in this process. Raises BadInput before anything is written or started."""
+    with watched(config, "flows.retrain"):
+        from flows.retrain import retrain as retrain_flow
+
+        return run_flow(retrain_flow(config, accept_change=accept_change, day=day))
+
+
+def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
+    """List the versions of a policy: what was promoted, kept, rejected and rolled back, and why."""
+    from infra.store.registry import known_registry, registries
+
+    names = registries(store) if name is None else [name]
+    found = {each: known_registry(store, each).records() for each in names}
+    if as_json:
+        document = {each: [record.model_dump(mode="json") for record in records] for each, records in found.items()}
+        write(json.dumps(document, indent=2))
+    elif not found:
+        write(f"no registry in {store}: promotion.registry of a configuration names one for `rheostat retrain`")
+    else:
+        write("\n\n".join(f"{each}\n{table(_rows(records))}" for each, records in found.items()))
+
+
+def promote(
+    name: RegistryName, run: ProposedRun, /, *, reason: Reason, store: Store = DEFAULT_STORE, as_json: Json = False
+) -> None:
+    """Sign a proposal: a policy that passed its gate, where promotion.approve is manual, becomes champion."""
+    from tasks.promotion.registry import promote as sign
+
+    _tell(name, *sign(store, name, run, reason=reason), as_json=as_json)
+
+
+def rollback(
+    name: RegistryName, /, *, reason: Reason, to: To = None, store: Store = DEFAULT_STORE, as_json: Json = False
+) -> None:
+    """Make an earlier champion champion again, at once and without any measurement."""
+    from tasks.promotion.registry import rollback as take_back
+
+    _tell(name, *take_back(store, name, to=to, reason=reason), as_json=as_json)
+
+
+def _tell(name: str, record: "RegistryRecord", is_new: bool, *, as_json: bool) -> None:
+    if as_json:
+        write(json.dumps({"record": record.model_dump(mode="json"), "is_new": is_new}, indent=2))
+        return
+    found = f"record {record.number}" if is_new else f"is so already, by record {record.number}"
+    write(f"registry {name}: champion is {record.policy[:16]} of run {record.run}, {found}")
+
+
+def _rows(records: "Sequence[RegistryRecord]") -> list[dict[str, str]]:
+    from infra.store.registry import champion_of
+
+    champion = champion_of(records)
+    return [
+        {
+            "record": f"{record.number}{' *' if record == champion else ''}",
+            "kind": record.kind,
+            "policy": record.policy[:16],
+            "run": record.run,
+            "when": record.when,
+            "who": record.who,
+            "reason": record.reason if len(record.reason) <= SHOWN else f"{record.reason[: SHOWN - 1]}…",
+        }
+        for record in records
+    ]
+
+
+def _day(text: str | None) -> date:
+    if text is None:
+        return datetime.now(UTC).date()
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise BadInput(f"--day {text!r}: expected a day such as 2026-11-23") from None

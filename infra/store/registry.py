@@ -1,0 +1,138 @@
+"""Registries: the versions of a policy that was retrained, as numbered records that never change.
+
+A record is put under the next number if nobody has it, so of many writers exactly one wins each. The champion is what
+the highest record says that promotes or rolls back: there is no pointer that could be torn, lost or moved by two.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+from pydantic import JsonValue, ValidationError
+
+from infra.config import Settings
+from infra.errors import BadInput, Damaged
+from infra.store.bundles import CONTENTS, BundleRef, has_bundle
+from infra.store.checksums import seal, unseal
+from infra.store.storage import Store, open_store
+
+REGISTRIES: Final = "registry"
+"""Folder of a store in which registries lie beside the runs."""
+POLICIES: Final = "policies"
+"""Prefix of their bundles in a registry."""
+_RECORDS: Final = "records/"
+
+Kind = Literal["promote", "rollback", "proposal", "keep", "reject", "invalid"]
+
+
+class RegistryRecord(Settings):
+    """What became of one challenger, or who took the champion back."""
+
+    number: int
+    """Counted from 1, without gaps."""
+    kind: Kind
+    """`promote` and `rollback` change the champion; `proposal` waits for somebody to sign it; the others keep it."""
+    policy: str
+    """Digest of the policy that it is about, as its run knows it."""
+    bundle: BundleRef | None = None
+    """Its directory in the registry; none where it was not kept."""
+    run: str
+    """Run that made it."""
+    iteration: int
+    """Iterations after which it is the run's policy."""
+    previous: int = 0
+    """Number of the record that said who was champion; 0 where there was none."""
+    gate: JsonValue = None
+    """What was measured, and by which rules; none where nobody asked."""
+    reason: str
+    """Why, in words."""
+    who: str
+    """Who asked for it: a person, or a flow."""
+    when: str
+    """UTC time in ISO format, for people; no decision compares it."""
+    version: str
+    """Of the code that wrote it."""
+
+    @property
+    def is_champion(self) -> bool:
+        """Whether it says who is champion."""
+        return self.kind in ("promote", "rollback")
+
+
+MakeRecord = Callable[[int, RegistryRecord | None], RegistryRecord | None]
+"""Makes a record of its number and of the one that says who is champion, or none."""
+
+
+class Registry:
+    """The versions under one name of a store."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.store, self.name = store, name
+
+    def records(self) -> list[RegistryRecord]:
+        """All of them, in order. Raises Damaged where one is missing, torn or out of its place."""
+        names = self.store.children(_RECORDS.rstrip("/"))
+        numbers = [int(name.removesuffix(".json")) for name in names if name.removesuffix(".json").isdecimal()]
+        if numbers != list(range(1, len(numbers) + 1)):
+            raise Damaged(
+                f"registry {self.name!r} in {self.store.uri}: expected records 1 to {len(numbers)}, one is missing"
+            )
+        return [self._read(number) for number in numbers]
+
+    def champion(self) -> RegistryRecord | None:
+        """The record that says who is champion; none before the first promotion."""
+        return champion_of(self.records())
+
+    def append(self, make: MakeRecord) -> RegistryRecord | None:
+        """Append what is made of the next number and of the champion's record; made again where another came first.
+
+        Where none is made, nothing is written.
+        """
+        while True:
+            records = self.records()
+            record = make(len(records) + 1, champion_of(records))
+            if record is None or self.store.put(_key(record.number), seal(record.model_dump(mode="json"))):
+                return record
+
+    def locate(self, record: RegistryRecord) -> str:
+        """Say where the policy of a record lies: a path, or an address. Raises BadInput where its files are gone."""
+        if record.bundle is None or not has_bundle(self.store, record.bundle):
+            raise BadInput(f"registry {self.name!r} in {self.store.uri}: the files of record {record.number} are gone")
+        return self.store.locate(f"{record.bundle.key}/{CONTENTS}").rpartition("/")[0]
+
+    def _read(self, number: int) -> RegistryRecord:
+        where = f"registry {self.name!r} in {self.store.uri}: record {number}"
+        fields = unseal(self.store.read(_key(number)), where=where)
+        try:
+            record = RegistryRecord.model_validate(fields)
+        except ValidationError as error:
+            raise Damaged(f"{where}: its seal is right but it is no record: {error}") from error
+        if record.number != number:
+            raise Damaged(f"{where}: it says that it is {record.number}")
+        return record
+
+
+def champion_of(records: Sequence[RegistryRecord]) -> RegistryRecord | None:
+    """The last of the records that says who is champion."""
+    return next((record for record in reversed(records) if record.is_champion), None)
+
+
+def open_registry(store_uri: str, name: str) -> Registry:
+    """Open the registry of that name in a store of runs; nothing is written before the first record."""
+    return Registry(open_store(f"{store_uri.rstrip('/')}/{REGISTRIES}/{name}"), name)
+
+
+def registries(store_uri: str) -> list[str]:
+    """Names of the registries of a store."""
+    return open_store(store_uri).children(REGISTRIES)
+
+
+def known_registry(store_uri: str, name: str) -> Registry:
+    """Open a registry that has a record. Raises BadInput with the names of those that there are."""
+    names = registries(store_uri)
+    if name not in names:
+        raise BadInput(f"registry {name!r}: expected one in {store_uri!r}, found {', '.join(names) or 'none'}")
+    return open_registry(store_uri, name)
+
+
+def _key(number: int) -> str:
+    return f"{_RECORDS}{number:06d}.json"

@@ -1,0 +1,139 @@
+"""Configuration of what becomes of a retrained policy: what it is measured on, and what it must show. Torch-free."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from infra.config import Fraction, Positive, Settings
+from infra.validation_errors import nearest
+from models.config.data import ArithmeticData, DataConfig
+from models.config.reward_terms import NumericReward
+from models.config.rewards import RewardConfig
+
+HELDOUT = "heldout"
+"""The suite that every run has: held-out problems of its own data, with its own rewards."""
+
+MAX_NAME = 64
+"""Characters of a run's name."""
+
+SuiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,15}$")]
+
+
+class SuiteConfig(Settings):
+    """Held-out problems that policies are compared on, beside those of the run's own data."""
+
+    name: SuiteName
+    """What rules call it."""
+    data: DataConfig = ArithmeticData()
+    """Its held-out problems."""
+    rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
+    """How its answers are scored; the first one decides."""
+    problems: Positive = 256
+    """Problems used, the first so many."""
+    temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Softmax temperature; 0 is greedy."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_not_taken(cls, name: str) -> str:
+        if name == HELDOUT:
+            raise ValueError(f"{HELDOUT!r} is the suite of the run's own held-out problems: expected another name")
+        return name
+
+
+class Primary(Settings):
+    """A suite on which the challenger has to be better."""
+
+    suite: SuiteName = HELDOUT
+    """Name of the suite."""
+    min_gain: Annotated[float, Field(ge=-1, le=1)] = 0.0
+    """What the lower bound of the gain in the mean score has to exceed."""
+
+
+class Guard(Settings):
+    """A suite on which the challenger may not be worse."""
+
+    suite: SuiteName
+    """Name of the suite."""
+    margin: Annotated[float, Field(gt=0, le=1)]
+    """How far below no change the lower bound of the difference may lie."""
+
+
+class LimitsConfig(Settings):
+    """What a challenger may reach at most, whatever it gains; none of them binds unless it is given."""
+
+    length: Annotated[float, Field(gt=0)] | None = None
+    """Mean tokens of its answers to the held-out problems."""
+    cut_off: Fraction | None = None
+    """Share of these answers that the longest length cut off."""
+    kl: Annotated[float, Field(gt=0)] | None = None
+    """Nats per token between the last update's policy and the one that generated."""
+
+
+class CardConfig(Settings):
+    """What the card of a promoted model says beside what its run knows, in Hugging Face's terms."""
+
+    license: str | None = None
+    """Identifier of the licence, such as `apache-2.0`."""
+    datasets: tuple[str, ...] = ()
+    """Names of the data sets behind the problems."""
+    language: tuple[str, ...] = ()
+    """Codes of languages, such as `en`."""
+    description: str = ""
+    """What it is for, and what it is not for."""
+
+
+class PromotionConfig(Settings):
+    """Whether a retrained policy takes the place of the champion, as `rheostat retrain` decides it."""
+
+    registry: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
+    """Name under which versions are kept in the store, below `registry/`."""
+    primary: Annotated[tuple[Primary, ...], Field(min_length=1)] = (Primary(),)
+    """On what it has to be better; a table, or a list of them, each at a level by Holm's method."""
+    guards: tuple[Guard, ...] = ()
+    """On what it may not be worse."""
+    limits: LimitsConfig = LimitsConfig()
+    """What it may reach at most."""
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.01
+    """Level of the one-sided intervals: how often a challenger that is no better is promoted, at most."""
+    max_missing: Fraction = 0.05
+    """Share of missing scores above which nothing is decided."""
+    max_contaminated: Fraction = 0.0
+    """Share of a suite's problems that may be, or nearly be, among those trained on."""
+    problems: Literal["new", "all"] = "new"
+    """What a retrain learns from: problems that no champion's run has learnt from, or all."""
+    approve: Literal["automatic", "manual"] = "automatic"
+    """`manual`: a challenger that passes becomes a proposal, which `rheostat promote` signs."""
+    keep: Positive = 5
+    """Newest promoted policies that keep their files, beside the champion."""
+    card: CardConfig = CardConfig()
+    """What its model card says."""
+
+    @field_validator("primary", mode="before")
+    @classmethod
+    def _one_or_several(cls, given: object) -> object:
+        return (given,) if isinstance(given, dict | Primary) else given
+
+    def suites(self) -> list[str]:
+        """Names of the suites that it asks for, each once, the primary ones first."""
+        rules: tuple[Primary | Guard, ...] = (*self.primary, *self.guards)
+        return [*dict.fromkeys(rule.suite for rule in rules)]
+
+    def reasons_against(self, suites: tuple[SuiteConfig, ...], *, run: str) -> Iterator[str]:
+        """Yield what does not go together with these suites, or with the name of the run."""
+        known = [HELDOUT, *(suite.name for suite in suites)]
+        for name in self.suites():
+            if name not in known:
+                expected = f"expected {HELDOUT!r} or a suite of [[evaluations]]"
+                yield f"promotion: {expected}, found {name!r}{nearest(name, known)}"
+            if len(longest := f"{run}-20260131.{name}.challenger") > MAX_NAME:
+                yield f"name {run!r}: the run {longest!r} would have more than {MAX_NAME} characters, use a shorter one"
+
+    @model_validator(mode="after")
+    def _rules_do_not_contradict(self) -> Self:
+        named = {"primary": [rule.suite for rule in self.primary], "guards": [rule.suite for rule in self.guards]}
+        for what, names in named.items():
+            if len({*names}) < len(names):
+                raise ValueError(f"{what}: expected each suite once, found {', '.join(names)}")
+        return self

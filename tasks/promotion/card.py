@@ -1,0 +1,74 @@
+"""The card of a promoted model, as Hugging Face directories have it: how it was made, and how it compared."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from pydantic import JsonValue
+
+from models.config.promotion import CardConfig
+from models.gate.verdict import GateVerdict
+
+CARD: Final = "README.md"
+
+SECTIONS: Final = (
+    ("policy", "Initial policy"),
+    ("data", "Problems"),
+    ("rollout", "Generation"),
+    ("scoring", "Rewards"),
+    ("algorithm", "Algorithm"),
+    ("update", "Update"),
+)
+"""Parts of a run's configuration that say how a model came about."""
+
+
+def model_card(
+    card: CardConfig,
+    *,
+    title: str,
+    run: str,
+    lineage: Mapping[str, str],
+    config: Mapping[str, JsonValue],
+    verdict: GateVerdict,
+) -> str:
+    """Write the card of a policy that was compared and found better. `config` is its run's."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        license=card.license,
+        datasets=[*card.datasets] or None,
+        language=[*card.language] or None,
+        pipeline_tag="text-generation",
+        tags=["rheostat", "reinforcement-learning"],
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(_body(card, title, run, lineage, config, verdict))
+
+
+def _body(
+    card: CardConfig,
+    title: str,
+    run: str,
+    lineage: Mapping[str, str],
+    config: Mapping[str, JsonValue],
+    verdict: GateVerdict,
+) -> Iterator[str]:
+    yield f"# {title}\n"
+    if card.description:
+        yield f"{card.description}\n"
+    yield "## Lineage\n"
+    yield from (f"- {name}: `{value}`" for name, value in lineage.items())
+    yield "\n## Evaluations\n"
+    yield from (f"- {reason}" for reason in verdict.reasons)
+    yield "\n## Recipe\n"
+    for part, heading in SECTIONS:
+        yield f"### {heading}\n"
+        yield from _keys(config.get(part), "")
+        yield ""
+
+
+def _keys(value: JsonValue, key: str) -> Iterator[str]:
+    """The keys that are set, dotted, a line each."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _keys(part, f"{key}.{name}" if key else name)
+    elif value not in (None, [], ""):
+        yield f"- `{key}` = `{value}`"

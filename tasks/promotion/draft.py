@@ -1,0 +1,69 @@
+"""How a retrain begins: as what run, from which policy, with which problems. Decided once, whenever it is triggered."""
+
+from datetime import date
+from pathlib import Path
+
+from infra.config import Settings
+from infra.errors import BadInput
+from infra.store.checksums import seal, unseal
+from infra.store.registry import Registry, open_registry
+from models.config.policy import DirectoryPolicy
+from models.config.promotion import PromotionConfig
+from tasks.config.run import RunConfig, parse_config
+
+
+class Draft(Settings):
+    """What a retrain found in the registry when it was first triggered."""
+
+    run: str
+    """Name of its run."""
+    champion: int
+    """Number of the record that said who was champion; 0 where there was none."""
+    policy: str
+    """Directory of the champion's policy; empty where there was none."""
+    without: str
+    """File with the prompt_ids that it leaves out; empty where it learns from all."""
+
+    def begin(self, config: RunConfig) -> RunConfig:
+        """The configuration of the run: it begins as the champion, which has had its training on data alone."""
+        if not self.policy:
+            return config
+        data = config.data.model_copy(update={"without": Path(self.without) if self.without else config.data.without})
+        start = {"policy": DirectoryPolicy.model_validate({"path": self.policy}), "warmup": None, "dpo": None}
+        document = config.model_copy(update={"data": data, **start}).model_dump(mode="json")
+        return parse_config(document, source=f"retrain {self.run}")
+
+
+def dated(config: RunConfig, day: date) -> RunConfig:
+    """The configuration with the day at the end of the run's name."""
+    return RunConfig.model_validate({**config.model_dump(), "name": f"{config.name}-{day:%Y%m%d}"})
+
+
+def draft_retrain(config: RunConfig) -> Draft:
+    """Find out how the configured run begins, or how it began when it was triggered before."""
+    promotion = config.promotion
+    if promotion is None:
+        return Draft(run=config.name, champion=0, policy="", without="")
+    registry, key = open_registry(config.store, promotion.registry), f"retrains/{config.name}.json"
+    drafted = _draft(config, promotion, registry)
+    if not registry.store.put(key, seal(drafted.model_dump(mode="json"))):
+        drafted = Draft.model_validate(unseal(registry.store.read(key), where=f"registry {registry.name!r}: {key}"))
+    return drafted
+
+
+def _draft(config: RunConfig, promotion: PromotionConfig, registry: Registry) -> Draft:
+    champion = registry.champion()
+    if champion is None:
+        return Draft(run=config.name, champion=0, policy="", without="")
+    policy = registry.locate(champion)
+    if promotion.problems == "new" and config.data.without is not None:
+        raise BadInput(
+            "data.without: promotion.problems 'new' says which problems are left out: expected one of the two"
+        )
+    without = registry.store.locate(learnt_key(champion.run)) if promotion.problems == "new" else ""
+    return Draft(run=config.name, champion=champion.number, policy=policy, without=without)
+
+
+def learnt_key(run: str) -> str:
+    """Where a registry keeps the prompt_ids that a promoted run, and those before it, have learnt from."""
+    return f"learnt/{run}.txt"
