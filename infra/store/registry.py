@@ -72,10 +72,9 @@ class Registry:
         """All of them, in order. Raises Damaged where one is missing, torn or out of its place."""
         names = self.store.children(_RECORDS.rstrip("/"))
         numbers = [int(name.removesuffix(".json")) for name in names if name.removesuffix(".json").isdecimal()]
-        if numbers != list(range(1, len(numbers) + 1)):
-            raise Damaged(
-                f"registry {self.name!r} in {self.store.uri}: expected records 1 to {len(numbers)}, one is missing"
-            )
+        for expected, number in enumerate(numbers, start=1):
+            if expected != number:
+                raise Damaged(f"registry {self.name!r} in {self.store.uri}: record {expected} is missing")
         return [self._read(number) for number in numbers]
 
     def champion(self) -> RegistryRecord | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from infra.store.runs import open_run
+from infra.store.runs import list_runs, open_run
 from models.config.algorithms import Grpo
 from models.config.budget import BudgetConfig
 from models.config.data import DataConfig
@@ -42,7 +42,9 @@ class Suite:
 
     def config(self, side: Side, policy: PolicyConfig) -> RunConfig:
         """The run in which a policy is evaluated as the side. Raises BadInput where its parts do not fit together."""
-        rollout = self.retrain.rollout.model_copy(update={"prompts": 1, "staleness": 0, "dynamic": None, "partial": None})
+        rollout = self.retrain.rollout.model_copy(
+            update={"prompts": 1, "staleness": 0, "dynamic": None, "partial": None}
+        )
         made = self.retrain.model_copy(
             update={
                 "name": self.run_name(side),
@@ -91,6 +93,7 @@ def contenders(config: RunConfig, draft: Draft) -> dict[Side, PolicyConfig]:
 
 
 async def check_suites(config: RunConfig, promotion: PromotionConfig) -> None:
-    """Have the inputs of all evaluations checked before anything is trained. Raises BadInput."""
-    for suite in suites_of(config, promotion):
+    """Have the inputs of evaluations that are not the run's own checked, unless it has begun. Raises BadInput."""
+    begun = config.name in list_runs(config.store)
+    for suite in () if begun else suites_of(config, promotion):
         await preflight(suite.config("challenger", config.policy))

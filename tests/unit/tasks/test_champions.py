@@ -1,0 +1,102 @@
+"""Taking a champion back, and which policies keep their files, on a registry with policies of a few bytes."""
+
+import json
+
+import pytest
+
+from flows.cli.app import main
+from infra.errors import BadInput
+from infra.store.bundles import has_bundle, publish_bundle
+from infra.store.registry import POLICIES, RegistryRecord, open_registry
+from tasks.promotion.registry import promote, prune, rollback
+
+
+@pytest.fixture
+def registry(tmp_path):
+    return open_registry(str(tmp_path / "store"), "assistant")
+
+
+def appended(registry, tmp_path, policy, *, kind="promote"):
+    """Append the record of a policy that consists of its name."""
+    directory = tmp_path / policy
+    directory.mkdir(exist_ok=True)
+    (directory / "model").write_text(policy)
+    bundle = publish_bundle(registry.store, directory, prefix=POLICIES)
+    return registry.append(
+        lambda number, champion: RegistryRecord(
+            number=number,
+            kind=kind,
+            policy=policy,
+            bundle=bundle,
+            run=f"run-{policy}",
+            iteration=1,
+            previous=champion.number if champion else 0,
+            reason="",
+            who="",
+            when="",
+            version="",
+        )
+    )
+
+
+def given(capsys, registry, *words):
+    """Give a command about a registry; return its exit code and what it printed."""
+    code = main([*words, "--store", registry.store.uri.rpartition("/registry/")[0]])
+    return code, capsys.readouterr()
+
+
+def test_a_rollback_names_the_champion_before_the_last_promotion_and_is_recorded_once(registry, tmp_path, capsys):
+    for policy in "abc":
+        appended(registry, tmp_path, policy)
+    for expected in ("champion is b of run run-b, record 4", "champion is b of run run-b, is so already, by record 4"):
+        code, said = given(capsys, registry, "rollback", "assistant", "--reason", "refuses too often")
+        assert code == 0 and expected in said.out
+    code, said = given(capsys, registry, "rollback", "assistant", "--to", "1", "--reason", "so did that")
+    assert registry.champion().policy == "a"
+    code, said = given(capsys, registry, "registry", "assistant", "--json")
+    found = [(each["number"], each["kind"], each["previous"]) for each in json.loads(said.out)["assistant"]]
+    assert found == [(1, "promote", 0), (2, "promote", 1), (3, "promote", 2), (4, "rollback", 3), (5, "rollback", 4)]
+    code, said = given(capsys, registry, "registry")
+    assert [line.split()[0:2] for line in said.out.splitlines() if "run-a" in line] == [["1", "promote"], ["5", "*"]]
+
+
+@pytest.mark.parametrize(
+    ("to", "message"),
+    [
+        (2, "expected the number of a promotion to roll back to, one of 1, 3, found 2"),
+        (None, "the files of record 1 were deleted"),
+    ],
+)
+def test_what_cannot_be_rolled_back_to_is_named_and_nothing_is_written(registry, tmp_path, to, message):
+    first = appended(registry, tmp_path, "a")
+    appended(registry, tmp_path, "b", kind="reject")
+    appended(registry, tmp_path, "c")
+    prune(registry, 1)
+    assert not has_bundle(registry.store, first.bundle)
+    store = registry.store.uri.rpartition("/registry/")[0]
+    with pytest.raises(BadInput, match=message):
+        rollback(store, "assistant", to=to, reason="why not")
+    assert len(registry.records()) == 3
+
+
+def test_a_first_champion_has_none_to_roll_back_to(registry, tmp_path):
+    appended(registry, tmp_path, "a")
+    with pytest.raises(BadInput, match="found none before the champion"):
+        rollback(registry.store.uri.rpartition("/registry/")[0], "assistant", to=None, reason="why not")
+
+
+def test_a_proposal_that_was_compared_with_another_champion_cannot_be_signed(registry, tmp_path):
+    appended(registry, tmp_path, "a")
+    appended(registry, tmp_path, "b", kind="proposal")
+    appended(registry, tmp_path, "c")
+    with pytest.raises(BadInput, match="'run-b' was compared with record 1, and record 3 is champion now"):
+        promote(registry.store.uri.rpartition("/registry/")[0], "assistant", "run-b", reason="why not")
+
+
+def test_the_newest_promoted_policies_the_champion_and_what_waits_keep_their_files(registry, tmp_path):
+    records = {policy: appended(registry, tmp_path, policy) for policy in "abcde"}
+    rollback(registry.store.uri.rpartition("/registry/")[0], "assistant", to=1, reason="back to the first")
+    records["f"] = appended(registry, tmp_path, "f", kind="proposal")
+    records["g"] = appended(registry, tmp_path, "g", kind="reject")
+    prune(registry, 2)
+    assert "".join(policy for policy, made in records.items() if has_bundle(registry.store, made.bundle)) == "adef"
