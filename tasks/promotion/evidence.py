@@ -18,7 +18,7 @@ from tasks.run.keys import PROMPTS, evaluation_key
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class SuiteAnswers:
     """What a policy answered to a suite's problems, and what it was worth."""
 
     policy: str
@@ -33,7 +33,7 @@ class Answers:
     """Texts of the problems, by prompt_id."""
 
 
-def answers_of(suite: Suite, side: Side) -> Answers:
+def answers_of(suite: Suite, side: Side) -> SuiteAnswers:
     """Read what a side answered, once it is evaluated."""
     run = open_run(suite.retrain.store, suite.run_name(side))
     batch, term = Batch.read(run, evaluation_key(0)), suite.scoring.terms[0]
@@ -42,7 +42,7 @@ def answers_of(suite: Suite, side: Side) -> Answers:
     names, scores = rollouts["prompt_id"].to_pylist(), dict[str, list[float]]()
     for name, value in zip(names, values.to_pylist(), strict=True):
         scores.setdefault(name, []).append(value)
-    return Answers(
+    return SuiteAnswers(
         policy=policy_of(batch.policy).digest,
         scores=scores,
         tokens=pc.mean(pc.list_value_length(rollouts["completion_tokens"])).as_py(),

@@ -10,13 +10,13 @@ from models.config.promotion import LimitsConfig, PromotionConfig
 from models.gate.comparison import PairedDifference, PairedScores, compare
 from models.gate.verdict import Evidence, GateVerdict, MeasuredGain, MeasuredGuard, MeasuredLimit, decide
 from tasks.config.run import RunConfig
-from tasks.promotion.evidence import Answers, answers_of
+from tasks.promotion.evidence import SuiteAnswers, answers_of
 from tasks.promotion.suites import SIDES, suites_of
 from tasks.run.keys import StageKey, iteration_key
 from tasks.run.stages import stage
 
 
-class Judged(GateVerdict):
+class GateResult(GateVerdict):
     """A verdict and what it goes by."""
 
     evidence: Evidence | None
@@ -24,7 +24,7 @@ class Judged(GateVerdict):
 
 
 @stage("gate")
-async def judge(config: RunConfig) -> Judged:
+async def judge(config: RunConfig) -> GateResult:
     """Compare the two policies on every suite that the rules name; the same evaluations give the same verdict."""
     promotion = config.promotion
     assert promotion is not None, "a gate has rules"
@@ -33,7 +33,7 @@ async def judge(config: RunConfig) -> Judged:
     try:
         differences = {name: _difference(name, sides, promotion) for name, sides in answers.items()}
     except Quarantined as error:
-        return Judged(verdict="invalid", reasons=(str(error),), evidence=None)
+        return GateResult(verdict="invalid", reasons=(str(error),), evidence=None)
     run = open_run(config.store, config.name)
     evidence = Evidence(
         gains=tuple(
@@ -48,17 +48,17 @@ async def judge(config: RunConfig) -> Judged:
         contaminated={},
     )
     found = decide(evidence, max_missing=promotion.max_missing, max_contaminated=promotion.max_contaminated)
-    return Judged(**found.model_dump(), evidence=evidence)
+    return GateResult(**found.model_dump(), evidence=evidence)
 
 
-def _difference(name: str, sides: list[Answers], promotion: PromotionConfig) -> PairedDifference:
+def _difference(name: str, sides: list[SuiteAnswers], promotion: PromotionConfig) -> PairedDifference:
     champion, challenger = sides
     seed = blake3("\n".join((name, champion.policy, challenger.policy)).encode()).digest(length=8)
     scores = PairedScores.of(champion.scores, challenger.scores)
     return compare(scores, alpha=promotion.alpha, seed=int.from_bytes(seed), tests=len(promotion.primary))
 
 
-def _limits(limits: LimitsConfig, run: Run, iterations: int, answers: Answers) -> Iterator[MeasuredLimit]:
+def _limits(limits: LimitsConfig, run: Run, iterations: int, answers: SuiteAnswers) -> Iterator[MeasuredLimit]:
     sealed = run.find(StageKey.of(iteration_key(iterations), "seal"))
     kl = 0.0 if sealed is None else sealed.metrics.get("update/kl_old", 0.0)
     measured: Mapping[str, float] = {"length": answers.tokens, "cut_off": answers.cut_off, "kl": kl}

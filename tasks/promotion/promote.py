@@ -13,7 +13,7 @@ from models.records.versions import policy_of
 from tasks.config.run import RunConfig
 from tasks.promotion.card import CARD, model_card
 from tasks.promotion.draft import Draft, learnt_key
-from tasks.promotion.gate import Judged
+from tasks.promotion.gate import GateResult
 from tasks.promotion.registry import now, number_of, prune
 from tasks.reporting import RunSummary, accuracy_lines
 from tasks.run.dependencies import rheostat_version
@@ -29,7 +29,7 @@ class Retrained(Settings):
 
     trained: RunSummary
     """Its run."""
-    verdict: Judged | None = None
+    verdict: GateResult | None = None
     """What the gate said; none without a registry."""
     record: RegistryRecord | None = None
     """What the registry keeps of it; none without a registry."""
@@ -44,7 +44,7 @@ class Retrained(Settings):
 
 
 @stage("promotion")
-async def conclude(config: RunConfig, draft: Draft, verdict: Judged) -> RegistryRecord:
+async def conclude(config: RunConfig, draft: Draft, verdict: GateResult) -> RegistryRecord:
     """Record what the gate said of a challenger, and have its files in the registry first if it is promoted.
 
     Where it was recorded before, that record stands. Raises BadInput if another champion came meanwhile, with whom it
@@ -93,7 +93,7 @@ async def conclude(config: RunConfig, draft: Draft, verdict: Judged) -> Registry
 
 
 def _keep(
-    registry: Registry, run: Run, config: RunConfig, promotion: PromotionConfig, verdict: Judged, draft: Draft
+    registry: Registry, run: Run, config: RunConfig, promotion: PromotionConfig, verdict: GateResult, draft: Draft
 ) -> BundleRef:
     """Publish a policy as one directory with its card, and name what it and those before it have learnt from."""
     prompts = read_shard(run.store, run.require(PROMPTS["train"]).shards[0])["prompt_id"].to_pylist()

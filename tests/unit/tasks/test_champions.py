@@ -39,24 +39,29 @@ def appended(registry, tmp_path, policy, *, kind="promote"):
     )
 
 
-def given(capsys, registry, *words):
-    """Give a command about a registry; return its exit code and what it printed."""
-    code = main([*words, "--store", registry.store.uri.rpartition("/registry/")[0]])
-    return code, capsys.readouterr()
+@pytest.fixture
+def given(capsys):
+    """Gives a command about a registry, and returns its exit code and what it printed."""
+
+    def give(registry, *words):
+        code = main([*words, "--store", registry.store.uri.rpartition("/registry/")[0]])
+        return code, capsys.readouterr()
+
+    return give
 
 
-def test_a_rollback_names_the_champion_before_the_last_promotion_and_is_recorded_once(registry, tmp_path, capsys):
+def test_a_rollback_names_the_champion_before_the_last_promotion_and_is_recorded_once(registry, tmp_path, given):
     for policy in "abc":
         appended(registry, tmp_path, policy)
     for expected in ("champion is b of run run-b, record 4", "champion is b of run run-b, is so already, by record 4"):
-        code, said = given(capsys, registry, "rollback", "assistant", "--reason", "refuses too often")
+        code, said = given(registry, "rollback", "assistant", "--reason", "refuses too often")
         assert code == 0 and expected in said.out
-    code, said = given(capsys, registry, "rollback", "assistant", "--to", "1", "--reason", "so did that")
+    code, said = given(registry, "rollback", "assistant", "--to", "1", "--reason", "so did that")
     assert registry.champion().policy == "a"
-    code, said = given(capsys, registry, "registry", "assistant", "--json")
+    code, said = given(registry, "registry", "assistant", "--json")
     found = [(each["number"], each["kind"], each["previous"]) for each in json.loads(said.out)["assistant"]]
     assert found == [(1, "promote", 0), (2, "promote", 1), (3, "promote", 2), (4, "rollback", 3), (5, "rollback", 4)]
-    code, said = given(capsys, registry, "registry")
+    code, said = given(registry, "registry")
     assert [line.split()[0:2] for line in said.out.splitlines() if "run-a" in line] == [["1", "promote"], ["5", "*"]]
 
 

@@ -1,0 +1,31 @@
+"""Three weeks as a newcomer types them: two promotions, a rejection for a spoilt reward, and a champion that stays."""
+
+import json
+import subprocess
+
+import pytest
+
+from tests.support.jobs import RHEOSTAT, ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+def said(*words):
+    """Give a command from the repository's root; return what it printed as JSON."""
+    done = subprocess.run(
+        [RHEOSTAT, *words, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=1200, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def test_the_week_whose_reward_was_spoilt_is_rejected_and_a_rollback_takes_back_the_second(tmp_path):
+    store = ("--store", str(tmp_path))
+    weeks = said("retrain", "configs/weekly.toml", "--times", "3", "--day", "2026-11-02", *store)
+    assert [week["record"]["kind"] for week in weeks] == ["promote", "promote", "reject"]
+    assert "worse than the champion" in weeks[2]["record"]["reason"]
+    rewards = [week["trained"][when]["mean"] for week in weeks[2:] for when in ("before", "after")]
+    assert rewards[0] < rewards[1], "its own reward rose"
+    said("rollback", "assistant", "--reason", "refuses too often", *store)
+    records = said("registry", "assistant", *store)["assistant"]
+    assert [record["kind"] for record in records] == ["promote", "promote", "reject", "rollback"]
+    assert records[3]["policy"] == records[0]["policy"]
