@@ -267,7 +267,7 @@ def summary_lines(summary: RunSummary) -> str:
     return (
         f"held-out accuracy before {before.mean:.3f} (95% interval {before.low:.3f} to {before.high:.3f}), "
         f"after {after.mean:.3f} ({after.low:.3f} to {after.high:.3f}), {after.problems} problems"
-        f"\n\ntook {summary.cost.line()}"
+        f"\ntook     {summary.cost.line()}"
     )
 
 

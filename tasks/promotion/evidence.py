@@ -1,5 +1,6 @@
 """What an evaluation says, read from its shards: scores, lengths, prompts."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import nan
@@ -10,6 +11,7 @@ import pyarrow.compute as pc
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, open_run
 from infra.store.shards import read_shard
+from models.data.problems import identity
 from models.records.schemas import FinishReason
 from models.records.versions import policy_of
 from tasks.promotion.suites import Side, Suite
@@ -29,8 +31,8 @@ class SuiteAnswers:
     """Mean length."""
     cut_off: float
     """Share that the longest length cut off."""
-    texts: dict[str, str]
-    """Texts of the problems, by prompt_id."""
+    problems: dict[str, str]
+    """Identities of the problems, by prompt_id."""
 
 
 def answers_of(suite: Suite, side: Side) -> SuiteAnswers:
@@ -47,15 +49,16 @@ def answers_of(suite: Suite, side: Side) -> SuiteAnswers:
         scores=scores,
         tokens=pc.mean(pc.list_value_length(rollouts["completion_tokens"])).as_py(),
         cut_off=pc.mean(pc.equal(rollouts["finish_reason"], FinishReason.LENGTH)).as_py(),
-        texts={name: text for name, text in prompt_texts(run, "heldout") if name in scores},
+        problems={name: problem for name, problem in prompt_identities(run, "heldout") if name in scores},
     )
 
 
-def prompt_texts(run: Run, split: str) -> Iterator[tuple[str, str]]:
-    """Go through prompt_id and text of a run's prompts."""
-    table = read_shard(run.store, run.require(PROMPTS[split]).shards[0])
-    for batch in table.select(["prompt_id", "text"]).to_batches(max_chunksize=1024):
-        yield from zip(batch[0].to_pylist(), batch[1].to_pylist(), strict=True)
+def prompt_identities(run: Run, split: str) -> Iterator[tuple[str, str]]:
+    """Go through prompt_id and identity, which is text, images and columns, of a run's prompts."""
+    table = read_shard(run.store, run.require(PROMPTS[split]).shards[0], ["prompt_id", "text", "images", "columns"])
+    for batch in table.to_batches(max_chunksize=1024):
+        for row in batch.to_pylist():
+            yield row["prompt_id"], identity(row["text"], row["images"], json.loads(row["columns"]))
 
 
 def _columns(run: Run, made: Sequence[Manifest], names: list[str]) -> pa.Table:

@@ -8,9 +8,10 @@ from infra.errors import Quarantined
 from infra.store.runs import Run, open_run
 from models.config.promotion import LimitsConfig, PromotionConfig
 from models.gate.comparison import PairedDifference, PairedScores, compare
+from models.gate.contamination import Contamination, contamination
 from models.gate.verdict import Evidence, GateVerdict, MeasuredGain, MeasuredGuard, MeasuredLimit, decide
 from tasks.config.run import RunConfig
-from tasks.promotion.evidence import SuiteAnswers, answers_of
+from tasks.promotion.evidence import SuiteAnswers, answers_of, prompt_identities
 from tasks.promotion.suites import SIDES, suites_of
 from tasks.run.keys import StageKey, iteration_key
 from tasks.run.stages import stage
@@ -45,10 +46,14 @@ async def judge(config: RunConfig) -> GateResult:
             for rule in promotion.guards
         ),
         limits=tuple(_limits(promotion.limits, run, config.iterations, answers[suites[0].name][1])),
-        contaminated={},
+        contaminated={name: _contaminated(run, sides[1]).share for name, sides in answers.items()},
     )
     found = decide(evidence, max_missing=promotion.max_missing, max_contaminated=promotion.max_contaminated)
     return GateResult(**found.model_dump(), evidence=evidence)
+
+
+def _contaminated(run: Run, answers: SuiteAnswers) -> Contamination:
+    return contamination(answers.problems, (problem for _, problem in prompt_identities(run, "train")))
 
 
 def _difference(name: str, sides: list[SuiteAnswers], promotion: PromotionConfig) -> PairedDifference:

@@ -15,7 +15,7 @@ from tasks.promotion.card import CARD, model_card
 from tasks.promotion.draft import Draft, learnt_key
 from tasks.promotion.gate import GateResult
 from tasks.promotion.registry import now, number_of, prune
-from tasks.reporting import RunSummary, accuracy_lines
+from tasks.reporting import RunSummary, summary_lines
 from tasks.run.dependencies import rheostat_version
 from tasks.run.keys import PROMPTS, StageKey
 from tasks.run.stages import stage
@@ -36,7 +36,7 @@ class Retrained(Settings):
 
     def text(self) -> str:
         """What became of it, in lines."""
-        lines = [f"run      {self.trained.path}", accuracy_lines(self.trained)]
+        lines = [f"run      {self.trained.path}", summary_lines(self.trained)]
         if self.record is not None and self.verdict is not None:
             lines += [f"gate     {reason}" for reason in self.verdict.reasons]
             lines.append(f"record   {self.record.number}: {self.record.kind}")
