@@ -15,7 +15,7 @@ from tasks.views.metrics import Accuracy
 
 
 async def evaluation(session: Session, number: int) -> Accuracy:
-    """Generate and score one completion for each held-out problem, unless that is done."""
+    """Generate and score what is asked of the held-out problems, unless that is done."""
     with within(evaluation_key(number)):
         batch = plan_evaluation(session, number)
         if not is_summarised(batch):

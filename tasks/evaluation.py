@@ -1,9 +1,12 @@
 """The result of a held-out evaluation."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from infra.costs import Cost
+from infra.store.manifests import Manifest
+from infra.store.shards import read_shard
+from models.rewards.scores import problem_metrics
 from tasks.costs import costs_of, held_since
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey
@@ -38,14 +41,26 @@ def summarise_measurement(session: Session, batch: Batch) -> Accuracy:
 
 def _commit(session: Session, batch: Batch, costs: Mapping[str, Cost]) -> Accuracy:
     scores, term = batch.stage("scoring"), session.settings.scoring.terms[0]
-    total = sum(m.metrics[f"term_{term}_sum"] for m in scores)
-    squares = sum(m.metrics[f"term_{term}_squares"] for m in scores)
-    problems = int(sum(m.metrics["count"] - m.metrics["missing"] for m in scores))
     manifest = record(
         session,
         StageKey.of(batch.key, "summary"),
         parents=[batch.planned, *scores],
-        metrics={"accuracy": total / problems if problems else 0.0, "squares": squares, "problems": problems},
+        metrics=_sums(scores, term) if batch.plan.group_size == 1 else _means(session, batch, term),
         provenance=decided_here(costs=costs),
     )
     return accuracy_of(manifest)
+
+
+def _sums(scores: Sequence[Manifest], term: str) -> dict[str, float]:
+    """Of one completion of each problem, what its shards have summed is all."""
+    total = sum(m.metrics[f"term_{term}_sum"] for m in scores)
+    squares = sum(m.metrics[f"term_{term}_squares"] for m in scores)
+    problems = int(sum(m.metrics["count"] - m.metrics["missing"] for m in scores))
+    return {"accuracy": total / problems if problems else 0.0, "squares": squares, "problems": problems}
+
+
+def _means(session: Session, batch: Batch, term: str) -> dict[str, float]:
+    """Completions of one problem say less than as many of several: what counts are problems, read from their scores."""
+    columns = ["prompt_row", "reward", f"reward_{term}"]
+    tables = (read_shard(session.run.store, made.shards[0], columns) for made in batch.stage("scoring"))
+    return problem_metrics(tables, term, samples=batch.plan.group_size)

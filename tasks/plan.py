@@ -80,15 +80,15 @@ def plan_measurement(session: Session, policy: str) -> Batch:
 
 def _plan_heldout(session: Session, key: str, number: int, *, policy: str) -> Batch:
     settings, prompts = session.settings, session.run.require(PROMPTS["heldout"])
-    sampling = settings.rollout.sampling
+    sampling, samples = settings.rollout.sampling, settings.evaluation.samples
     plan = BatchPlan(
         key=key,
         number=number,
         split="heldout",
         rows=tuple(range(min(settings.evaluation.problems, prompts.shards[0].rows))),
-        group_size=1,
+        group_size=samples,
         # As many completions per shard as in training, so that a shard costs the same.
-        shard_prompts=settings.rollout.shard_prompts * settings.rollout.group_size,
+        shard_prompts=max(1, settings.rollout.shard_prompts * settings.rollout.group_size // samples),
         sampling=SamplingConfig(
             temperature=settings.evaluation.temperature, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop
         ),

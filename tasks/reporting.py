@@ -265,8 +265,8 @@ def summary_lines(summary: RunSummary) -> str:
     """Held-out accuracy before and after, with intervals; what that took."""
     before, after = summary.before, summary.after
     return (
-        f"held-out accuracy before {before.mean:.3f} (95% interval {before.low:.3f} to {before.high:.3f}), "
-        f"after {after.mean:.3f} ({after.low:.3f} to {after.high:.3f}), {after.problems} problems"
+        f"held-out accuracy before {before.mean:.3f} (95% interval {before.low:.3f} to {before.high:.3f})"
+        f"{before.passed}, after {after.mean:.3f} ({after.low:.3f} to {after.high:.3f}){after.passed}, {after.asked}"
         f"\ntook     {summary.cost.line()}"
     )
 

@@ -48,7 +48,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "warm-up": "none" if config.warmup is None else f"{config.warmup.steps:,} steps",
         **_preferences(config, facts),
         "optimizer steps": f"{update.minibatches} per iteration, {left * update.minibatches:,} to do",
-        "evaluations": f"{_evaluations(config)}, {config.evaluation.problems:,} problems each",
+        "evaluations": f"{_evaluations(config)}, {config.evaluation.problems:,} problems each{_samples(config)}",
         "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
         "worker slots": f"{_slots(pools)}{_sharing(config)}",
         "rollout": f"{_count(pools.workers.max, 'worker')} at most, of {_megabytes(facts, 'rollout')}",
@@ -83,6 +83,11 @@ def _preferences(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
 def _evaluations(config: RunConfig) -> str:
     every = config.evaluation.every
     return "at the start and the end" + (f", every {every} iterations" if every else "")
+
+
+def _samples(config: RunConfig) -> str:
+    samples = config.evaluation.samples
+    return f", {samples} samples of each" if samples > 1 else ""
 
 
 def _waves(config: RunConfig) -> str:

@@ -1,8 +1,8 @@
 """Configuration of supervised warm-up, preference learning, evaluation and retention. Torch-free."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from infra.config import Fraction, Positive, Settings
 
@@ -45,6 +45,16 @@ class EvaluationConfig(Settings):
     """Iterations between evaluations; 0 evaluates only at the start and the end."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Softmax temperature; 0 is greedy."""
+    samples: Positive = 1
+    """Completions of each problem; their mean counts, and pass@k stands beside it where rewards are 0 or 1."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples {self.samples} at temperature 0 are all the same: use a temperature above 0, or samples 1"
+            )
+        return self
 
     def is_due(self, number: int) -> bool:
         """Whether the policy after so many iterations is evaluated, be it the last or not."""

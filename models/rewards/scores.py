@@ -1,12 +1,13 @@
 """From what rewards found about completions to a score shard: pure functions over tables. Torch-free."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from infra.statistics import pass_at
 from models.config.rewards import RewardConfig, ScoringConfig
 from models.judges.verdicts import Judgement
 from models.records.schemas import score_schema
@@ -81,6 +82,30 @@ def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
         **{f"term_{term}_sum": math.fsum(numbers) for term, numbers in values.items()},
         **{f"term_{term}_squares": math.fsum(number**2 for number in numbers) for term, numbers in values.items()},
     }
+
+
+def problem_metrics(tables: Iterable[pa.Table], term: str, *, samples: int) -> dict[str, float]:
+    """Average a term over each problem's samples, and these means over problems; scores that are missing are left out.
+
+    Where the term is 0 or 1 also pass@k for k of 1, 2, 4, ..., over the problems that have as many scores.
+    """
+    values: dict[int, list[float]] = {}
+    for table in tables:
+        scored = table.filter(pc.is_valid(table["reward"]))
+        for row, value in zip(scored["prompt_row"].to_pylist(), scored[f"reward_{term}"].to_pylist(), strict=True):
+            values.setdefault(row, []).append(value)
+    means = [math.fsum(each) / len(each) for each in values.values()]
+    metrics = {
+        "accuracy": math.fsum(means) / len(means) if means else 0.0,
+        "squares": math.fsum(mean**2 for mean in means),
+        "problems": float(len(means)),
+        "samples": float(samples),
+    }
+    if all(value in (0, 1) for each in values.values() for value in each):
+        for k in (2**power for power in range(samples.bit_length())):
+            solved = [pass_at(k, samples=len(v), right=int(sum(v))) for v in values.values() if len(v) >= k]
+            metrics |= {f"pass_at_{k}": math.fsum(solved) / len(solved)} if solved else {}
+    return metrics
 
 
 def _joined(

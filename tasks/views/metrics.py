@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+from pydantic import Field
+
 from infra.config import Settings
 from infra.costs import Cost, total
 from infra.statistics import mean_interval
@@ -12,9 +14,11 @@ from infra.store.runs import Run
 from tasks.run.keys import StageKey, iteration_key, iterations_among
 from tasks.views.diagnosis import WAITED, warnings_of
 
+_PASS_AT = re.compile(r"pass_at_(\d+)")
+
 
 class Accuracy(Settings):
-    """Share of held-out problems solved, by the first reward term."""
+    """Share of held-out problems solved, by the first reward term; of several completions their mean."""
 
     number: int
     """Iterations before the evaluation."""
@@ -26,10 +30,24 @@ class Accuracy(Settings):
     """Lower end of the 95% interval; Wilson's where the term is 0 or 1."""
     high: float
     """Upper end."""
+    samples: int = Field(default=1, exclude_if=lambda samples: samples == 1)
+    """Completions of each problem."""
+    pass_at: dict[int, float] = Field(default={}, exclude_if=lambda shares: not shares)
+    """Share of problems that one of k completions solves, by k; none of one completion, or of a graded term."""
+
+    @property
+    def asked(self) -> str:
+        """How many problems, and completions of each where these are several."""
+        return f"{self.problems} problems" + (f" of {self.samples} samples" if self.samples > 1 else "")
+
+    @property
+    def passed(self) -> str:
+        """The shares that k completions solve; nothing where there are none."""
+        return "".join(f", pass@{k} {share:.3f}" for k, share in self.pass_at.items())
 
     def line(self) -> str:
         """The accuracy with its interval."""
-        return f"{self.mean:.3f} (95% interval {self.low:.3f} to {self.high:.3f}, {self.problems} problems)"
+        return f"{self.mean:.3f} (95% interval {self.low:.3f} to {self.high:.3f}, {self.asked}){self.passed}"
 
 
 class EpisodesReport(Settings):
@@ -237,5 +255,13 @@ def accuracy_of(summary: Manifest) -> Accuracy:
     """Read an evaluation's summary manifest."""
     mean, problems = summary.metrics["accuracy"], int(summary.metrics["problems"])
     low, high = mean_interval(mean * problems, summary.metrics["squares"], problems)
-    number = StageKey.parse(summary.key).evaluation
-    return Accuracy(number=number, problems=problems, mean=mean, low=low, high=high)
+    passed = ((int(found[1]), share) for name, share in summary.metrics.items() if (found := _PASS_AT.fullmatch(name)))
+    return Accuracy(
+        number=StageKey.parse(summary.key).evaluation,
+        problems=problems,
+        mean=mean,
+        low=low,
+        high=high,
+        samples=int(summary.metrics.get("samples", 1)),
+        pass_at=dict(sorted(passed)),
+    )

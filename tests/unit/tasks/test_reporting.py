@@ -14,7 +14,7 @@ from infra.costs import Cost
 from models.data.images import THUMBNAIL_BYTES, data_address, digest_of, thumbnail
 from models.records.media import HeldImages, ShownImage
 from models.rollouts.preview import Excerpts, RolloutPreview
-from tasks.reporting import RunSummary, escape_markdown, rollout_table, summary_page
+from tasks.reporting import RunSummary, escape_markdown, rollout_table, summary_lines, summary_page
 from tasks.views.metrics import Accuracy, EpisodesReport, IterationReport, iteration_table
 from tasks.views.pages import rollouts_page
 from tests.support.pictures import picture
@@ -94,6 +94,14 @@ def test_the_only_picture_of_a_summary_is_the_learning_curve(attack):
     html = RENDERERS["github"].render(summary_page(SUMMARY, b"png", Excerpts((preview(attack),))))
     assert html.count("<img") == html.count('<img src="data:image/png;base64,') == 1
     assert "<a" not in html
+
+
+def test_a_summary_says_what_several_completions_of_a_problem_solve():
+    assert "0.500 (95% interval 0.100 to 0.900), after 0.500 (0.100 to 0.900), 2 problems" in summary_lines(SUMMARY)
+    sampled = ACCURACY.model_copy(update={"samples": 4, "pass_at": {1: 0.5, 4: 0.75}})
+    page = summary_page(SUMMARY.model_copy(update={"before": sampled, "after": sampled}), b"png", Excerpts(()))
+    assert "0.900), pass@1 0.500, pass@4 0.750, after" in page
+    assert "to 0.900), pass@1 0.500, pass@4 0.750, 2 problems of 4 samples" in page
 
 
 REPORT = IterationReport(

@@ -1,0 +1,78 @@
+"""A run that asks each held-out problem several times, and one that asks once."""
+
+import json
+
+import pytest
+
+from infra.statistics import mean_interval
+from infra.store.runs import open_run
+from infra.store.shards import read_shard
+from tasks.run.batch import Batch
+from tasks.run.keys import StageKey, evaluation_key
+from tasks.verification.invariants import verify_run
+from tasks.views.metrics import evaluations_of
+from tests.support.in_process import InProcessJob
+
+pytestmark = pytest.mark.timeout(1200)
+
+ASKED = ("iterations=1", "evaluation.samples=3", "evaluation.temperature=1.0", "warmup.steps=2")
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory, prefect_api):
+    """A run whose evaluations take three samples of each of eight problems."""
+    job = InProcessJob(tmp_path_factory.mktemp("sampled"), prefect_api)
+    job.train(*ASKED)
+    return job
+
+
+def rewards_of(batch):
+    """Scores of each problem, by its row, as the shards have them."""
+    found = {}
+    for manifest in batch.stage("scoring"):
+        for row in read_shard(batch.run.store, manifest.shards[0]).to_pylist():
+            found.setdefault(row["prompt_row"], []).append((row["sample"], row["reward"]))
+    return found
+
+
+def test_a_problems_completions_count_as_their_mean(sampled):
+    run = open_run(str(sampled.store), "tiny")
+    for number in (0, 1):
+        batch = Batch.read(run, evaluation_key(number))
+        rewards = rewards_of(batch)
+        assert sorted(rewards) == list(range(8))
+        assert all([sample for sample, _ in pairs] == [0, 1, 2] for pairs in rewards.values())
+        means = [sum(value for _, value in pairs) / 3 for pairs in rewards.values()]
+        assert any(0 < mean < 1 for mean in means), "samples that agree would show nothing"
+        metrics = run.require(StageKey.of(batch.key, "summary")).metrics
+        assert metrics["accuracy"] == metrics["pass_at_1"] == pytest.approx(sum(means) / 8)
+        # Of three samples, two are chosen in three ways: one right is among two of these, two right among all.
+        assert metrics["pass_at_2"] == pytest.approx(sum(min(1, 2 * mean) for mean in means) / 8)
+        assert (metrics["problems"], metrics["samples"]) == (8, 3)
+        accuracy = evaluations_of(run)[number]
+        assert accuracy.mean == metrics["accuracy"]
+        assert (accuracy.low, accuracy.high) == pytest.approx(mean_interval(sum(means), sum(m * m for m in means), 8))
+    assert list(verify_run(str(sampled.store), "tiny")) == []
+
+
+def test_shards_of_an_evaluation_hold_about_as_many_completions_as_in_training(sampled):
+    run = open_run(str(sampled.store), "tiny")
+    plan = Batch.read(run, evaluation_key(0)).plan
+    assert (plan.group_size, plan.shard_prompts) == (3, 2)  # in training 2 prompts of 4
+
+
+def test_pass_at_k_is_shown_where_the_accuracy_is(sampled):
+    told = json.loads(sampled.command("show", "--json").output)["evaluations"][1]
+    shares = told["pass_at"]
+    assert told["samples"] == 3
+    assert [*shares] == ["1", "2"]
+    line = f"8 problems of 3 samples), pass@1 {shares['1']:.3f}, pass@2 {shares['2']:.3f}"
+    assert line in sampled.command("show").output
+
+
+def test_one_completion_of_each_problem_is_summed_by_its_shards_and_nothing_else_is_said(reference):
+    run = open_run(str(reference.store), "tiny")
+    assert Batch.read(run, evaluation_key(0)).plan.group_size == 1
+    assert {*run.require(StageKey.of(evaluation_key(0), "summary")).metrics} == {"accuracy", "squares", "problems"}
+    told = json.loads(reference.command("show", "--json").output)["evaluations"][0]
+    assert [*told] == ["number", "problems", "mean", "low", "high"]
