@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from infra.plugins import find_target, target_folders
 from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
+from infra.store.file_digests import file_digests
 from infra.store.inputs import fetched, is_remote, written
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.tombstones import check_not_deleted, check_remembers
@@ -65,7 +66,7 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     paths = sorted({path for place in places for path in _files(place)})
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
-    data = {written(path): _content(path, known) for path in paths} | _content_beside(config.data, known)
+    data = _contents({written(path): [path] for path in paths} | _beside(config.data), known)
     environment = None if config.rollout.environment is None else config.rollout.environment.run
     return _dependencies(variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment)
 
@@ -161,44 +162,45 @@ def _files(value: object) -> Iterator[Path]:
                 yield from _files(part)
 
 
-def _content(path: Path, known: Mapping[str, FileContent]) -> FileContent:
-    here = fetched(path)
-    found, before = here.stat(), known.get(written(path))
-    size, modified_ns = found.st_size, found.st_mtime_ns
-    if before is not None and size > WHOLE_BYTES and (before.bytes, before.modified_ns) == (size, modified_ns):
-        return before
-    return FileContent(digest=_digest(here, size, modified_ns), bytes=size, modified_ns=modified_ns)
-
-
-def _content_beside(source: DataSource, known: Mapping[str, FileContent]) -> dict[str, FileContent]:
-    """Describe the files that data files name, one entry for each directory: there may be very many."""
+def _beside(source: DataSource) -> dict[str, list[Path]]:
+    """Files that data files name, by directory: there may be very many."""
     if not source.beside:
         return {}
     named = cast(Callable[[DataSource], Iterator[Path]], find_target(source.beside, where=source.known_as))(source)
-    folders: dict[Path, list[Path]] = {}
+    folders: dict[str, list[Path]] = {}
     for path in named:
         if is_remote(path) or path.is_file():
-            folders.setdefault(path.parent, []).append(path)
-    return {f"{written(folder)}/*": _together(sorted(paths), known) for folder, paths in sorted(folders.items())}
+            folders.setdefault(f"{written(path.parent)}/*", []).append(path)
+    return {folder: sorted(paths) for folder, paths in folders.items()}
 
 
-def _together(paths: Sequence[Path], known: Mapping[str, FileContent]) -> FileContent:
-    found = [fetched(path).stat() for path in paths]
-    size, modified_ns = sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)
-    before = known.get(f"{written(paths[0].parent)}/*")
-    if before is not None and size > WHOLE_BYTES and (before.bytes, before.modified_ns) == (size, modified_ns):
-        return before
+def _contents(wanted: Mapping[str, Sequence[Path]], known: Mapping[str, FileContent]) -> dict[str, FileContent]:
+    """Describe files, each name's together; what is large and as it was known is not read again."""
+    found = {name: [_stat(path) for path in paths] for name, paths in wanted.items()}
+    sizes = {name: (sum(size for _, size, _ in files), max(ns for *_, ns in files)) for name, files in found.items()}
+    same = {name: before for name, before in known.items() if (before.bytes, before.modified_ns) == sizes.get(name)}
+    contents = {name: before for name, before in same.items() if before.bytes > WHOLE_BYTES}
+    unread = tuple(file for name, files in found.items() if name not in contents for file in files)
+    digests = dict(zip(unread, file_digests(unread), strict=True))
+    for name in wanted.keys() - contents.keys():
+        size, modified_ns = sizes[name]
+        each = [digests[file] for file in found[name]]
+        digest = _together(wanted[name], each) if name.endswith("/*") else each[0]
+        contents[name] = FileContent(digest=digest, bytes=size, modified_ns=modified_ns)
+    return dict(sorted(contents.items()))
+
+
+def _stat(path: Path) -> tuple[Path, int, int]:
+    here = fetched(path)
+    found = here.stat()
+    return here.absolute(), found.st_size, found.st_mtime_ns
+
+
+def _together(paths: Sequence[Path], digests: Sequence[str]) -> str:
     whole = blake3()
-    for path in paths:
-        content = _content(path, {})
-        whole.update(f"{path.name}\n{content.digest}\n".encode())
-    return FileContent(digest=whole.hexdigest(), bytes=size, modified_ns=modified_ns)
-
-
-@cache
-def _digest(path: Path, size: int, modified_ns: int) -> str:
-    """Read a file once per process, unless it changes."""
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() if size else blake3().hexdigest()
+    for path, digest in zip(paths, digests, strict=True):
+        whole.update(f"{path.name}\n{digest}\n".encode())
+    return whole.hexdigest()
 
 
 HOUSE: Final = Path(__file__).parents[2]

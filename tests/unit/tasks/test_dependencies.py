@@ -13,6 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from infra.store.dependencies import dependency_records, record_dependencies
+from infra.store.file_digests import file_digests
 from infra.store.runs import create_run
 from models.config.engines import VllmEngine
 from models.config.environments import EnvironmentConfig
@@ -120,7 +121,7 @@ def test_a_large_file_is_read_again_only_when_its_size_or_time_changed(config, t
     Path("train.jsonl").write_text("TRAIN\n")
     os.utime("train.jsonl", ns=(kept.st_atime_ns, kept.st_mtime_ns))
     recorded = dependency_records(run)[0].dependencies
-    dependencies._digest.cache_clear()  # as in another process
+    file_digests.cache_clear()  # as in another process
     assert recorded.changes(dependencies_of(config, run)) == []
     os.utime("train.jsonl", ns=(2, 2))
     (change,) = recorded.changes(dependencies_of(config, run))

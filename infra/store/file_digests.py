@@ -1,0 +1,53 @@
+"""Digests of users' files, from a process of its own: whoever holds no payload has none of it mapped either.
+
+`python -m infra.store.file_digests` reads paths as a JSON list on stdin, and prints their digests as one, or what is
+wrong in one line and exit code 2.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from infra.errors import BadInput, WorkerFailed
+from infra.processes.watch import await_answer
+
+COMMAND: Final = (sys.executable, "-P", "-m", __name__)
+
+
+@cache
+def file_digests(files: tuple[tuple[Path, int, int], ...]) -> list[str]:
+    """Return the BLAKE3 of each file, of which path, bytes and time in ns are given; again only if these change.
+
+    Raises BadInput where one cannot be read.
+    """
+    if not files:
+        return []
+    code, answer, errors = await_answer("what digests data files", COMMAND, json.dumps(files, default=str).encode())
+    if code == 2:
+        raise BadInput(errors.decode().strip())
+    if code:
+        raise WorkerFailed(f"what digests data files ended with code {code}: {errors.decode()[-2000:]}")
+    digests: list[str] = json.loads(answer)
+    return digests
+
+
+def _digest(path: str, size: int) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest() if size else blake3().hexdigest()
+
+
+def main(files: Sequence[tuple[str, int, int]]) -> int:
+    try:
+        sys.stdout.write(json.dumps([_digest(path, size) for path, size, _ in files]))
+    except OSError as error:
+        sys.stderr.write(f"{error.filename}: {error.strerror}")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.load(sys.stdin)))
