@@ -81,16 +81,16 @@ def serve(
     key_variable: KeyVariable = "RHEOSTAT_ENGINE_KEY",
 ) -> None:
     """Serve a policy's shape here until Ctrl-C, for workers that own no server."""
-    from models.engines.vllm.server import start_server
+    from models.engines.vllm.server import Address, start_server
 
     log_progress(quiet=True)
 
-    config = _engine(overrides)
+    config = engine_config(overrides)
     given = os.environ.get(key_variable)
     key = given or secrets.token_urlsafe(32)
     with contextlib.suppress(KeyboardInterrupt):
         server = start_server(
-            config, directory, adapter_rank=adapter_rank, on_progress=lambda: None, port=port, key=key
+            config, directory, adapter_rank=adapter_rank, on_progress=lambda: None, at=Address(port=port, key=key)
         )
         try:
             write("\n".join(_advice(server, config, variable=key_variable, told=given is None)))
@@ -101,7 +101,7 @@ def serve(
             server.stop()
 
 
-def _engine(overrides: Sequence[str]) -> "VllmEngine":
+def engine_config(overrides: Sequence[str]) -> "VllmEngine":
     from pydantic import ValidationError
 
     from infra.validation_errors import explain

@@ -19,7 +19,7 @@ from infra.environments.find import find_python
 from infra.processes.server import LOOPBACK, Launch, free_ports, start
 from models.config.engines import VllmEngine
 from models.engines.vllm.engine import ServedEngine
-from models.engines.vllm.server import PLUGIN, command, environment, lora_rank, platform_of
+from models.engines.vllm.server import PLUGIN, Address, command, environment, lora_rank, platform_of
 
 CONFIG = VllmEngine.model_validate({"cache_gib": 0.1, "python": os.environ.get("VLLM_PYTHON")})
 KEY = "a key for tests"
@@ -131,7 +131,7 @@ def meddling_server(directory, *, adapter_rank=0):
             directory,
             python=python,
             platform=platform,
-            port=port,
+            at=Address(port=port),
             lora_rank=lora_rank(adapter_rank),
         )
         return [word.replace("rheostat_vllm.", "rheostat_meddling.Meddling") for word in words]

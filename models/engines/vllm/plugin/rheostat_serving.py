@@ -11,6 +11,7 @@ from rheostat_requests import Refused
 from rheostat_steps import Steps
 from transformers import AutoConfig
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine import PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 
 CONTENTS = "bundle.json"
@@ -83,16 +84,25 @@ class Serving:
             self._asleep = True
             return True
 
-    async def load(self, directory: Path, *, adapter: Path | None) -> dict[str, object]:
-        """Serve this policy, whose files are verified first; what fails on the way leaves nothing served."""
+    async def settled(self) -> str:
+        """Return the digest that is served, once what is loaded now is loaded."""
+        async with self._lock:
+            return self.digest
+
+    async def load(self, directory: Path, *, adapter: Path | None, drain: bool) -> dict[str, object]:
+        """Serve this policy, whose files are verified first; what fails on the way leaves nothing served.
+
+        Requests that are being answered are broken off, unless they are to `drain`.
+        """
         async with self._lock:
             start = time.perf_counter()
             self.digest = ""
-            moved = await self._take(_open(directory), None if adapter is None else _open(adapter))
+            bundles = _open(directory), None if adapter is None else _open(adapter)
+            moved = await self._take(*bundles, mode="wait" if drain else "abort")
             self.digest = self._loaded
             return {"digest": self.digest, "bytes": moved, "seconds": time.perf_counter() - start}
 
-    async def _take(self, weights: Bundle, adapter: Bundle | None) -> int:
+    async def _take(self, weights: Bundle, adapter: Bundle | None, *, mode: PauseMode) -> int:
         digest = weights.digest
         if adapter is not None:
             digest = blake3(f"{weights.digest}+{adapter.digest}".encode()).hexdigest()
@@ -101,7 +111,7 @@ class Serving:
         keeps_base = weights.digest == self._base and await self._fingerprint() == self._fingerprints
         self._loaded = self._base = ""
         # vLLM's caches of images know nothing of weights: what the old tower said must go before the new one comes.
-        await self.engine.pause_generation(mode="abort", clear_cache=True)
+        await self.engine.pause_generation(mode=mode, clear_cache=True)
         try:
             await self._wake("weights")
             moved = 0 if keeps_base else await self._load_weights(weights)

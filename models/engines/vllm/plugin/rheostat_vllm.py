@@ -58,7 +58,7 @@ class Gateway:
         elif route := self._routes.get((str(method), str(path))):
             self._serving = self._serving or Serving(scope["app"].state.engine_client)  # type: ignore[attr-defined]
             await answer_errors(partial(route, receive), send)
-        elif method in ("GET", "HEAD") or (self._serving is not None and self._serving.digest):
+        elif method in ("GET", "HEAD") or (self._serving is not None and await self._serving.settled()):
             await self._app(scope, receive, send)
         else:
             await reply(send, 409, {"error": "no weights are loaded", "digest": ""})
@@ -80,8 +80,8 @@ class Gateway:
         await reply(send, 200, {"digest": await self._served.prove()})
 
     async def _load(self, receive: Receive, send: Send) -> None:
-        directory, adapter = read_load(await read_body(receive))
-        await reply(send, 200, await self._served.load(directory, adapter=adapter))
+        directory, adapter, drain = read_load(await read_body(receive))
+        await reply(send, 200, await self._served.load(directory, adapter=adapter, drain=drain))
 
     async def _sleep(self, _receive: Receive, send: Send) -> None:
         await reply(send, 200, {"slept": await self._served.sleep()})
