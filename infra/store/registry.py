@@ -19,9 +19,11 @@ REGISTRIES: Final = "registry"
 """Folder of a store in which registries lie beside the runs."""
 POLICIES: Final = "policies"
 """Prefix of their bundles in a registry."""
+RETRAINS: Final = "retrains"
+"""Folder of a registry in which it says how each retrain began."""
 _RECORDS: Final = "records/"
 
-Kind = Literal["promote", "rollback", "proposal", "keep", "reject", "invalid"]
+Kind = Literal["promote", "rollback", "proposal", "refuse", "keep", "reject", "invalid"]
 
 
 class RegistryRecord(Settings):
@@ -30,7 +32,8 @@ class RegistryRecord(Settings):
     number: int
     """Counted from 1, without gaps."""
     kind: Kind
-    """`promote` and `rollback` change the champion; `proposal` waits for somebody to sign it; the others keep it."""
+    """`promote` and `rollback` change the champion; `proposal` waits for somebody to sign it, which `refuse` ends; the
+    others keep the champion."""
     policy: str
     """Digest of the policy that it is about, as its run knows it."""
     bundle: BundleRef | None = None
@@ -81,6 +84,11 @@ class Registry:
         """The record that says who is champion; none before the first promotion."""
         return champion_of(self.records())
 
+    def canary(self) -> RegistryRecord | None:
+        """The newest proposal that waits to be signed or refused; the champion where none does."""
+        records = self.records()
+        return next(reversed(waiting_among(records)), champion_of(records))
+
     def append(self, make: MakeRecord) -> RegistryRecord | None:
         """Append what is made of the next number and of the champion's record; made again where another came first.
 
@@ -113,6 +121,13 @@ class Registry:
 def champion_of(records: Sequence[RegistryRecord]) -> RegistryRecord | None:
     """The last of the records that says who is champion."""
     return next((record for record in reversed(records) if record.is_champion), None)
+
+
+def waiting_among(records: Sequence[RegistryRecord]) -> list[RegistryRecord]:
+    """The proposals that were compared with the champion, and that nobody has refused."""
+    champion, refused = champion_of(records), {record.run for record in records if record.kind == "refuse"}
+    proposed = [record for record in records if record.kind == "proposal" and record.run not in refused]
+    return [record for record in proposed if record.previous == (0 if champion is None else champion.number)]
 
 
 def open_registry(store_uri: str, name: str) -> Registry:

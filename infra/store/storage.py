@@ -339,6 +339,7 @@ class LocalStore:
         with ExitStack() as stack:
             with self._failures("cannot make a scratch directory"):
                 make_directory(self.root)
+                sweep(self.root)  # what nobody holds, such as a registry, has no other occasion
                 directory = stack.enter_context(scratch_directory(self.root))
             yield directory
 

@@ -7,6 +7,7 @@ from infra.store.bundles import BundleRef, has_bundle, verify_bundle
 from infra.store.chain import check_chain
 from infra.store.checksums import unseal
 from infra.store.manifests import Manifest
+from infra.store.registry import RETRAINS, Registry, champion_of
 from infra.store.runs import Run, records
 from infra.store.shards import ShardRef, verify_shard
 from infra.store.storage import Objects, Store
@@ -30,6 +31,35 @@ def verify_store(run: Run, *, promised: Callable[[list[Manifest]], Collection[Bu
         if run.store.exists(key)
     ]
     return [*problems, *_check_shards(run.store, there.shards), *_check_bundles(run.store, there.bundles - coming)]
+
+
+def verify_registry(registry: Registry) -> list[str]:
+    """Read every record, draft and policy of a registry; return one line per problem.
+
+    Policies whose files were deleted by `promotion.keep` are no problem; that of the champion has to be there.
+    """
+    store, problems = registry.store, list[str]()
+    for key in records(store, f"{RETRAINS}/"):
+        try:
+            unseal(store.read(key), where=f"{key!r} in {store.uri}")
+        except (Damaged, BadInput) as error:
+            problems.append(str(error))
+    try:
+        written = registry.records()
+    except (Damaged, BadInput) as error:
+        return [*problems, str(error)]
+    for at, record in enumerate(written):
+        champion = champion_of(written[:at])
+        if record.is_champion and record.previous != (0 if champion is None else champion.number):
+            problems.append(
+                f"registry {registry.name!r}: record {record.number} says that record {record.previous} was champion "
+                f"before, expected {0 if champion is None else champion.number}"
+            )
+    champion = champion_of(written)
+    bundles = {record.bundle for record in written if record.bundle is not None and has_bundle(store, record.bundle)}
+    if champion is not None and champion.bundle is not None:
+        bundles.add(champion.bundle)
+    return [*problems, *_check_bundles(store, bundles)]
 
 
 def stray_files(run: Run) -> list[str]:

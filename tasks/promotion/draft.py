@@ -2,14 +2,18 @@
 
 from datetime import date
 from pathlib import Path
+from typing import Final
 
 from infra.config import Settings
 from infra.errors import BadInput
 from infra.store.checksums import seal, unseal
-from infra.store.registry import Registry, open_registry
+from infra.store.registry import RETRAINS, Registry, open_registry
 from models.config.policy import DirectoryPolicy
 from models.config.promotion import PromotionConfig
 from tasks.config.run import RunConfig, parse_config
+
+LEARNT: Final = "learnt"
+"""Folder of a registry with what its policies have learnt from."""
 
 
 class Draft(Settings):
@@ -23,6 +27,11 @@ class Draft(Settings):
     """Directory of the champion's policy; empty where there was none."""
     without: str
     """File with the prompt_ids that it leaves out; empty where it learns from all."""
+
+    @property
+    def left_out(self) -> str:
+        """Key in the registry of that file; empty where there is none."""
+        return f"{LEARNT}/{self.without.rpartition('/')[2]}" if self.without else ""
 
     def begin(self, config: RunConfig) -> RunConfig:
         """The configuration of the run: it begins as the champion, which has had its training on data alone."""
@@ -44,11 +53,22 @@ def draft_retrain(config: RunConfig) -> Draft:
     promotion = config.promotion
     if promotion is None:
         return Draft(run=config.name, champion=0, policy="", without="")
-    registry, key = open_registry(config.store, promotion.registry), f"retrains/{config.name}.json"
-    drafted = _draft(config, promotion, registry)
-    if not registry.store.put(key, seal(drafted.model_dump(mode="json"))):
-        drafted = Draft.model_validate(unseal(registry.store.read(key), where=f"registry {registry.name!r}: {key}"))
+    registry = open_registry(config.store, promotion.registry)
+    drafted = read_draft(registry, config.name)
+    if drafted is None:
+        draft = _draft(config, promotion, registry)
+        if registry.store.put(draft_key(config.name), seal(draft.model_dump(mode="json"))):
+            return draft
+        drafted = read_draft(registry, config.name)
+    assert drafted is not None, "another has put it first"
     return drafted
+
+
+def read_draft(registry: Registry, run: str) -> Draft | None:
+    """What the retrain that made a run began with; none where the run is no retrain of this registry."""
+    content = registry.store.find(draft_key(run))
+    where = f"registry {registry.name!r}: {draft_key(run)}"
+    return None if content is None else Draft.model_validate(unseal(content, where=where))
 
 
 def _draft(config: RunConfig, promotion: PromotionConfig, registry: Registry) -> Draft:
@@ -64,6 +84,11 @@ def _draft(config: RunConfig, promotion: PromotionConfig, registry: Registry) ->
     return Draft(run=config.name, champion=champion.number, policy=policy, without=without)
 
 
+def draft_key(run: str) -> str:
+    """Where a registry keeps how a retrain began."""
+    return f"{RETRAINS}/{run}.json"
+
+
 def learnt_key(run: str) -> str:
     """Where a registry keeps the prompt_ids that a promoted run, and those before it, have learnt from."""
-    return f"learnt/{run}.txt"
+    return f"{LEARNT}/{run}.txt"

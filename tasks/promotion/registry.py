@@ -6,33 +6,54 @@ from datetime import UTC, datetime
 
 from infra.errors import BadInput
 from infra.store.bundles import delete_bundle, has_bundle
-from infra.store.registry import MakeRecord, Registry, RegistryRecord, champion_of, known_registry
+from infra.store.registry import MakeRecord, Registry, RegistryRecord, champion_of, known_registry, waiting_among
 
 
-def promote(store: str, name: str, run: str, *, reason: str) -> tuple[RegistryRecord, bool]:
-    """Sign the proposal of a run: its policy is champion from now on. Return the record, and whether it is new."""
+def promote(store: str, name: str, run: str, *, reason: str, who: str | None = None) -> tuple[RegistryRecord, bool]:
+    """Sign the proposal of a run: its policy is champion from now on. Return the record, and whether it is new.
+
+    `who` signs is who runs this process, where nobody else is named.
+    """
     registry = known_registry(store, name)
 
     def record(number: int, champion: RegistryRecord | None) -> RegistryRecord | None:
-        proposals = [each for each in registry.records() if each.run == run and each.bundle is not None]
-        if not proposals:
-            waiting = [each.run for each in registry.records() if each.kind == "proposal"]
-            known = ", ".join(waiting) or "none"
-            raise BadInput(f"registry {name!r}: expected a run with a proposal, found {run!r}; proposed: {known}")
-        proposal = proposals[-1]
+        proposal = _proposal(registry, run)
         if champion is not None and champion.policy == proposal.policy:
             return None
         current = number_of(champion)
+        if proposal.kind == "refuse":
+            raise BadInput(
+                f"registry {name!r}: the proposal of {run!r} was refused, by record {proposal.number}: retrain again"
+            )
         if proposal.kind != "proposal" or proposal.previous != current:
             raise BadInput(
                 f"registry {name!r}: {run!r} was compared with record {proposal.previous}, and record {current} is "
                 "champion now: retrain again, or `rheostat rollback` where it was champion before"
             )
-        return proposal.model_copy(
-            update={"number": number, "kind": "promote", "reason": reason, "who": who(), "when": now()}
-        )
+        signed = {"number": number, "kind": "promote", "reason": reason, "who": who or _here(), "when": now()}
+        return proposal.model_copy(update=signed)
 
     return _appended(registry, record)
+
+
+def refuse(store: str, name: str, run: str, *, reason: str, who: str | None = None) -> tuple[RegistryRecord, bool]:
+    """Refuse the proposal of a run: nobody can sign it any more. Return the record, and whether it is new."""
+    registry = known_registry(store, name)
+
+    def record(number: int, _: RegistryRecord | None) -> RegistryRecord | None:
+        proposal = _proposal(registry, run)
+        if proposal.kind == "refuse":
+            return None
+        if proposal.kind != "proposal":
+            raise BadInput(
+                f"registry {name!r}: the proposal of {run!r} was signed, by record {proposal.number}: "
+                "`rheostat rollback` takes it back"
+            )
+        refused = {"number": number, "kind": "refuse", "reason": reason, "who": who or _here(), "when": now()}
+        return proposal.model_copy(update=refused)
+
+    made = registry.append(record)
+    return made or _proposal(registry, run), made is not None
 
 
 def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[RegistryRecord, bool]:
@@ -67,7 +88,7 @@ def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[Reg
                 "kind": "rollback",
                 "previous": champion.number,
                 "reason": reason,
-                "who": who(),
+                "who": _here(),
                 "when": now(),
             }
         )
@@ -80,9 +101,7 @@ def prune(registry: Registry, keep: int) -> None:
     records = registry.records()
     champion = champion_of(records)
     promoted = [record.bundle for record in reversed(records) if record.kind == "promote"]
-    waiting = [
-        record.bundle for record in records if record.kind == "proposal" and record.previous == number_of(champion)
-    ]
+    waiting = [record.bundle for record in waiting_among(records)]
     reigning = [champion.bundle] if champion is not None else []
     kept = {bundle.key for bundle in (*promoted[:keep], *reigning, *waiting) if bundle is not None}
     named = {record.bundle.key: record.bundle for record in records if record.bundle is not None}
@@ -105,8 +124,18 @@ def _appended(registry: Registry, make: MakeRecord) -> tuple[RegistryRecord, boo
     return champion, False
 
 
-def who() -> str:
-    """Who asks, for people."""
+def _proposal(registry: Registry, run: str) -> RegistryRecord:
+    """The last that is said of a proposed policy. Raises BadInput where none of that run was proposed."""
+    records = registry.records()
+    said = [each for each in records if each.run == run and each.bundle is not None]
+    if not said:
+        known = ", ".join(each.run for each in records if each.kind == "proposal") or "none"
+        raise BadInput(f"registry {registry.name!r}: expected a run with a proposal, found {run!r}; proposed: {known}")
+    return said[-1]
+
+
+def _here() -> str:
+    """Who runs this process, for people."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
 

@@ -4,25 +4,29 @@ import json
 import os
 import shutil
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from blake3 import blake3
 from prefect.blocks.system import Secret
 from pyarrow.fs import S3FileSystem
 
 from flows.cli.app import main
 from infra.errors import BadInput, RunChanged
 from infra.processes.guard import CLUSTER
+from infra.store.bundles import CONTENTS
 from infra.store.copies import copy_run
+from infra.store.registry import open_registry
 from infra.store.runs import open_run
 from models.config.data import FileData
 from models.data.problems import Problem, load_problems
 from tests.support.in_process import InProcessJob
+from tests.support.jobs import SMALLEST, TINY, Job, family_of, files_of, manifests_of
 from tests.support.jobs import Fault as WorkerFault
-from tests.support.jobs import Job, family_of, files_of, manifests_of
 from tests.support.pictures import picture
 from tests.support.prompts import chosen, secrets_of
 from tests.support.s3_proxy import Fault, s3_proxy
@@ -275,3 +279,49 @@ def test_what_is_deleted_of_a_run_in_a_bucket_is_nowhere_in_it_nor_in_the_cache(
     assert job.command("gc", "--keep", "0", "--delete").code == 0
     assert store.entries("tiny/shards/") == store.entries("tiny/policies/") == []
     assert job.command("verify").code == 0 and job.command("show").code == 0
+
+
+RULES = """
+[[evaluations]]
+name = "sums"
+data = {kind = "arithmetic", heldout_problems = 30}
+problems = 30
+[promotion]
+registry = "assistant"
+primary = {suite = "sums", min_gain = -1}
+"""
+
+
+def test_a_registry_in_a_bucket_promotes_rolls_back_and_hands_its_champion_out(s3_servers, prefect_api, tmp_path):
+    place = s3_servers.start("moto").place()
+    place.open()
+    job = InProcessJob(tmp_path, prefect_api, address=place.uri)
+    (tmp_path / "tiny.toml").write_text(TINY + RULES)
+    smallest = (*SMALLEST, "iterations=1", "pools.cluster=threads", "promotion.problems=all")
+    for day in ("2026-11-02", "2026-11-09"):
+        assert given(job, "retrain", str(tmp_path / "tiny.toml"), *smallest, "--day", day) == 0
+    registry = open_registry(place.uri, "assistant")
+    first, second = registry.records()
+    assert [(each.kind, each.previous) for each in (first, second)] == [("promote", 0), ("promote", 1)]
+
+    def again(run):
+        return registry.append(
+            lambda number, champion: second.model_copy(
+                update={"number": number, "run": run, "previous": champion.number}
+            )
+        )
+
+    with ThreadPoolExecutor(20) as threads:
+        made = list(threads.map(again, map("run-{}".format, range(20))))
+    assert sorted((each.number, each.previous) for each in made) == [(number, number - 1) for number in range(3, 23)]
+    assert given(job, "rollback", "assistant", "--to", "1", "--reason", "it refuses too often") == 0
+    assert registry.champion().policy == first.policy
+    assert given(job, "verify", "assistant") == 0
+    assert given(job, "lineage", "assistant@champion") == 0
+    assert given(job, "checkout", "assistant", "--to", str(tmp_path / "current")) == 0
+    assert blake3((tmp_path / "current" / CONTENTS).read_bytes()).hexdigest() == first.bundle.digest
+
+
+def given(job: InProcessJob, *words: str) -> int:
+    with job.prefect():
+        return main([*words, "--store", job.address])

@@ -164,6 +164,11 @@ class Job:
         """Run the job a part of the way: `sft`, `dpo` or `reward-model`."""
         return self._call(command, str(self.configured()), *overrides)
 
+    def retrain(self, *overrides: str) -> Ended:
+        """Retrain the job's policy, with the faults that are planted and have not happened yet."""
+        program = [sys.executable, "-m", "tests.support.faults"]
+        return self._call("retrain", str(self.configured()), *overrides, program=program)
+
     def configured(self) -> Path:
         """Write the configuration file; return its path."""
         self.home.mkdir(parents=True, exist_ok=True)
@@ -322,11 +327,8 @@ SMALLEST = (
 )
 """Overrides of the tiny job, for those who start it dozens of times."""
 
-FRUGAL = {
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
-    "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
-}
+KEEPS_EVENTS = ("PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED", "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED")
+FRUGAL = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", **dict.fromkeys(KEEPS_EVENTS, "false")}
 """Nobody asks the tests' server for old events, which take time to keep; workers listen for those that cancel a run."""
 
 
@@ -335,10 +337,10 @@ MADE_DATABASE = ROOT / "build" / f"prefect-{version('prefect')}.db"
 
 
 @contextmanager
-def prefect_server(home: Path, *, keeps_tasks: bool = True) -> Iterator[str]:
+def prefect_server(home: Path, *, keeps_tasks: bool = True, keeps_events: bool = False) -> Iterator[str]:
     """Serve a Prefect API that several jobs share: starting one takes as long as a small job.
 
-    Keeping task runs is two fifths of the server's work for a small job.
+    Keeping task runs is two fifths of the server's work for a small job. With `keeps_events` there are automations.
     """
     database = home / "prefect.db"
     if MADE_DATABASE.exists() and not database.exists():
@@ -346,6 +348,7 @@ def prefect_server(home: Path, *, keeps_tasks: bool = True) -> Iterator[str]:
     environment = os.environ | {"PREFECT_HOME": str(home)} | FRUGAL
     environment |= {"PREFECT_SERVER_API_AUTH_STRING": ":".join(PASSWORD)}
     environment |= {"PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_ENABLED": str(keeps_tasks).lower()}
+    environment |= dict.fromkeys(KEEPS_EVENTS, str(keeps_events).lower())
     with socket.create_server(("127.0.0.1", 0)) as listener, (home / "output").open("wb") as output:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(

@@ -1,42 +1,23 @@
 """Taking a champion back, and which policies keep their files, on a registry with policies of a few bytes."""
 
 import json
+import socket
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.cli.app import main
 from infra.errors import BadInput
-from infra.store.bundles import has_bundle, publish_bundle
-from infra.store.registry import POLICIES, RegistryRecord, open_registry
-from tasks.promotion.registry import promote, prune, rollback
+from infra.store.bundles import has_bundle
+from infra.store.registry import open_registry
+from tasks.promotion import events
+from tasks.promotion.registry import promote, prune, refuse, rollback
+from tests.support.champions import appended
 
 
 @pytest.fixture
 def registry(tmp_path):
     return open_registry(str(tmp_path / "store"), "assistant")
-
-
-def appended(registry, tmp_path, policy, *, kind="promote"):
-    """Append the record of a policy that consists of its name."""
-    directory = tmp_path / policy
-    directory.mkdir(exist_ok=True)
-    (directory / "model").write_text(policy)
-    bundle = publish_bundle(registry.store, directory, prefix=POLICIES)
-    return registry.append(
-        lambda number, champion: RegistryRecord(
-            number=number,
-            kind=kind,
-            policy=policy,
-            bundle=bundle,
-            run=f"run-{policy}",
-            iteration=1,
-            previous=champion.number if champion else 0,
-            reason="",
-            who="",
-            when="",
-            version="",
-        )
-    )
 
 
 @pytest.fixture
@@ -105,3 +86,39 @@ def test_the_newest_promoted_policies_the_champion_and_what_waits_keep_their_fil
     records["g"] = appended(registry, tmp_path, "g", kind="reject")
     prune(registry, 2)
     assert "".join(policy for policy, made in records.items() if has_bundle(registry.store, made.bundle)) == "adef"
+
+
+def test_a_refused_proposal_cannot_be_signed_nor_a_signed_one_refused_and_what_was_refused_loses_its_files(
+    registry, tmp_path
+):
+    store = registry.store.uri.rpartition("/registry/")[0]
+    refused, signed = (appended(registry, tmp_path, policy, kind="proposal") for policy in "ab")
+    for is_new in (True, False):
+        made, found = refuse(store, "assistant", "run-a", reason="rude", who="Ann")
+        assert (made.number, made.kind, made.who, found) == (3, "refuse", "Ann", is_new)
+    with pytest.raises(BadInput, match=r"the proposal of 'run-a' was refused, by record 3: retrain again"):
+        promote(store, "assistant", "run-a", reason="why not")
+    promote(store, "assistant", "run-b", reason="good")
+    with pytest.raises(BadInput, match="the proposal of 'run-b' was signed, by record 4: `rheostat rollback`"):
+        refuse(store, "assistant", "run-b", reason="too late")
+    assert [record.kind for record in registry.records()] == ["proposal", "proposal", "refuse", "promote"]
+    prune(registry, 1)
+    assert [has_bundle(registry.store, record.bundle) for record in (refused, signed)] == [False, True]
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["closed", "silent"])
+def test_a_rollback_stands_where_prefect_is_down_and_the_command_says_that_nobody_was_told(
+    registry, tmp_path, given, monkeypatch, answers
+):
+    monkeypatch.setattr(events, "TELL_SECONDS", 0.5)
+    for policy in "ab":
+        appended(registry, tmp_path, policy)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes the connection, and says nothing
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/api"
+        if not answers:
+            server.close()
+        with temporary_settings({PREFECT_API_URL: url}):
+            code, said = given(registry, "rollback", "assistant", "--reason", "refuses too often")
+    assert code == 0 and "champion is a of run run-a, record 3" in said.out
+    assert said.err.startswith(f"warning: the Prefect API at {url} was not told of record 3: ")
+    assert said.err.count("\n") == 1 and registry.champion().number == 3

@@ -1,0 +1,29 @@
+"""Registries with policies of a few bytes."""
+
+from pathlib import Path
+
+from infra.store.bundles import publish_bundle
+from infra.store.registry import POLICIES, Kind, Registry, RegistryRecord
+
+
+def appended(registry: Registry, tmp_path: Path, policy: str, *, kind: Kind = "promote") -> RegistryRecord | None:
+    """Append the record of a policy that consists of its name."""
+    directory = tmp_path / policy
+    directory.mkdir(exist_ok=True)
+    (directory / "model").write_text(policy)
+    bundle = publish_bundle(registry.store, directory, prefix=POLICIES)
+    return registry.append(
+        lambda number, champion: RegistryRecord(
+            number=number,
+            kind=kind,
+            policy=policy,
+            bundle=bundle,
+            run=f"run-{policy}",
+            iteration=1,
+            previous=champion.number if champion else 0,
+            reason="",
+            who="",
+            when="",
+            version="",
+        )
+    )
