@@ -3,6 +3,8 @@
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from prefect.events import emit_event
+
 from infra.costs import Cost, total
 from infra.errors import BudgetSpent
 from infra.store.manifests import Manifest
@@ -33,10 +35,10 @@ def check_budget(session: Session) -> None:
     session.account.spent = total(run_costs(session.run).values())
     reached = session.settings.budget.reached(session.account.spent)
     if reached is not None and done < session.settings.iterations:
-        raise BudgetSpent(
-            f"run {session.run.name!r}: {reached} after iteration {done} of {session.settings.iterations}; "
-            "the same command with a larger limit goes on from there"
-        )
+        name, told = session.run.name, f"{reached} after iteration {done} of {session.settings.iterations}"
+        resource = {"prefect.resource.id": f"rheostat.run.{name}", "prefect.resource.name": name}
+        emit_event("rheostat.budget.spent", resource=resource, payload={"told": told})
+        raise BudgetSpent(f"run {name!r}: {told}; the same command with a larger limit goes on from there")
 
 
 async def account(session: Session, number: int) -> bool:

@@ -9,7 +9,11 @@ from infra.config import Fraction, Positive, Settings
 from infra.validation_errors import nearest
 from models.config.data import ArithmeticData, DataConfig
 from models.config.reward_terms import NumericReward
-from models.config.rewards import RewardConfig
+from models.config.rewards import RewardConfig, ScoringConfig
+from models.config.training import HeldoutConfig
+
+FEWEST_PROBLEMS = 30
+"""Below so many, neither the bootstrap nor a normal distribution says anything of a mean."""
 
 HELDOUT = "heldout"
 """The suite that every run has: held-out problems of its own data, with its own rewards."""
@@ -20,7 +24,7 @@ MAX_NAME = 64
 SuiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,15}$")]
 
 
-class SuiteConfig(Settings):
+class SuiteConfig(HeldoutConfig):
     """Held-out problems that policies are compared on, beside those of the run's own data."""
 
     name: SuiteName
@@ -28,11 +32,9 @@ class SuiteConfig(Settings):
     data: DataConfig = ArithmeticData()
     """Its held-out problems."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
-    """How its answers are scored; the first one decides."""
-    problems: Positive = 256
-    """Problems used, the first so many."""
-    temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """Softmax temperature; 0 is greedy."""
+    """How its answers are scored; rules go by the first one unless they name another."""
+    max_new_tokens: Positive | None = None
+    """Longest answer; none takes `rollout.sampling.max_new_tokens`."""
 
     @field_validator("name")
     @classmethod
@@ -42,20 +44,30 @@ class SuiteConfig(Settings):
         return name
 
 
-class Primary(Settings):
-    """A suite on which the challenger has to be better."""
+class SuiteRule(Settings):
+    """What the two policies are compared by."""
 
     suite: SuiteName = HELDOUT
     """Name of the suite."""
+    term: str | None = None
+    """Name of one of its rewards, such as one of weight 0 for the format of answers; none takes its first one."""
+
+    @property
+    def label(self) -> str:
+        """What messages call it: `safety`, or `safety/format`."""
+        return self.suite if self.term is None else f"{self.suite}/{self.term}"
+
+
+class Primary(SuiteRule):
+    """A suite on which the challenger has to be better."""
+
     min_gain: Annotated[float, Field(ge=-1, le=1)] = 0.0
     """What the lower bound of the gain in the mean score has to exceed."""
 
 
-class Guard(Settings):
+class Guard(SuiteRule):
     """A suite on which the challenger may not be worse."""
 
-    suite: SuiteName
-    """Name of the suite."""
     margin: Annotated[float, Field(gt=0, le=1)]
     """How far below no change the lower bound of the difference may lie."""
 
@@ -69,6 +81,8 @@ class LimitsConfig(Settings):
     """Share of these answers that the longest length cut off."""
     kl: Annotated[float, Field(gt=0)] | None = None
     """Nats per token between the last update's policy and the one that generated."""
+    price: Annotated[float, Field(gt=0)] | None = None
+    """What its run cost by `[budget.prices]`."""
 
 
 class CardConfig(Settings):
@@ -104,36 +118,54 @@ class PromotionConfig(Settings):
     problems: Literal["new", "all"] = "new"
     """What a retrain learns from: problems that no champion's run has learnt from, or all."""
     approve: Literal["automatic", "manual"] = "automatic"
-    """`manual`: a challenger that passes becomes a proposal, which `rheostat promote` signs."""
+    """`manual`: a challenger that passes becomes a proposal, which a form of the deployment's flow run, or `rheostat
+    promote`, signs."""
+    approve_days: Annotated[float, Field(gt=0, le=365)] = 7.0
+    """Days for which that form waits; then the flow run fails, and `rheostat promote` can still sign."""
     keep: Positive = 5
     """Newest promoted policies that keep their files, beside the champion."""
     card: CardConfig = CardConfig()
     """What its model card says."""
 
-    @field_validator("primary", mode="before")
+    @field_validator("primary", mode="before", json_schema_input_type=Primary | tuple[Primary, ...])
     @classmethod
     def _one_or_several(cls, given: object) -> object:
         return (given,) if isinstance(given, dict | Primary) else given
 
+    @property
+    def rules(self) -> tuple[SuiteRule, ...]:
+        """What policies are compared by, the primary ones first."""
+        return (*self.primary, *self.guards)
+
     def suites(self) -> list[str]:
         """Names of the suites that it asks for, each once, the primary ones first."""
-        rules: tuple[Primary | Guard, ...] = (*self.primary, *self.guards)
-        return [*dict.fromkeys(rule.suite for rule in rules)]
+        return [*dict.fromkeys(rule.suite for rule in self.rules)]
 
-    def reasons_against(self, suites: tuple[SuiteConfig, ...], *, run: str) -> Iterator[str]:
-        """Yield what does not go together with these suites, or with the name of the run."""
-        known = [HELDOUT, *(suite.name for suite in suites)]
-        for name in self.suites():
-            if name not in known:
+    def reasons_against(
+        self, suites: tuple[SuiteConfig, ...], scoring: ScoringConfig, *, heldout: int, run: str
+    ) -> Iterator[str]:
+        """Yield what does not go together with these suites, with the run's own evaluation, or with its name."""
+        scored = {suite.name: scoring.model_copy(update={"rewards": suite.rewards}) for suite in suites}
+        terms = {HELDOUT: scoring.terms, **{name: each.terms for name, each in scored.items()}}
+        problems = {HELDOUT: heldout, **{suite.name: suite.problems for suite in suites}}
+        for rule in self.rules:
+            if rule.suite not in terms:
                 expected = f"expected {HELDOUT!r} or a suite of [[evaluations]]"
-                yield f"promotion: {expected}, found {name!r}{nearest(name, known)}"
-            if len(longest := f"{run}-20260131.{name}.challenger") > MAX_NAME:
+                yield f"promotion: {expected}, found {rule.suite!r}{nearest(rule.suite, [*terms])}"
+                continue
+            if rule.term is not None and rule.term not in (known := terms[rule.suite]):
+                expected = f"expected one of the rewards of {rule.suite!r}, {', '.join(known)}"
+                yield f"promotion: {expected}, found {rule.term!r}{nearest(rule.term, known)}"
+            if problems[rule.suite] < FEWEST_PROBLEMS:
+                expected = f"expected a suite of at least {FEWEST_PROBLEMS} problems"
+                yield f"promotion: {expected}, found {problems[rule.suite]} of {rule.suite!r}"
+            if len(longest := f"{run}-20260131.{rule.suite}.champion-9999") > MAX_NAME:
                 yield f"name {run!r}: the run {longest!r} would have more than {MAX_NAME} characters, use a shorter one"
 
     @model_validator(mode="after")
     def _rules_do_not_contradict(self) -> Self:
-        named = {"primary": [rule.suite for rule in self.primary], "guards": [rule.suite for rule in self.guards]}
+        named = {"primary": [rule.label for rule in self.primary], "guards": [rule.label for rule in self.guards]}
         for what, names in named.items():
             if len({*names}) < len(names):
-                raise ValueError(f"{what}: expected each suite once, found {', '.join(names)}")
+                raise ValueError(f"{what}: expected each suite and term once, found {', '.join(names)}")
         return self

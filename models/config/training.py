@@ -36,13 +36,11 @@ class DpoConfig(Settings):
 
 
 # ---- evaluation
-class EvaluationConfig(Settings):
-    """Held-out evaluation before, during and after a run."""
+class HeldoutConfig(Settings):
+    """How many held-out problems are asked, and how."""
 
     problems: Positive = 256
     """Held-out problems used, the first so many."""
-    every: Annotated[int, Field(ge=0)] = 0
-    """Iterations between evaluations; 0 evaluates only at the start and the end."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Softmax temperature; 0 is greedy."""
     samples: Positive = 1
@@ -55,6 +53,13 @@ class EvaluationConfig(Settings):
                 f"samples {self.samples} at temperature 0 are all the same: use a temperature above 0, or samples 1"
             )
         return self
+
+
+class EvaluationConfig(HeldoutConfig):
+    """Held-out evaluation before, during and after a run."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Iterations between evaluations; 0 evaluates only at the start and the end."""
 
     def is_due(self, number: int) -> bool:
         """Whether the policy after so many iterations is evaluated, be it the last or not."""

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from infra.config import Settings
 from infra.errors import BadInput, Quarantined
 from infra.statistics import Floats
+from models.config.promotion import FEWEST_PROBLEMS
 
-FEWEST_PROBLEMS = 30
-"""Below so many, neither the bootstrap nor a normal distribution says anything of a mean."""
 RESAMPLES = 10_000
 _DRAWN_AT_ONCE = 2**22
 _EQUAL = 1e-12

@@ -162,7 +162,9 @@ class RunConfig(Settings):
         if len({*names}) < len(names):
             raise ValueError(f"evaluations: expected each name once, found {', '.join(names)}")
         if self.promotion is not None:
-            for reason in self.promotion.reasons_against(self.evaluations, run=self.name):
+            heldout = self.evaluation.problems
+            reasons = self.promotion.reasons_against(self.evaluations, self.scoring, heldout=heldout, run=self.name)
+            for reason in reasons:
                 raise ValueError(reason)
         return self
 

@@ -7,6 +7,7 @@ from math import nan
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from blake3 import blake3
 
 from infra.store.manifests import Manifest
 from infra.store.runs import Run, open_run
@@ -14,9 +15,10 @@ from infra.store.shards import read_shard
 from models.data.problems import identity
 from models.records.schemas import FinishReason
 from models.records.versions import policy_of
-from tasks.promotion.suites import Side, Suite
+from tasks.promotion.suites import Suite
 from tasks.run.batch import Batch
-from tasks.run.keys import PROMPTS, evaluation_key
+from tasks.run.keys import PROMPTS, StageKey, evaluation_key
+from tasks.views.metrics import Accuracy, accuracy_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,10 @@ class SuiteAnswers:
 
     policy: str
     """Digest of the policy."""
-    scores: dict[str, list[float]]
-    """Of a problem's samples, by prompt_id; NaN where one is missing."""
+    scores: dict[str, dict[str, list[float]]]
+    """By reward term, and by prompt_id, of a problem's samples; NaN where one is missing."""
+    accuracy: Accuracy
+    """As the evaluation itself says it, with pass@k where scores are 0 or 1."""
     tokens: float
     """Mean length."""
     cut_off: float
@@ -34,23 +38,35 @@ class SuiteAnswers:
     problems: dict[str, str]
     """Identities of the problems, by prompt_id."""
 
+    @property
+    def digest(self) -> str:
+        """Of the problems, whatever their order."""
+        return blake3("\n".join(sorted(self.problems.values())).encode()).hexdigest()
 
-def answers_of(suite: Suite, side: Side) -> SuiteAnswers:
+
+def answers_of(suite: Suite, side: str) -> SuiteAnswers:
     """Read what a side answered, once it is evaluated."""
     run = open_run(suite.retrain.store, suite.run_name(side))
-    batch, term = Batch.read(run, evaluation_key(0)), suite.scoring.terms[0]
+    batch = Batch.read(run, evaluation_key(0))
     rollouts = _columns(run, batch.rollouts, ["prompt_id", "completion_tokens", "finish_reason"])
-    values = _columns(run, batch.stage("scoring"), [f"reward_{term}"])[0].cast(pa.float64()).fill_null(nan)
-    names, scores = rollouts["prompt_id"].to_pylist(), dict[str, list[float]]()
-    for name, value in zip(names, values.to_pylist(), strict=True):
-        scores.setdefault(name, []).append(value)
+    names, terms = rollouts["prompt_id"].to_pylist(), suite.scoring.terms
+    values = _columns(run, batch.stage("scoring"), [f"reward_{term}" for term in terms])
+    scores = {term: _by_problem(names, values[f"reward_{term}"]) for term in terms}
     return SuiteAnswers(
         policy=policy_of(batch.policy).digest,
         scores=scores,
+        accuracy=accuracy_of(run.require(StageKey.of(evaluation_key(0), "summary"))),
         tokens=pc.mean(pc.list_value_length(rollouts["completion_tokens"])).as_py(),
         cut_off=pc.mean(pc.equal(rollouts["finish_reason"], FinishReason.LENGTH)).as_py(),
-        problems={name: problem for name, problem in prompt_identities(run, "heldout") if name in scores},
+        problems={name: problem for name, problem in prompt_identities(run, "heldout") if name in scores[terms[0]]},
     )
+
+
+def _by_problem(names: list[str], values: pa.ChunkedArray) -> dict[str, list[float]]:
+    scores = dict[str, list[float]]()
+    for name, value in zip(names, values.cast(pa.float64()).fill_null(nan).to_pylist(), strict=True):
+        scores.setdefault(name, []).append(value)
+    return scores
 
 
 def prompt_identities(run: Run, split: str) -> Iterator[tuple[str, str]]:

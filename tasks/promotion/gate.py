@@ -1,20 +1,38 @@
 """The gate: what the evaluations of champion and challenger say by the configured rules."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from blake3 import blake3
 
+from infra.config import Settings
+from infra.costs import total
 from infra.errors import Quarantined
+from infra.store.registry import Registry, open_registry
 from infra.store.runs import Run, open_run
-from models.config.promotion import LimitsConfig, PromotionConfig
+from models.config.promotion import LimitsConfig, PromotionConfig, SuiteRule
 from models.gate.comparison import PairedDifference, PairedScores, compare
 from models.gate.contamination import Contamination, contamination
 from models.gate.verdict import Evidence, GateVerdict, MeasuredGain, MeasuredGuard, MeasuredLimit, decide
 from tasks.config.run import RunConfig
 from tasks.promotion.evidence import SuiteAnswers, answers_of, prompt_identities
-from tasks.promotion.suites import SIDES, suites_of
+from tasks.promotion.suites import CHALLENGER, Opponent, rules_of, suites_of
 from tasks.run.keys import StageKey, iteration_key
 from tasks.run.stages import stage
+from tasks.views.metrics import Accuracy, run_costs
+
+
+class SuiteResult(Settings):
+    """A suite as the two policies answered it."""
+
+    digest: str
+    """Of its problems."""
+    champion: Accuracy
+    """Of the policy that was champion, or of the run's first one."""
+    challenger: Accuracy
+    """Of the policy that was retrained."""
+    past: int
+    """Gates that went by the same problems before, in the same registry."""
 
 
 class GateResult(GateVerdict):
@@ -22,51 +40,105 @@ class GateResult(GateVerdict):
 
     evidence: Evidence | None
     """What was measured; none where scores were missing for most problems."""
+    opponent: int
+    """Number of the record of whom it was compared with; 0 is the run's first policy."""
+    fingerprint: str
+    """Of the run's configuration."""
+    suites: dict[str, SuiteResult]
+    """By name."""
 
 
 @stage("gate")
-async def judge(config: RunConfig) -> GateResult:
+async def judge(config: RunConfig, opponent: Opponent) -> GateResult:
     """Compare the two policies on every suite that the rules name; the same evaluations give the same verdict."""
-    promotion = config.promotion
-    assert promotion is not None, "a gate has rules"
-    suites = list(suites_of(config, promotion))
-    answers = {suite.name: [answers_of(suite, side) for side in SIDES] for suite in suites}
+    rules, run = rules_of(config), open_run(config.store, config.name)
+    suites = list(suites_of(config))
+    answers = {suite.name: [answers_of(suite, side) for side in (opponent.side, CHALLENGER)] for suite in suites}
+    evidence = None
     try:
-        differences = {name: _difference(name, sides, promotion) for name, sides in answers.items()}
+        evidence = _evidence(run, config, answers)
     except Quarantined as error:
-        return GateResult(verdict="invalid", reasons=(str(error),), evidence=None)
-    run = open_run(config.store, config.name)
-    evidence = Evidence(
+        found = GateVerdict(verdict="invalid", reasons=(str(error),))
+    else:
+        found = decide(evidence, max_missing=rules.max_missing, max_contaminated=rules.max_contaminated)
+    past = Counter(
+        suite.digest for gate in gates_of(open_registry(config.store, rules.registry)) for suite in gate.suites.values()
+    )
+    results = {
+        name: SuiteResult(
+            digest=champion.digest,
+            champion=champion.accuracy,
+            challenger=challenger.accuracy,
+            past=past[champion.digest],
+        )
+        for name, (champion, challenger) in answers.items()
+    }
+    reasons = [_peeked(name, result.past, rules.alpha) for name, result in results.items() if result.past]
+    return GateResult(
+        verdict=found.verdict,
+        reasons=(*found.reasons, *reasons),
+        evidence=evidence,
+        opponent=opponent.number,
+        fingerprint=run.record.fingerprint,
+        suites=results,
+    )
+
+
+def gates_of(registry: Registry) -> Iterator[GateResult]:
+    """What was measured, retrain by retrain; a proposal that was signed counts once."""
+    seen: set[str] = set()
+    for record in registry.records():
+        if record.gate is not None and record.run not in seen:
+            seen.add(record.run)
+            yield GateResult.model_validate(record.gate)
+
+
+def _peeked(name: str, past: int, alpha: float) -> str:
+    """What the count of gates by the same problems says of chance."""
+    chance = 1 - (1 - alpha) ** (past + 1)
+    gates = "one gate" if past == 1 else f"{past} gates"
+    return (
+        f"{name}: {gates} went by these problems before; of {past + 1} equal challengers one passes with {chance:.1%}"
+    )
+
+
+def _evidence(run: Run, config: RunConfig, answers: Mapping[str, list[SuiteAnswers]]) -> Evidence:
+    rules = rules_of(config)
+    differences = {rule.label: _difference(rule, answers[rule.suite], rules) for rule in rules.rules}
+    return Evidence(
         gains=tuple(
-            MeasuredGain(suite=rule.suite, min_gain=rule.min_gain, difference=differences[rule.suite])
-            for rule in promotion.primary
+            MeasuredGain(suite=rule.label, min_gain=rule.min_gain, difference=differences[rule.label])
+            for rule in rules.primary
         ),
         guards=tuple(
-            MeasuredGuard(suite=rule.suite, margin=rule.margin, difference=differences[rule.suite])
-            for rule in promotion.guards
+            MeasuredGuard(suite=rule.label, margin=rule.margin, difference=differences[rule.label])
+            for rule in rules.guards
         ),
-        limits=tuple(_limits(promotion.limits, run, config.iterations, answers[suites[0].name][1])),
+        limits=tuple(_limits(rules.limits, run, config.iterations, next(iter(answers.values()))[1])),
         contaminated={name: _contaminated(run, sides[1]).share for name, sides in answers.items()},
     )
-    found = decide(evidence, max_missing=promotion.max_missing, max_contaminated=promotion.max_contaminated)
-    return GateResult(**found.model_dump(), evidence=evidence)
 
 
 def _contaminated(run: Run, answers: SuiteAnswers) -> Contamination:
     return contamination(answers.problems, (problem for _, problem in prompt_identities(run, "train")))
 
 
-def _difference(name: str, sides: list[SuiteAnswers], promotion: PromotionConfig) -> PairedDifference:
+def _difference(rule: SuiteRule, sides: list[SuiteAnswers], rules: PromotionConfig) -> PairedDifference:
     champion, challenger = sides
-    seed = blake3("\n".join((name, champion.policy, challenger.policy)).encode()).digest(length=8)
-    scores = PairedScores.of(champion.scores, challenger.scores)
-    return compare(scores, alpha=promotion.alpha, seed=int.from_bytes(seed), tests=len(promotion.primary))
+    seed = blake3("\n".join((rule.label, champion.policy, challenger.policy)).encode()).digest(length=8)
+    term = rule.term or next(iter(champion.scores))
+    scores = PairedScores.of(champion.scores[term], challenger.scores[term])
+    return compare(scores, alpha=rules.alpha, seed=int.from_bytes(seed), tests=len(rules.primary))
 
 
 def _limits(limits: LimitsConfig, run: Run, iterations: int, answers: SuiteAnswers) -> Iterator[MeasuredLimit]:
     sealed = run.find(StageKey.of(iteration_key(iterations), "seal"))
-    kl = 0.0 if sealed is None else sealed.metrics.get("update/kl_old", 0.0)
-    measured: Mapping[str, float] = {"length": answers.tokens, "cut_off": answers.cut_off, "kl": kl}
+    measured = {
+        "length": answers.tokens,
+        "cut_off": answers.cut_off,
+        "kl": 0.0 if sealed is None else sealed.metrics.get("update/kl_old", 0.0),
+        "price": total(run_costs(run).values()).price,
+    }
     for name, value in measured.items():
         if (most := getattr(limits, name)) is not None:
             yield MeasuredLimit(name=name, value=value, most=most)

@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final
 
-from infra.store.runs import list_runs, open_run
+from infra.config import Settings
+from infra.store.registry import open_registry
+from infra.store.runs import open_run
 from models.config.algorithms import Grpo
 from models.config.budget import BudgetConfig
 from models.config.data import DataConfig
+from models.config.engines import SamplingConfig
 from models.config.objectives import UpdateConfig
 from models.config.policy import DirectoryPolicy, PolicyConfig
 from models.config.promotion import HELDOUT, PromotionConfig, SuiteConfig
@@ -17,12 +20,24 @@ from models.config.training import EvaluationConfig
 from models.records.versions import directory_of, policy_of
 from placement.config import AdaptivePlacement
 from tasks.config.run import RunConfig, parse_config
-from tasks.promotion.draft import Draft
 from tasks.run.keys import StageKey
-from tasks.run.preflight import preflight
 
-Side = Literal["champion", "challenger"]
-SIDES: tuple[Side, ...] = ("champion", "challenger")
+CHALLENGER: Final = "challenger"
+"""The side of the policy that was retrained."""
+
+
+class Opponent(Settings):
+    """Whom a challenger is compared with."""
+
+    number: int
+    """Of the record that says that it is champion; 0 is the run's first policy, where there is no champion."""
+    policy: str
+    """Its directory."""
+
+    @property
+    def side(self) -> str:
+        """Its part in the names of evaluations."""
+        return f"champion-{self.number}" if self.number else "initial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +48,18 @@ class Suite:
     data: DataConfig
     scoring: ScoringConfig
     evaluation: EvaluationConfig
+    sampling: SamplingConfig
     retrain: RunConfig
     """Of which it is a part."""
 
-    def run_name(self, side: Side) -> str:
+    def run_name(self, side: str) -> str:
         """Name of the run in which a side is evaluated."""
         return f"{self.retrain.name}.{self.name}.{side}"
 
-    def config(self, side: Side, policy: PolicyConfig) -> RunConfig:
+    def config(self, side: str, policy: PolicyConfig) -> RunConfig:
         """The run in which a policy is evaluated as the side. Raises BadInput where its parts do not fit together."""
         rollout = self.retrain.rollout.model_copy(
-            update={"prompts": 1, "staleness": 0, "dynamic": None, "partial": None}
+            update={"prompts": 1, "staleness": 0, "dynamic": None, "partial": None, "sampling": self.sampling}
         )
         made = self.retrain.model_copy(
             update={
@@ -66,34 +82,47 @@ class Suite:
         return parse_config(made.model_dump(mode="json"), source=f"evaluation {self.name!r}")
 
 
-def suites_of(config: RunConfig, promotion: PromotionConfig) -> Iterator[Suite]:
+def suites_of(config: RunConfig) -> Iterator[Suite]:
     """The suites that a retrain's rules ask for."""
     others = {suite.name: suite for suite in config.evaluations}
-    for name in promotion.suites():
+    for name in rules_of(config).suites():
         yield _own(config) if name == HELDOUT else _other(config, others[name])
 
 
+def rules_of(config: RunConfig) -> PromotionConfig:
+    """By which rules a retrain is judged."""
+    assert config.promotion is not None, "a gate has rules"
+    return config.promotion
+
+
 def _own(config: RunConfig) -> Suite:
-    return Suite(HELDOUT, config.data, config.scoring, config.evaluation, config)
+    return Suite(HELDOUT, config.data, config.scoring, config.evaluation, config.rollout.sampling, config)
 
 
 def _other(config: RunConfig, suite: SuiteConfig) -> Suite:
-    scoring = config.scoring.model_copy(update={"rewards": suite.rewards})
-    evaluation = EvaluationConfig(problems=suite.problems, temperature=suite.temperature)
-    return Suite(suite.name, suite.data, scoring, evaluation, config)
+    scoring, sampling = config.scoring.model_copy(update={"rewards": suite.rewards}), config.rollout.sampling
+    evaluation = EvaluationConfig(problems=suite.problems, temperature=suite.temperature, samples=suite.samples)
+    if suite.max_new_tokens is not None:
+        sampling = sampling.model_copy(update={"max_new_tokens": suite.max_new_tokens})
+    return Suite(suite.name, suite.data, scoring, evaluation, sampling, config)
 
 
-def contenders(config: RunConfig, draft: Draft) -> dict[Side, PolicyConfig]:
-    """The two policies: that of the run, and the champion, or the run's first one where there is none."""
+def opponent_of(config: RunConfig) -> Opponent:
+    """Who is champion now, or the run's first policy."""
+    registry = open_registry(config.store, rules_of(config).registry)
+    champion = registry.champion()
+    if champion is None:
+        return Opponent(number=0, policy=_policy_after(config, 0))
+    return Opponent(number=champion.number, policy=registry.locate(champion))
+
+
+def contenders(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]:
+    """The two policies, by side."""
+    found = {opponent.side: opponent.policy, CHALLENGER: _policy_after(config, config.iterations)}
+    return {side: DirectoryPolicy(path=Path(directory)) for side, directory in found.items()}
+
+
+def _policy_after(config: RunConfig, iterations: int) -> str:
     run = open_run(config.store, config.name)
-    first, last = (policy_of(run.require(StageKey.policy(number))) for number in (0, config.iterations))
-    champion = draft.policy or directory_of(run, first.adapter or first.weights)
-    found = {"champion": champion, "challenger": directory_of(run, last.adapter or last.weights)}
-    return {side: DirectoryPolicy(path=Path(found[side])) for side in SIDES}
-
-
-async def check_suites(config: RunConfig, promotion: PromotionConfig) -> None:
-    """Have the inputs of evaluations that are not the run's own checked, unless it has begun. Raises BadInput."""
-    begun = config.name in list_runs(config.store)
-    for suite in () if begun else suites_of(config, promotion):
-        await preflight(suite.config("challenger", config.policy))
+    policy = policy_of(run.require(StageKey.policy(iterations)))
+    return directory_of(run, policy.adapter or policy.weights)
