@@ -8,10 +8,13 @@ from prefect.runtime import flow_run
 from flows.evaluation import evaluate
 from flows.train import train
 from tasks.config.run import RunConfig
+from tasks.promotion.approval import approved
 from tasks.promotion.draft import dated, draft_retrain
 from tasks.promotion.gate import judge
-from tasks.promotion.promote import Retrained, conclude
-from tasks.promotion.suites import check_suites, contenders, suites_of
+from tasks.promotion.page import report_gate
+from tasks.promotion.power import check_suites
+from tasks.promotion.promote import Retrained, conclude, recorded
+from tasks.promotion.suites import contenders, opponent_of, suites_of
 
 
 @flow(name="retrain", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
@@ -20,7 +23,7 @@ async def retrain(config: RunConfig, accept_change: bool = False, day: date | No
 
     With a registry it begins as the champion, learns from problems that are new, is compared with the champion, and
     takes its place or not. Triggered again on the same day it continues that day's run; later, `train` continues it by
-    its full name.
+    its full name. Resumed, maybe on another machine, it finds what was done in the store, not among Prefect's results.
 
     Args:
         config: The run.
@@ -30,14 +33,15 @@ async def retrain(config: RunConfig, accept_change: bool = False, day: date | No
     config = dated(config, day or flow_run.scheduled_start_time)
     draft = draft_retrain(config)
     begun = draft.begin(config)
-    if begun.promotion is not None:
-        await check_suites(begun, begun.promotion)
-    trained = await train(begun, accept_change=accept_change)
     if begun.promotion is None:
-        return Retrained(trained=trained)
-    policies = contenders(begun, draft)
-    for suite in suites_of(begun, begun.promotion):
-        for side, policy in policies.items():
-            await evaluate(suite.config(side, policy))
-    verdict = await judge(begun)
-    return Retrained(trained=trained, verdict=verdict, record=await conclude(begun, draft, verdict))
+        return Retrained(trained=await train(begun, accept_change=accept_change))
+    await check_suites(begun)
+    trained = await train.with_options(persist_result=False)(begun, accept_change=accept_change)
+    while (record := recorded(begun)) is None:  # again where another champion comes meanwhile
+        opponent = opponent_of(begun)
+        for suite in suites_of(begun):
+            for side, policy in contenders(begun, opponent).items():
+                await evaluate(suite.config(side, policy))
+        await conclude(begun, draft, await judge(begun, opponent))
+    await report_gate(begun, record)
+    return Retrained(trained=trained, record=await approved(begun, record))

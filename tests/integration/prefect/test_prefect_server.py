@@ -1,122 +1,38 @@
 """prefect.yaml against a real Prefect server, with a real worker and real runs."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
-import sys
 import time
 import tomllib
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 import yaml
 from prefect import flow, task
 
-from flows.cli.prefect_api import PROFILE
 from flows.retrain import dated
 from infra.errors import Damaged, WorkerFailed, WorkerLost
 from infra.store.runs import open_run
 from tasks.config.run import RunConfig, load_config
 from tasks.run.stages import is_transient
 from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
+from tests.support.deployments import Server, deployed_to, working
 from tests.support.in_process import prefect_at
-from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, TINY, Job, alive, family_of, kill, manifests_of, wait_for
-
-PREFECT = str(Path(sys.executable).with_name("prefect"))
-ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
-
-
-@dataclass(frozen=True)
-class Server:
-    """A Prefect server to which prefect.yaml was deployed."""
-
-    api: str
-    environment: dict[str, str]
-
-    def get(self, path: str):
-        return httpx.get(f"{self.api}{path}", auth=PASSWORD, timeout=30).raise_for_status().json()
-
-    def find(self, kind: str, **query: object):
-        return httpx.post(f"{self.api}/{kind}/filter", json=query, auth=PASSWORD, timeout=30).raise_for_status().json()
-
-    def deployment(self, name: str):
-        return self.get(f"/deployments/name/{name}")
-
-    def ask(self, name: str, parameters: dict[str, object]) -> httpx.Response:
-        """Ask for a run of a deployment, as the UI's form does."""
-        path = f"/deployments/{self.deployment(name)['id']}/create_flow_run"
-        return httpx.post(f"{self.api}{path}", json={"parameters": parameters}, auth=PASSWORD, timeout=30)
-
-    def trigger(self, name: str, parameters: dict[str, object]) -> str:
-        return self.ask(name, parameters).raise_for_status().json()["id"]
-
-    def cancel(self, run: str) -> None:
-        state = {"type": "CANCELLING", "name": "Cancelling"}
-        httpx.post(
-            f"{self.api}/flow_runs/{run}/set_state", json={"state": state}, auth=PASSWORD, timeout=30
-        ).raise_for_status()
-
-    def ends(self, run: str) -> str:
-        """Wait for a run's end; return the name of its state, with its message if it did not complete."""
-        ended = wait_for(lambda: self.get(f"/flow_runs/{run}")["state_type"] in ENDED, seconds=2 * PATIENCE)
-        state = self.get(f"/flow_runs/{run}")["state"]
-        assert ended, state
-        return state["name"] if state["type"] != "FAILED" else f"{state['name']}: {state['message']}"
-
-    def below(self, run: str) -> list[dict[str, object]]:
-        """Sub-flow runs of a run, at every depth."""
-        found = self.find("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run]}})
-        return [*found, *(child for direct in found for child in self.below(direct["id"]))]
-
-    def artifacts(self, run: str) -> dict[str, dict[str, object]]:
-        """The newest artifact under each key of a run."""
-        found = self.find(
-            "artifacts", artifacts={"flow_run_id": {"any_": [run]}, "key": {"exists_": True}}, sort="ID_DESC"
-        )
-        return {a["key"]: a for a in sorted(found, key=lambda artifact: artifact["created"]) if a["key"]}
+from tests.support.jobs import ROOT, TINY, Job, alive, family_of, manifests_of, wait_for
 
 
 @pytest.fixture(scope="module")
 def server(prefect_api, tmp_path_factory):
-    home = tmp_path_factory.mktemp("deployed")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    told = "".join(f'{name} = "{value}"\n' for name, value in {"PREFECT_API_URL": prefect_api, **AUTH}.items())
-    (home / "prefect").mkdir()
-    (home / "prefect" / "profiles.toml").write_text(f"[profiles.{PROFILE}]\n{told}")  # as `rheostat server` does
-    environment |= {"PREFECT_HOME": str(home / "prefect"), "PREFECT_PROFILE": PROFILE, "DO_NOT_TRACK": "1"}
-    environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "PREFECT_WORKER_QUERY_SECONDS": "1"}
-    environment |= {"RHEOSTAT_HOME": str(home), "PYTHONPATH": str(ROOT)}  # the tests' rewards are not installed
-    pool = {"name": "rheostat", "type": "process"}
-    httpx.post(f"{prefect_api}/work_pools/", json=pool, auth=PASSWORD, timeout=30).raise_for_status()
-    command = [PREFECT, "--no-prompt", "deploy", "--all"]
-    deployed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert deployed.returncode == 0, deployed.stdout + deployed.stderr
-    return Server(prefect_api, environment)
+    return deployed_to(prefect_api, tmp_path_factory.mktemp("deployed"))
 
 
 @pytest.fixture(scope="module")
 def worker(server, tmp_path_factory):
-    """A worker of the process pool; its log shows what its runs wrote."""
-    log = tmp_path_factory.mktemp("worker") / "log"
-    command = [PREFECT, "worker", "start", "--pool", "rheostat"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=log.parent, env=server.environment, stdout=output, stderr=output, start_new_session=True
-        )
-    family = family_of(process.pid)
-    yield process
-    family = family_of(process.pid)
-    process.send_signal(signal.SIGTERM)
-    for member in family:
-        if member.is_running():
-            member.kill()
-    kill(process)
+    with working(server, tmp_path_factory.mktemp("worker")) as process:
+        yield process
 
 
 def tiny(store: Path, **changes: object) -> dict[str, object]:

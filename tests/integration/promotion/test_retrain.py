@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import shutil
 import tomllib
 from datetime import date
 from pathlib import Path
@@ -13,23 +14,33 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.cli.app import main
 from flows.cli.train import run_flow
-from infra.errors import BadInput, StoreFailed
+from infra.errors import BadInput
 from infra.store.registry import Registry, open_registry
 from infra.store.runs import list_runs, open_run
 from infra.store.shards import read_shard
 from tasks.config.run import override_config
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import TINY
+from tests.support.jobs import SMALLEST, TINY
 
 pytestmark = pytest.mark.timeout(600)
 
 GATED = """
-evaluations = [{name = "sums", data = {kind = "arithmetic", heldout_problems = 40}, problems = 40}]
+[[evaluations]]
+name = "sums"
+data = {kind = "arithmetic", heldout_problems = 40}
+rewards = [{kind = "numeric"}, {kind = "regex", name = "marked", pattern = "####", weight = 0}]
+problems = 40
+samples = 2
+temperature = 1
 [promotion]
 registry = "assistant"
 primary = {suite = "sums", min_gain = -1}
+guards = [{suite = "sums", term = "marked", margin = 1}]
 """
 """Rules that a policy passes which learns nothing."""
+
+LIMITED = ("data.train_problems=48", "promotion.limits={length=0.5}")
+"""What the second retrain differs by: more problems, and a limit that it breaks."""
 
 FIRST, SECOND = date(2026, 11, 2), date(2026, 11, 9)
 
@@ -37,7 +48,8 @@ FIRST, SECOND = date(2026, 11, 2), date(2026, 11, 9)
 def retrained(job, day, *overrides):
     """Retrain the tiny job in this process in the name of a day."""
     document = tomllib.loads(TINY) | tomllib.loads(GATED)
-    here = (f"store={job.store}", "pools.cluster=threads", "iterations=1", "warmup.steps=2")
+    smallest = (*SMALLEST, "iterations=1", "rollout.prompts=6", "rollout.shard_prompts=3")
+    here = (f"store={job.store}", "pools.cluster=threads", *smallest)
     config = override_config(document, [*here, *overrides], source="tiny")
     with job.prefect():
         from flows.retrain import retrain
@@ -47,18 +59,22 @@ def retrained(job, day, *overrides):
 
 @pytest.fixture(scope="module")
 def weeks(tmp_path_factory, prefect_api):
-    """A job that was retrained in two weeks, and what came of it; in the first, the disk fails, and somebody signs."""
+    """A job that was retrained in two weeks, and what came of it; what the first made is signed."""
     job = InProcessJob(tmp_path_factory.mktemp("weeks"), prefect_api)
     first = (FIRST, "data.train_problems=16", "promotion.approve=manual")
-    with patch.object(Registry, "append", fail), pytest.raises(StoreFailed, match="the disk is gone"):
-        retrained(job, *first)
     proposed = retrained(job, *first)
     said = [sign(job, "assistant", "tiny-20261102") for _ in range(2)]
-    return job, (proposed, retrained(job, SECOND, "data.train_problems=48", "promotion.limits={length=0.5}")), said
+    with patch.object(Registry, "append", second_to_another):
+        rejected = retrained(job, SECOND, *LIMITED)
+    return job, (proposed, rejected), said
 
 
-def fail(*_):
-    raise StoreFailed("the disk is gone")
+def second_to_another(registry, make, append=Registry.append):
+    """Append a record, but at first another comes before it: the same policy, of another retrain."""
+    champion = registry.champion()
+    if champion.number == 2:
+        append(registry, lambda *_: champion.model_copy(update={"number": 3, "run": "another", "previous": 2}))
+    return append(registry, make)
 
 
 def sign(job, *words):
@@ -87,25 +103,36 @@ def test_a_challenger_that_passes_is_champion_once_signed_and_one_that_breaks_a_
     job, (proposed, rejected), said = weeks
     registry = open_registry(str(job.store), "assistant")
     records = registry.records()
-    assert [(record.kind, record.previous) for record in records] == [("proposal", 0), ("promote", 0), ("reject", 2)]
-    assert (records[0], records[2]) == (proposed.record, rejected.record)
-    assert registry.champion() == records[1]
+    kinds = [(record.kind, record.previous) for record in records]
+    assert kinds == [("proposal", 0), ("promote", 0), ("promote", 2), ("reject", 3)]
+    assert (records[0], records[3]) == (proposed.record, rejected.record)
+    assert registry.champion() == records[2]
     assert [code for code, _ in said] == [0, 0]
     assert "record 2" in said[0][1] and "is so already, by record 2" in said[1][1]
     assert (records[1].gate, records[1].bundle) == (records[0].gate, records[0].bundle)
     assert records[1].reason == "read fifty answers"
-    assert "length: " in rejected.verdict.reasons[0] and "above 0.5" in rejected.verdict.reasons[0]
+    assert rejected.record.reason.startswith("length: ") and "above 0.5" in rejected.record.reason
+
+
+def test_a_challenger_is_compared_again_where_another_champion_came_while_it_was_compared(weeks):
+    _, (_, rejected), _ = weeks
+    assert (rejected.record.previous, rejected.record.gate["opponent"]) == (3, 3)
+
+
+def test_a_record_says_how_many_gates_went_by_the_same_problems_and_what_each_policy_was_worth_there(weeks):
+    _, (proposed, rejected), _ = weeks
+    first, second = (week.record.gate["suites"]["sums"] for week in (proposed, rejected))
+    assert (first["past"], second["past"]) == (0, 2)
+    assert first["digest"] == second["digest"]
+    assert first["challenger"]["problems"] == 40 and first["challenger"]["samples"] == 2
+    assert {*first["challenger"]["pass_at"]} == {"1", "2"}
+    chance = "sums: 2 gates went by these problems before; of 3 equal challengers one passes with 3.0%"
+    assert rejected.record.reason.endswith(chance)
 
 
 def test_only_a_proposal_can_be_signed(weeks):
     code, told = sign(weeks[0], "assistant", "tiny-20261109")
     assert code == 2 and "expected a run with a proposal, found 'tiny-20261109'; proposed: tiny-20261102" in told
-
-
-def test_a_retrain_that_failed_before_its_record_leaves_no_second_copy_of_its_policy(weeks):
-    job, (proposed, _), _ = weeks
-    kept = {path.name for path in (job.store / "registry/assistant/policies").iterdir()}
-    assert kept == {proposed.record.bundle.key.rpartition("/")[2]}
 
 
 def test_a_retrain_begins_as_the_champion_and_without_its_warm_up(weeks):
@@ -135,14 +162,61 @@ def test_the_champion_is_a_directory_of_its_own_that_transformers_loads_with_a_c
 def test_a_retrain_that_is_triggered_again_is_the_same_one(weeks):
     job, (_, rejected), _ = weeks
     before = open_registry(str(job.store), "assistant").records()
-    assert retrained(job, SECOND, "data.train_problems=48", "promotion.limits={length=0.5}").record == rejected.record
+    assert retrained(job, SECOND, *LIMITED).record == rejected.record
     assert open_registry(str(job.store), "assistant").records() == before
+
+
+@pytest.fixture
+def copied(weeks, tmp_path):
+    """A copy of the store, and a way to give commands about it."""
+    store = tmp_path / "store"
+    shutil.copytree(weeks[0].store, store)
+
+    def give(*words):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = main([*words, "--store", str(store)])
+        return code, said.getvalue()
+
+    return store, give
+
+
+def test_a_registry_is_verified_to_the_last_byte_and_what_is_wrong_is_named(copied):
+    store, give = copied
+    assert give("verify", "assistant") == (0, "registry assistant: every record and every digest holds\n")
+    [weights] = store.glob("registry/assistant/policies/*/model.safetensors")
+    weights.chmod(0o600)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    draft = store / "registry/assistant/retrains/tiny-20261109.json"
+    draft.write_text(draft.read_text().replace("tiny", "tinY"))
+    code, said = give("verify", "assistant")
+    assert code == 1 and "model.safetensors" in said and "retrains/tiny-20261109.json" in said
+
+
+def test_forgetting_a_prompt_names_the_policies_that_learnt_from_it(copied, tmp_path):
+    store, give = copied
+    run = open_run(str(store), "tiny-20261102")
+    name = read_shard(run.store, run.require("prompts/train").shards[0])["prompt_id"][0].as_py()
+    (tmp_path / "ids.txt").write_text(name)
+    code, said = give("forget", "tiny-20261102", "--prompt-ids", str(tmp_path / "ids.txt"))
+    assert code == 0 and "assistant@2: policy " in said and "learnt from it in run tiny-20261102" in said
+
+
+def test_garbage_collection_leaves_registries_alone(copied):
+    store, give = copied
+    before = {path: path.stat().st_size for path in (store / "registry").rglob("*")}
+    assert give("gc", "--older-than", "0m", "--delete")[0] == 0
+    assert {path: path.stat().st_size for path in (store / "registry").rglob("*")} == before
+    assert give("verify", "assistant")[0] == 0
 
 
 def test_policies_are_evaluated_in_runs_named_after_the_retrain_the_suite_and_the_side(weeks):
     job, _, _ = weeks
-    sides = ("", ".sums.challenger", ".sums.champion")
-    assert list_runs(str(job.store)) == sorted(f"tiny-202611{day}{side}" for day in ("02", "09") for side in sides)
+    sides = {
+        "02": ("", ".sums.challenger", ".sums.initial"),
+        "09": ("", ".sums.challenger", ".sums.champion-2", ".sums.champion-3"),
+    }
+    assert list_runs(str(job.store)) == [f"tiny-202611{day}{side}" for day in sides for side in sides[day]]
 
 
 def test_rules_about_a_suite_that_is_not_there_are_refused_with_the_nearest_name(tmp_path, prefect_api):

@@ -1,0 +1,86 @@
+"""What Prefect shows of a gate: a page with all that its verdict goes by."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from prefect.artifacts import acreate_markdown_artifact
+
+from infra.store.registry import RegistryRecord
+from models.gate.comparison import PairedDifference
+from models.gate.verdict import Evidence
+from tasks.config.run import RunConfig
+from tasks.promotion.gate import GateResult
+from tasks.promotion.suites import rules_of
+from tasks.run.keys import artifact_key
+from tasks.run.stages import stage
+
+
+@stage("gate page")
+async def report_gate(config: RunConfig, record: RegistryRecord) -> None:
+    """Show what became of a retrain, and by what numbers, as the artifact `NAME-gate`."""
+    registry = rules_of(config).registry
+    told = f"registry {registry}, record {record.number}: {record.kind}"
+    page = f"# {told[0].upper()}{told[1:]}\n\n{gate_page(record)}"
+    await acreate_markdown_artifact(page, key=f"{artifact_key(record.run)}-gate", description=told)
+
+
+def gate_page(record: RegistryRecord) -> str:
+    """Write what was measured, and who decided, as Markdown."""
+    gate = GateResult.model_validate(record.gate)
+    against = f"record {gate.opponent}" if gate.opponent else "the run's first policy"
+    lines = [
+        f"Run `{record.run}`, policy `{record.policy[:16]}`, compared with {against}.",
+        f"By {record.who}, {record.when}: {record.reason}" if record.kind in ("promote", "refuse") else "",
+        f"The gate says {gate.verdict}:",
+        "\n".join(f"- {reason}" for reason in gate.reasons),
+    ]
+    if gate.evidence is not None:
+        lines += [_rules(gate.evidence), _table([*_limits(gate.evidence)])]
+        lines.append(_table([*_suites(gate, gate.evidence)]))
+    return "\n\n".join(filter(None, lines))
+
+
+def _rules(evidence: Evidence) -> str:
+    rules = [(f"{gain.suite} > {gain.min_gain:g}", gain.difference) for gain in evidence.gains]
+    rules += [(f"{guard.suite} > {-guard.margin:g}", guard.difference) for guard in evidence.guards]
+    bounds = 100 * (1 - evidence.gains[0].difference.alpha)
+    told = f"Differences are challenger - champion; each bound is one-sided, at {bounds:g}%."
+    return f"{told}\n\n{_table([_row(rule, difference) for rule, difference in rules])}"
+
+
+def _row(rule: str, difference: PairedDifference) -> dict[str, str]:
+    return {
+        "rule": rule,
+        "champion": f"{difference.champion:.3f}",
+        "challenger": f"{difference.challenger:.3f}",
+        "difference": f"{difference.mean:+.3f}",
+        "lower bound": f"{difference.lower:+.3f}",
+        "upper bound": f"{difference.upper:+.3f}",
+        "problems": f"{difference.prompts:,}",
+        "better": f"{difference.better:,}",
+        "worse": f"{difference.worse:,}",
+        "missing": f"{difference.missing_share:.1%}",
+        "test": difference.test,
+        "p": f"{difference.p:.3g}",
+    }
+
+
+def _limits(evidence: Evidence) -> Iterator[dict[str, str]]:
+    for limit in evidence.limits:
+        kept = "yes" if limit.holds else "no"
+        yield {"limit": limit.name, "found": f"{limit.value:.4g}", "at most": f"{limit.most:g}", "kept": kept}
+
+
+def _suites(gate: GateResult, evidence: Evidence) -> Iterator[dict[str, str]]:
+    for name, suite in gate.suites.items():
+        yield {
+            "suite": name,
+            "problems trained on": f"{evidence.contaminated[name]:.1%}",
+            "gates before": f"{suite.past}",
+            "digest of its problems": f"`{suite.digest[:16]}`",
+        }
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    """A table in Markdown; nothing where there is no row."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)] if rows else []
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,0 +1,61 @@
+"""A retrain whose process is killed at every step in turn, and one that never was: the same record, the same policy."""
+
+import signal
+
+import pytest
+
+from infra.store.registry import open_registry
+from tests.support.jobs import SMALLEST, TINY, Fault, Job, leftovers_of, manifests_of
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+GATED = """
+[[evaluations]]
+name = "sums"
+data = {kind = "arithmetic", heldout_problems = 30}
+problems = 30
+[promotion]
+registry = "assistant"
+primary = {suite = "sums", min_gain = -1}
+"""
+
+STEPS = (
+    ("after", r"/registry/assistant/retrains/"),
+    ("before", r"/tiny-20261102\.sums\.initial/manifests/eval-0000/summary"),
+    ("after", r"/tiny-20261102\.sums\.challenger/manifests/eval-0000/summary"),
+    ("after", r"/registry/assistant/learnt/"),
+    ("after", r"/registry/assistant/policies/.*/bundle\.json"),
+    ("before", r"/registry/assistant/records/"),
+    ("after", r"/registry/assistant/records/"),
+)
+"""Writes of the process that drives, and on which side of them it is killed, in the order of the retrain."""
+
+
+def retrained(home, api, faults=()):
+    """Retrain until it ends by itself; return the job and how each start ended."""
+    job = Job(home, api, document=TINY + GATED)
+    job.configured()
+    job.plant(faults)
+    codes = []
+    while not codes or codes[-1]:
+        ended = job.retrain("--day", "2026-11-02", "iterations=1", "pools.cluster=threads", *SMALLEST)
+        assert ended.code in (0, -signal.SIGKILL), ended.output
+        codes.append(ended.code)
+    return job, codes
+
+
+def test_a_retrain_that_is_killed_at_every_step_ends_with_the_record_and_the_policy_of_one_that_was_not(
+    tmp_path, prefect_api
+):
+    quiet, _ = retrained(tmp_path / "quiet", prefect_api)
+    job, codes = retrained(tmp_path / "killed", prefect_api, [Fault("driver", *step) for step in STEPS])
+    assert codes == [-signal.SIGKILL] * len(STEPS) + [0]
+    [expected], [record] = (open_registry(str(each.store), "assistant").records() for each in (quiet, job))
+    passing = {"when": ""}
+    assert record.model_copy(update=passing) == expected.model_copy(update=passing)
+    assert record.kind == "promote"
+    assert [path.name for path in (job.store / "registry/assistant/policies").iterdir()] == [
+        record.bundle.key.rpartition("/")[2]
+    ]
+    assert manifests_of(job.store / "tiny-20261102") == manifests_of(quiet.store / "tiny-20261102")
+    assert not leftovers_of(job.store)

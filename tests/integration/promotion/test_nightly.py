@@ -1,0 +1,125 @@
+"""A nightly retrain by a real server and worker: its form, its page, its events, and who is told by an automation."""
+
+import json
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+
+from infra.store.registry import open_registry
+from tests.support.deployments import Server, deployed_to, working
+from tests.support.in_process import prefect_at
+from tests.support.jobs import ROOT, TINY, prefect_server, wait_for
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+PROPOSING = """
+name = "nightly"
+evaluations = [{name = "sums", data = {kind = "arithmetic", heldout_problems = 40}, problems = 40}]
+[promotion]
+registry = "assistant"
+primary = {suite = "sums", min_gain = -1}
+problems = "all"
+approve = "manual"
+"""
+CHANGES = {"iterations": 1, "warmup": {"steps": 2}, "pools": {"cluster": "threads"}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    """A server with automations, and a worker."""
+    home = tmp_path_factory.mktemp("night")
+    (home / "server").mkdir()
+    (home / "worker").mkdir()
+    with prefect_server(home / "server", keeps_events=True) as api:
+        server = deployed_to(api, home)
+        with working(server, home / "worker"):
+            yield server
+
+
+@pytest.fixture(scope="module")
+def told(server, tmp_path_factory) -> Iterator[list[dict[str, str]]]:
+    """What the notification block of a person sends, whose automations were made as the file says."""
+    with receiving() as (url, received):
+        with prefect_at(server.api):
+            block = CustomWebhookNotificationBlock(
+                name="team", url=url, json_data={"subject": "{{subject}}", "body": "{{body}}"}
+            )
+            named = block.save("team")
+        file = tmp_path_factory.mktemp("automations") / "notifications.yaml"
+        file.write_text((ROOT / "infra/notifications.yaml").read_text().replace("BLOCK_ID", str(named)))
+        assert "Created 3 automation(s)" in server.prefect("automation", "create", "--from-file", str(file))
+        yield received
+
+
+@contextmanager
+def receiving() -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """A web server that keeps the JSON documents that it is sent."""
+    received: list[dict[str, str]] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as served:
+        Thread(target=served.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{served.server_address[1]}", received
+        served.shutdown()
+
+
+def night(server: Server, day: str, **changes: object) -> str:
+    """Ask for a retrain of the nightly deployment; return its flow run."""
+    store = f"{server.environment['RHEOSTAT_HOME']}/runs"
+    config = {**tomllib.loads(TINY), **tomllib.loads(PROPOSING), **CHANGES, "store": store, **changes}
+    return server.trigger("retrain/nightly", {"config": config, "day": day})
+
+
+def subjects(told: list[dict[str, str]]) -> list[str]:
+    return [each["subject"] for each in told]
+
+
+def test_a_nightly_proposal_is_approved_in_its_form_and_each_step_is_told(server, told):
+    run = night(server, "2026-11-02")
+    assert wait_for(lambda: server.state(run) in ("Suspended", "Failed", "Crashed"))
+    assert server.state(run) == "Suspended"
+    assert wait_for(lambda: told, seconds=60)
+    registry = open_registry(f"{server.environment['RHEOSTAT_HOME']}/runs", "assistant")
+    (proposal,) = registry.records()
+    server.resume(run, {"approve": "yes", "reason": "read fifty answers", "name": "Ann"})
+    assert server.ends(run) == "Completed"
+    assert wait_for(lambda: len(told) == 2, seconds=60), told
+    champion = registry.champion()
+    assert (champion.number, champion.previous, champion.policy) == (2, 0, proposal.policy)
+    assert told == [
+        {
+            "subject": "assistant: proposal of nightly-20261102",
+            "body": f"record 1, by retrain nightly-20261102: {proposal.reason}",
+        },
+        {
+            "subject": "assistant: promote of nightly-20261102",
+            "body": "record 2, by Ann, by the form of nightly: read fifty answers",
+        },
+    ]
+    page = server.artifacts(run)["nightly-20261102-gate"]["data"]
+    assert page.startswith("# Registry assistant, record 2: promote")
+    related = {"resource": {"id": ["rheostat.registry.assistant"]}, "related": {"id": [f"prefect.flow-run.{run}"]}}
+    names = {"rheostat.registry.proposal", "rheostat.registry.promote"}
+    assert wait_for(
+        lambda: {event["event"] for event in server.find("events", filter=related)["events"]} == names, seconds=60
+    )
+
+
+def test_a_spent_budget_and_a_failed_retrain_are_told(server, told):
+    told.clear()
+    run = night(server, "2026-11-03", iterations=2, budget={"tokens": 1})
+    assert "BudgetSpent" in server.ends(run)
+    assert wait_for(lambda: len(told) == 2, seconds=60), told
+    failed, spent = sorted(told, key=lambda each: each["subject"], reverse=True)
+    assert failed["subject"] == "retrain nightly: Failed" and "BudgetSpent" in failed["body"]
+    assert spent["subject"] == "nightly-20261103: its budget is spent" and spent["body"].startswith("budget.tokens 1: ")

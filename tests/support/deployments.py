@@ -1,0 +1,124 @@
+"""prefect.yaml deployed to a real Prefect server, and a real worker."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from flows.cli.prefect_api import PROFILE
+from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, family_of, kill, wait_for
+
+PREFECT = str(Path(sys.executable).with_name("prefect"))
+ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A Prefect server to which prefect.yaml was deployed."""
+
+    api: str
+    environment: dict[str, str]
+
+    def get(self, path: str):
+        return httpx.get(f"{self.api}{path}", auth=PASSWORD, timeout=30).raise_for_status().json()
+
+    def find(self, kind: str, **query: object):
+        return httpx.post(f"{self.api}/{kind}/filter", json=query, auth=PASSWORD, timeout=30).raise_for_status().json()
+
+    def deployment(self, name: str):
+        return self.get(f"/deployments/name/{name}")
+
+    def ask(self, name: str, parameters: dict[str, object]) -> httpx.Response:
+        """Ask for a run of a deployment, as the UI's form does."""
+        path = f"/deployments/{self.deployment(name)['id']}/create_flow_run"
+        return httpx.post(f"{self.api}{path}", json={"parameters": parameters}, auth=PASSWORD, timeout=30)
+
+    def trigger(self, name: str, parameters: dict[str, object]) -> str:
+        asked = self.ask(name, parameters)
+        assert asked.is_success, asked.text
+        return asked.json()["id"]
+
+    def resume(self, run: str, answer: dict[str, str]) -> None:
+        """Answer the form of a suspended run, as the UI does."""
+        asked = httpx.post(f"{self.api}/flow_runs/{run}/resume", json={"run_input": answer}, auth=PASSWORD, timeout=30)
+        assert asked.raise_for_status().json()["status"] == "ACCEPT", asked.text
+
+    def state(self, run: str) -> str:
+        return self.get(f"/flow_runs/{run}")["state_name"]
+
+    def prefect(self, *words: str) -> str:
+        """Give one of Prefect's commands in the root of the repository; return what it said."""
+        command = [PREFECT, "--no-prompt", *words]
+        done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def cancel(self, run: str) -> None:
+        state = {"type": "CANCELLING", "name": "Cancelling"}
+        httpx.post(
+            f"{self.api}/flow_runs/{run}/set_state", json={"state": state}, auth=PASSWORD, timeout=30
+        ).raise_for_status()
+
+    def ends(self, run: str) -> str:
+        """Wait for a run's end; return the name of its state, with its message if it did not complete."""
+        ended = wait_for(lambda: self.get(f"/flow_runs/{run}")["state_type"] in ENDED, seconds=2 * PATIENCE)
+        state = self.get(f"/flow_runs/{run}")["state"]
+        assert ended, state
+        return state["name"] if state["type"] != "FAILED" else f"{state['name']}: {state['message']}"
+
+    def below(self, run: str) -> list[dict[str, object]]:
+        """Sub-flow runs of a run, at every depth."""
+        found = self.find("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run]}})
+        return [*found, *(child for direct in found for child in self.below(direct["id"]))]
+
+    def artifacts(self, run: str) -> dict[str, dict[str, object]]:
+        """The newest artifact under each key of a run."""
+        found = self.find(
+            "artifacts", artifacts={"flow_run_id": {"any_": [run]}, "key": {"exists_": True}}, sort="ID_DESC"
+        )
+        return {a["key"]: a for a in sorted(found, key=lambda artifact: artifact["created"]) if a["key"]}
+
+
+def deployed_to(api: str, home: Path) -> Server:
+    """Deploy prefect.yaml, and make its pool, as somebody does who has started `rheostat server`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    told = "".join(f'{name} = "{value}"\n' for name, value in {"PREFECT_API_URL": api, **AUTH}.items())
+    (home / "prefect").mkdir()
+    (home / "prefect" / "profiles.toml").write_text(f"[profiles.{PROFILE}]\n{told}")  # as `rheostat server` does
+    environment |= {"PREFECT_HOME": str(home / "prefect"), "PREFECT_PROFILE": PROFILE, "DO_NOT_TRACK": "1"}
+    environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "PREFECT_WORKER_QUERY_SECONDS": "1"}
+    environment |= {"RHEOSTAT_HOME": str(home), "PYTHONPATH": str(ROOT)}  # the tests' rewards are not installed
+    server = Server(api, environment)
+    pool = {"name": "rheostat", "type": "process"}
+    httpx.post(f"{api}/work_pools/", json=pool, auth=PASSWORD, timeout=30).raise_for_status()
+    server.prefect("deploy", "--all")
+    return server
+
+
+@contextmanager
+def working(server: Server, home: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Have a worker serve the process pool; its log shows what its runs wrote."""
+    with (home / "log").open("wb") as output:
+        process = subprocess.Popen(
+            [PREFECT, "worker", "start", "--pool", "rheostat"],
+            cwd=home,
+            env=server.environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        family = family_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        for member in family:
+            if member.is_running():
+                member.kill()
+        kill(process)
