@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
 
-from flows.cli import engines, init, prefect_api, registry, rescore, retention, runs, train
+from flows.cli import engines, init, lineage, prefect_api, registry, rescore, retention, runs, serving, train
 from infra.errors import BadInput
 from infra.processes.watch import ended_by_signals
 from infra.terminal import command_app, run_command, write
@@ -25,9 +25,14 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (init.init, "my-job"),
     (train.train, "configs/demo.toml --run longer iterations=40 update.learning_rate=2e-4"),
     (registry.retrain, "configs/weekly.toml --times 3"),
+    (registry.gate, "configs/weekly.toml"),
     (registry.registry, "assistant"),
     (registry.promote, """assistant weekly-20261130 --reason 'read fifty answers'"""),
+    (registry.refuse, """assistant weekly-20261130 --reason 'made up sources'"""),
     (registry.rollback, """assistant --reason 'refuses too often'"""),
+    (serving.serve, "assistant --port 8000"),
+    (serving.checkout, "assistant --to models/current --follow"),
+    (lineage.lineage, "assistant@champion"),
     (train.sft, "configs/rlhf.toml warmup.steps=2000"),
     (train.dpo, "configs/dpo.toml"),
     (train.reward_model, "configs/rlhf.toml"),

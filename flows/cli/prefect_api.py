@@ -86,12 +86,25 @@ def set_defaults() -> None:
 
 
 @contextmanager
+def configured_api() -> Iterator[str | None]:
+    """Use the Prefect API that is configured, with the password that is kept for it; none where there is none."""
+    set_defaults()
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+    if not (url := PREFECT_API_URL.value()):
+        yield None
+        return
+    with temporary_settings(set_defaults={PREFECT_API_AUTH_STRING: kept_password(str(url))}):
+        yield str(url)
+
+
+@contextmanager
 def prefect_api(*modules: str) -> Iterator[str]:
     """Use the configured Prefect API, or serve one from this machine for as long as the context lasts.
 
     The modules, which need Prefect, are imported while the server starts: both take seconds.
     """
-    set_defaults()
+    set_defaults()  # which Prefect reads when it is imported
     from prefect.settings import (
         PREFECT_API_AUTH_STRING,
         PREFECT_API_URL,
@@ -100,11 +113,10 @@ def prefect_api(*modules: str) -> Iterator[str]:
         temporary_settings,
     )
 
-    configured = PREFECT_API_URL.value()
-    if configured:
-        with temporary_settings(set_defaults={PREFECT_API_AUTH_STRING: kept_password(str(configured))}):
-            yield str(configured)
-        return
+    with configured_api() as configured:
+        if configured:
+            yield configured
+            return
     own = own_password()
     password = own or _new_password()
     with _listen(UI_PORT) as listener:  # bound here: of two jobs that start at once, neither finds the other's server

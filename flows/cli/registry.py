@@ -1,13 +1,16 @@
 """Commands about the versions of a policy: retraining it, and who is champion."""
 
+import asyncio
 import json
+import shlex
+import sys
 from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, Config, Overrides, Store, StoredIn, log_progress
-from flows.cli.prefect_api import run_flow
+from flows.cli.prefect_api import configured_api, run_flow
 from flows.cli.train import AcceptChange, JobArguments, watched
 from infra.errors import BadInput
 from infra.terminal import Json, table, write
@@ -63,7 +66,7 @@ def retrain(
     if as_json:
         write(json.dumps([each.model_dump(mode="json") for each in ended], indent=2))
     else:
-        write("\n" + "\n\n".join(each.text() for each in ended))
+        write("\n" + "\n\n".join(_ended(each, job) for each, job in zip(ended, jobs, strict=True)))
 
 
 def retrain_here(config: "RunConfig", *, day: date, accept_change: bool = False) -> "Retrained":
@@ -72,6 +75,20 @@ def retrain_here(config: "RunConfig", *, day: date, accept_change: bool = False)
         from flows.retrain import retrain as retrain_flow
 
         return run_flow(retrain_flow(config, accept_change=accept_change, day=day))
+
+
+def gate(config: Config, /, *overrides: Overrides, store: StoredIn = None, as_json: Json = False) -> None:
+    """Say what the gate of a configuration can show with the problems of its suites, and how many it would take."""
+    from tasks.promotion.power import gate_power
+
+    job = JobArguments(config, overrides, None, store).load()
+    if job.promotion is None:
+        raise BadInput(f"{config}: expected rules under [promotion], found none")
+    powers = asyncio.run(gate_power(job))
+    if as_json:
+        write(json.dumps([power.model_dump(mode="json") for power in powers], indent=2))
+    else:
+        write("\n".join(power.text() for power in powers))
 
 
 def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
@@ -98,6 +115,16 @@ def promote(
     _tell(name, *sign(store, name, run, reason=reason), as_json=as_json)
 
 
+def refuse(
+    name: RegistryName, run: ProposedRun, /, *, reason: Reason, store: Store = DEFAULT_STORE, as_json: Json = False
+) -> None:
+    """Refuse a proposal: nobody can sign it any more, and the champion stays."""
+    from tasks.promotion.registry import refuse as turn_down
+
+    record, is_new = turn_down(store, name, run, reason=reason)
+    _tell(name, record, is_new, f"the proposal of {run} is refused", as_json=as_json)
+
+
 def rollback(
     name: RegistryName, /, *, reason: Reason, to: To = None, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
@@ -107,12 +134,35 @@ def rollback(
     _tell(name, *take_back(store, name, to=to, reason=reason), as_json=as_json)
 
 
-def _tell(name: str, record: "RegistryRecord", is_new: bool, *, as_json: bool) -> None:
+def _ended(retrained: "Retrained", job: "RunConfig") -> str:
+    """What became of a retrain, and how its proposal is signed where it has one."""
+    record, rules, lines = retrained.record, job.promotion, [retrained.text()]
+    if record is not None and rules is not None and record.kind == "proposal":
+        command = ["rheostat", "promote", rules.registry, record.run, "--reason", "TEXT"]
+        lines.append(f"sign     {shlex.join(command + (['--store', job.store] if job.store != DEFAULT_STORE else []))}")
+    return "\n".join(lines)
+
+
+def _tell(name: str, record: "RegistryRecord", is_new: bool, what: str = "", *, as_json: bool) -> None:
+    """Say what a record changed, by default that its policy is champion."""
     if as_json:
         write(json.dumps({"record": record.model_dump(mode="json"), "is_new": is_new}, indent=2))
-        return
-    found = f"record {record.number}" if is_new else f"is so already, by record {record.number}"
-    write(f"registry {name}: champion is {record.policy[:16]} of run {record.run}, {found}")
+    else:
+        found = f"record {record.number}" if is_new else f"is so already, by record {record.number}"
+        write(f"registry {name}: {what or f'champion is {record.policy[:16]} of run {record.run}'}, {found}")
+    if is_new:
+        _tell_prefect(name, record)
+
+
+def _tell_prefect(name: str, record: "RegistryRecord") -> None:
+    """Have Prefect know of a new record, where an API is configured; one that is down is a warning."""
+    with configured_api() as url:
+        if url is None:
+            return
+        from tasks.promotion.events import tell_record
+
+        if (problem := tell_record(name, record)) is not None:
+            sys.stderr.write(f"warning: the Prefect API at {url} was not told of record {record.number}: {problem}\n")
 
 
 def _rows(records: "Sequence[RegistryRecord]") -> list[dict[str, str]]:

@@ -154,6 +154,7 @@ def forget(
     """Find, or delete, all that runs hold of users' prompts: the text and tokens, and what was answered to them."""
     from infra.store.runs import list_runs, open_run
     from tasks.forgetting import forget as forget_prompts
+    from tasks.lineage.learners import learners
     from tasks.views.runs import open_known_run
 
     ids = _read_ids(prompt_ids)
@@ -175,7 +176,7 @@ def forget(
     if as_json:
         write(json.dumps([each.model_dump() for each in found], indent=2))
     else:
-        write("\n".join(_told(found, len(ids), delete=delete)))
+        write("\n".join([*_told(found, len(ids), delete=delete), *(each.line() for each in learners(store, ids))]))
 
 
 def _told(found: "Sequence[Forgotten]", asked: int, *, delete: bool) -> Iterator[str]:

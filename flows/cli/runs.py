@@ -35,6 +35,7 @@ To = Annotated[str, Parameter(name="TO", help="store that shall have it")]
 Stages = Annotated[
     bool, Parameter(help="print what every finished batch measured, as JSON for `python -m placement.simulator`")
 ]
+Verified = Annotated[str, Parameter(name="RUN", help="name of the run, or of a registry")]
 Replays = Annotated[bool, Parameter(help="play stored episodes again, and say where new environments answer otherwise")]
 EPISODES = 16
 Episodes = Annotated[
@@ -176,7 +177,7 @@ def export_policy(
 
 
 def verify(
-    run: RunName,
+    run: Verified,
     /,
     *,
     environment: Replays = False,
@@ -184,14 +185,18 @@ def verify(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> int:
-    """Check every digest and every invariant of a run."""
+    """Check every digest and every invariant of a run; or of a registry, where there is no such run."""
     from flows.cli.output import deletion_lines
+    from infra.store.registry import registries
+    from infra.store.runs import list_runs
     from tasks.verification.episodes import check_environment
     from tasks.verification.invariants import deletions, ignored_files, states_to_learn_again, verify_run
     from tasks.views.runs import open_known_run
 
     if episodes is not None and (episodes < 1 or not environment):
         raise BadInput(f"--episodes {episodes}: expected at least 1, with --environment")
+    if not environment and run in set(registries(store)) - set(list_runs(store)):
+        return _verify_registry(store, run, as_json=as_json)
     problems, ignored = verify_run(store, run), ignored_files(store, run)
     again, deleted = ([], []) if problems else (states_to_learn_again(store, run), deletions(store, run))
     played = None
@@ -213,6 +218,18 @@ def verify(
         ]
         write("\n".join(lines))
     return 1 if problems or differs else 0
+
+
+def _verify_registry(store: str, name: str, *, as_json: bool) -> int:
+    from infra.store.registry import open_registry
+    from infra.store.verify import verify_registry
+
+    problems = verify_registry(open_registry(store, name))
+    if as_json:
+        write(json.dumps({"registry": name, "ok": not problems, "problems": problems}, indent=2))
+    else:
+        write("\n".join(problems or [f"registry {name}: every record and every digest holds"]))
+    return 1 if problems else 0
 
 
 def copy(run: RunName, source: From, target: To, /, *, as_json: Json = False) -> int:

@@ -1,0 +1,100 @@
+"""The command that serves the champion of a registry, and follows whoever becomes champion."""
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from flows.cli.engines import EngineOverrides, KeyVariable, engine_config
+from flows.cli.options import DEFAULT_STORE, Store, log_progress
+from infra.errors import BadInput
+from infra.terminal import write
+
+if TYPE_CHECKING:
+    from infra.store.registry import RegistryRecord
+
+Registered = Annotated[str, Parameter(name="NAME", help="name of the registry")]
+Host = Annotated[str, Parameter(help="interface to listen on; 0.0.0.0 is all")]
+Port = Annotated[int, Parameter(help="port to listen on")]
+Every = Annotated[float, Parameter(metavar="SECONDS", help="pause between looks for another champion")]
+Which = Annotated[
+    Literal["champion", "canary"],
+    Parameter(help="canary: the newest proposal that waits to be signed, and the champion where none does"),
+]
+Link = Annotated[Path, Parameter(metavar="LINK", help="symbolic link to make, or to turn to the champion's files")]
+Follow = Annotated[bool, Parameter(help="go on, and follow whoever becomes champion until Ctrl-C")]
+
+
+def serve(
+    name: Registered,
+    /,
+    *overrides: EngineOverrides,
+    store: Store = DEFAULT_STORE,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    alias: Which = "champion",
+    every: Every = 5.0,
+    key_variable: KeyVariable = "RHEOSTAT_SERVE_KEY",
+) -> None:
+    """Serve the champion by vLLM, and follow promotions and rollbacks until Ctrl-C."""
+    from infra.store.registry import known_registry
+    from models.engines.vllm.server import Address
+    from models.engines.vllm.standing import StandingServer
+    from tasks.promotion.serving import follow
+
+    log_progress(quiet=True)
+    registry, given = known_registry(store, name), os.environ.get(key_variable)
+    at = Address(host, port, given or secrets.token_urlsafe(32), name)
+    server = StandingServer(engine_config(overrides), at)
+
+    def use(champion: "RegistryRecord", files: Path) -> None:
+        assert champion.bundle is not None, "who is used has files"
+        if server.serve(files, champion.bundle.digest):
+            write(f"{at.url(port)}/v1 serves {told(champion)} as model {name!r}")
+
+    if given is None:
+        write(f"export {key_variable}={at.key}")
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
+        follow(registry, use, every=_seconds(every), alias=alias)
+
+
+def checkout(
+    name: Registered,
+    /,
+    *,
+    to: Link,
+    alias: Which = "champion",
+    follow: Follow = False,
+    store: Store = DEFAULT_STORE,
+    every: Every = 5.0,
+) -> None:
+    """Have a symbolic link point to a directory of the champion, for other programs that serve it."""
+    from infra.store.registry import known_registry
+    from tasks.promotion import serving
+
+    log_progress(quiet=True)
+    registry = known_registry(store, name)
+
+    def keep(champion: "RegistryRecord", files: Path) -> None:
+        if serving.place(champion, files, to):
+            write(f"{to} is {told(champion)}")
+
+    with contextlib.suppress(KeyboardInterrupt):
+        if follow:
+            serving.follow(registry, keep, every=_seconds(every), alias=alias)
+        else:
+            keep(*serving.policy_files(registry, alias))
+
+
+def told(champion: "RegistryRecord") -> str:
+    """Name a champion in a line."""
+    return f"the policy {champion.policy[:16]} of run {champion.run}, record {champion.number}"
+
+
+def _seconds(every: float) -> float:
+    if every <= 0:
+        raise BadInput(f"--every {every:g}: expected seconds above 0")
+    return every

@@ -1,0 +1,163 @@
+"""Lineage as OpenLineage events: what each stage made, of what, as a START and a COMPLETE; the same each time.
+
+A manifest is a run of its stage's job, and its shards and bundles are one dataset, of which its digest is the version.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from uuid import NAMESPACE_URL, uuid5
+
+from infra.errors import BadInput, EndpointDown
+from infra.store.registry import REGISTRIES, RegistryRecord
+from infra.store.storage import open_store
+from tasks.lineage.trace import TracedManifest, TracedRun
+from tasks.lineage.versions import TracedVersion
+from tasks.run.keys import BASE, PROMPTS
+
+if TYPE_CHECKING:
+    from openlineage.client.event_v2 import InputDataset, OutputDataset, RunEvent
+
+PACKAGE: Final = "openlineage-python>=1.54,<2"
+PRODUCER: Final = "urn:rheostat:lineage"
+"""What the events are said to come from, as OpenLineage asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetVersion:
+    """A version of what a stage made."""
+
+    namespace: str
+    name: str
+    version: str
+    """A digest."""
+
+    def read(self) -> "InputDataset":
+        """As an input."""
+        from openlineage.client.event_v2 import InputDataset
+        from openlineage.client.facet_v2 import dataset_version_dataset
+
+        version = dataset_version_dataset.DatasetVersionDatasetFacet(self.version, producer=PRODUCER)
+        return InputDataset(self.namespace, self.name, facets={"version": version})
+
+    def written(self) -> "OutputDataset":
+        """As an output."""
+        from openlineage.client.event_v2 import OutputDataset
+
+        read = self.read()
+        return OutputDataset(read.namespace, read.name, facets=read.facets)
+
+
+def send(versions: Sequence[TracedVersion], store: str, target: str) -> int:
+    """Write events to a new file, one JSON object a line, or post them to an http(s) address; return how many.
+
+    The key of a service is its client's variable OPENLINEAGE_API_KEY. Raises BadInput where the client is not
+    installed, or the file is there; EndpointDown where the service does not take them.
+    """
+    try:
+        from openlineage.client.serde import Serde
+    except ImportError as error:
+        raise BadInput(
+            f"--openlineage: expected the package openlineage-python, found none; pip install '{PACKAGE}'"
+        ) from error
+    made = list(_events(versions, open_store(store).uri))
+    if target.startswith(("http://", "https://")):
+        _post(made, target)
+        return len(made)
+    try:
+        with Path(target).open("x") as file:
+            file.writelines(f"{Serde.to_json(event)}\n" for event in made)
+    except OSError as error:
+        raise BadInput(f"--openlineage {target}: expected a new file: {error.strerror or error}") from error
+    return len(made)
+
+
+def _post(events: "Sequence[RunEvent]", address: str) -> None:
+    from openlineage.client.transport.http import HttpConfig, HttpTransport
+
+    key = os.environ.get("OPENLINEAGE_API_KEY")
+    auth = {"type": "api_key", "apiKey": key} if key else {}
+    transport = HttpTransport(HttpConfig.from_dict({"url": address, "auth": auth}))
+    try:
+        for event in events:
+            transport.emit(event)
+    except OSError as error:  # as all errors of its client are
+        raise EndpointDown(f"--openlineage {address}: the events were not taken: {error}") from error
+
+
+def _events(versions: Sequence[TracedVersion], namespace: str) -> Iterator["RunEvent"]:
+    """Of the first champion first."""
+    champions: dict[int, DatasetVersion] = {}
+    for version in reversed(versions):
+        before = champions.get(version.began_as)
+        family = version.registry or version.name
+        if version.run is not None:
+            yield from _stages(version.run, namespace, family, before)
+        for evaluation in version.evaluations:
+            yield from _stages(evaluation, namespace, f"{family}.evaluation", None)
+        if version.record is not None:
+            promoted = _promoted(version.record, namespace, family)
+            yield from _recorded(version, version.record, promoted, namespace)
+            if promoted is not None:
+                champions[version.record.number] = promoted
+
+
+def _stages(run: TracedRun, namespace: str, family: str, before: DatasetVersion | None) -> Iterator["RunEvent"]:
+    """Every manifest; the first policy is made from the champion before, and prompts from data files."""
+    made = {each.key: _made(run, each, namespace) for each in run.manifests}
+    files = run.dependencies[-1].dependencies.data if run.dependencies else {}
+    data = [DatasetVersion("file", path, content.digest) for path, content in files.items()]
+    for each in run.manifests:
+        inputs = [made[parent] for parent in each.parents if parent in made]
+        inputs += [before] if each.key == BASE and before is not None else []
+        inputs += data if each.key in PROMPTS.values() else []
+        job = "prompts" if each.key in PROMPTS.values() else each.stage.stage
+        yield from _pair(namespace, f"{family}.{job}", made[each.key], each.created, inputs, made[each.key])
+
+
+def _recorded(
+    version: TracedVersion, record: RegistryRecord, promoted: DatasetVersion | None, namespace: str
+) -> Iterator["RunEvent"]:
+    """The record: made from the run's last update and from the evaluations."""
+    own = version.run.find(f"it-{record.iteration:04d}/update") if version.run else None
+    inputs = [_made(version.run, own, namespace)] if own is not None and version.run is not None else []
+    for run in version.evaluations:
+        summary = run.find("eval-0000/summary")
+        inputs += [_made(run, summary, namespace)] if summary is not None else []
+    what = DatasetVersion(namespace, f"{REGISTRIES}/{version.registry}/{record.number}", record.policy)
+    yield from _pair(namespace, f"{version.registry}.promotion", what, record.when, inputs, promoted)
+
+
+def _made(run: TracedRun, manifest: TracedManifest, namespace: str) -> DatasetVersion:
+    return DatasetVersion(namespace, f"{run.name}/{manifest.key}", manifest.digest)
+
+
+def _promoted(record: RegistryRecord, namespace: str, registry: str) -> DatasetVersion | None:
+    bundle = record.bundle
+    return None if bundle is None else DatasetVersion(namespace, f"{REGISTRIES}/{registry}/{bundle.key}", bundle.digest)
+
+
+def _pair(
+    namespace: str,
+    job: str,
+    what: DatasetVersion,
+    when: str,
+    inputs: Sequence[DatasetVersion],
+    output: DatasetVersion | None,
+) -> Iterator["RunEvent"]:
+    """Begin and end a run that is found by what it made; both at the time of the commit."""
+    from openlineage.client.event_v2 import Job, Run, RunEvent, RunState
+
+    number = uuid5(NAMESPACE_URL, f"{what.namespace}/{what.name}@{what.version}")
+    for state in (RunState.START, RunState.COMPLETE):
+        yield RunEvent(
+            eventTime=when,
+            eventType=state,
+            producer=PRODUCER,
+            run=Run(str(number)),
+            job=Job(namespace, job),
+            inputs=[each.read() for each in inputs],
+            outputs=[] if output is None else [output.written()],
+        )

@@ -1,0 +1,145 @@
+"""Which promoted policies learnt from some prompts: in which runs, and in which of their iterations."""
+
+import re
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from infra.config import Settings
+from infra.errors import BadInput
+from infra.store.registry import Registry, open_registry, registries
+from infra.store.runs import Run, list_runs, open_run
+from infra.store.shards import read_shard
+from infra.store.tombstones import WHOLE_RUN, deleted_parts
+from tasks.lineage.versions import ancestry
+from tasks.promotion.draft import learnt_key, read_draft
+from tasks.run.batch import without_rollouts
+from tasks.run.iteration import Iteration
+from tasks.run.keys import PROMPTS, SFT, StageKey, iteration_key
+from tasks.run.rescorings import iterations_text
+
+PROMPT_ID = re.compile(r"[0-9a-f]{16}")
+
+
+class LearntIn(Settings):
+    """What a run learnt from some prompts."""
+
+    run: str
+    """Name."""
+    prompts: int
+    """Of the list that it was given to learn from."""
+    iterations: tuple[int, ...] = ()
+    """Those in which it was asked them, or took up what it had answered before."""
+    samples: int | None = 0
+    """Training samples that were made of them; none where some are deleted, which nobody can count."""
+    imitated: bool = False
+    """Whether its warm-up drew worked examples from the same problems."""
+    gone: bool = False
+    """Whether these prompts are deleted: then the registry's list of what was learnt from says that it had them."""
+
+    def text(self) -> str:
+        """What it learnt, in words."""
+        if self.gone:
+            return f"run {self.run}, by the registry's list (its prompts are deleted)"
+        count = "samples deleted" if self.samples is None else f"{self.samples} samples"
+        asked = [f"{iterations_text(self.iterations)} ({count})"] if self.iterations else []
+        warm_up = ["warm-up, which drew from the same problems"] if self.imitated else []
+        return f"run {self.run}: {' and '.join([*warm_up, *asked])}"
+
+
+class PromptLearner(Settings):
+    """A promoted policy that learnt from some prompts."""
+
+    registry: str
+    """Name."""
+    number: int
+    """Of the record that promoted it."""
+    policy: str
+    """Its digest."""
+    is_champion: bool
+    """Whether it is champion now."""
+    learnt: tuple[LearntIn, ...]
+    """In its own run, and in those that it came from."""
+
+    def line(self) -> str:
+        """One line for a terminal."""
+        where = "; ".join(each.text() for each in self.learnt)
+        champion = ", champion" if self.is_champion else ""
+        return f"{self.registry}@{self.number}: policy {self.policy[:16]}{champion} learnt from it in {where}"
+
+
+def learners(store: str, ids: frozenset[str]) -> list[PromptLearner]:
+    """Promoted policies of all registries of a store that learnt from some prompts, or came from one that did."""
+    for name in ids:
+        if not PROMPT_ID.fullmatch(name):
+            raise BadInput(f"--prompt {name[:40]!r}: expected a prompt_id of 16 digits 0-9 a-f")
+    return [found for name in registries(store) for found in _learners(store, open_registry(store, name), ids)]
+
+
+def _learners(store: str, registry: Registry, ids: frozenset[str]) -> Iterator[PromptLearner]:
+    champion, known = registry.champion(), dict[str, LearntIn | None]()
+    runs = list_runs(store)
+    for record in registry.records():
+        if record.kind != "promote":
+            continue
+        line = list(ancestry(registry, record))
+        for each in line:
+            if each.run not in known:
+                run = open_run(store, each.run) if each.run in runs else None
+                known[each.run] = _learnt(registry, each.run, run, each.iteration, ids)
+        learnt = tuple(found for each in line if (found := known[each.run]) is not None)
+        if learnt:
+            yield PromptLearner(
+                registry=registry.name,
+                number=record.number,
+                policy=record.policy,
+                is_champion=champion is not None and champion.policy == record.policy,
+                learnt=learnt,
+            )
+
+
+def _learnt(registry: Registry, name: str, run: Run | None, last: int, ids: frozenset[str]) -> LearntIn | None:
+    rows = None if run is None else _rows(run, ids)
+    if run is None or not rows:
+        listed = ids & _own(registry, name)
+        return LearntIn(run=name, prompts=len(listed), gone=True) if listed else None
+    imitated = run.has(SFT)
+    asked = [number for number in range(1, last + 1) if _is_asked(run, number, rows)]
+    if not (imitated or asked):
+        return None
+    samples = None if without_rollouts(run, asked) else sum(_samples(run, number, rows) for number in asked)
+    return LearntIn(run=name, prompts=len(rows), iterations=tuple(asked), samples=samples, imitated=imitated)
+
+
+def _own(registry: Registry, run: str) -> set[str]:
+    """What the registry's list says that a run learnt from, and not those that it began as."""
+    draft = read_draft(registry, run)
+    keys = (learnt_key(run), draft.left_out if draft is not None else "")
+    own, before = ({*(registry.store.find(key) or b"").decode().split()} if key else set[str]() for key in keys)
+    return own - before
+
+
+def _rows(run: Run, ids: frozenset[str]) -> set[int] | None:
+    """Rows of the prompts among those to learn from; none where these were deleted."""
+    made = run.find(PROMPTS["train"])
+    if made is None or WHOLE_RUN in deleted_parts(run):
+        return None
+    names = read_shard(run.store, made.shards[0], ["prompt_id"])["prompt_id"].to_pylist()
+    return {row for row, name in enumerate(names) if name in ids}
+
+
+def _is_asked(run: Run, number: int, rows: set[int]) -> bool:
+    """Whether an iteration asked some prompts, or had answers to them left from the one before."""
+    if not run.has(StageKey.of(iteration_key(number), "seal")):
+        return False
+    iteration = Iteration(run, number)
+    asked = {row for batch in iteration.batches for row in batch.plan.rows}
+    return not rows.isdisjoint(asked | {*iteration.before.rows()})
+
+
+def _samples(run: Run, number: int, rows: set[int]) -> int:
+    """Training samples that an iteration made of some prompts."""
+    tables = [read_shard(run.store, shard, ["prompt_row"]) for shard in Iteration(run, number).credit.shards]
+    values = pa.array(sorted(rows), pa.int32())
+    return sum(pc.sum(pc.is_in(table["prompt_row"], values)).as_py() or 0 for table in tables)

@@ -1,0 +1,188 @@
+"""What a run's policy was made from: its manifests along their parents, the run's record and its journal.
+
+Nothing is measured again, and no shard is read: what was deleted is named, not missed.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from blake3 import blake3
+
+from infra.config import Settings
+from infra.store.bundles import CONTENTS, BundleRef
+from infra.store.dependencies import DependencyRecord, dependency_records
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from infra.store.shards import ShardRef, tombstone_key
+from infra.store.tombstones import Needed, Tombstone, is_replacement, needed, tombstones
+from models.config.rewards import ScoringConfig
+from models.records.versions import policy_of
+from tasks.run.keys import StageKey, evaluation_key, iteration_key, iterations_among
+from tasks.run.states import STATES
+
+PartState = Literal["there", "deleted", "rewritten", "missing"]
+"""Deleted on purpose, rewritten without prompts that were forgotten, or gone without a word."""
+
+
+class TracedPart(Settings):
+    """A shard or a bundle that a manifest names."""
+
+    name: str
+    """`shard`, or what the bundle is to its stage, such as `weights`."""
+    key: str
+    """Where it lies in the run."""
+    digest: str
+    """BLAKE3."""
+    state: PartState
+    """Whether it is there."""
+
+
+class TracedManifest(Settings):
+    """What a stage committed."""
+
+    key: str
+    """Such as `it-0003/credit`."""
+    digest: str
+    """Of its result."""
+    created: str
+    """When it was committed, UTC."""
+    parents: tuple[str, ...]
+    """Keys of the manifests that it was made from; a digest where no manifest has it."""
+    parts: tuple[TracedPart, ...]
+    """Its shards and bundles, optimizer states aside."""
+
+    @property
+    def stage(self) -> StageKey:
+        """Its key, which says what it names."""
+        return StageKey.parse(self.key)
+
+
+class TracedReward(Settings):
+    """A reward term and what computed it."""
+
+    term: str
+    """Its name."""
+    kind: str
+    """As configured."""
+    version: str
+    """`model` or `code` with a digest, or the Rheostat that it ships with."""
+
+
+class TracedRun(Settings):
+    """A run, and what its policy was made from."""
+
+    name: str
+    """Name."""
+    fingerprint: str
+    """Of the configuration."""
+    created: str
+    """When it was made, UTC."""
+    policy: str
+    """Digest of the policy; empty where none was made yet."""
+    iterations: tuple[int, ...]
+    """Those that it learnt in."""
+    rewards: tuple[TracedReward, ...]
+    """What it learnt from."""
+    dependencies: tuple[DependencyRecord, ...]
+    """Code, data files and libraries, and each accepted change of them."""
+    manifests: tuple[TracedManifest, ...]
+    """The seals, and all that stands behind them, in the order of their keys."""
+    deleted: tuple[Tombstone, ...]
+    """What was deleted on purpose, and by whom."""
+
+    def of(self, number: int) -> list[TracedManifest]:
+        """Manifests of an iteration."""
+        return [each for each in self.manifests if each.key.startswith(f"{iteration_key(number)}/")]
+
+    def find(self, key: str) -> TracedManifest | None:
+        """The manifest of that key, if the policy was made from it."""
+        return next((each for each in self.manifests if each.key == key), None)
+
+
+def trace_run(run: Run, *, iteration: int | None = None) -> TracedRun:
+    """Trace a run's policy after an iteration, by default after the last one that is sealed."""
+    made = run.manifests()
+    last = max((number for number in iterations_among(run.folders()) if run.has(_seal(number))), default=0)
+    last = last if iteration is None else iteration
+    ends = [_seal(number) for number in range(1, last + 1)] + [StageKey.policy(last)]
+    ends += [StageKey.of(evaluation_key(number), "summary") for number in range(last + 1)]
+    behind = _behind(made, [each for each in made if each.key in ends])
+    policy, dependencies = run.find(StageKey.policy(last)), tuple(dependency_records(run))
+    return TracedRun(
+        name=run.name,
+        fingerprint=run.record.fingerprint,
+        created=run.record.created,
+        policy="" if policy is None else policy_of(policy).digest,
+        iterations=tuple(number for number in range(1, last + 1) if run.has(_seal(number))),
+        rewards=tuple(_rewards(run, dependencies)),
+        dependencies=dependencies,
+        manifests=tuple(_traced(run, behind, made)),
+        deleted=tuple(tombstones(run)),
+    )
+
+
+def _seal(number: int) -> StageKey:
+    return StageKey.of(iteration_key(number), "seal")
+
+
+def _behind(made: Iterable[Manifest], ends: list[Manifest]) -> list[Manifest]:
+    """Some manifests and all that they were made from, sorted by key."""
+    by_digest, found, ahead = {each.digest: each for each in made}, dict[str, Manifest](), [*ends]
+    while ahead:
+        manifest = ahead.pop()
+        if manifest.key not in found:
+            found[manifest.key] = manifest
+            ahead += [by_digest[parent] for parent in manifest.parents if parent in by_digest]
+    return [found[key] for key in sorted(found)]
+
+
+def _traced(run: Run, behind: list[Manifest], made: list[Manifest]) -> Iterator[TracedManifest]:
+    names = {each.digest: each.key for each in made}
+    there, instead = needed(made), {each.key for each in made if is_replacement(each)}
+    parts = {each.key: _parts(each) for each in behind}
+    keys = [_object(ref) for named in parts.values() for _, ref in named]
+    exist = dict(zip(keys, run.store.exist(keys), strict=True))
+    for each in behind:
+        yield TracedManifest(
+            key=each.key,
+            digest=each.digest,
+            created=each.provenance.created,
+            parents=tuple(names.get(parent, parent) for parent in each.parents),
+            parts=tuple(
+                TracedPart(name=name, key=ref.key, digest=ref.digest, state=_state(ref, there, instead, exist))
+                for name, ref in parts[each.key]
+            ),
+        )
+
+
+def _parts(manifest: Manifest) -> list[tuple[str, ShardRef | BundleRef]]:
+    bundles = [(name, bundle) for name, bundle in manifest.bundles.items() if name not in STATES]
+    return [*(("shard", shard) for shard in manifest.shards), *bundles]
+
+
+def _object(ref: ShardRef | BundleRef) -> str:
+    return ref.key if isinstance(ref, ShardRef) else f"{ref.key}/{CONTENTS}"
+
+
+def _state(ref: ShardRef | BundleRef, there: Needed, instead: set[str], exist: dict[str, bool]) -> PartState:
+    if exist[_object(ref)]:
+        return "there"
+    if ref in there.shards or ref in there.bundles:
+        return "missing"
+    return "rewritten" if tombstone_key(ref.digest) in instead else "deleted"
+
+
+def _rewards(run: Run, dependencies: tuple[DependencyRecord, ...]) -> Iterator[TracedReward]:
+    scoring = ScoringConfig.model_validate(run.record.config["scoring"])
+    last = dependencies[-1].dependencies if dependencies else None
+    brought = {term: rule for term, rule in zip(scoring.rule_terms, scoring.rules, strict=True) if rule.brings_code}
+    for term, reward in zip(scoring.terms, scoring.rewards, strict=True):
+        model = run.find(StageKey.reward_model(term)) if term in scoring.hosted_rewards else None
+        if model is not None:
+            version = f"model {policy_of(model).digest}"
+        elif term in brought and last is not None:
+            modules = last.code.get(f"reward {brought[term].function.target}", {})
+            version = f"code {blake3(repr(sorted(modules.items())).encode()).hexdigest()}"
+        else:
+            version = f"rheostat {last.libraries.get('rheostat', 'unknown') if last else 'unknown'}"
+        yield TracedReward(term=term, kind=reward.kind, version=version)

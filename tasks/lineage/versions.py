@@ -1,0 +1,153 @@
+"""Versions of policies that registries promoted, and the champions that they began as: by records and drafts."""
+
+import re
+from collections.abc import Iterator
+
+from infra.config import Settings
+from infra.errors import BadInput
+from infra.store.bundles import has_bundle
+from infra.store.registry import Registry, RegistryRecord, champion_of, known_registry, open_registry, registries
+from infra.store.runs import list_runs, open_run
+from infra.validation_errors import nearest
+from models.records.versions import policy_of
+from tasks.lineage.trace import TracedRun, trace_run
+from tasks.promotion.draft import read_draft
+from tasks.run.keys import StageKey, iterations_among
+
+DIGEST = re.compile(r"[0-9a-f]{6,64}")
+
+
+class TracedVersion(Settings):
+    """A policy, what the registry says of it, and what it was made from."""
+
+    registry: str
+    """Name of the registry; empty where none has a record of it."""
+    record: RegistryRecord | None
+    """What the registry says; none where none has a record of it."""
+    is_champion: bool
+    """Whether it is champion now."""
+    began_as: int
+    """Number of the record of the champion that its run began as; 0 where it began as configured."""
+    files: str
+    """Where the registry has its files; empty where it does not."""
+    run: TracedRun | None
+    """Its run; none where that is not in the store any more."""
+    name: str
+    """Of its run."""
+    evaluations: tuple[TracedRun, ...]
+    """Runs in which it was compared with the champion."""
+
+
+def trace(store: str, asked: str) -> list[TracedVersion]:
+    """Trace what is asked for, then the champion that it began as, and so on to the first.
+
+    Asked for is `NAME@champion`, `NAME@N`, `NAME`, the name of a run, or how the digest of a policy begins. Raises
+    BadInput where there is no such thing.
+    """
+    name, at, number = asked.partition("@")
+    if at or name in registries(store):
+        registry = known_registry(store, name)
+        return list(_chain(store, registry, _numbered(registry, number if at else "champion")))
+    if asked in list_runs(store):
+        return list(_of_run(store, asked, iteration=None))
+    if DIGEST.fullmatch(asked):
+        return list(_of_policy(store, asked))
+    known = [*registries(store), *list_runs(store)]
+    expected = "expected NAME@champion, NAME@N, a registry, a run, or at least 6 digits of a policy's digest"
+    raise BadInput(f"lineage of {asked!r}: {expected}; found {', '.join(known) or 'none'}{nearest(asked, known)}")
+
+
+def began_as(registry: Registry, run: str) -> int:
+    """Number of the record of the champion that a retrain began as, by its draft; 0 where it began as configured."""
+    draft = read_draft(registry, run)
+    if draft is not None:
+        return draft.champion
+    made = next((each for each in registry.records() if each.run == run and each.kind != "rollback"), None)
+    return 0 if made is None else made.previous
+
+
+def ancestry(registry: Registry, record: RegistryRecord) -> Iterator[RegistryRecord]:
+    """Go through a record, that of the champion that its run began as, and so on to the first."""
+    records = {each.number: each for each in registry.records()}
+    last: RegistryRecord | None = record
+    while last is not None:
+        yield last
+        before = began_as(registry, last.run)
+        last = records.get(before) if before < last.number else None
+
+
+def _numbered(registry: Registry, number: str) -> RegistryRecord:
+    records = registry.records()
+    found = champion_of(records) if number == "champion" else None
+    if number.isdecimal():
+        found = next((each for each in records if each.number == int(number)), None)
+    if found is None:
+        numbers = f"records 1 to {len(records)}" if records else "no record"
+        raise BadInput(
+            f"lineage of {registry.name}@{number}: expected {registry.name}@champion where there is one, or the number "
+            f"of a record, found {numbers}{'' if champion_of(records) else ' and no champion'}"
+        )
+    return found
+
+
+def _chain(store: str, registry: Registry, record: RegistryRecord) -> Iterator[TracedVersion]:
+    champion = registry.champion()
+    runs = list_runs(store)
+    for each in ancestry(registry, record):
+        bundle = each.bundle
+        compared = [name for name in runs if name.startswith(f"{each.run}.")]
+        yield TracedVersion(
+            registry=registry.name,
+            record=each,
+            is_champion=champion is not None and champion.policy == each.policy,
+            began_as=began_as(registry, each.run),
+            files=registry.locate(each) if bundle is not None and has_bundle(registry.store, bundle) else "",
+            run=trace_run(open_run(store, each.run), iteration=each.iteration) if each.run in runs else None,
+            name=each.run,
+            evaluations=tuple(trace_run(open_run(store, name)) for name in compared),
+        )
+
+
+def _of_run(store: str, name: str, *, iteration: int | None) -> Iterator[TracedVersion]:
+    """The version that a run made, by its newest record, or the run alone."""
+    for known in registries(store):
+        registry = open_registry(store, known)
+        made = [each for each in registry.records() if each.run == name and iteration in (None, each.iteration)]
+        if made:
+            yield from _chain(store, registry, made[-1])
+            return
+    run = trace_run(open_run(store, name), iteration=iteration)
+    yield TracedVersion(
+        registry="", record=None, is_champion=False, began_as=0, files="", run=run, name=name, evaluations=()
+    )
+
+
+def _of_policy(store: str, digest: str) -> Iterator[TracedVersion]:
+    """The newest version of that policy, or the run that made it."""
+    found = {each.policy: (registry, each) for registry, each in _recorded(store, digest)}
+    made = {} if found else {policy: (run, number) for policy, run, number in _made(store, digest)}
+    if len(found) + len(made) != 1:
+        several = ", ".join(policy[:16] for policy in (*found, *made)) or "none"
+        raise BadInput(f"lineage of {digest!r}: expected the digest of one policy of {store!r}, found {several}")
+    for registry, record in found.values():
+        yield from _chain(store, registry, record)
+    for name, iteration in made.values():
+        yield from _of_run(store, name, iteration=iteration)
+
+
+def _recorded(store: str, digest: str) -> Iterator[tuple[Registry, RegistryRecord]]:
+    for name in registries(store):
+        registry = open_registry(store, name)
+        for each in registry.records():
+            if each.policy.startswith(digest) or (each.bundle is not None and each.bundle.digest.startswith(digest)):
+                yield registry, each
+
+
+def _made(store: str, digest: str) -> Iterator[tuple[str, str, int]]:
+    """Digest, run and iteration of the policies of all runs; those that runs only began with come first."""
+    runs = [open_run(store, name) for name in list_runs(store)]
+    places = [(run, 0) for run in runs] + [(run, number) for run in runs for number in iterations_among(run.folders())]
+    for run, number in places:
+        manifest = run.find(StageKey.policy(number))
+        if manifest is not None and (found := policy_of(manifest).digest).startswith(digest):
+            yield found, run.name, number
