@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +44,8 @@ logger = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 100 * 2**20  # calls carry references, so Ray's minimum of 75 MB would do
 EMBEDDED_SLOTS = 2**20
 RAY_PATIENCE_SECONDS = 3600
+UNUSED_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+"""Of the agent for metrics and dashboard, which an embedded cluster has no use for."""
 SHUTDOWN_SECONDS = 15.0
 FAILED_SECONDS = 2.0
 """How long Ray may take to let go of a cluster whose servers are dead."""
@@ -67,6 +72,7 @@ EMBEDDED_ENVIRONMENT = {
         ),
         str(RAY_PATIENCE_SECONDS),
     ),
+    "RAY_agent_register_timeout_ms": str(1000 * RAY_PATIENCE_SECONDS),
     "RAY_gcs_server_port_wait_time_s": "60",  # shorter: this wait lets no other thread run, and so nobody end it
     "RAY_health_check_failure_threshold": "20",  # of 5: a minute and more in which the raylet has no turn to compute
 }
@@ -204,10 +210,17 @@ def _embedded(directory: Path, namespace: str, *, preload: Preload | None, log_t
 
 @contextlib.contextmanager
 def _patient() -> Iterator[None]:
-    """Have Ray wait for its node as long as we do: by itself `ray.init` gives a slow one up after 30 s."""
-    from ray._private import services
+    """Have Ray wait for its processes as long as we do.
 
-    get_node, deadline = services.get_node, time.monotonic() + RAY_PATIENCE_SECONDS
+    By itself `ray.init` gives a slow node up after 30 s, and a raylet aborts when the agents beside it have not written
+    down within 15 s which ports they took (github.com/ray-project/ray/issues/65983). So the one that is needed is told
+    its port, and of the others it stands there that they are not in use.
+    """
+    from ray._private import services
+    from ray._raylet import persist_port  # type: ignore[attr-defined]  # which has no stubs
+
+    get_node, start_raylet, deadline = services.get_node, services.start_raylet, time.monotonic() + RAY_PATIENCE_SECONDS
+    taken = signature(start_raylet)
 
     def wait_for_node(gcs_address: str, node_id: str) -> object:
         while True:
@@ -218,11 +231,26 @@ def _patient() -> Iterator[None]:
                     raise
             time.sleep(LOOK_SECONDS / 2)
 
-    services.get_node = wait_for_node
+    def start_without_waits(*given: object, **named: object) -> object:
+        arguments = taken.bind(*given, **named).arguments
+        for port in UNUSED_PORTS:
+            persist_port(arguments["session_dir"], arguments["node_id"], port, -1)
+        return start_raylet(*given, **{**named, "runtime_env_agent_port": _unused_port()})
+
+    services.get_node, services.start_raylet = wait_for_node, start_without_waits
     try:
         yield
     finally:
-        services.get_node = get_node
+        services.get_node, services.start_raylet = get_node, start_raylet
+
+
+def _unused_port() -> int:
+    """Find a port that nobody listens on, and that no system hands out to who asks for any."""
+    while True:
+        port = secrets.choice(range(10_000, 32_768))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 @contextlib.contextmanager

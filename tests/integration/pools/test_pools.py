@@ -453,3 +453,31 @@ asyncio.run(main())
 async def test_a_process_with_a_cluster_and_its_workers_still_learn_how_their_children_end(pair):
     assert subprocess.run(["false"], check=False).returncode == 1
     assert (await pair.run("child_ends", ["false"], returns=int)).result == 1
+
+
+SLOW = """
+import sys, time
+if any(name.endswith(("dashboard/agent.py", "runtime_env/agent/main.py")) for name in sys.orig_argv):
+    time.sleep(20)  # more than the 15 s after which a raylet that waits for them aborts
+"""
+PROGRAM = """
+import asyncio
+from infra.pools.cluster import RayCluster
+from infra.pools.worker import PoolSpec
+async def main():
+    async with RayCluster.open("slow") as cluster:
+        pool = await cluster.pool(PoolSpec("role", "tests.support.workers:Counting"))
+        print((await pool.run("spawn", None, returns=int)).result)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.system
+async def test_a_cluster_opens_however_late_the_processes_beside_its_raylet_are(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    opened = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, env=environment, **pipes)
+    out, errors = await opened.communicate()
+    assert opened.returncode == 0, errors.decode()
+    assert int(out) > 0
