@@ -114,7 +114,7 @@ def _update(
     trainer: Trainer, reference: TokenLogprobs, steps: list[StepPasses], *, config: UpdateConfig, ranks: Ranks
 ) -> None:
     asked = reference if isinstance(config.kl, KlPenalty) else None
-    extras = extra_logprobs(trainer, steps, config=config, reference=asked, on_progress=_nothing)
+    extras = extra_logprobs(trainer, steps, reference=asked, on_progress=_nothing)
     take_steps(trainer, steps, extras, config=config, kl_coefficient=1e-3, ranks=ranks, on_progress=_nothing)
 
 

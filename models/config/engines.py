@@ -15,6 +15,7 @@ from models.config.policy import ModelShape
 
 if TYPE_CHECKING:
     from models.config.job import Job
+    from models.config.objectives import UpdateConfig
 
 BYTES: Final = {"float32": 4, "bfloat16": 2}
 """Of one number, by its precision."""
@@ -75,6 +76,10 @@ class EngineSettings(Variant):
         """
         return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
 
+    def computes_as(self, update: "UpdateConfig") -> bool:
+        """Whether its log-probs are those that the update's trainer would compute, up to rounding."""
+        return False
+
     def known_pace(self) -> KnownPace | None:
         """What it knows of its own lengths and step times; none leaves both to be measured."""
         return None
@@ -105,6 +110,10 @@ class TransformersEngine(EngineSettings):
             "rollout_weights_bytes": shape.parameters * BYTES[self.dtype],
             "rollout_cache_bytes": shape.cached_numbers * BYTES[self.dtype] * self.max_batch_rows * longest,
         }
+
+    def computes_as(self, update: "UpdateConfig") -> bool:
+        """It runs the trainer's own code."""
+        return self.dtype == update.dtype == "float32"
 
     def described(self, pools: PoolsConfig) -> str:
         """Name its precision."""

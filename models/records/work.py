@@ -200,6 +200,8 @@ class UpdateWork:
     """Updates since the newest state in the store, oldest first: taken again where the ranks do not stand here."""
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
+    exact_behaviour: bool = False
+    """Whether the behaviour's log-probs are what the trainer itself would compute, up to rounding."""
     was_moved: bool = False
     """Whether the past was learnt on other ranks: what these learn again is near it, not the same."""
 

@@ -58,6 +58,11 @@ class TrainingSamples:
     """Completion tokens of each sample that a policy wrote: those that are learnt from."""
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether the newest policy wrote every token that is learnt from."""
+        return not flat(self.table["staleness"])[learnt_tokens(self.table)].any()
+
+    @property
     def sequences(self) -> Sequences:
         """What plans know of them."""
         return Sequences(lengths=self.lengths, prompts=self.prompt_lengths, groups=self.groups)
@@ -157,6 +162,8 @@ class StepPasses:
 
     batches: tuple[TrainingBatch, ...]
     learning_rate: float
+    computes_old: bool
+    """Whether log-probs before the update are computed where steps were taken before; else they are the behaviour's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,22 +206,16 @@ def prepare(
 
 
 def extra_logprobs(
-    trainer: Trainer,
-    steps: Sequence[StepPasses],
-    *,
-    config: UpdateConfig,
-    reference: TokenLogprobs | None,
-    on_progress: OnProgress,
+    trainer: Trainer, steps: Sequence[StepPasses], *, reference: TokenLogprobs | None, on_progress: OnProgress
 ) -> Extras:
     """Compute old log-probs of all steps but the first, and the reference's of all, before anything is learnt."""
     old: list[list[Tensor | None]] = []
     against: list[list[Tensor | None]] = []
-    corrects = needs_old(config)
     for index, step in enumerate(steps):
         old.append([None] * len(step.batches))
         against.append([None] * len(step.batches))
         for number, batch in enumerate(step.batches):
-            if index and corrects:
+            if index and step.computes_old:
                 with torch.no_grad():
                     old[-1][number] = trainer.forward(batch.reads)
                 on_progress()
@@ -239,12 +240,13 @@ def take_steps(
     norms: list[float] = []
     for index, step in enumerate(steps):
         for number, batch in enumerate(step.batches):
-            tokens = _on_device(
-                batch, old=extras.old[index][number], reference=extras.reference[index][number], device=ranks.device
-            )
+            old_N = extras.old[index][number]
+            tokens = _on_device(batch, old=old_N, reference=extras.reference[index][number], device=ranks.device)
             logprobs_N = trainer.forward(batch.reads)
-            before_N = tokens.old_N if index else logprobs_N.detach()
-            if before_N is not None:
+            before_N = old_N if index else logprobs_N.detach()
+            if before_N is None:
+                tokens = replace(tokens, old_N=tokens.behaviour_N)
+            else:
                 tally_mismatch(before_N, tokens, tally=tally)
             loss = update_loss(logprobs_N, tokens, config=config, kl_coefficient=kl_coefficient, tally=tally)
             trainer.backward(loss, last=number + 1 == len(step.batches))
@@ -306,7 +308,8 @@ def policy_steps(samples: TrainingSamples, work: UpdateWork, *, config: UpdateCo
     plans = [plan for plan in planned if any(weighted[row] for row in plan.rows)]
     batches = prepare(samples, plans, config=config, rank=ranks.rank)
     rates = _rates(work, len(plans), config=config)
-    return [StepPasses(batches=part, learning_rate=rate) for part, rate in zip(batches, rates, strict=True)]
+    computes_old = needs_old(config) and not (work.exact_behaviour and samples.is_fresh)
+    return [StepPasses(part, rate, computes_old) for part, rate in zip(batches, rates, strict=True)]
 
 
 def critic_steps(steps: Sequence[StepPasses], work: UpdateWork, *, config: UpdateConfig) -> list[StepPasses]:

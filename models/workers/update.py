@@ -288,7 +288,7 @@ class UpdateWorker:
         if config.kl_penalty is not None:
             reference = models.reference(work.reference)
         laps.end("load")
-        extras = extra_logprobs(trainer, steps, config=config, reference=reference, on_progress=self._on_progress)
+        extras = extra_logprobs(trainer, steps, reference=reference, on_progress=self._on_progress)
         laps.end("logprobs")
         taken = take_steps(
             trainer,

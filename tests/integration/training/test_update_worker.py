@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.errors import BadInput, Damaged
@@ -184,6 +185,40 @@ def test_every_fresh_token_is_compared_with_what_generated_it_before_anything_is
     assert many["mismatch_tokens"] == once["mismatch_tokens"] == fresh
     assert many["mismatch_difference_mean"] == pytest.approx(once["mismatch_difference_mean"], rel=1e-5)
     assert 0 < many["mismatch_difference_mean"] < many["mismatch_difference_max"]
+
+
+def as_the_trainer_says(uri, policy, asked):
+    """The same work on samples whose behaviour is the policy itself, computed by transformers alone."""
+    store = open_store(f"{uri}/run")
+    model = AutoModelForCausalLM.from_pretrained(fetch_bundle(store, policy.weights))
+    rows = read_shard(store, asked.samples[0]).to_pylist()
+    for row in rows:
+        tokens, prompt = torch.tensor([row["tokens"]]), row["num_prompt_tokens"]
+        with torch.no_grad():
+            logprobs_TV = (model(tokens).logits[0, prompt - 1 : -1] / 0.9).log_softmax(dim=-1)
+        row["logprobs"] = logprobs_TV.gather(1, tokens[0, prompt:, None])[:, 0].tolist()
+    samples = write_shard(store, pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})
+    return replace(asked, samples=(samples,))
+
+
+def test_log_probs_that_the_engine_computed_exactly_are_not_computed_again_and_lead_to_the_same_policy(uri, policy):
+    asked = as_the_trainer_says(uri, policy, work(uri, policy))
+    computed, given = (start(uri).update(replace(asked, exact_behaviour=exact)) for exact in (False, True))
+    assert 0 < given.metrics["mismatch_tokens"] < computed.metrics["mismatch_tokens"] == computed.metrics["tokens"]
+    assert given.metrics["mismatch_difference_max"] < 1e-5
+    before, after, other = (
+        load_file(fetch_bundle(open_store(f"{uri}/run"), model.weights) / "model.safetensors")
+        for model in (policy, computed.model, given.model)
+    )
+    learnt = sum(float((after[name] - before[name]).norm()) for name in after)
+    assert sum(float((other[name] - after[name]).norm()) for name in after) < 1e-3 * learnt
+    assert given.metrics["loss"] == pytest.approx(computed.metrics["loss"], abs=1e-5)
+
+
+def test_where_an_earlier_version_wrote_a_token_log_probs_are_computed_all_the_same(uri, policy):
+    asked = work(uri, policy, stalest=1)
+    computed, given = (start(uri).update(replace(asked, exact_behaviour=exact)) for exact in (False, True))
+    assert (given.model, given.metrics) == (computed.model, computed.metrics)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
