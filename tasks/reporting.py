@@ -93,7 +93,6 @@ def resume_point(session: Session) -> tuple[range, range]:
     return range(max(1, len(sealed)), min(learnt, total) + 1), range(learnt + 1, total + 1)
 
 
-@stage("report it-{number:04d}")
 async def report_iteration(session: Session, number: int) -> None:
     """Log the iteration's line, from the newest seals alone; what pages show is renewed every few seconds."""
     total = session.settings.iterations

@@ -31,13 +31,21 @@ PAST_ITERATIONS = 5
 """Iterations that are read again on resume: measurements forget what is older."""
 
 
-@stage("place {batch.key}")
 async def place_stage(session: Session, batch: Batch) -> Plan:
-    """Deal the worker slots for a batch, and have its workers awake with the weights that it names."""
-    plan, workers = batch.plan, await (await session.fleet()).look()
-    if not session.settings.scoring.hosted_rewards:  # nobody to share with
-        await _arrange(session, batch, {"rollout": workers})
-        return Plan(mode="split", rollout=workers, scoring=0)
+    """Deal the worker slots for a batch, and have its workers awake with the weights that it names.
+
+    Where roles share the slots that is a task of Prefect's; where nobody does, there is nothing to decide.
+    """
+    workers = await (await session.fleet()).look()
+    if session.settings.scoring.hosted_rewards:
+        return await _place(session, batch, workers)
+    await _arrange(session, batch, {"rollout": workers})
+    return Plan(mode="split", rollout=workers, scoring=0)
+
+
+@stage("place {batch.key}")
+async def _place(session: Session, batch: Batch, workers: int) -> Plan:
+    plan = batch.plan
     placing = placing_of(session, before=plan.number + (plan.split == "heldout"))
     inputs = _inputs(session, placing, plan, workers=workers)
     decision = _begun(session, plan, workers=workers)
