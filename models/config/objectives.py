@@ -190,8 +190,8 @@ class NoCorrection(Correction):
 class TruncatedImportance(Correction):
     """The loss is weighted by min(π_old / π_behaviour, cap).
 
-    π_old is computed by the trainer. Steps after the first take the engine's log-probs for it where they are the same up
-    to rounding: those of the transformers engine in float32, under an update in float32, if no token is stale.
+    π_old is computed by the trainer. Steps after the first take the engine's log-probs for it where they are the same
+    up to rounding: those of the transformers engine in float32, under an update in float32, if no token is stale.
     """
 
     implementation = "models.objectives.importance:truncated"
