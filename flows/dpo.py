@@ -3,19 +3,12 @@
 from prefect import flow
 
 from flows.measurement import measured
+from flows.preparation import fine_tuning, preference_learning
 from flows.session import hold
-from flows.sft import fine_tuning
 from tasks.config.run import RunConfig, measured_by_rules, require_part
-from tasks.preparation import begin, is_fine_tuned, prefer
+from tasks.preparation import begin, is_fine_tuned
 from tasks.reporting import TrainedPolicy, report_policy
 from tasks.run.keys import BASE, DPO, SFT
-from tasks.run.session import RunRef, session_of
-
-
-@flow(name="preference-learning", flow_run_name="preference learning")
-async def preference_learning(run: RunRef) -> None:
-    """Train the policy on preferences, from where its warm-up left it."""
-    await prefer(session_of(run))
 
 
 @flow(name="dpo", flow_run_name="{config.name}", persist_result=True, result_serializer="json")

@@ -1,11 +1,13 @@
-"""Held-out accuracy of the policies that come before the first iteration."""
+"""Held-out accuracy of policies: of those that come before the first iteration, and after some iterations."""
 
 from prefect import flow
 
 from flows.generation import generate_and_score
-from tasks.evaluation import summarise_measurement
-from tasks.plan import plan_measurement
+from tasks.evaluation import is_summarised, summarise_evaluation, summarise_measurement
+from tasks.plan import plan_evaluation, plan_measurement
+from tasks.run.keys import evaluation_key
 from tasks.run.session import RunRef, Session, session_of
+from tasks.run.stages import within
 from tasks.views.metrics import Accuracy
 
 
@@ -21,3 +23,12 @@ async def measurement(run: RunRef, policy: str) -> Accuracy:
     batch = plan_measurement(session, policy)
     await generate_and_score(session, batch)
     return summarise_measurement(session, batch)
+
+
+async def evaluation(session: Session, number: int) -> Accuracy:
+    """Generate and score what is asked of the held-out problems, unless that is done."""
+    with within(evaluation_key(number)):
+        batch = plan_evaluation(session, number)
+        if not is_summarised(batch):
+            await generate_and_score(session, batch)
+        return await summarise_evaluation(session, batch)

@@ -2,22 +2,11 @@
 
 from prefect import flow
 
-from flows.dpo import preference_learning
+from flows.preparation import fine_tuning, preference_learning, reward_modelling
 from flows.session import hold
-from flows.sft import fine_tuning
 from tasks.config.run import RunConfig, require_part
-from tasks.preparation import begin, begin_with, is_fine_tuned, is_preferring, make_reward_model, train_reward_model
+from tasks.preparation import begin, begin_with, is_fine_tuned, is_preferring
 from tasks.reporting import TrainedRewards, report_rewards
-from tasks.run.session import RunRef, session_of
-
-
-@flow(name="reward-modelling", flow_run_name="reward modelling")
-async def reward_modelling(run: RunRef) -> None:
-    """Make and train every model that scores completions here."""
-    session = session_of(run)
-    for term in session.settings.scoring.hosted_rewards:
-        made = await make_reward_model(session, term)
-        await train_reward_model(session, term, made)
 
 
 @flow(name="reward-model", flow_run_name="{config.name}", persist_result=True, result_serializer="json")

@@ -3,18 +3,12 @@
 from prefect import flow
 
 from flows.measurement import measured
+from flows.preparation import fine_tuning
 from flows.session import hold
 from tasks.config.run import RunConfig, measured_by_rules, require_part
-from tasks.preparation import begin, fine_tune
+from tasks.preparation import begin
 from tasks.reporting import TrainedPolicy, report_policy
 from tasks.run.keys import BASE, SFT
-from tasks.run.session import RunRef, session_of
-
-
-@flow(name="fine-tuning", flow_run_name="fine-tuning")
-async def fine_tuning(run: RunRef) -> None:
-    """Train the policy that was made on worked examples."""
-    await fine_tune(session_of(run))
 
 
 @flow(name="sft", flow_run_name="{config.name}", persist_result=True, result_serializer="json")

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from prefect import flow
 
-from flows.evaluation import evaluation
 from flows.iteration import closing, generated, learning
+from flows.measurement import evaluation
 from flows.session import hold
 from flows.warmup import warmup
 from tasks.commit import retire_policies, retire_rollouts

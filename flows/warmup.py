@@ -2,9 +2,7 @@
 
 from prefect import flow
 
-from flows.dpo import preference_learning
-from flows.reward_modelling import reward_modelling
-from flows.sft import fine_tuning
+from flows.preparation import fine_tuning, preference_learning, reward_modelling
 from tasks.auxiliary import has_critic, holds_teacher, make_critic, make_teacher
 from tasks.preparation import begin, begin_with, is_fine_tuned, is_preferring, release_preparation
 from tasks.run.session import RunRef, session_of
