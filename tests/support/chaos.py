@@ -209,23 +209,28 @@ def start_on_ray(home: Path, api: str, storm: Storm | None, overrides: Sequence[
     """Start the job with its workers in processes of Ray; return its exit code."""
     job = Job(home, api, counts_works=True)
     job.plant(() if storm is None else storm.faults)
-    with process(drive, job, overrides) as driver:
-        driver.join(PATIENCE)
-        code = driver.exitcode
+    code = driven(job, "train", *JOB, *overrides)
     with (home / "struck").open("a") as struck:
         struck.write("x" * job.struck())
-    return -1000 if code is None else code
+    return code
 
 
-def drive(job: Job, overrides: Sequence[str]) -> None:
-    """Be the command that trains, in a process that has imported what it needs."""
+def driven(job: Job, *words: str) -> int:
+    """Give a command of the job, with its faults that have not happened yet; return its exit code."""
+    with process(drive, job, words) as driver:
+        driver.join(PATIENCE)
+        return -1000 if driver.exitcode is None else driver.exitcode
+
+
+def drive(job: Job, words: Sequence[str]) -> None:
+    """Be a command of the job, in a process that has imported what it needs."""
     os.setsid()
     os.environ.clear()
     os.environ.update(job.environment())
     write_to(job.home / "output")
     faults.Planted("driver")
     with InProcessJob(job.home, str(job.api)).prefect(), faults.planted(job.home):
-        code = command(["train", str(job.configured()), *JOB, *overrides, "--store", str(job.store)])
+        code = command([words[0], str(job.configured()), *words[1:], "--store", str(job.store)])
     os._exit(code)
 
 

@@ -4,27 +4,22 @@ A whole run's time is in the test whose fixtures started it.
 """
 
 import os
-from pathlib import Path
+from contextlib import suppress
 
 import psutil
 import pytest
+
+from infra.processes.clock import family_of
 
 NAME = "cpu_seconds"
 
 
 def used() -> float:
     """CPU seconds so far of this process, of those that ended under it, and of those that run under it now."""
-    living = [psutil.Process()]
-    if any(
-        task.read_text() for task in Path("/proc/self/task").glob("*/children")
-    ):  # the walk below reads all of /proc
-        living += living[0].children(recursive=True)
     seconds = 0.0
-    for process in living:
-        try:
-            seconds += sum(process.cpu_times()[:4])  # user, system, and both of children that were waited for
-        except psutil.Error:
-            continue
+    for pid in family_of(os.getpid()):
+        with suppress(psutil.Error):
+            seconds += sum(psutil.Process(pid).cpu_times()[:4])  # user, system, and both of children waited for
     return seconds
 
 

@@ -67,7 +67,7 @@ class Server:
 
     def ends(self, run: str) -> str:
         """Wait for a run's end; return the name of its state, with its message if it did not complete."""
-        ended = wait_for(lambda: self.get(f"/flow_runs/{run}")["state_type"] in ENDED, seconds=2 * PATIENCE)
+        ended = wait_for(lambda: self.get(f"/flow_runs/{run}")["state_type"] in ENDED, seconds=2 * PATIENCE, every=0.5)
         state = self.get(f"/flow_runs/{run}")["state"]
         assert ended, state
         return state["name"] if state["type"] != "FAILED" else f"{state['name']}: {state['message']}"

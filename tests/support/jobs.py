@@ -164,21 +164,12 @@ class Job:
         """Run the job a part of the way: `sft`, `dpo` or `reward-model`."""
         return self._call(command, str(self.configured()), *overrides)
 
-    def retrain(self, *overrides: str) -> Ended:
-        """Retrain the job's policy, with the faults that are planted and have not happened yet."""
-        program = [sys.executable, "-m", "tests.support.faults"]
-        return self._call("retrain", str(self.configured()), *overrides, program=program)
-
     def configured(self) -> Path:
         """Write the configuration file; return its path."""
         self.home.mkdir(parents=True, exist_ok=True)
         path = self.home / "tiny.toml"
         path.write_text(self.document)
         return path
-
-    def refused(self, *overrides: str) -> Ended:
-        """Give the job's command where it cannot be followed, beside a started job."""
-        return self._call("train", str(self.home / "tiny.toml"), *overrides)
 
     def command(self, name: str, *arguments: str, faults: Sequence[Fault] = ()) -> Ended:
         """Run a command about the run."""
@@ -238,11 +229,11 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def wait_for(predicate: Callable[[], object], *, seconds: float = PATIENCE) -> bool:
-    """Wait until something holds; return whether it does."""
+def wait_for(predicate: Callable[[], object], *, seconds: float = PATIENCE, every: float = 0.005) -> bool:
+    """Wait until something holds; return whether it does. Who asks a server each time asks it more seldom."""
     deadline = time.monotonic() + seconds
     while not (holds := predicate()) and time.monotonic() < deadline:
-        time.sleep(0.005)
+        time.sleep(every)
     return bool(holds)
 
 
@@ -361,7 +352,7 @@ def prefect_server(home: Path, *, keeps_tasks: bool = True, keeps_events: bool =
             start_new_session=True,
         )
     try:
-        assert wait_for(lambda: _answers(f"{url}/health"), seconds=120)
+        assert wait_for(lambda: _answers(f"{url}/health"), seconds=120, every=0.1)
         if not MADE_DATABASE.exists():
             _copy_database(database, MADE_DATABASE)
         yield url

@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from infra.store.registry import open_registry
+from tests.support.chaos import driven
 from tests.support.jobs import SMALLEST, TINY, Fault, Job, leftovers_of, manifests_of
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -38,9 +39,9 @@ def retrained(home, api, faults=()):
     job.plant(faults)
     codes = []
     while not codes or codes[-1]:
-        ended = job.retrain("--day", "2026-11-02", "iterations=1", "pools.cluster=threads", *SMALLEST)
-        assert ended.code in (0, -signal.SIGKILL), ended.output
-        codes.append(ended.code)
+        code = driven(job, "retrain", "--day", "2026-11-02", "iterations=1", "pools.cluster=threads", *SMALLEST)
+        assert code in (0, -signal.SIGKILL), (home / "output").read_text()
+        codes.append(code)
     return job, codes
 
 

@@ -86,7 +86,7 @@ def subjects(told: list[dict[str, str]]) -> list[str]:
 
 def test_a_nightly_proposal_is_approved_in_its_form_and_each_step_is_told(server, told):
     run = night(server, "2026-11-02")
-    assert wait_for(lambda: server.state(run) in ("Suspended", "Failed", "Crashed"))
+    assert wait_for(lambda: server.state(run) in ("Suspended", "Failed", "Crashed"), every=0.5)
     assert server.state(run) == "Suspended"
     assert wait_for(lambda: told, seconds=60)
     registry = open_registry(f"{server.environment['RHEOSTAT_HOME']}/runs", "assistant")
@@ -111,7 +111,9 @@ def test_a_nightly_proposal_is_approved_in_its_form_and_each_step_is_told(server
     related = {"resource": {"id": ["rheostat.registry.assistant"]}, "related": {"id": [f"prefect.flow-run.{run}"]}}
     names = {"rheostat.registry.proposal", "rheostat.registry.promote"}
     assert wait_for(
-        lambda: {event["event"] for event in server.find("events", filter=related)["events"]} == names, seconds=60
+        lambda: {event["event"] for event in server.find("events", filter=related)["events"]} == names,
+        seconds=60,
+        every=0.5,
     )
 
 
