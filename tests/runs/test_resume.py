@@ -17,7 +17,6 @@ from tests.support.jobs import (
     alive,
     copy_prefect_database,
     family_of,
-    files_of,
     kill,
     leftovers_of,
     manifests_of,
@@ -37,18 +36,10 @@ class Interrupted:
     """What was seen while a job was stopped, killed and continued."""
 
     job: Job
-    second: Ended
-    """The same command while a stopped driver held the run."""
     listening: set[str]
     """Addresses at which processes of the stopped job listened."""
     left: list[str]
     """Processes that outlived their driver."""
-    before: dict[str, bytes]
-    """Files of the run after the kill."""
-    changed: Ended
-    """The command with another learning rate, after the kill."""
-    after: dict[str, bytes]
-    """Files of the run after the refusal."""
     resumed: Ended
     struck: int
 
@@ -63,7 +54,6 @@ def interrupted(tmp_path_factory, together, prefect_api, reference):
         wait_for(lambda: process.poll() is not None or any(alone.run.glob("manifests/it-0001/rollout/*.json")))
         assert process.poll() is None, alone.ended(process).output
         process.send_signal(signal.SIGSTOP)
-        second = alone.refused()
         family = family_of(process.pid)
         listening = {
             connection.laddr.ip.removeprefix("::ffff:")  # how a socket of both kinds spells an IPv4 address
@@ -74,12 +64,9 @@ def interrupted(tmp_path_factory, together, prefect_api, reference):
         kill(process)
     wait_for(lambda: not alive(family), seconds=REAPING_SECONDS)
     left = alive(family)
-    before = files_of(alone.run)
-    changed = alone.refused("update.learning_rate=0.5")
-    after = files_of(alone.run)
     job = Job(home, prefect_api, counts_works=True)
     resumed = job.train(faults=[Fault("rollout", "progress", "generate", count=5)])
-    return Interrupted(job, second, listening, left, before, changed, after, resumed, job.struck())
+    return Interrupted(job, listening, left, resumed, job.struck())
 
 
 def test_a_killed_job_continues_to_the_run_that_was_never_killed(interrupted, reference):
@@ -132,19 +119,6 @@ def test_every_iteration_changes_the_policy_so_the_comparison_can_fail(reference
     shown = reference.command("show", "--json")
     iterations = json.loads(shown.output)["iterations"]
     assert len({iteration["policy"] for iteration in iterations}) == len(iterations) == 3
-
-
-def test_a_second_process_on_a_held_run_is_refused(interrupted):
-    assert interrupted.second.code == 2
-    assert "is held by process" in interrupted.second.output
-    assert len(interrupted.second.output.splitlines()) == 1
-
-
-def test_a_changed_configuration_is_refused_by_name_and_changes_nothing(interrupted):
-    assert interrupted.changed.code == 2
-    assert "update.learning_rate was 0.001, is 0.5" in interrupted.changed.output
-    assert len(interrupted.changed.output.splitlines()) == 1
-    assert interrupted.after == interrupted.before
 
 
 def test_nothing_of_a_killed_job_keeps_running(interrupted):

@@ -45,7 +45,7 @@ def test_an_update_goes_on_on_other_ranks_and_stages_as_it_would_have_alone(uri,
     sizes, layout = worker._models.policy.trainer.sizes, StateLayout(world_size=1, zero_stage=stages[0], dtype=dtype)
     before, expected = (state_of(uri, outcome, layout, sizes) for outcome in (first, alone))
     old, new = (load_file(files(uri, outcome, "weights") / "model.safetensors") for outcome in (first, alone))
-    for ranks, tried in {2: stages, 3: stages[-1:]}.items():
+    for ranks, tried in {2: stages, **({3: stages[-1:]} if dtype == "float32" else {})}.items():
         together(moved, uri, first.model, tried, dtype, ranks=ranks)
         for stage, outcome in zip(tried, torch.load(Path(uri, f"moved-{ranks}.pt"), weights_only=False), strict=True):
             there = layout.model_copy(update={"world_size": ranks, "zero_stage": stage})
