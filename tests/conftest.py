@@ -48,7 +48,7 @@ def prefect_api(together, pytestconfig):
         if not told.exists():
             home = together / "prefect"
             home.mkdir(exist_ok=True)
-            keeps_tasks = "not system" not in pytestconfig.getoption("markexpr")  # their tests ask for task runs
+            keeps_tasks = "not slow" not in pytestconfig.getoption("markexpr")  # slow tests ask for task runs
             told.write_text(server.enter_context(prefect_server(home, keeps_tasks=keeps_tasks)))
             server.callback(told.unlink)
             server.callback(fcntl.flock, using, fcntl.LOCK_EX)  # done first: waits for all users
@@ -88,11 +88,15 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+FORKING = {"kills": ("chaos",), "forks": ("processes", "update_workers")}
+"""What modules import that fork processes, in two scopes of about the same length."""
+
+
 @functools.cache
 def scope_of(module: str) -> str:
     """Modules that fork processes go together: what they fork from takes 9 CPU seconds to start, once."""
     text = Path(__file__).parents[1].joinpath(module).read_text()
-    return "forks" if any(f"tests.support.{name}" in text for name in ("processes", "update_workers")) else module
+    return next((scope for scope, names in FORKING.items() if any(f"tests.support.{n}" in text for n in names)), module)
 
 
 class Spread(LoadScopeScheduling):
@@ -108,8 +112,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 LONGEST = (
-    "tests/runs/test_resume.py",
+    "kills",
     "forks",
+    "tests/integration/promotion/test_nightly.py",
+    "tests/runs/test_resume.py",
     "tests/integration/pools/test_pools.py",
     "tests/integration/pools/test_fleet.py",
     "tests/runs/test_judged_run.py",
@@ -121,11 +127,14 @@ LONGEST = (
 
 
 def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
-    """Leave modules out that have no test with the mark asked for: importing all takes 12 CPU seconds a process."""
-    asked = re.fullmatch(r"(\w+)( and not \w+)*", config.getoption("markexpr"))
+    """Leave out modules of which no test is asked for by its mark: importing all takes 12 CPU seconds a process."""
+    asked = re.fullmatch(r"(?:not )?(\w+)( and not \w+)*", config.getoption("markexpr"))
     if asked is None or not collection_path.name.startswith("test_"):
         return None
-    return None if f"mark.{asked[1]}" in collection_path.read_text() else True
+    text = collection_path.read_text()
+    if asked[0].startswith("not "):
+        return True if re.search(rf"^pytestmark = .*mark\.{asked[1]}\b", text, re.MULTILINE) else None
+    return None if f"mark.{asked[1]}" in text else True
 
 
 DEFAULT_THRESHOLDS = gc.get_threshold()

@@ -94,6 +94,7 @@ def test_show_prints_what_each_role_took_and_their_sum(reference):
     assert told["iterations"][1]["costs"] == costs_in(reference, "it-0002/seal")
 
 
+@pytest.mark.system
 def test_a_run_ends_after_the_iteration_that_reaches_a_limit_and_a_larger_one_makes_it_the_undisturbed_run(
     reference, tmp_path, prefect_api, capsys
 ):

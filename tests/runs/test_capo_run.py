@@ -8,7 +8,7 @@ import pytest
 from tests.support.in_process import InProcessJob
 from tests.support.policies import write_policy
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 EVEN = "{kind = 'target', name = 'even', target = 'tests.support.rewards:even', weight = 3.0}"
 CHECKED = (

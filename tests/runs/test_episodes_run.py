@@ -53,6 +53,7 @@ def rows_of(job, manifest):
     return read_shard(open_run(str(job.store), "tiny").store, manifest.shards[0]).to_pylist()
 
 
+@pytest.mark.system
 def test_a_run_of_episodes_learns_from_what_its_environment_gives(tmp_path, prefect_api):
     job = InProcessJob(tmp_path / "job", prefect_api)
     job.train(*EPISODES)

@@ -16,25 +16,13 @@ from tasks.config.run import parse_config
 from tasks.reporting import report_iteration, showing_progress
 from tasks.run.session import Pages
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import PASSWORD, leftovers_of, manifests_of, wait_for
+from tests.support.jobs import PASSWORD, leftovers_of, manifests_of
 
 pytestmark = pytest.mark.timeout(1200)
 
 
 def test_a_run_in_threads_leaves_no_temporary_file(reference):
     assert leftovers_of(reference.run) == []
-
-
-@pytest.mark.system
-def test_the_tasks_of_an_iteration_are_found_by_its_tag(reference, prefect_api):
-    def names() -> set[str]:
-        """Of the task runs with both tags, in any job of that name."""
-        asked = {"task_runs": {"tags": {"all_": ["tiny", "it-0002"]}}}
-        return {run["name"] for run in httpx.post(f"{prefect_api}/task_runs/filter", json=asked, auth=PASSWORD).json()}
-
-    stages = {f"it-0002 {stage}" for stage in ("generate", "score", "credit", "update")}
-    assert wait_for(lambda: names() >= stages), names()
-    assert all("it-0002" in name for name in names())
 
 
 @pytest.mark.system

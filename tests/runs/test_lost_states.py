@@ -11,7 +11,7 @@ from tests.support.chaos import Strike, problems_after, run_once
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import leftovers_of, manifests_of, shards_of
 
-pytestmark = pytest.mark.timeout(2000)
+pytestmark = [pytest.mark.system, pytest.mark.timeout(2000)]
 
 KEPT = "retention.keep_last=4"
 SPARSE = ("iterations=5", "update.state_every=3")
@@ -45,7 +45,6 @@ def whole(tmp_path_factory, prefect_api):
     return job
 
 
-@pytest.mark.system
 def test_a_run_killed_between_a_policy_and_its_state_ends_with_the_same_bits(whole, tmp_path, prefect_api):
     job = stopped_after(whole, tmp_path, 2, api=prefect_api)
     assert checker.problems_of(job.run) == []
@@ -66,7 +65,6 @@ def sparse(tmp_path_factory, prefect_api):
     return home
 
 
-@pytest.mark.system
 def test_every_third_update_keeps_its_state(sparse):
     run = sparse / "store/tiny"
     named = ["state" in manifest(run, f"it-{number:04d}/update")["bundles"] for number in range(1, 6)]
@@ -75,7 +73,6 @@ def test_every_third_update_keeps_its_state(sparse):
     assert all((run / bundle["key"] / "bundle.json").exists() for bundle in kept.values()), "what resumes needs it"
 
 
-@pytest.mark.system
 @pytest.mark.parametrize(
     ("number", "moment"), [(1, "after"), (2, "before"), (3, "before"), (3, "after"), (4, "after"), (5, "before")]
 )

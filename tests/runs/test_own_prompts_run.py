@@ -19,7 +19,7 @@ from tests.support.chaos import Strike, problems_after, run_once
 from tests.support.in_process import InProcessJob
 from tests.support.policies import write_chat_policy
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 LIKELY = {"<|im_end|>": 0.15, "</think>": 0.1, "<think>": 0.03}
 PER_TURN = (
@@ -75,7 +75,6 @@ def tables(run, number, stage):
     return [read_shard(run.store, shard) for each in manifests for shard in each.shards]
 
 
-@pytest.mark.system
 def test_a_run_that_is_killed_ends_with_the_same_bits(whole, tmp_path, prefect_api, settings):
     strikes = [Strike("manifests/it-0002/rollout/0001.json", "before")]
     home = tmp_path / "killed"
@@ -135,7 +134,6 @@ def job(whole, tmp_path):
     return copy
 
 
-@pytest.mark.system
 def test_commands_that_read_a_run_read_its_episodes(job):
     shown = json.loads(job.command("rollouts", "--json").output)
     assert any(len(each["turns"]) > 1 for each in shown)

@@ -18,7 +18,7 @@ from tests.support.chaos import Strike, problems_after, run_once
 from tests.support.in_process import InProcessJob
 from tests.support.policies import write_chat_policy
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 THREADS = ("pools.cluster=threads",)
 PARTIAL = (
@@ -86,14 +86,12 @@ def versions_of(row):
     return [each["policy_version"] for each in row["segments"] if each["policy_version"] >= 0]
 
 
-@pytest.mark.system
 def test_a_run_that_is_killed_while_episodes_go_on_ends_with_the_same_bits(whole, tmp_path, prefect_api, settings):
     strikes = [Strike("manifests/it-0002/rollout/0001.json", "before")]
     home = tmp_path / "killed"
     assert problems_after(strikes, home, prefect_api, whole.run, settings, start=run_once) == []
 
 
-@pytest.mark.system
 def test_it_keeps_every_promise_and_learns_from_what_several_versions_wrote(whole):
     assert verify_run(str(whole.store), "tiny") == []
     assert checker.problems_of(whole.run) == []
@@ -112,7 +110,6 @@ def test_it_keeps_every_promise_and_learns_from_what_several_versions_wrote(whol
     assert {1, 0, -1} <= {*chain.from_iterable(row["staleness"] for row in samples)}
 
 
-@pytest.mark.system
 @pytest.mark.parametrize(
     "change",
     [
@@ -140,7 +137,6 @@ def test_segments_that_are_not_those_of_the_turns_are_found(whole, monkeypatch, 
     assert all("do not make up its tokens" in line for line in found)
 
 
-@pytest.mark.system
 def test_commands_that_read_a_run_read_its_episodes(job):
     replayed = job.command("verify", "--environment", "--episodes", "12")
     assert (replayed.code, "12 episodes were played again: new environments answer as" in replayed.output) == (0, True)
@@ -153,7 +149,6 @@ def test_commands_that_read_a_run_read_its_episodes(job):
     assert verify_run(str(job.store), "tiny") == []
 
 
-@pytest.mark.system
 def test_what_was_said_before_and_after_a_cut_is_gone_with_its_prompt(job, tmp_path):
     _, cut = rows_of(job, 1)
     forgotten = next(row["prompt_id"] for row in cut if row["turns"])

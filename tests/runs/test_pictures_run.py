@@ -34,7 +34,7 @@ from tests.support.chat_server import chat_server, says
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import PASSWORD, files_of, manifests_of, shards_of
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 DATA = PicturesData(train_problems=12, heldout_problems=3)
 SEEING = (
@@ -118,7 +118,6 @@ def test_stored_rollouts_are_scored_again_by_a_rule_that_sees(job):
     assert verify_run(str(job.store), "tiny") == []
 
 
-@pytest.mark.system
 def test_stored_rollouts_are_judged_again_by_a_judge_that_looks(job):
     """It answers with how large the image is that it got, in bytes: 1 for more than the median."""
     run = open_run(str(job.store), "tiny")
@@ -148,7 +147,6 @@ def test_stored_rollouts_are_judged_again_by_a_judge_that_looks(job):
     assert verify_run(str(job.store), "tiny") == []
 
 
-@pytest.mark.system
 def test_a_prompt_that_is_forgotten_takes_its_picture_with_it(job, tmp_path):
     run = open_run(str(job.store), "tiny")
     table = rollouts_in(run)["it-0001/rollout/0000"]
@@ -203,7 +201,6 @@ def test_prefects_summary_shows_small_pictures_of_the_last_rollouts_and_the_tabl
     assert any(row["images"] in {digest[:16] for digest in known} for rows in tables for row in rows if "images" in row)
 
 
-@pytest.mark.system
 def test_an_exported_policy_says_in_transformers_pipeline_what_the_engine_says(whole, tmp_path):
     problems = picture_problems(PicturesData(train_problems=8, heldout_problems=1), "train", 7)
     target = tmp_path / "policy"
@@ -234,33 +231,20 @@ def test_an_exported_policy_says_in_transformers_pipeline_what_the_engine_says(w
 # ---- killed
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, prefect_api):
-    home = tmp_path_factory.mktemp("undisturbed")
-    assert run_once(home, prefect_api, None, SEEING) == 0
-    return home
+def test_a_run_with_pictures_that_was_killed_again_and_again_ends_with_the_same_bits(
+    undisturbed, tmp_path, prefect_api
+):
+    run, whole = open_run(str(undisturbed / "store"), "tiny"), undisturbed / "store/tiny"
+    strikes = [
+        Strike(run.require(PROMPTS["train"]).shards[1].key, "during"),
+        Strike("manifests/prompts/train.json", "before"),
+        Strike("manifests/it-0001/rollout/0001.json", "before"),
+        Strike("manifests/it-0001/update.json", "after"),
+        Strike("manifests/it-0002/credit.json", "before"),
+    ]
+    assert problems_after(strikes, tmp_path / "killed", prefect_api, whole.run, SEEING, start=run_once) == []
 
 
-@pytest.mark.system
-@pytest.mark.parametrize(
-    ("write", "moment"),
-    [
-        ("media", "during"),
-        ("manifests/prompts/train.json", "before"),
-        ("manifests/it-0001/rollout/0001.json", "before"),
-        ("manifests/it-0001/update.json", "after"),
-        ("manifests/it-0002/credit.json", "before"),
-    ],
-)
-def test_a_run_with_pictures_that_was_killed_ends_with_the_same_bits(undisturbed, tmp_path, prefect_api, write, moment):
-    run = open_run(str(undisturbed / "store"), "tiny")
-    at = run.require(PROMPTS["train"]).shards[1].key if write == "media" else write
-    home = tmp_path / "killed"
-    whole = undisturbed / "store/tiny"
-    assert problems_after([Strike(at, moment)], home, prefect_api, whole, SEEING, start=run_once) == []
-
-
-@pytest.mark.system
 def test_a_run_goes_on_from_its_first_iteration_to_the_same_bits(whole, tmp_path):
     job = InProcessJob(tmp_path, whole.api, counts_works=True)
     shutil.copytree(whole.run, job.run)
@@ -278,7 +262,6 @@ def test_a_run_goes_on_from_its_first_iteration_to_the_same_bits(whole, tmp_path
 # ---- judged
 
 
-@pytest.mark.system
 def test_a_run_trains_a_judge_that_sees_and_learns_from_what_it_says_the_same_twice(tmp_path, prefect_api):
     shape = (
         "{kind='seeing_scratch',"

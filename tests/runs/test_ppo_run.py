@@ -36,6 +36,7 @@ def manifest(job, key):
     return json.loads((job.run / f"manifests/{key}.json").read_text())
 
 
+@pytest.mark.system
 def test_a_run_of_ppo_trains_a_critic_first_and_then_the_policy_beside_it(ppo):
     updates = [manifest(ppo, f"it-000{number}/update") for number in (1, 2, 3)]
     critics = [manifest(ppo, "critic/initial"), *updates]
@@ -49,6 +50,7 @@ def test_a_run_of_ppo_trains_a_critic_first_and_then_the_policy_beside_it(ppo):
         assert 0 <= made["metrics"]["value_loss"] < 10
 
 
+@pytest.mark.system
 def test_credit_follows_from_estimates_which_follow_from_rollouts_and_models(ppo):
     for number in (1, 2, 3):
         estimates, credit = manifest(ppo, f"it-000{number}/estimates"), manifest(ppo, f"it-000{number}/credit")
@@ -60,6 +62,7 @@ def test_credit_follows_from_estimates_which_follow_from_rollouts_and_models(ppo
         assert estimates["digest"] in manifest(ppo, f"it-000{number}/seal")["parents"]
 
 
+@pytest.mark.system
 def test_the_penaltys_coefficient_follows_the_divergence_of_the_iteration_before(ppo):
     measured = [manifest(ppo, f"it-000{number}/credit")["metrics"] for number in (1, 2, 3)]
     assert measured[0]["kl_coefficient"] == 0.05
@@ -72,6 +75,7 @@ def test_the_penaltys_coefficient_follows_the_divergence_of_the_iteration_before
     assert measured[1]["kl_coefficient"] < 0.05
 
 
+@pytest.mark.system
 def test_old_critics_lose_their_files_with_their_policies_and_the_run_verifies(ppo):
     keys = ("critic/initial", "it-0001/update", "it-0002/update", "it-0003/update")
     critics = [ppo.run / manifest(ppo, key)["bundles"]["critic"]["key"] for key in keys]

@@ -66,6 +66,7 @@ def shard_rows(job, *keys):
     return [row for key in keys for row in read_shard(run.store, run.require(key).shards[0]).to_pylist()]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda text: " ".join(text.split())[:60])
 def test_every_question_of_the_documentation_has_an_answer(asked, question):
     answer = rows(asked, question)
@@ -78,6 +79,7 @@ def test_the_page_has_ten_questions_and_they_name_every_view():
     assert all(any(re.search(rf"\b{view}\b", question) for question in QUESTIONS) for view in VIEWS)
 
 
+@pytest.mark.system
 def test_scores_are_those_of_the_shards_with_the_verdicts_behind_them(asked):
     keys = [f"it-{number:04d}/scoring/{shard:04d}" for number in (1, 2) for shard in range(3)]
     own = rows(asked, "select term, value, reward, verdicts from scores where rescoring is null and term = 'quality'")
@@ -93,6 +95,7 @@ def test_scores_are_those_of_the_shards_with_the_verdicts_behind_them(asked):
     assert {row["term"] for row in again} == {"target"} and all(row["verdicts"] is None for row in again)
 
 
+@pytest.mark.system
 def test_a_judge_was_asked_as_often_as_its_calls_say(asked):
     (calls,) = rows(asked, "select sum(cost_judge_calls) as calls from iterations")
     (verdicts,) = rows(
@@ -105,6 +108,7 @@ def test_a_judge_was_asked_as_often_as_its_calls_say(asked):
     assert spent["price"] == pytest.approx(int(calls["calls"]) * (0.002 + 5 * 10 / 1e6) + spent["held"])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("recredit", "prefix"), [("is null", ""), ("= 'rloo'", "recredit/rloo/")])
 def test_samples_are_those_of_the_shards_with_their_advantages(asked, recredit, prefix):
     told = rows(asked, f"select * from samples where recredit {recredit}")
@@ -171,6 +175,7 @@ def test_sums_of_whole_numbers_are_printed_as_whole_numbers(reference):
     assert json.loads(output.getvalue()) == [{"tokens": tokens}]
 
 
+@pytest.mark.system
 def test_a_query_writes_nothing_to_the_store(asked):
     before = files_of(asked.run)
     rows(asked, "select count(*) from rollouts, scores, samples, iterations, policies where rollouts.iteration < 0")

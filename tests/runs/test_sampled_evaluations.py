@@ -35,6 +35,7 @@ def rewards_of(batch):
     return found
 
 
+@pytest.mark.system
 def test_a_problems_completions_count_as_their_mean(sampled):
     run = open_run(str(sampled.store), "tiny")
     for number in (0, 1):
@@ -55,12 +56,14 @@ def test_a_problems_completions_count_as_their_mean(sampled):
     assert list(verify_run(str(sampled.store), "tiny")) == []
 
 
+@pytest.mark.system
 def test_shards_of_an_evaluation_hold_about_as_many_completions_as_in_training(sampled):
     run = open_run(str(sampled.store), "tiny")
     plan = Batch.read(run, evaluation_key(0)).plan
     assert (plan.group_size, plan.shard_prompts) == (3, 2)  # in training 2 prompts of 4
 
 
+@pytest.mark.system
 def test_pass_at_k_is_shown_where_the_accuracy_is(sampled):
     told = json.loads(sampled.command("show", "--json").output)["evaluations"][1]
     shares = told["pass_at"]

@@ -56,6 +56,7 @@ def test_rollouts_are_generated_during_the_update_where_it_has_machines_of_its_o
     assert waited_for(overlapped) == ["it-0002", "it-0003"], "each update began when there were rollouts of the next"
 
 
+@pytest.mark.system
 def test_an_iteration_is_generated_by_the_version_that_its_number_says_and_learns_from_the_newest(overlapped):
     run = open_run(str(overlapped.store), "tiny")
     iterations = [Iteration(run, number) for number in (1, 2, 3)]
@@ -68,6 +69,7 @@ def test_an_iteration_is_generated_by_the_version_that_its_number_says_and_learn
     assert [iteration.update.metrics["stale_fraction"] for iteration in iterations] == [0, 1, 1]
 
 
+@pytest.mark.system
 def test_no_prompt_is_left_out_or_comes_twice_and_every_digest_holds(overlapped):
     assert verify_run(str(overlapped.store), "tiny") == []
     run = open_run(str(overlapped.store), "tiny")

@@ -36,6 +36,8 @@ class InProcessJob:
     """Log every piece of work that workers begin."""
     address: str = ""
     """Of the store; none has it lie in the home."""
+    sends_events: bool = False
+    """Send Prefect's events, hundreds in a run, which few tests ask for."""
 
     @property
     def store(self) -> Path:
@@ -84,10 +86,16 @@ class InProcessJob:
     @contextmanager
     def prefect(self) -> Iterator[None]:
         """Have flows of this process use the job's Prefect API."""
+        from prefect.events.clients import NullEventsClient
+        from prefect.events.worker import EventsWorker
         from prefect.settings import PREFECT_RESULTS_LOCAL_STORAGE_PATH, temporary_settings
 
         with prefect_at(self.api), temporary_settings({PREFECT_RESULTS_LOCAL_STORAGE_PATH: str(self.home / "results")}):
-            yield
+            EventsWorker.set_client_override(None if self.sends_events else NullEventsClient)
+            try:
+                yield
+            finally:
+                EventsWorker.set_client_override(None)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from tests.support.faults import planted
 from tests.support.in_process import InProcessJob, prefect_at
 from tests.support.jobs import PASSWORD, SMALLEST, TINY, wait_for
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 PROPOSING = """
 evaluations = [{name = "sums", data = {kind = "arithmetic", heldout_problems = 40}, problems = 40}]
@@ -147,7 +147,7 @@ async def deploy() -> UUID:
 @pytest.fixture(scope="module")
 def proposed(tmp_path_factory, prefect_api):
     """A retrain that waits for its form."""
-    job = InProcessJob(tmp_path_factory.mktemp("asks"), prefect_api)
+    job = InProcessJob(tmp_path_factory.mktemp("asks"), prefect_api, sends_events=True)
     with job.prefect():
         deployment = run_flow(deploy())
     asking = Asking(job, deployment, triggered(job, deployment))

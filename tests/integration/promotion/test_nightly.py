@@ -117,6 +117,15 @@ def test_a_nightly_proposal_is_approved_in_its_form_and_each_step_is_told(server
     )
 
 
+def test_the_tasks_of_an_iteration_are_found_by_its_tag(server, told):
+    """Of the run of the test above, on the one server of these tests that keeps task runs."""
+    asked = {"tags": {"all_": ["nightly-20261102", "it-0001"]}}
+    stages = {f"it-0001 {stage}" for stage in ("generate", "score", "credit", "update")}
+    names = {run["name"] for run in server.find("task_runs", task_runs=asked)}
+    assert names >= stages
+    assert all("it-0001" in name for name in names)
+
+
 def test_a_spent_budget_and_a_failed_retrain_are_told(server, told):
     told.clear()
     run = night(server, "2026-11-03", iterations=2, budget={"tokens": 1})

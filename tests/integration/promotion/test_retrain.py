@@ -22,7 +22,7 @@ from tasks.config.run import override_config
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import SMALLEST, TINY
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 GATED = """
 [[evaluations]]
