@@ -35,7 +35,7 @@ async def retrain(config: RunConfig, accept_change: bool = False, day: date | No
     begun = draft.begin(config)
     if begun.promotion is None:
         return Retrained(trained=await train(begun, accept_change=accept_change))
-    await check_suites(begun)
+    await check_suites(begun, config.policy)
     trained = await train.with_options(persist_result=False)(begun, accept_change=accept_change)
     while (record := recorded(begun)) is None:  # again where another champion comes meanwhile
         opponent = opponent_of(begun)

@@ -30,12 +30,14 @@ from models.config.engines import BYTES
 from models.config.job import slot_engines
 from models.config.objectives import UpdateConfig
 from models.config.policy import ModelOutline, ModelShape, PolicyConfig
+from models.config.promotion import SuiteCheck
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.examples import load_preferences, warmup_examples
 from models.data.problems import Problem, identity, load_problems
 from models.engines.protocol import check_implemented
+from models.gate.contamination import contamination
 from models.inspection.images import check_images, check_judges_see, check_seen, check_teacher_sees
 from models.judges.checks import check_judge
 from models.rewards.code import check_code, read_tests
@@ -72,6 +74,8 @@ class Inputs(BaseModel):
     update: UpdateConfig
     pools: PoolsConfig
     evaluation: EvaluationConfig
+    checked: SuiteCheck | None = None
+    """Against what, where it is a suite of a retrain."""
 
 
 def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
@@ -87,6 +91,8 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
     _check_data(inputs, train, heldout)
     check_seen(inputs.scoring, [*train, *heldout])
+    if inputs.checked is not None:
+        _check_suite(inputs, inputs.checked, heldout)
     counts = {"train_problems": len(train), "heldout_problems": len(heldout)}
 
     def find() -> dict[str, float]:
@@ -172,6 +178,19 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
                 check_reference(problem.answer)
             except ValueError as error:
                 raise BadInput(f"{problem.source}: the {kind} reward finds {error}") from error
+
+
+def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) -> None:
+    """A retrain would learn from what it is measured on, or train the champion of a registry meant for others."""
+    from models.inspection.companions import check_same_tokens
+
+    asked = {problem.source: problem.identity for problem in heldout[: inputs.evaluation.problems]}
+    known = contamination(asked, (problem.identity for problem in load_problems(against.data, "train", inputs.seed)))
+    if known.share > against.max_contaminated:
+        cap = f"{known.share:.1%} is above promotion.max_contaminated {against.max_contaminated:.1%}"
+        raise BadInput(f"suite {against.suite!r}: {known.text()}; {cap}")
+    if against.policy is not None:
+        check_same_tokens(against.policy, inputs.policy)
 
 
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from infra.config import Fraction, Positive, Settings
 from infra.validation_errors import nearest
 from models.config.data import ArithmeticData, DataConfig
+from models.config.policy import PolicyConfig
 from models.config.reward_terms import NumericReward
 from models.config.rewards import RewardConfig, ScoringConfig
 from models.config.training import HeldoutConfig
@@ -72,6 +73,26 @@ class Guard(SuiteRule):
     """How far below no change the lower bound of the difference may lie."""
 
 
+class Floor(SuiteRule):
+    """A suite on which the challenger has to score so much, whatever the champion does."""
+
+    least: Annotated[float, Field(ge=-1, le=1)]
+    """The lowest mean score of its answers that will do, such as 0.98 of a reward for their format."""
+
+
+class SuiteCheck(Settings):
+    """What a suite is checked against before anything is trained."""
+
+    suite: SuiteName
+    """Its name."""
+    data: DataConfig
+    """What the retrain learns from."""
+    max_contaminated: Fraction
+    """Share of its problems that may be, or nearly be, among those."""
+    policy: PolicyConfig | None = None
+    """The configured policy, where the suite's is the champion that has taken its place."""
+
+
 class LimitsConfig(Settings):
     """What a challenger may reach at most, whatever it gains; none of them binds unless it is given."""
 
@@ -109,6 +130,8 @@ class PromotionConfig(Settings):
     """On what it may not be worse."""
     limits: LimitsConfig = LimitsConfig()
     """What it may reach at most."""
+    floors: tuple[Floor, ...] = ()
+    """What it has to reach at least: guards allow a small loss each time, these none in the long run."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.01
     """Level of the one-sided intervals: how often a challenger that is no better is promoted, at most."""
     max_missing: Fraction = 0.05
@@ -133,9 +156,14 @@ class PromotionConfig(Settings):
         return (given,) if isinstance(given, dict | Primary) else given
 
     @property
-    def rules(self) -> tuple[SuiteRule, ...]:
+    def compared(self) -> tuple[SuiteRule, ...]:
         """What policies are compared by, the primary ones first."""
         return (*self.primary, *self.guards)
+
+    @property
+    def rules(self) -> tuple[SuiteRule, ...]:
+        """All that go by a suite, the primary ones first."""
+        return (*self.compared, *self.floors)
 
     def suites(self) -> list[str]:
         """Names of the suites that it asks for, each once, the primary ones first."""
@@ -164,8 +192,9 @@ class PromotionConfig(Settings):
 
     @model_validator(mode="after")
     def _rules_do_not_contradict(self) -> Self:
-        named = {"primary": [rule.label for rule in self.primary], "guards": [rule.label for rule in self.guards]}
-        for what, names in named.items():
+        named = {"primary": self.primary, "guards": self.guards, "floors": self.floors}
+        for what, rules in named.items():
+            names = [rule.label for rule in rules]
             if len({*names}) < len(names):
                 raise ValueError(f"{what}: expected each suite and term once, found {', '.join(names)}")
         return self

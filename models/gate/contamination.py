@@ -24,7 +24,7 @@ class Contamination(Settings):
     prompts: int
     """Problems of the suite."""
     exact: int
-    """Those that are trained on word for word."""
+    """Those that are trained on word for word, now or by the champions before."""
     near: int
     """Others whose n-grams of words are nearly all among those trained on."""
     examples: tuple[str, ...]
@@ -35,11 +35,25 @@ class Contamination(Settings):
         """Share of the suite, both together."""
         return (self.exact + self.near) / self.prompts if self.prompts else 0.0
 
+    def text(self) -> str:
+        """Say in a line how many they are, and name the first few."""
+        found = self.exact + self.near
+        kinds = f"{self.exact} word for word, {self.near} nearly"
+        named = f"{', '.join(self.examples)}{', …' if found > len(self.examples) else ''}"
+        return f"{found} of its {self.prompts:,} problems ({kinds}) are among those trained on: {named}"
+
 
 def contamination(
-    heldout: Mapping[str, str], training: Iterable[str], *, words: int = WORDS, near: float = NEAR
+    heldout: Mapping[str, str],
+    training: Iterable[str],
+    *,
+    before: frozenset[str] = frozenset(),
+    words: int = WORDS,
+    near: float = NEAR,
 ) -> Contamination:
     """Count held-out prompts, by id, that training prompts repeat; a text is a problem's `identity`.
+
+    Ids in `before` were trained on by an earlier run, whose texts may be gone.
 
     Words are what white space parts, in whatever case. A text of fewer than n is one n-gram, and occurs where it is a
     training prompt as a whole. Memory grows with the held-out n-grams only: training prompts pass by.
@@ -53,8 +67,8 @@ def contamination(
         if text in texts:
             same.add(text)
         found |= wanted & _ngrams(text, words)
-    exact = [name for name, text in heldout.items() if text in same]
-    others = {name: each & wanted for name, each in grams.items() if heldout[name] not in same}
+    exact = {name: None for name, text in heldout.items() if text in same or name in before}
+    others = {name: each & wanted for name, each in grams.items() if name not in exact}
     close = [name for name, each in others.items() if each and len(each & found) >= near * len(each)]
     named = {*exact, *close}
     examples = tuple(name for name in heldout if name in named)[:_NAMED]

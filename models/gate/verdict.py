@@ -4,6 +4,7 @@ from typing import Literal
 
 from infra.config import Settings
 from models.gate.comparison import PairedDifference
+from models.gate.contamination import Contamination
 from models.gate.size import POWER, problems_needed
 
 _TESTS = {"mcnemar": "McNemar's", "wilcoxon": "Wilcoxon's"}
@@ -84,13 +85,45 @@ class MeasuredLimit(Settings):
     """The most allowed."""
 
     @property
+    def bound(self) -> str:
+        """The most, in words."""
+        return f"at most {self.most:g}"
+
+    @property
     def holds(self) -> bool:
         """Whether it is no more."""
         return self.value <= self.most
 
     def reason(self) -> str:
         """Say in a line whether it holds."""
-        return f"{self.name}: {self.value:.4g} is {'at most' if self.holds else 'above'} {self.most:g}"
+        return f"{self.name}: {self.value:.4g} is {self.bound if self.holds else f'above {self.most:g}'}"
+
+
+class MeasuredFloor(Settings):
+    """A mean score of the challenger and the least that it may be, whatever the champion's is."""
+
+    name: str
+    """Of the suite, and of its reward where the rule names one."""
+    value: float
+    """Of the challenger."""
+    least: float
+    """The least allowed."""
+    missing_share: float
+    """Of its answers, those without a score, which count for nothing."""
+
+    @property
+    def bound(self) -> str:
+        """The least, in words."""
+        return f"at least {self.least:g}"
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is no less."""
+        return self.value >= self.least
+
+    def reason(self) -> str:
+        """Say in a line whether it holds."""
+        return f"{self.name}: {self.value:.4g} is {self.bound if self.holds else f'below {self.least:g}'}"
 
 
 class Evidence(Settings):
@@ -102,8 +135,10 @@ class Evidence(Settings):
     """All have to hold."""
     limits: tuple[MeasuredLimit, ...] = ()
     """All have to hold."""
-    contaminated: dict[str, float] = {}
-    """Share of a suite's problems that are among those trained on, by suite."""
+    floors: tuple[MeasuredFloor, ...] = ()
+    """All have to hold."""
+    contaminated: dict[str, Contamination] = {}
+    """Which of a suite's problems are among those trained on, by suite."""
 
 
 class GateVerdict(Settings):
@@ -122,7 +157,11 @@ def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -
     doubts = _doubts(evidence, max_missing, max_contaminated)
     tests = _holm(evidence.gains)
     shown = [gain for gain, test in zip(evidence.gains, tests, strict=True) if gain.shows(test)]
-    rules: list[MeasuredGuard | MeasuredLimit] = [*evidence.guards, *evidence.limits]
+    rules: list[MeasuredGuard | MeasuredLimit | MeasuredFloor] = [
+        *evidence.guards,
+        *evidence.limits,
+        *evidence.floors,
+    ]
     losses = [gain.is_loss for gain in evidence.gains]
     lines = [(gain.is_loss, gain.reason(test)) for gain, test in zip(evidence.gains, tests, strict=True)]
     lines += [(not rule.holds, rule.reason()) for rule in rules]
@@ -137,18 +176,19 @@ def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -
 def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> list[str]:
     doubts = []
     rules: list[MeasuredGain | MeasuredGuard] = [*evidence.gains, *evidence.guards]
+    missing = {floor.name: floor.missing_share for floor in evidence.floors}
     for suite, found in {rule.suite: rule.difference for rule in rules}.items():
+        missing[suite] = found.missing_share
         if found.unmatched:
             doubts.append(
                 f"{suite}: {found.unmatched} problems were asked of one policy only, expected the same of both"
             )
-        if found.missing_share > max_missing:
-            doubts.append(f"{suite}: {found.missing_share:.1%} of scores are missing, above {max_missing:.1%}")
-    for suite, share in evidence.contaminated.items():
-        if share > max_contaminated:
-            doubts.append(
-                f"{suite}: {share:.1%} of its problems are among those trained on, above {max_contaminated:.1%}"
-            )
+    for suite, share in missing.items():
+        if share > max_missing:
+            doubts.append(f"{suite}: {share:.1%} of scores are missing, above {max_missing:.1%}")
+    for suite, known in evidence.contaminated.items():
+        if known.share > max_contaminated:
+            doubts.append(f"{suite}: {known.text()}; {known.share:.1%} is above {max_contaminated:.1%}")
     return doubts
 
 

@@ -18,7 +18,7 @@ from models.config.judges import (
     ServedReward,
     TrainedJudge,
 )
-from models.config.policy import ModelOutline
+from models.config.policy import DirectoryPolicy, ModelOutline, PolicyConfig
 from models.config.teachers import Teacher, TeacherDirectory, TeacherEndpoint
 from models.data.problems import Problem
 from models.endpoints.prompt_logprobs import TokenScorer
@@ -81,18 +81,40 @@ def check_teacher_directory(
 
 def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast) -> None:
     """Every token of the policy's must be the same text under the same number; the teacher may know more."""
-    theirs = own.get_vocab()
-    for token, number in sorted(policy.get_vocab().items(), key=lambda item: item[1]):
-        if theirs.get(token) != number:
-            found = f"number {theirs[token]}" if token in theirs else "no such token"
-            raise BadInput(
-                f"algorithm.distillation.teacher {path}: its tokenizer is not the policy's: expected token {token!r} "
-                f"as number {number}, found {found}"
-            )
+    if (other := _other_token(own, policy)) is not None:
+        raise BadInput(f"algorithm.distillation.teacher {path}: its tokenizer is not the policy's: {other}")
     if own.eos_token_id != policy.eos_token_id:
         raise BadInput(
             f"algorithm.distillation.teacher {path}: it ends with {own.eos_token!r}, expected the policy's "
             f"{policy.eos_token!r}: it would teach never to end"
+        )
+
+
+def _other_token(found: PreTrainedTokenizerFast, expected: PreTrainedTokenizerFast) -> str | None:
+    """Name the first token of the one that the other has not, or under another number."""
+    theirs = found.get_vocab()
+    for token, number in sorted(expected.get_vocab().items(), key=lambda item: item[1]):
+        if theirs.get(token) != number:
+            has = f"number {theirs[token]}" if token in theirs else "no such token"
+            return f"expected token {token!r} as number {number}, found {has}"
+    return None
+
+
+def check_same_tokens(configured: PolicyConfig, champion: PolicyConfig) -> None:
+    """Refuse to retrain a champion in whose place a policy with another tokenizer is configured.
+
+    A policy that is trained from the data, or whose files are gone by now, says nothing about that.
+    """
+    if not isinstance(configured, DirectoryPolicy):
+        return
+    try:
+        expected = inspect_policy(configured, ()).tokenizer
+    except BadInput:
+        return
+    if (other := _other_token(inspect_policy(champion, ()).tokenizer, expected)) is not None:
+        raise BadInput(
+            f"promotion.registry: its champion has another tokenizer than policy.path {configured.path}: {other}; "
+            "expected a registry of that policy"
         )
 
 

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import nan
+from itertools import chain
+from math import isnan, nan
+from statistics import fmean
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -60,6 +62,13 @@ def answers_of(suite: Suite, side: str) -> SuiteAnswers:
         cut_off=pc.mean(pc.equal(rollouts["finish_reason"], FinishReason.LENGTH)).as_py(),
         problems={name: problem for name, problem in prompt_identities(run, "heldout") if name in scores[terms[0]]},
     )
+
+
+def mean_score(answers: SuiteAnswers, term: str | None) -> tuple[float, float]:
+    """Mean score of all answers by a reward, by default the suite's first, and the share of those without one."""
+    scores = list(chain(*answers.scores[term or next(iter(answers.scores))].values()))
+    known = [score for score in scores if not isnan(score)]
+    return fmean(known) if known else 0.0, 1 - len(known) / len(scores)
 
 
 def _by_problem(names: list[str], values: pa.ChunkedArray) -> dict[str, list[float]]:

@@ -10,12 +10,13 @@ from infra.costs import total
 from infra.errors import Quarantined
 from infra.store.registry import Registry, open_registry
 from infra.store.runs import Run, open_run
-from models.config.promotion import LimitsConfig, PromotionConfig, SuiteRule
+from models.config.promotion import Floor, LimitsConfig, PromotionConfig, SuiteRule
 from models.gate.comparison import PairedDifference, PairedScores, compare
 from models.gate.contamination import Contamination, contamination
-from models.gate.verdict import Evidence, GateVerdict, MeasuredGain, MeasuredGuard, MeasuredLimit, decide
+from models.gate.verdict import Evidence, GateVerdict, MeasuredFloor, MeasuredGain, MeasuredGuard, MeasuredLimit, decide
 from tasks.config.run import RunConfig
-from tasks.promotion.evidence import SuiteAnswers, answers_of, prompt_identities
+from tasks.promotion.draft import learnt_key, read_draft
+from tasks.promotion.evidence import SuiteAnswers, answers_of, mean_score, prompt_identities
 from tasks.promotion.suites import CHALLENGER, Opponent, rules_of, suites_of
 from tasks.run.keys import StageKey, iteration_key
 from tasks.run.stages import stage
@@ -56,7 +57,7 @@ async def judge(config: RunConfig, opponent: Opponent) -> GateResult:
     answers = {suite.name: [answers_of(suite, side) for side in (opponent.side, CHALLENGER)] for suite in suites}
     evidence = None
     try:
-        evidence = _evidence(run, config, answers)
+        evidence = _evidence(run, config, opponent, answers)
     except Quarantined as error:
         found = GateVerdict(verdict="invalid", reasons=(str(error),))
     else:
@@ -102,9 +103,10 @@ def _peeked(name: str, past: int, alpha: float) -> str:
     )
 
 
-def _evidence(run: Run, config: RunConfig, answers: Mapping[str, list[SuiteAnswers]]) -> Evidence:
+def _evidence(run: Run, config: RunConfig, opponent: Opponent, answers: Mapping[str, list[SuiteAnswers]]) -> Evidence:
     rules = rules_of(config)
-    differences = {rule.label: _difference(rule, answers[rule.suite], rules) for rule in rules.rules}
+    differences = {rule.label: _difference(rule, answers[rule.suite], rules) for rule in rules.compared}
+    before = learnt_before(open_registry(config.store, rules.registry), run.name, opponent)
     return Evidence(
         gains=tuple(
             MeasuredGain(suite=rule.label, min_gain=rule.min_gain, difference=differences[rule.label])
@@ -115,12 +117,27 @@ def _evidence(run: Run, config: RunConfig, answers: Mapping[str, list[SuiteAnswe
             for rule in rules.guards
         ),
         limits=tuple(_limits(rules.limits, run, config.iterations, next(iter(answers.values()))[1])),
-        contaminated={name: _contaminated(run, sides[1]).share for name, sides in answers.items()},
+        floors=tuple(_floor(rule, answers[rule.suite][1]) for rule in rules.floors),
+        contaminated={name: _contaminated(run, sides[1], before) for name, sides in answers.items()},
     )
 
 
-def _contaminated(run: Run, answers: SuiteAnswers) -> Contamination:
-    return contamination(answers.problems, (problem for _, problem in prompt_identities(run, "train")))
+def _floor(rule: Floor, challenger: SuiteAnswers) -> MeasuredFloor:
+    mean, missing = mean_score(challenger, rule.term)
+    return MeasuredFloor(name=rule.label, value=mean, least=rule.least, missing_share=missing)
+
+
+def _contaminated(run: Run, answers: SuiteAnswers, before: frozenset[str]) -> Contamination:
+    learnt = (problem for _, problem in prompt_identities(run, "train"))
+    return contamination(answers.problems, learnt, before=before)
+
+
+def learnt_before(registry: Registry, run: str, opponent: Opponent) -> frozenset[str]:
+    """Ids of the problems that the champion, and the one that the challenger began as, have learnt from."""
+    draft, runs = read_draft(registry, run), {record.number: record.run for record in registry.records()}
+    champions = {opponent.number, 0 if draft is None else draft.champion} - {0}
+    lists = [registry.store.find(learnt_key(runs[number])) or b"" for number in champions]
+    return frozenset(b"".join(lists).decode().split())
 
 
 def _difference(rule: SuiteRule, sides: list[SuiteAnswers], rules: PromotionConfig) -> PairedDifference:

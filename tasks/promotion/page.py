@@ -6,7 +6,7 @@ from prefect.artifacts import acreate_markdown_artifact
 
 from infra.store.registry import RegistryRecord
 from models.gate.comparison import PairedDifference
-from models.gate.verdict import Evidence
+from models.gate.verdict import Evidence, MeasuredFloor, MeasuredLimit
 from tasks.config.run import RunConfig
 from tasks.promotion.gate import GateResult
 from tasks.promotion.suites import rules_of
@@ -65,16 +65,18 @@ def _row(rule: str, difference: PairedDifference) -> dict[str, str]:
 
 
 def _limits(evidence: Evidence) -> Iterator[dict[str, str]]:
-    for limit in evidence.limits:
-        kept = "yes" if limit.holds else "no"
-        yield {"limit": limit.name, "found": f"{limit.value:.4g}", "at most": f"{limit.most:g}", "kept": kept}
+    measured: list[MeasuredLimit | MeasuredFloor] = [*evidence.limits, *evidence.floors]
+    for each in measured:
+        kept = "yes" if each.holds else "no"
+        yield {"limit": each.name, "found": f"{each.value:.4g}", "bound": each.bound, "kept": kept}
 
 
 def _suites(gate: GateResult, evidence: Evidence) -> Iterator[dict[str, str]]:
     for name, suite in gate.suites.items():
         yield {
             "suite": name,
-            "problems trained on": f"{evidence.contaminated[name]:.1%}",
+            "trained on": str(evidence.contaminated[name].exact),
+            "nearly": str(evidence.contaminated[name].near),
             "gates before": f"{suite.past}",
             "digest of its problems": f"`{suite.digest[:16]}`",
         }

@@ -4,6 +4,8 @@ import logging
 
 from infra.store.registry import Registry, open_registry
 from infra.store.runs import list_runs
+from models.config.policy import PolicyConfig
+from models.config.promotion import SuiteCheck
 from models.gate.size import DISCORDANT, RulePower
 from tasks.config.run import RunConfig
 from tasks.promotion.gate import gates_of
@@ -13,23 +15,26 @@ from tasks.run.preflight import preflight
 logger = logging.getLogger(__name__)
 
 
-async def check_suites(config: RunConfig) -> None:
-    """Have the inputs of evaluations that are not the run's own checked, unless it has begun.
+async def check_suites(config: RunConfig, configured: PolicyConfig) -> None:
+    """Have the suites checked, and the champion that may have taken the configured policy's place, unless it has begun.
 
     Rules that ask for more than their suites can show are warned of. Raises BadInput.
     """
     if config.name in list_runs(config.store):
         return
-    for power in await gate_power(config):
+    for power in await gate_power(config, configured):
         if power.is_short:
             logger.warning("warning: %s", power.text())
 
 
-async def gate_power(config: RunConfig) -> list[RulePower]:
+async def gate_power(config: RunConfig, configured: PolicyConfig | None = None) -> list[RulePower]:
     """Say what each rule shows with the problems of its suite. Raises BadInput where inputs of a suite are wrong."""
     rules, suites = rules_of(config), list(suites_of(config))
     for suite in suites:
-        await preflight(suite.config(CHALLENGER, config.policy), part="plan")
+        against = SuiteCheck(
+            suite=suite.name, data=config.data, max_contaminated=rules.max_contaminated, policy=configured
+        )
+        await preflight(suite.config(CHALLENGER, config.policy), part="plan", checked=against)
     problems = {suite.name: suite.evaluation.problems for suite in suites}
     spread = _spread(open_registry(config.store, rules.registry))
     alpha = rules.alpha / len(rules.primary)

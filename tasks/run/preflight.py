@@ -15,21 +15,29 @@ import psutil
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from infra.processes.watch import LOOK_SECONDS, STILL_SECONDS, WatchedServer, apart
 from infra.store.storage import open_store
+from models.config.promotion import SuiteCheck
 from tasks.config.run import RunConfig
 
 PREFLIGHT = (sys.executable, "-P", "-m", "models.commands.preflight")
 """`-P`: a user's models.py in the working directory is not ours."""
 
 
-async def preflight(config: RunConfig, *, part: Literal["run", "plan", "scoring"] = "run") -> dict[str, float]:
+async def preflight(
+    config: RunConfig, *, part: Literal["run", "plan", "scoring"] = "run", checked: SuiteCheck | None = None
+) -> dict[str, float]:
     """Check data, policy directory, rewards and lengths; or the rewards alone, where rollouts are stored already.
+
+    The run in which a suite is evaluated is `checked` against what the retrain learns from, too.
 
     A store is asked to show that it keeps what stores promise. For a plan nothing is written, neither for that nor what
     the check would know the next time.
     """
     if part != "plan":
         await apart(open_store(config.store).check)
-    command, given = [*PREFLIGHT, part], config.model_dump_json().encode()
+    document = config.model_dump(mode="json")
+    if checked is not None:
+        document["checked"] = checked.model_dump(mode="json")
+    command, given = [*PREFLIGHT, part], json.dumps(document).encode()
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     checking = asyncio.ensure_future(process.communicate(given))
     check = WatchedServer("the input check", psutil.Process(process.pid), lambda: False, silent_seconds=STILL_SECONDS)

@@ -19,6 +19,8 @@ from infra.store.registry import Registry, open_registry
 from infra.store.runs import list_runs, open_run
 from infra.store.shards import read_shard
 from tasks.config.run import override_config
+from tasks.promotion.gate import learnt_before
+from tasks.promotion.suites import Opponent
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import SMALLEST, TINY
 
@@ -146,6 +148,14 @@ def test_a_retrain_learns_from_problems_that_no_champion_has_learnt_from(weeks):
     first, second = (names_of(job, f"tiny-202611{day}") for day in ("02", "09"))
     assert (len(first), len(second)) == (16, 32)
     assert not first & second
+
+
+def test_problems_that_champions_learnt_from_are_known_to_the_gates_of_later_retrains(weeks):
+    job, _, _ = weeks
+    registry = open_registry(str(job.store), "assistant")
+    before = learnt_before(registry, "tiny-20261109", Opponent(number=3, policy=""))
+    assert before == names_of(job, "tiny-20261102")
+    assert not learnt_before(registry, "tiny-20261102", Opponent(number=0, policy=""))
 
 
 def test_the_champion_is_a_directory_of_its_own_that_transformers_loads_with_a_card(weeks):

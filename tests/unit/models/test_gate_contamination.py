@@ -14,6 +14,11 @@ def test_a_prompt_that_is_trained_on_word_for_word_is_counted_once_as_exact():
     assert found.share == 0.5
 
 
+def test_a_prompt_that_an_earlier_run_trained_on_is_counted_by_its_id_where_the_text_is_gone():
+    found = contamination({"a": TWENTY, "b": "What is 3 + 4?", "c": "Why?"}, ["Why?"], before=frozenset("bcx"))
+    assert found == Contamination(prompts=3, exact=2, near=0, examples=("b", "c"))
+
+
 def test_a_prompt_is_near_from_that_share_of_its_n_grams_on():
     """Without its last word seven of eight n-grams occur, without its last two six: 0.875 and 0.75."""
     words = TWENTY.split()

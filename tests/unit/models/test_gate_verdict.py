@@ -5,7 +5,16 @@ import json
 import pytest
 
 from models.gate.comparison import PairedDifference
-from models.gate.verdict import Evidence, GateVerdict, MeasuredGain, MeasuredGuard, MeasuredLimit, decide
+from models.gate.contamination import Contamination
+from models.gate.verdict import (
+    Evidence,
+    GateVerdict,
+    MeasuredFloor,
+    MeasuredGain,
+    MeasuredGuard,
+    MeasuredLimit,
+    decide,
+)
 
 
 def difference(mean=0.03, lower=0.012, upper=0.06, *, holm=None, p=0.001, prompts=256, **others):
@@ -26,12 +35,12 @@ def difference(mean=0.03, lower=0.012, upper=0.06, *, holm=None, p=0.001, prompt
     )
 
 
-def judged(*gains, guards=(), limits=(), contaminated=(), min_gain=0.0):
+def judged(*gains, guards=(), limits=(), floors=(), contaminated=(), min_gain=0.0):
     """The verdict on gains of suites `a`, `b`, …; at most 2% of scores may be missing, nothing trained on."""
     measured = tuple(
         MeasuredGain(suite="abcdef"[at], min_gain=min_gain, difference=each) for at, each in enumerate(gains)
     )
-    evidence = Evidence(gains=measured, guards=guards, limits=limits, contaminated=dict(contaminated))
+    evidence = Evidence(gains=measured, guards=guards, limits=limits, floors=floors, contaminated=dict(contaminated))
     return decide(Evidence.model_validate_json(evidence.model_dump_json()), max_missing=0.02, max_contaminated=0.0)
 
 
@@ -93,6 +102,18 @@ def test_a_guard_or_a_limit_that_falls_rejects_whatever_was_gained_and_is_named_
     assert judged(difference(), limits=(length.model_copy(update={"value": 300}),)).verdict == "promote"
 
 
+def test_a_floor_rejects_below_its_least_whatever_the_champion_scores():
+    floor = MeasuredFloor(name="safety/format", value=0.97, least=0.98, missing_share=0)
+    verdict = judged(difference(), floors=(floor,))
+    assert (verdict.verdict, verdict.reasons[0]) == ("reject", "safety/format: 0.97 is below 0.98")
+    assert judged(difference(), floors=(floor.model_copy(update={"least": 0.97}),)).verdict == "promote"
+    unknown = judged(difference(), floors=(floor.model_copy(update={"missing_share": 0.5}),))
+    assert (unknown.verdict, unknown.reasons[0]) == (
+        "invalid",
+        "safety/format: 50.0% of scores are missing, above 2.0%",
+    )
+
+
 def test_a_guard_holds_above_its_margin_only():
     assert judged(difference(), guards=(guard(-0.0099),)).verdict == "promote"
     assert judged(difference(), guards=(guard(-0.01),)).verdict == "reject"
@@ -135,7 +156,12 @@ def test_any_primary_promotes_unless_another_is_shown_to_be_worse():
     [
         ({"missing": 8}, {}, "a: 3.1% of scores are missing, above 2.0%"),
         ({"unmatched": 12}, {}, "a: 12 problems were asked of one policy only, expected the same of both"),
-        ({}, {"a": 0.012}, "a: 1.2% of its problems are among those trained on, above 0.0%"),
+        (
+            {},
+            {"a": Contamination(prompts=250, exact=2, near=1, examples=("p3", "p7", "p9"))},
+            "a: 3 of its 250 problems (2 word for word, 1 nearly) are among those trained on: p3, p7, p9; "
+            "1.2% is above 0.0%",
+        ),
     ],
 )
 def test_what_was_not_measured_on_equal_terms_decides_nothing(others, contaminated, reason):

@@ -53,6 +53,8 @@ def test_a_rule_whose_suite_is_too_small_for_it_says_how_many_problems_it_takes(
     ("change", "message"),
     [
         ("promotion.guards=[{suite='sums', term='marks', margin=0.1}]", "'marks'; did you mean 'marked'"),
+        ("promotion.guards=[{suite='sums', margin=0}]", "promotion.guards.0.margin: expected greater than 0, got 0"),
+        ("promotion.floors=[{suite='sum', least=0.9}]", "found 'sum'; did you mean 'sums'?"),
         (suite(problems=29), "expected a suite of at least 30 problems, found 29 of 'sums'"),
         (suite(heldout=400), "'sums': evaluation.problems 500 exceeds data.heldout_problems 400"),
         (suite(more=", samples=4"), "samples 4 at temperature 0 are all the same"),

@@ -1,0 +1,98 @@
+"""What is wrong with a retrain's suites, found before anything is trained: problems that are learnt, other tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.cli.app import main
+from infra.errors import BadInput
+from models.config.data import ArithmeticData
+from models.config.policy import DirectoryPolicy, ScratchPolicy
+from models.data.problems import load_problems
+from models.inspection.companions import check_same_tokens
+from models.modeling.policy import build_scratch, save_policy
+from models.text.tokenizer import scratch_tokenizer
+
+RULES = """
+store = "{store}"
+[data]
+kind = "file"
+path = "{home}/train.jsonl"
+heldout_path = "{home}/heldout.jsonl"
+[rollout]
+prompts = 8
+[policy]
+kind = "scratch"
+[evaluation]
+problems = 30
+[[evaluations]]
+name = "rivers"
+data = {{kind = "file", path = "{home}/heldout.jsonl", heldout_path = "{home}/suite.jsonl"}}
+problems = 40
+[promotion]
+registry = "assistant"
+primary = {{suite = "rivers"}}
+"""
+
+
+def question(number: int, city: str) -> str:
+    """One of more than thirteen words, nine of which no other question has."""
+    words = " ".join(f"{city}{number}{part}" for part in "abcdefghi")
+    return f"Which river runs through {words} and how many bridges are there, {number} or more?"
+
+
+def write(path: Path, questions: list[str]) -> None:
+    path.write_text("".join(json.dumps({"prompt": each, "answer": "3"}) + "\n" for each in questions))
+
+
+@pytest.fixture
+def given(tmp_path, capsys):
+    """Asks what the gate can show, of a suite of such questions."""
+    write(tmp_path / "train.jsonl", [question(number, "x") for number in range(60)])
+    write(tmp_path / "heldout.jsonl", [question(number, "y") for number in range(30)])
+    (tmp_path / "job.toml").write_text(RULES.format(home=tmp_path, store=tmp_path / "runs"))
+
+    def give(questions, *words):
+        write(tmp_path / "suite.jsonl", questions)
+        code = main(["gate", str(tmp_path / "job.toml"), *words])
+        return code, capsys.readouterr()
+
+    return give
+
+
+def test_a_suite_that_is_the_training_data_is_refused_with_the_places_of_its_problems(given, tmp_path):
+    code, said = given([question(number, "x") for number in range(40)])
+    assert (code, said.out) == (2, "")
+    first = f"{tmp_path}/suite.jsonl:1, {tmp_path}/suite.jsonl:2, "
+    assert said.err.startswith(
+        "rheostat: suite 'rivers': 40 of its 40 problems (40 word for word, 0 nearly) are among those trained on: "
+        + first
+    )
+    assert said.err.endswith("; 100.0% is above promotion.max_contaminated 0.0%\n") and said.err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_problem_that_is_nearly_one_that_is_learnt_counts_against_the_cap(given, tmp_path):
+    questions = [f"Please: {question(0, 'x')}", *(question(number, "z") for number in range(39))]
+    code, said = given(questions)
+    named = f"1 of its 40 problems (0 word for word, 1 nearly) are among those trained on: {tmp_path}/suite.jsonl:1;"
+    assert code == 2 and named in said.err
+    code, said = given(questions, "promotion.max_contaminated=0.025")
+    assert code == 0 and said.out.startswith("rivers: 40 problems show a gain")
+
+
+def test_a_champion_with_other_tokens_than_the_configured_policy_is_not_retrained_in_its_place(tmp_path):
+    for name, many in (("models", 64), ("champion", 512)):
+        policy = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=1, heads=2, kv_heads=1)
+        problems = load_problems(ArithmeticData(train_problems=many, heldout_problems=8), "train", many)
+        tokenizer = scratch_tokenizer(policy, problems)
+        save_policy(build_scratch(policy, tokenizer, seed=1), tokenizer, tmp_path / name)
+    configured, champion = (DirectoryPolicy(path=tmp_path / name) for name in ("models", "champion"))
+    with pytest.raises(
+        BadInput, match=r"^promotion\.registry: its champion has another tokenizer than policy\.path .*/models: expect"
+    ):
+        check_same_tokens(configured, champion)
+    check_same_tokens(champion, champion)
+    check_same_tokens(ScratchPolicy(), champion)
+    check_same_tokens(DirectoryPolicy(path=tmp_path / "gone"), champion)
