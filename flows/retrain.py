@@ -13,7 +13,7 @@ from tasks.promotion.draft import dated, draft_retrain
 from tasks.promotion.gate import judge
 from tasks.promotion.page import report_gate
 from tasks.promotion.power import check_suites
-from tasks.promotion.promote import Retrained, conclude, recorded
+from tasks.promotion.promote import Retrained, conclude, mirrored, recorded
 from tasks.promotion.suites import contenders, opponent_of, suites_of
 
 
@@ -44,4 +44,6 @@ async def retrain(config: RunConfig, accept_change: bool = False, day: date | No
                 await evaluate(suite.config(side, policy))
         await conclude(begun, draft, await judge(begun, opponent))
     await report_gate(begun, record)
-    return Retrained(trained=trained, record=await approved(begun, record))
+    record = await approved(begun, record)
+    await mirrored(begun)
+    return Retrained(trained=trained, record=record)

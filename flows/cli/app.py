@@ -30,6 +30,7 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (registry.promote, """assistant weekly-20261130 --reason 'read fifty answers'"""),
     (registry.refuse, """assistant weekly-20261130 --reason 'made up sources'"""),
     (registry.rollback, """assistant --reason 'refuses too often'"""),
+    (registry.mirror, "assistant --to sqlite:///mlflow.db"),
     (serving.serve, "assistant --port 8000"),
     (serving.checkout, "assistant --to models/current --follow"),
     (lineage.lineage, "assistant@champion"),

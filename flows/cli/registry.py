@@ -36,6 +36,9 @@ ProposedRun = Annotated[str, Parameter(name="RUN", help="name of the run whose p
 To = Annotated[
     int | None, Parameter(metavar="N", show_default="the champion before the last promotion", help="number of a record")
 ]
+MirrorAddress = Annotated[
+    str | None, Parameter(metavar="URI", show_default="MLFLOW_REGISTRY_URI", help="address of MLflow's registry")
+]
 Reason = Annotated[str, Parameter(metavar="TEXT", help="why, for who reads the records later")]
 
 SHOWN = 100
@@ -112,7 +115,7 @@ def promote(
     """Sign a proposal: a policy that passed its gate, where promotion.approve is manual, becomes champion."""
     from tasks.promotion.registry import promote as sign
 
-    _tell(name, *sign(store, name, run, reason=reason), as_json=as_json)
+    _tell(store, name, *sign(store, name, run, reason=reason), as_json=as_json)
 
 
 def refuse(
@@ -122,7 +125,7 @@ def refuse(
     from tasks.promotion.registry import refuse as turn_down
 
     record, is_new = turn_down(store, name, run, reason=reason)
-    _tell(name, record, is_new, f"the proposal of {run} is refused", as_json=as_json)
+    _tell(store, name, record, is_new, f"the proposal of {run} is refused", as_json=as_json)
 
 
 def rollback(
@@ -131,7 +134,19 @@ def rollback(
     """Make an earlier champion champion again, at once and without any measurement."""
     from tasks.promotion.registry import rollback as take_back
 
-    _tell(name, *take_back(store, name, to=to, reason=reason), as_json=as_json)
+    _tell(store, name, *take_back(store, name, to=to, reason=reason), as_json=as_json)
+
+
+def mirror(name: RegistryName, /, *, to: MirrorAddress = None, store: Store = DEFAULT_STORE) -> None:
+    """Have MLflow's registry say what this one says; promotions and rollbacks do so where its address is set."""
+    from infra.store.registry import known_registry
+    from tasks.promotion.mirror import ADDRESS, mirror_address
+    from tasks.promotion.mirror import mirror as write_mirror
+
+    registry = known_registry(store, name)
+    if (address := to or mirror_address()) is None:
+        raise BadInput(f"expected --to URI or {ADDRESS}, such as sqlite:///mlflow.db, found neither")
+    write(f"MLflow's registry: {write_mirror(registry, address)}")
 
 
 def _ended(retrained: "Retrained", job: "RunConfig") -> str:
@@ -143,7 +158,7 @@ def _ended(retrained: "Retrained", job: "RunConfig") -> str:
     return "\n".join(lines)
 
 
-def _tell(name: str, record: "RegistryRecord", is_new: bool, what: str = "", *, as_json: bool) -> None:
+def _tell(store: str, name: str, record: "RegistryRecord", is_new: bool, what: str = "", *, as_json: bool) -> None:
     """Say what a record changed, by default that its policy is champion."""
     if as_json:
         write(json.dumps({"record": record.model_dump(mode="json"), "is_new": is_new}, indent=2))
@@ -152,6 +167,7 @@ def _tell(name: str, record: "RegistryRecord", is_new: bool, what: str = "", *, 
         write(f"registry {name}: {what or f'champion is {record.policy[:16]} of run {record.run}'}, {found}")
     if is_new:
         _tell_prefect(name, record)
+    _tell_mirror(store, name)
 
 
 def _tell_prefect(name: str, record: "RegistryRecord") -> None:
@@ -163,6 +179,16 @@ def _tell_prefect(name: str, record: "RegistryRecord") -> None:
 
         if (problem := tell_record(name, record)) is not None:
             sys.stderr.write(f"warning: the Prefect API at {url} was not told of record {record.number}: {problem}\n")
+
+
+def _tell_mirror(store: str, name: str) -> None:
+    """Have MLflow's registry follow, where it has an address; one that is down is a warning."""
+    from infra.store.registry import open_registry
+    from tasks.promotion.mirror import catch_up, mirror_address
+
+    address = mirror_address()
+    if address is not None and (problem := catch_up(open_registry(store, name), address)) is not None:
+        sys.stderr.write(f"warning: {name} is not mirrored yet: {problem}\n")
 
 
 def _rows(records: "Sequence[RegistryRecord]") -> list[dict[str, str]]:

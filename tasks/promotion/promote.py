@@ -1,8 +1,10 @@
 """What becomes of a challenger: a record in the registry and, where it is promoted, its own directory there."""
 
 import logging
+from functools import partial
 
 from infra.config import Settings
+from infra.processes.watch import apart
 from infra.store.bundles import BundleRef, publish_bundle
 from infra.store.registry import POLICIES, Kind, Registry, RegistryRecord, open_registry
 from infra.store.runs import Run, open_run
@@ -14,6 +16,7 @@ from tasks.promotion.card import CARD, model_card
 from tasks.promotion.draft import Draft, learnt_key
 from tasks.promotion.events import emit_record
 from tasks.promotion.gate import GateResult
+from tasks.promotion.mirror import catch_up, mirror_address
 from tasks.promotion.registry import now, number_of, prune
 from tasks.promotion.suites import rules_of
 from tasks.reporting import RunSummary, summary_lines
@@ -91,6 +94,15 @@ async def conclude(config: RunConfig, draft: Draft, found: GateResult) -> Regist
     emit_record(registry.name, made)
     prune(registry, rules.keep)
     return made
+
+
+async def mirrored(config: RunConfig) -> None:
+    """Have the mirror catch up, where there is one; a mirror that is down stops nothing."""
+    if (address := mirror_address()) is None:
+        return
+    registry = open_registry(config.store, rules_of(config).registry)
+    if (problem := await apart(partial(catch_up, registry, address))) is not None:
+        logger.warning("warning: %s is not mirrored yet: %s", registry.name, problem)
 
 
 def _keep(

@@ -1,0 +1,83 @@
+"""MLflow's registry as a mirror, in a SQLite file: it says what ours says, whenever it is there."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from flows.cli.app import main
+from infra.store.registry import open_registry
+from tests.support.champions import appended
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+REASON = ("--reason", "because")
+
+
+@pytest.fixture
+def registry(tmp_path):
+    return open_registry(str(tmp_path / "store"), "assistant")
+
+
+@pytest.fixture
+def given(registry, capsys):
+    """Gives a command about the registry, and returns its exit code and what it printed."""
+
+    def give(*words):
+        code = main([*words, "--store", registry.store.uri.rpartition("/registry/")[0]])
+        return code, capsys.readouterr()
+
+    return give
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+def mirrored(address):
+    """What MLflow's own client reads: the champion's record, run and files; of versions, the runs and why."""
+    from mlflow import MlflowClient, artifacts
+
+    client = MlflowClient(tracking_uri=address, registry_uri=address)
+    champion = client.get_model_version_by_alias("assistant", "champion")
+    files = artifacts.download_artifacts("models:/assistant@champion/model", tracking_uri=address)
+    versions = client.search_model_versions("name='assistant'", order_by=["version_number ASC"])
+    told = client.get_registered_model("assistant").tags["rheostat.record"]
+    runs = [each.tags["rheostat.run"] for each in versions]
+    return told, champion.tags["rheostat.run"], Path(files).read_text(), runs
+
+
+def test_promotions_and_rollbacks_move_the_alias_and_a_version_is_made_once(
+    registry, tmp_path, given, address, monkeypatch
+):
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", address)
+    appended(registry, tmp_path, "a")
+    appended(registry, tmp_path, "b", kind="proposal")
+    assert given("promote", "assistant", "run-b", *REASON)[0] == 0
+    assert mirrored(address) == ("3", "run-b", "b", ["run-a", "run-b"])
+    for _ in range(2):
+        assert given("rollback", "assistant", *REASON)[0] == 0
+    assert mirrored(address) == ("4", "run-a", "a", ["run-a", "run-b"])
+
+
+def test_a_mirror_that_is_down_stops_no_rollback_and_catches_up_later(registry, tmp_path, given, address, monkeypatch):
+    for policy in "ab":
+        appended(registry, tmp_path, policy)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MLFLOW_REGISTRY_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
+    code, said = given("rollback", "assistant", *REASON)
+    assert code == 0 and registry.champion().number == 3
+    assert said.err.startswith("warning: assistant is not mirrored yet: MLflow's registry: ")
+    assert said.err.count("\n") == 1
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", address)  # of one that answers
+    code, said = given("mirror", "assistant")
+    assert (code, said.out) == (0, "MLflow's registry: version 1 is champion, by record 3\n")
+    assert mirrored(address) == ("3", "run-a", "a", ["run-a", "run-b"])
+
+
+def test_a_mirror_without_an_address_or_a_registry_is_refused_in_one_line(registry, tmp_path, given):
+    assert "expected one in" in given("mirror", "assistant", "--to", "sqlite:///mlflow.db")[1].err
+    appended(registry, tmp_path, "a")
+    code, said = given("mirror", "assistant")
+    assert code == 2 and said.err.endswith("found neither\n") and "--to URI or MLFLOW_REGISTRY_URI" in said.err
