@@ -137,8 +137,10 @@ class Evidence(Settings):
     """All have to hold."""
     floors: tuple[MeasuredFloor, ...] = ()
     """All have to hold."""
-    contaminated: dict[str, Contamination] = {}
-    """Which of a suite's problems are among those trained on, by suite."""
+    contaminated: dict[str, float] = {}
+    """Share of a suite's problems that are among those trained on, by suite."""
+    trained_on: dict[str, Contamination] = {}
+    """Which these are, by suite."""
 
 
 class GateVerdict(Settings):
@@ -186,9 +188,10 @@ def _doubts(evidence: Evidence, max_missing: float, max_contaminated: float) -> 
     for suite, share in missing.items():
         if share > max_missing:
             doubts.append(f"{suite}: {share:.1%} of scores are missing, above {max_missing:.1%}")
-    for suite, known in evidence.contaminated.items():
-        if known.share > max_contaminated:
-            doubts.append(f"{suite}: {known.text()}; {known.share:.1%} is above {max_contaminated:.1%}")
+    for suite, share in evidence.contaminated.items():
+        if share > max_contaminated:
+            named = evidence.trained_on[suite].text()
+            doubts.append(f"{suite}: {named}; {share:.1%} is above {max_contaminated:.1%}")
     return doubts
 
 

@@ -107,6 +107,7 @@ def _evidence(run: Run, config: RunConfig, opponent: Opponent, answers: Mapping[
     rules = rules_of(config)
     differences = {rule.label: _difference(rule, answers[rule.suite], rules) for rule in rules.compared}
     before = learnt_before(open_registry(config.store, rules.registry), run.name, opponent)
+    trained_on = {name: _contaminated(run, sides[1], before) for name, sides in answers.items()}
     return Evidence(
         gains=tuple(
             MeasuredGain(suite=rule.label, min_gain=rule.min_gain, difference=differences[rule.label])
@@ -118,7 +119,8 @@ def _evidence(run: Run, config: RunConfig, opponent: Opponent, answers: Mapping[
         ),
         limits=tuple(_limits(rules.limits, run, config.iterations, next(iter(answers.values()))[1])),
         floors=tuple(_floor(rule, answers[rule.suite][1]) for rule in rules.floors),
-        contaminated={name: _contaminated(run, sides[1], before) for name, sides in answers.items()},
+        contaminated={name: known.share for name, known in trained_on.items()},
+        trained_on=trained_on,
     )
 
 

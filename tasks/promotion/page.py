@@ -75,8 +75,8 @@ def _suites(gate: GateResult, evidence: Evidence) -> Iterator[dict[str, str]]:
     for name, suite in gate.suites.items():
         yield {
             "suite": name,
-            "trained on": str(evidence.contaminated[name].exact),
-            "nearly": str(evidence.contaminated[name].near),
+            "problems trained on": f"{evidence.contaminated[name]:.1%}",
+            "such as": ", ".join(evidence.trained_on[name].examples) if name in evidence.trained_on else "",
             "gates before": f"{suite.past}",
             "digest of its problems": f"`{suite.digest[:16]}`",
         }

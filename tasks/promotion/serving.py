@@ -57,8 +57,10 @@ def place(record: RegistryRecord, directory: Path, link: Path) -> bool:
         if not copy.is_dir():
             whole = Path(made, "copy")
             shutil.copytree(directory, whole)
-            for name, _ in walk_files(whole):
-                sync(whole / name)
+            for folder, name in walk_files(whole):
+                sync(Path(folder, name))
+            for folder in {folder for folder, _ in walk_files(whole)}:
+                sync(Path(folder))
             whole.rename(copy)
         Path(made, "link").symlink_to(copy.name)
         Path(made, "link").replace(link)

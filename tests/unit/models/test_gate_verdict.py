@@ -40,7 +40,11 @@ def judged(*gains, guards=(), limits=(), floors=(), contaminated=(), min_gain=0.
     measured = tuple(
         MeasuredGain(suite="abcdef"[at], min_gain=min_gain, difference=each) for at, each in enumerate(gains)
     )
-    evidence = Evidence(gains=measured, guards=guards, limits=limits, floors=floors, contaminated=dict(contaminated))
+    known = dict(contaminated)
+    shares = {suite: each.share for suite, each in known.items()}
+    evidence = Evidence(
+        gains=measured, guards=guards, limits=limits, floors=floors, contaminated=shares, trained_on=known
+    )
     return decide(Evidence.model_validate_json(evidence.model_dump_json()), max_missing=0.02, max_contaminated=0.0)
 
 

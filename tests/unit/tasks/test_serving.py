@@ -1,5 +1,7 @@
 """The champion as a directory: a link that always leads to the whole files of one policy."""
 
+import os
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -41,6 +43,18 @@ def test_a_link_turns_to_the_champion_and_back_and_open_files_stay(registry, lin
     assert (link / "model").read_text() == "a"
     said = capsys.readouterr().out.splitlines()
     assert [line.rpartition(", ")[2] for line in said] == ["record 1", "record 2", "record 3"], "a fourth moved nothing"
+
+
+def test_a_relative_link_is_made_whose_files_survive_a_power_cut(registry, tmp_path, monkeypatch):
+    appended(registry, tmp_path, "a")
+    monkeypatch.chdir(tmp_path)
+    synced = set[int]()
+    with patch("infra.store.disk.os.fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino)):
+        assert checkout(registry, Path("models/current")) == 0
+    assert Path("models/current").readlink().parent == Path()
+    assert Path("models/current/model").read_text() == "a"
+    made = [*Path("models/current/").resolve().rglob("*"), Path("models")]
+    assert {path.stat().st_ino for path in made} <= synced
 
 
 def test_the_copy_before_stays_and_older_ones_go(registry, link, tmp_path):
