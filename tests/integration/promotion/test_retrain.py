@@ -1,4 +1,4 @@
-"""Retrains of the tiny job in two weeks: what the first one made is signed, what the second one made is rejected."""
+"""Retrains of the tiny job in two weeks: what the first one made is signed, what a spoilt reward made is rejected."""
 
 import contextlib
 import io
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flows.cli.app import main
 from flows.cli.train import run_flow
 from infra.errors import BadInput
+from infra.store.bundles import CONTENTS
 from infra.store.registry import Registry, open_registry
 from infra.store.runs import list_runs, open_run
 from infra.store.shards import read_shard
@@ -30,7 +31,11 @@ GATED = """
 [[evaluations]]
 name = "sums"
 data = {kind = "arithmetic", heldout_problems = 40}
-rewards = [{kind = "numeric"}, {kind = "regex", name = "marked", pattern = "####", weight = 0}]
+rewards = [
+    {kind = "numeric"},
+    {kind = "regex", name = "marked", pattern = "####", weight = 0},
+    {kind = "regex", name = "digits", pattern = "[0-9]", weight = 0},
+]
 problems = 40
 samples = 2
 temperature = 1
@@ -41,8 +46,15 @@ guards = [{suite = "sums", term = "marked", margin = 1}]
 """
 """Rules that a policy passes which learns nothing."""
 
-LIMITED = ("data.train_problems=48", "promotion.limits={length=0.5}")
-"""What the second retrain differs by: more problems, and a limit that it breaks."""
+SPOILT = (
+    "data.train_problems=48",
+    "scoring.rewards=[{kind='regex', pattern='^[^0-9]*$'}]",
+    "update.learning_rate=5e-2",
+    "promotion.primary={suite='sums', term='digits'}",
+    "promotion.limits={length=0.5}",
+    "promotion.alpha=0.05",
+)
+"""What the second retrain differs by: more problems, a reward for answers without a digit, a limit that it breaks."""
 
 FIRST, SECOND = date(2026, 11, 2), date(2026, 11, 9)
 
@@ -67,15 +79,16 @@ def weeks(tmp_path_factory, prefect_api):
     proposed = retrained(job, *first)
     said = [sign(job, "assistant", "tiny-20261102") for _ in range(2)]
     with patch.object(Registry, "append", second_to_another):
-        rejected = retrained(job, SECOND, *LIMITED)
+        rejected = retrained(job, SECOND, *SPOILT)
     return job, (proposed, rejected), said
 
 
 def second_to_another(registry, make, append=Registry.append):
-    """Append a record, but at first another comes before it: the same policy, of another retrain."""
+    """Append a record, but at first another comes before it: the same files, of another retrain."""
     champion = registry.champion()
     if champion.number == 2:
-        append(registry, lambda *_: champion.model_copy(update={"number": 3, "run": "another", "previous": 2}))
+        another = {"number": 3, "run": "another", "policy": "f" * 64, "previous": 2}
+        append(registry, lambda *_: champion.model_copy(update=another))
     return append(registry, make)
 
 
@@ -101,7 +114,7 @@ def same(one, other):
     return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
 
 
-def test_a_challenger_that_passes_is_champion_once_signed_and_one_that_breaks_a_limit_is_not(weeks):
+def test_a_challenger_that_passes_is_champion_once_signed_and_one_that_a_spoilt_reward_has_made_worse_is_not(weeks):
     job, (proposed, rejected), said = weeks
     registry = open_registry(str(job.store), "assistant")
     records = registry.records()
@@ -113,7 +126,9 @@ def test_a_challenger_that_passes_is_champion_once_signed_and_one_that_breaks_a_
     assert "record 2" in said[0][1] and "is so already, by record 2" in said[1][1]
     assert (records[1].gate, records[1].bundle) == (records[0].gate, records[0].bundle)
     assert records[1].reason == "read fifty answers"
-    assert rejected.record.reason.startswith("length: ") and "above 0.5" in rejected.record.reason
+    worse, limit = rejected.record.reason.split("; ")[:2]
+    assert worse.startswith("sums/digits: -") and worse.endswith("worse than the champion")
+    assert limit.startswith("length: ") and limit.endswith("above 0.5")
 
 
 def test_a_challenger_is_compared_again_where_another_champion_came_while_it_was_compared(weeks):
@@ -128,7 +143,7 @@ def test_a_record_says_how_many_gates_went_by_the_same_problems_and_what_each_po
     assert first["digest"] == second["digest"]
     assert first["challenger"]["problems"] == 40 and first["challenger"]["samples"] == 2
     assert {*first["challenger"]["pass_at"]} == {"1", "2"}
-    chance = "sums: 2 gates went by these problems before; of 3 equal challengers one passes with 3.0%"
+    chance = "sums: 2 gates went by these problems before; of 3 equal challengers one passes with 14.3%"
     assert rejected.record.reason.endswith(chance)
 
 
@@ -172,7 +187,7 @@ def test_the_champion_is_a_directory_of_its_own_that_transformers_loads_with_a_c
 def test_a_retrain_that_is_triggered_again_is_the_same_one(weeks):
     job, (_, rejected), _ = weeks
     before = open_registry(str(job.store), "assistant").records()
-    assert retrained(job, SECOND, *LIMITED).record == rejected.record
+    assert retrained(job, SECOND, *SPOILT).record == rejected.record
     assert open_registry(str(job.store), "assistant").records() == before
 
 
@@ -201,6 +216,19 @@ def test_a_registry_is_verified_to_the_last_byte_and_what_is_wrong_is_named(copi
     draft.write_text(draft.read_text().replace("tiny", "tinY"))
     code, said = give("verify", "assistant")
     assert code == 1 and "model.safetensors" in said and "retrains/tiny-20261109.json" in said
+
+
+def test_a_rollback_serves_the_files_of_the_champion_before_and_the_rejected_one_cannot_come_back(copied, tmp_path):
+    store, give = copied
+    registry = open_registry(str(store), "assistant")
+    first = registry.records()[1]
+    assert give("rollback", "assistant", "--reason", "refuses too often")[0] == 0
+    champion = registry.champion()
+    assert (champion.number, champion.kind, champion.policy) == (5, "rollback", first.policy)
+    assert give("checkout", "assistant", "--to", str(tmp_path / "current"))[0] == 0
+    assert (tmp_path / "current" / CONTENTS).read_bytes() == Path(registry.locate(first), CONTENTS).read_bytes()
+    code, said = give("rollback", "assistant", "--to", "4", "--reason", "its own reward rose")
+    assert code == 2 and "one of 2, 3, 5, found 4" in said
 
 
 def test_forgetting_a_prompt_names_the_policies_that_learnt_from_it(copied, tmp_path):
