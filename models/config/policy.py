@@ -17,6 +17,8 @@ class PolicySource(Variant):
 
     inspection: ClassVar[str]
     """`pkg.mod:function` that describes it before anything is built, a `models.inspection.directory.Inspection`."""
+    brings_tokens: ClassVar[bool] = False
+    """Whether its tokenizer comes with it, and is not trained from the data."""
 
 
 class ScratchPolicy(PolicySource):
@@ -120,6 +122,7 @@ class DirectoryPolicy(PolicySource):
 
     implementation = "models.modeling.initial:write_import"
     inspection = "models.inspection.directory:inspect_import"
+    brings_tokens = True
 
     kind: Literal["directory"] = "directory"
     path: Location

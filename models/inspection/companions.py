@@ -18,7 +18,7 @@ from models.config.judges import (
     ServedReward,
     TrainedJudge,
 )
-from models.config.policy import DirectoryPolicy, ModelOutline, PolicyConfig
+from models.config.policy import ModelOutline, PolicyConfig
 from models.config.teachers import Teacher, TeacherDirectory, TeacherEndpoint
 from models.data.problems import Problem
 from models.endpoints.prompt_logprobs import TokenScorer
@@ -105,7 +105,7 @@ def check_same_tokens(configured: PolicyConfig, champion: PolicyConfig) -> None:
 
     A policy that is trained from the data, or whose files are gone by now, says nothing about that.
     """
-    if not isinstance(configured, DirectoryPolicy):
+    if not configured.brings_tokens:
         return
     try:
         expected = inspect_policy(configured, ()).tokenizer
@@ -113,8 +113,8 @@ def check_same_tokens(configured: PolicyConfig, champion: PolicyConfig) -> None:
         return
     if (other := _other_token(inspect_policy(champion, ()).tokenizer, expected)) is not None:
         raise BadInput(
-            f"promotion.registry: its champion has another tokenizer than policy.path {configured.path}: {other}; "
-            "expected a registry of that policy"
+            f"promotion.registry: its champion, which takes the place of policy, has another tokenizer: {other}; "
+            "expected a registry of that policy's versions"
         )
 
 
