@@ -3,11 +3,13 @@
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
+from tests.support.asking import RUN, Asking, asked
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import PASSWORD
 
@@ -16,6 +18,7 @@ PATIENCE_MS = 60_000
 
 pytestmark = [
     pytest.mark.system,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(BROWSER is None, reason="needs a browser on the PATH: apt-get install chromium"),
 ]
 
@@ -27,15 +30,27 @@ def seen(tmp_path, prefect_api) -> None:
 
 
 @pytest.fixture
-def page(prefect_api) -> Iterator[Page]:
+def asking(tmp_path, prefect_api) -> Asking:
+    """A retrain that waits for somebody to fill in its form."""
+    return asked(tmp_path, prefect_api)
+
+
+@contextmanager
+def browsing(api: str) -> Iterator[Page]:
     """The UI's first page, in a browser that knows no password yet."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         opened = browser.new_page()
         opened.set_default_timeout(PATIENCE_MS)
-        opened.goto(prefect_api.removesuffix("/api"))
+        opened.goto(api.removesuffix("/api"))
         yield opened
         browser.close()
+
+
+@pytest.fixture
+def page(prefect_api) -> Iterator[Page]:
+    with browsing(prefect_api) as page:
+        yield page
 
 
 def log_in(page: Page, password: str) -> None:
@@ -68,3 +83,27 @@ def test_the_ui_shows_a_finished_run_with_its_parts_and_its_tables_to_who_knows_
     assert {place for place in asked if place} == {urlsplit(page.url).netloc}, (
         "the UI tells nobody else that somebody reads"
     )
+
+
+def test_a_proposal_is_approved_in_its_form_by_a_person_at_the_browser(asking, prefect_api):
+    expect.set_options(timeout=PATIENCE_MS)
+    with browsing(prefect_api) as page:
+        log_in(page, ":".join(PASSWORD))
+        expect(page).to_have_url(re.compile("/dashboard"))
+        page.goto(f"{prefect_api.removesuffix('/api')}/runs/flow-run/{asking.flow_run.id}")
+        page.get_by_role("button", name="Resume").click()
+        form = page.get_by_role("dialog")
+        expect(form.get_by_text(f"Is the policy of {RUN} the next champion of")).to_be_visible()
+        expect(form.get_by_text("sums: ")).to_be_visible()
+        form.locator("button.p-select-button__control").focus()
+        page.keyboard.press("ArrowDown")
+        page.locator(".p-select-option").filter(has_text="yes").click()
+        reason, name = form.locator("textarea").all()
+        reason.fill("read fifty answers")
+        name.fill("Ann")
+        form.get_by_role("button", name="Submit").click()
+        expect(form).to_be_hidden()
+    assert asking.goes_on().state.name == "Completed"
+    proposal, promoted = asking.registry.records()
+    assert (proposal.kind, promoted.kind, promoted.policy) == ("proposal", "promote", proposal.policy)
+    assert (promoted.reason, promoted.who) == ("read fifty answers", "Ann, by the form of tiny")

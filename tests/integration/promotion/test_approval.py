@@ -1,158 +1,35 @@
 """The form with which a deployment's retrain asks for approval, on a real server; a worker's part is done here."""
 
 import asyncio
-import json
 import shutil
-import tomllib
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event as Flag
 from threading import Thread
-from uuid import UUID
 
-import httpx
 import pytest
-from prefect import get_client
-from prefect.client.schemas.objects import FlowRun
 from prefect.events import Event
 from prefect.events.clients import get_events_subscriber
 from prefect.events.filters import EventFilter, EventNameFilter
-from prefect.exceptions import Pause
-from prefect.flow_engine import run_flow as run_flow_of
-from prefect.states import Pending
 
 from flows.cli.app import main
-from flows.cli.train import run_flow
-from infra.store.registry import open_registry
-from tasks.config.run import override_config
+from tests.support.asking import OVERRIDES, PROPOSING, RUN, Asking, asked
 from tests.support.faults import planted
-from tests.support.in_process import InProcessJob, prefect_at
-from tests.support.jobs import PASSWORD, SMALLEST, TINY, wait_for
+from tests.support.in_process import prefect_at
+from tests.support.jobs import TINY, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-PROPOSING = """
-evaluations = [{name = "sums", data = {kind = "arithmetic", heldout_problems = 40}, problems = 40}]
-[promotion]
-registry = "assistant"
-primary = {suite = "sums", min_gain = -1}
-approve = "manual"
-"""
-"""Rules by which a policy that learns nothing becomes a proposal."""
-OVERRIDES = (*SMALLEST, "iterations=1")
-
-RUN, YES, NO = "tiny-20261102", {"approve": "yes", "reason": "read fifty", "name": "Ann"}, {"approve": "no"}
-
-
-@dataclass(frozen=True)
-class Asking:
-    """The tiny job, retrained by a flow that a deployment would run."""
-
-    job: InProcessJob
-    deployment: UUID
-    flow_run: FlowRun
-
-    @property
-    def registry(self):
-        return open_registry(str(self.job.store), "assistant")
-
-    def goes_on(self) -> FlowRun:
-        """Do what a worker does with a scheduled flow run; return what the server says of it then."""
-        from flows.retrain import retrain
-
-        async def work():
-            async with get_client() as client:
-                await client.set_flow_run_state(self.flow_run.id, Pending())
-                scheduled = await client.read_flow_run(self.flow_run.id)
-            with suppress(Pause):
-                await run_flow_of(retrain, flow_run=scheduled, return_type="state")
-            return await self.read()
-
-        with self.job.prefect():
-            return run_flow(work())
-
-    async def read(self) -> FlowRun:
-        async with get_client() as client:
-            return await client.read_flow_run(self.flow_run.id)
-
-    def state_name(self) -> str:
-        with self.job.prefect():
-            return run_flow(self.read()).state.name
-
-    def resumed(self, answer: dict[str, str]) -> FlowRun:
-        """Answer the form as the UI does, and go on."""
-
-        async def answered():
-            async with get_client() as client:
-                return await client.resume_flow_run(self.flow_run.id, run_input=answer)
-
-        with self.job.prefect():
-            said = run_flow(answered())
-        assert said.status == "ACCEPT", said
-        return self.goes_on()
-
-    def form(self) -> tuple[dict[str, object], str]:
-        """Schema and description of the form."""
-
-        async def read():
-            async with get_client() as client:
-                run = await client.read_flow_run(self.flow_run.id)
-                keys = run.state.state_details.run_input_keyset
-                schema, described = [
-                    await client.read_flow_run_input(run.id, keys[part]) for part in ("schema", "description")
-                ]
-            return json.loads(schema), json.loads(described)
-
-        with self.job.prefect():
-            return run_flow(read())
-
-    def page(self) -> str:
-        """What the artifact of the gate shows."""
-        wanted = {"artifacts": {"flow_run_id": {"any_": [str(self.flow_run.id)]}, "key": {"any_": [f"{RUN}-gate"]}}}
-        asked = {**wanted, "sort": "CREATED_DESC"}
-        found = httpx.post(f"{self.job.api}/artifacts/filter", json=asked, auth=PASSWORD, timeout=30)
-        return max(found.raise_for_status().json(), key=lambda artifact: artifact["created"])["data"]
-
-    def another(self) -> "Asking":
-        """The same day's retrain, triggered again; as far as its own form."""
-        asking = replace(self, flow_run=triggered(self.job, self.deployment))
-        assert asking.goes_on().state.name == "Suspended"
-        return asking
-
-
-def triggered(job: InProcessJob, deployment: UUID) -> FlowRun:
-    """A run of the deployment that nobody has started."""
-    here = (f"store={job.store}", "pools.cluster=threads", *OVERRIDES)
-    config = override_config(tomllib.loads(TINY) | tomllib.loads(PROPOSING), here, source="tiny")
-    parameters = {"config": config.model_dump(mode="json"), "day": "2026-11-02"}
-
-    async def create():
-        async with get_client() as client:
-            return await client.create_flow_run_from_deployment(deployment, parameters=parameters)
-
-    with job.prefect():
-        return run_flow(create())
-
-
-async def deploy() -> UUID:
-    from flows.retrain import retrain
-
-    async with get_client() as client:
-        return await client.create_deployment(await client.create_flow(retrain), name="asks", entrypoint="none")
+YES, NO = {"approve": "yes", "reason": "read fifty", "name": "Ann"}, {"approve": "no"}
 
 
 @pytest.fixture(scope="module")
 def proposed(tmp_path_factory, prefect_api):
     """A retrain that waits for its form."""
-    job = InProcessJob(tmp_path_factory.mktemp("asks"), prefect_api, sends_events=True)
-    with job.prefect():
-        deployment = run_flow(deploy())
-    asking = Asking(job, deployment, triggered(job, deployment))
-    assert asking.goes_on().state.name == "Suspended"
-    shutil.copytree(job.store, job.home / "proposed")
+    asking = asked(tmp_path_factory.mktemp("asks"), prefect_api)
+    shutil.copytree(asking.job.store, asking.job.home / "proposed")
     return asking
 
 
