@@ -97,7 +97,9 @@ def _seconds(store_uri: str, policy: ModelVersion, ranks: Ranks) -> dict[str, li
     trainer, reference = (_model(fetch_bundle(store, policy.weights)) for _ in range(2))
     trained = Trainer(trainer, BASE, ranks=ranks)
     configs = {name: BASE.model_copy(update=changes) for name, changes in VARIANTS.items()}
-    steps = {name: policy_steps(samples, work, config=config, ranks=ranks) for name, config in configs.items()}
+    steps = {
+        name: policy_steps(samples, work, config=config, ranks=ranks, images=None) for name, config in configs.items()
+    }
     found: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for turn in range(-1, ROUNDS):  # the first warms up
         for name in random.Random(turn).sample(list(VARIANTS), len(VARIANTS)):

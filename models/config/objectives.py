@@ -307,6 +307,11 @@ class UpdateConfig(Settings):
         return self
 
     @property
+    def trains_sight(self) -> bool:
+        """Whether tower or projector of a policy that sees are trained."""
+        return self.lora is None and not {"vision", "projector"} <= {*self.freeze}
+
+    @property
     def kl_penalty(self) -> KlPenalty | None:
         """The penalty in the loss, where there is one."""
         return self.kl if isinstance(self.kl, KlPenalty) else None

@@ -38,11 +38,14 @@ class Sequences:
     prompts: Sequence[int]
     """Tokens at the begin of each that it has in common with those rows of its group that have as many."""
     groups: Sequence[int]
+    patches: Sequence[int]
+    """What the tower reads of the images of each, which are those of its group, in a pass once for all of it."""
 
     @classmethod
-    def apart(cls, lengths: Sequence[int]) -> Self:
+    def apart(cls, lengths: Sequence[int], patches: Sequence[int] | None = None) -> Self:
         """Sequences that have nothing in common."""
-        return cls(lengths=lengths, prompts=[0] * len(lengths), groups=range(len(lengths)))
+        none = [0] * len(lengths)
+        return cls(lengths=lengths, prompts=none, groups=range(len(lengths)), patches=patches or none)
 
     def grouped(self, rows: Rows) -> list[Rows]:
         """Cut rows into their groups."""
@@ -52,9 +55,10 @@ class Sequences:
         return [tuple(members[group]) for group in sorted(members)]
 
     def load(self, rows: Rows) -> int:
-        """Count the tokens that rows are computed by, where the prompts of groups are shared."""
+        """Count the tokens that rows are computed by, where the prompts of groups are shared, and the patches."""
         prompts = {(self.groups[row], self.prompts[row]) for row in rows}
-        return sum(prompt for _, prompt in prompts) + sum(self.lengths[row] - self.prompts[row] for row in rows)
+        tokens = sum(prompt for _, prompt in prompts) + sum(self.lengths[row] - self.prompts[row] for row in rows)
+        return tokens + sum({self.groups[row]: self.patches[row] for row in rows}.values())
 
 
 def plan_steps(
@@ -84,22 +88,26 @@ def _spread(rows: Rows, sequences: Sequences, ranks: int) -> list[Rows]:
 
 
 def pack_groups(rows: Rows, sequences: Sequences, *, budget: int) -> tuple[Rows, ...]:
-    """Fill passes of at most `budget` padded tokens with groups, those with the longest rows first.
+    """Fill passes of at most `budget` padded tokens and patches with groups, those with the longest rows first.
 
-    A group that is too large is split, and a sequence longer than the budget gets its own pass.
+    A group that is too large is split, and a sequence longer than the budget gets its own pass. Half of a pass is for
+    tokens however large a group's images are: every part of the group reads them again.
     """
     lengths, units = sequences.lengths, list[Rows]()
     for group in sequences.grouped(rows):
         order = sorted(group, key=lambda row: (-lengths[row], row))
-        size = max(1, budget // max(1, lengths[order[0]]))
+        room = max(budget - sequences.patches[group[0]], budget // 2)
+        size = max(1, room // max(1, lengths[order[0]]))
         units += [tuple(order[start : start + size]) for start in range(0, len(order), size)]
     passes: list[Rows] = []
-    width = 0
+    width = patches = 0
     for unit in sorted(units, key=lambda unit: (-lengths[unit[0]], unit)):
-        if not passes or (len(passes[-1]) + len(unit)) * width > budget:
+        shown = sequences.patches[unit[0]]
+        if not passes or (len(passes[-1]) + len(unit)) * width + patches + shown > budget:
             passes.append(())
-            width = lengths[unit[0]]
+            width, patches = lengths[unit[0]], 0
         passes[-1] += unit
+        patches += shown
     return tuple(passes)
 
 

@@ -27,6 +27,7 @@ from models.records.turn_prompts import cut_at_prompts
 from models.records.work import EstimateWork
 from models.text.tokenizer import load_tokenizer, speller
 from models.training.ranks import Ranks, broadcast_bytes, gather_bytes
+from models.vision.families import ImageTokens
 
 _COLUMNS = ("prompt_row", "sample", *ROLLOUT_INPUT)
 
@@ -73,9 +74,18 @@ def ask_endpoint(teacher: TeacherEndpoint, *, directory: Path, on_progress: Call
 
 
 def write_estimates(
-    store: Store, work: EstimateWork, asks: Mapping[str, AuxiliaryPass], *, microbatch_tokens: int, ranks: Ranks
+    store: Store,
+    work: EstimateWork,
+    asks: Mapping[str, AuxiliaryPass],
+    *,
+    microbatch_tokens: int,
+    ranks: Ranks,
+    images: ImageTokens | None,
 ) -> TokenScores:
-    """Ask about every token, by column of the estimates, and have rank 0 write one shard per rollout shard."""
+    """Ask about every token, by column of the estimates, and have rank 0 write one shard per rollout shard.
+
+    `images` is given where the tower of a model that is asked reads those of a pass anew.
+    """
     tables = [counted(read_shard(store, shard.rollouts, _COLUMNS), shard.rows) for shard in work.shards]
     table = pa.concat_tables([part.replace_schema_metadata(None) for part in tables]).combine_chunks()
     completions, written_T = completion_lengths(table), written_tokens(table)
@@ -86,6 +96,7 @@ def write_estimates(
         lengths=[len(each) for each in inputs],
         prompts=[each.num_prompt_tokens for each in inputs],
         groups=read["prompt_row"].to_pylist(),
+        patches=[0 if images is None else images.patches(each.prompt) for each in inputs],
     )
     plan = plan_step(rows, sequences, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
     passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.rank]]

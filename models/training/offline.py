@@ -27,6 +27,7 @@ from models.text.sequences import SequencePair, example_inputs
 from models.text.tokenizer import load_tokenizer
 from models.training.ranks import Ranks, sum_and_max
 from models.training.trainer import Trainer, learning_rate
+from models.vision.families import ImageTokens
 from models.vision.processor import VisionProcessor, load_processor
 
 LAST_STEPS = 20
@@ -67,11 +68,12 @@ def imitate(
     processor = load_processor(directory)
     inputs = example_inputs(examples, load_tokenizer(directory), source="warm-up example", processor=processor)
     _require_words(inputs, processor)
+    images = None if processor is None else processor.image_tokens
     losses = torch.zeros(warmup.steps, dtype=torch.float64, device=ranks.device)
     for step in range(warmup.steps):
         chosen = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
         losses[step] = _imitate_step(
-            trainer, chosen, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=on_progress
+            trainer, chosen, images=images, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=on_progress
         )
         _step(trainer, step, warmup, what=f"warm-up step {step}")
     sum_and_max(losses, torch.zeros(1, device=ranks.device))
@@ -112,12 +114,14 @@ def _imitate_step(
     trainer: Trainer,
     inputs: Sequence[ModelInput],
     *,
+    images: ImageTokens | None,
     microbatch_tokens: int,
     ranks: Ranks,
     on_progress: Callable[[], None],
 ) -> torch.Tensor:
     """Run this rank's passes of one step and return its share of the loss: the mean over all completion tokens."""
-    sequences = Sequences.apart([len(each) for each in inputs])
+    patches = None if images is None else [images.patches(each.prompt) for each in inputs]
+    sequences = Sequences.apart([len(each) for each in inputs], patches)
     rows = tuple(range(len(inputs)))
     plan = plan_step(rows, sequences, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
     weight = 1 / sum(len(each.written) for each in inputs)

@@ -40,6 +40,7 @@ from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA
 from models.records.work import UpdateWork
 from models.training.ranks import Ranks, sum_and_max
 from models.training.trainer import Trainer, frozen_forward, learning_rate
+from models.vision.families import ImageTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,13 @@ class TrainingSamples:
         """Whether the newest policy wrote every token that is learnt from."""
         return not flat(self.table["staleness"])[learnt_tokens(self.table)].any()
 
-    @property
-    def sequences(self) -> Sequences:
-        """What plans know of them."""
-        return Sequences(lengths=self.lengths, prompts=self.prompt_lengths, groups=self.groups)
+    def sequences(self, images: ImageTokens | None) -> Sequences:
+        """What plans know of them; `images` is given where the tower reads those of a pass anew."""
+        patches = (0,) * len(self.lengths)
+        if images is not None:  # no token that stands for an image is ever written
+            are_images_T = flat(self.table["tokens"]) == images.token
+            patches = tuple(images.merges * count for count in _counts(are_images_T, np.array(self.lengths, np.int64)))
+        return Sequences(lengths=self.lengths, prompts=self.prompt_lengths, groups=self.groups, patches=patches)
 
 
 def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
@@ -294,10 +298,12 @@ def _on_device(
     )
 
 
-def policy_steps(samples: TrainingSamples, work: UpdateWork, *, config: UpdateConfig, ranks: Ranks) -> list[StepPasses]:
+def policy_steps(
+    samples: TrainingSamples, work: UpdateWork, *, config: UpdateConfig, ranks: Ranks, images: ImageTokens | None
+) -> list[StepPasses]:
     """Plan the iteration's steps and lay this rank's passes out; a step without a token in the loss is left out."""
     planned = plan_steps(
-        samples.sequences,
+        samples.sequences(images),
         minibatches=config.minibatches,
         ranks=ranks.world_size,
         microbatch_tokens=config.microbatch_tokens,

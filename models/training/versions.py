@@ -25,6 +25,8 @@ from models.records.versions import ModelVersion
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
 from models.training.states import StateWriter, load_state
 from models.training.trainer import Moments, Trainer
+from models.vision.families import ImageTokens
+from models.vision.processor import load_processor
 
 NEAR: Final = 0.25
 """How far an update on other ranks may end from the committed one, as a share of its own length; 1 is no relation."""
@@ -206,8 +208,19 @@ class LoadedModels:
         self._store = store
         self._update = update
         self._temperature = temperature
+        self._images: tuple[ImageTokens | None] | None = None
+        """Of all versions of the policy; none before one was asked for."""
         self._reference: tuple[str, TokenLogprobs] | None = None
         self._teacher: tuple[str, TokenLogprobs] | None = None
+
+    def image_tokens(self, version: ModelVersion) -> ImageTokens | None:
+        """What tells how much the tower under training reads in a pass; nothing where it reads each image once."""
+        if not self._update.trains_sight and self._update.zero_stage < 3:
+            return None
+        if self._images is None:
+            processor = load_processor(fetch_bundle(self._store, version.weights))
+            self._images = (None if processor is None else processor.image_tokens,)
+        return self._images[0]
 
     def reference(self, version: ModelVersion) -> TokenLogprobs:
         """A policy that is compared with and never trained; it has no adapter."""

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from infra.errors import BadInput
 
 
@@ -16,6 +19,19 @@ class ImageSize(NamedTuple):
 
     width: int
     height: int
+
+
+class ImageTokens(NamedTuple):
+    """What tells from the tokens of a prompt how much the tower reads for it."""
+
+    token: int
+    """The one that the tower's states take the place of."""
+    merges: int
+    """Patches that become one state."""
+
+    def patches(self, tokens: NDArray[np.int32]) -> int:
+        """Count the patches of the images in a prompt."""
+        return int(np.count_nonzero(tokens == self.token)) * self.merges
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +54,7 @@ class Parts:
 Speller = Callable[[Parts, ImageSize], str]
 Setting = int | str | bool
 Told = Callable[[Parts], Mapping[str, Setting]]
+Merge = Callable[[Parts], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +72,8 @@ class Family:
     """The token that stands for an image before it is written out."""
     told: Told = lambda parts: {}
     """What its own processor must be told of the model, as the directory need not say it."""
+    merges: Merge = lambda parts: 1
+    """How many patches of an image, which the tower reads, become one state."""
 
 
 def _idefics3_states(parts: Parts) -> int:
@@ -93,6 +112,11 @@ def _gemma3(parts: Parts, size: ImageSize) -> str:
     return f"\n\n{begin}{parts.image_token * parts.config.mm_tokens_per_image}{end}\n\n"
 
 
+def _gemma3_merges(parts: Parts) -> int:
+    tower = parts.config.vision_config
+    return int((tower.image_size // tower.patch_size) ** 2 // parts.config.mm_tokens_per_image)
+
+
 def _internvl(parts: Parts, size: ImageSize) -> str:
     frames = parts.images.get_number_of_image_patches(size.height, size.width, {"crop_to_patches": True})
     return f"<img>{parts.image_token * (parts.config.image_seq_length * frames)}</img>"
@@ -102,17 +126,28 @@ _SPLITTING: Final = Family(
     _idefics3,
     whole={"do_image_splitting": False},
     told=lambda parts: {"image_seq_len": _idefics3_states(parts)},
+    merges=lambda parts: int(parts.config.scale_factor**2),
 )
-_MROPE: Final = Family(_qwen, around=("<|vision_start|>", "<|vision_end|>"))
+_MROPE: Final = Family(
+    _qwen,
+    around=("<|vision_start|>", "<|vision_end|>"),
+    merges=lambda parts: int(parts.images.merge_size**2),
+)
 
 FAMILIES: Final[Mapping[str, Family]] = {
     "gemma3": Family(
         _gemma3,
         options={"do_pan_and_scan": False},
         place=lambda parts: parts.token(parts.config.boi_token_index),
+        merges=_gemma3_merges,
     ),
     "idefics3": _SPLITTING,
-    "internvl": Family(_internvl, options={"crop_to_patches": True}, whole={"crop_to_patches": False}),
+    "internvl": Family(
+        _internvl,
+        options={"crop_to_patches": True},
+        whole={"crop_to_patches": False},
+        merges=lambda parts: round(parts.config.downsample_ratio**-2),
+    ),
     "llava": Family(_llava),
     "qwen2_5_vl": _MROPE,
     "qwen2_vl": _MROPE,

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from tokenizers import Tokenizer
 
 from infra.errors import BadInput
-from models.vision.families import FAMILIES, Family, ImageSize, Parts, Setting
+from models.vision.families import FAMILIES, Family, ImageSize, ImageTokens, Parts, Setting
 
 SETTINGS: Final = ("preprocessor_config.json", "processor_config.json")
 BACKEND: Final = "pil"
@@ -54,6 +54,11 @@ class VisionProcessor:
         self.place_id = cast(int, tokenizer.token_to_id(self.placeholder))
         self.image_id: int = parts.config.image_token_id
         """The token whose places the tower's states take, in what `expand` returns."""
+
+    @property
+    def image_tokens(self) -> ImageTokens:
+        """What tells how much of a prompt is images."""
+        return ImageTokens(self.image_id, self._family.merges(self._parts))
 
     @cached_property
     def banned(self) -> tuple[int, ...]:

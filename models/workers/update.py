@@ -98,7 +98,12 @@ class UpdateWorker:
         asks = self._asks(work, models)
         laps.end("load")
         asked = write_estimates(
-            self._store, work, asks, microbatch_tokens=self._update.microbatch_tokens, ranks=models.ranks
+            self._store,
+            work,
+            asks,
+            microbatch_tokens=self._update.microbatch_tokens,
+            ranks=models.ranks,
+            images=models.image_tokens(work.policy) if "policy" in asks else None,
         )
         laps.end("estimate")
         metrics = {"sequences": float(asked.sequences), "tokens": float(asked.tokens)}
@@ -115,7 +120,7 @@ class UpdateWorker:
         models, laps = self._joined(), StageTimer()
         self._show(media for update in (*work.past, work) for media in update.media)
         samples = open_samples(self._store, work.samples)
-        steps = policy_steps(samples, work, config=self._update, ranks=models.ranks)
+        steps = self._steps(work, samples)
         taken, valued, finite = None, None, True
         if steps:
             if work.learns:
@@ -233,7 +238,7 @@ class UpdateWorker:
         """The policy under training, where the work begins."""
 
         def learn(past: UpdateWork, trainer: Trainer) -> StepsTaken:
-            return self._learn_policy(past, trainer, self._steps(past), StageTimer())
+            return self._learn_policy(past, trainer, self._past_steps(past), StageTimer())
 
         past = [update for update in work.past if update.learns]
         versions = [update.policy for update in (*past, work)]
@@ -243,7 +248,7 @@ class UpdateWorker:
         """The critic under training, where the work begins."""
 
         def learn(past: UpdateWork, trainer: Trainer) -> StepsTaken:
-            return self._learn_values(past, trainer, self._steps(past), StageTimer())
+            return self._learn_values(past, trainer, self._past_steps(past), StageTimer())
 
         versions = [update.critic for update in (*work.past, work) if update.critic is not None]
         return self._standing(self._joined().critic, versions, work, learn, laps)
@@ -276,9 +281,13 @@ class UpdateWorker:
         laps.end("load")
         return trainer
 
-    def _steps(self, work: UpdateWork) -> list[StepPasses]:
-        samples = open_samples(self._store, work.samples)
-        return policy_steps(samples, work, config=self._update, ranks=self._joined().ranks)
+    def _past_steps(self, work: UpdateWork) -> list[StepPasses]:
+        return self._steps(work, open_samples(self._store, work.samples))
+
+    def _steps(self, work: UpdateWork, samples: TrainingSamples) -> list[StepPasses]:
+        models = self._joined()
+        images = models.image_tokens(work.policy)
+        return policy_steps(samples, work, config=self._update, ranks=models.ranks, images=images)
 
     def _learn_policy(
         self, work: UpdateWork, trainer: Trainer, steps: list[StepPasses], laps: StageTimer

@@ -26,6 +26,7 @@ from models.modeling.policy import load_policy, load_sight
 from models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
 from models.training import versions
 from models.training.offline import imitate
+from models.training.update_steps import open_samples
 from models.training.versions import Learner
 from models.vision import sight
 from models.vision.parts import part_of
@@ -145,6 +146,23 @@ def test_a_tower_that_is_not_trained_reads_an_image_once_and_the_update_is_the_s
         patch.setattr(versions, "learns_to_see", lambda _: True)
         again = start(uri, frozen).update(work)
     np.testing.assert_allclose(gradients(uri, first), gradients(uri, again), atol=1e-6)
+
+
+def test_passes_are_filled_by_patches_where_the_tower_reads_them(uri, policy):
+    work, updates = update_of(uri, policy), UNCLIPPED.model_copy(update={"microbatch_tokens": 1000})
+    samples = open_samples(open_store(f"{uri}/run"), work.samples)
+    passes, counted = {}, {}
+    for freeze in ((), ("vision",), ("vision", "projector")):
+        worker = start(uri, updates.model_copy(update={"freeze": freeze}))
+        [step] = worker._steps(work, samples)
+        passes[len(freeze)] = [batch.reads for batch in step.batches]
+        counted[len(freeze)] = samples.sequences(worker._joined().image_tokens(policy)).patches
+    assert counted[0] == counted[1] == tuple(36 * shown for shown in SHOWN for _ in range(3))
+    assert not any(counted[2])
+    assert len(passes[0]) == len(passes[1]) > len(passes[2])
+    for read in passes[0]:
+        shown = {(each.prompt.tobytes(), each.images) for each in read.inputs}
+        assert read.tokens_BT.size + 36 * sum(len(images) for _, images in shown) <= 1000
 
 
 def test_freezing_the_tower_of_a_policy_that_has_none_is_refused(uri):

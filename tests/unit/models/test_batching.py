@@ -12,11 +12,11 @@ from models.records.model_input import ModelInput
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 
 
-def in_groups(lengths, *, of):
+def in_groups(lengths, *, of, patches=None):
     """Sequences in groups of the same size, each of which has about half of the first one in common."""
     groups = [row // of for row in range(len(lengths))]
     prompts = [min(lengths[group * of : (group + 1) * of]) // 2 for group in groups]
-    return Sequences(lengths=lengths, prompts=prompts, groups=groups)
+    return Sequences(lengths=lengths, prompts=prompts, groups=groups, patches=patches or [0] * len(lengths))
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 5), st.integers(1, 2000), st.integers(0, 9))
@@ -97,8 +97,32 @@ def test_a_group_that_fits_a_pass_is_in_one(lengths, size, budget):
             assert sum(not set(group).isdisjoint(rows) for rows in passes) == 1
 
 
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 2000), st.integers(0, 1000))
+def test_a_pass_holds_the_patches_that_the_tower_reads_beside_its_tokens(lengths, size, budget, patches):
+    shown = [min(patches, budget // 2) * (row // size % 2) for row in range(len(lengths))]  # of every second group
+    sequences = in_groups(lengths, of=size, patches=shown)
+    for rows in pack_groups(tuple(range(len(lengths))), sequences, budget=budget):
+        read = sum({row // size: shown[row] for row in rows}.values())
+        assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) + read <= budget
+
+
+def test_images_that_fill_a_pass_leave_half_of_it_for_tokens():
+    sequences = in_groups([10] * 8, of=8, patches=[5000] * 8)
+    assert [len(rows) for rows in pack_groups(tuple(range(8)), sequences, budget=100)] == [5, 3]
+
+
+def test_ranks_are_balanced_by_patches_too():
+    groups = [row // 4 for row in range(16)]
+    sequences = Sequences(
+        lengths=[10] * 16, prompts=[6] * 16, groups=groups, patches=[66 * (group == 2) for group in groups]
+    )
+    (plan,) = plan_steps(sequences, minibatches=1, ranks=2, microbatch_tokens=9999, seed=0)
+    assert sorted(sorted({row // 4 for rows in rank for row in rows}) for rank in plan.passes) == [[0, 1, 3], [2]]
+
+
 def test_groups_stay_whole_on_a_rank_where_that_balances_and_are_split_where_it_does_not():
-    even = Sequences(lengths=[30] * 16, prompts=[2] * 16, groups=[row // 4 for row in range(16)])
+    groups = [row // 4 for row in range(16)]
+    even = Sequences(lengths=[30] * 16, prompts=[2] * 16, groups=groups, patches=[0] * 16)
     (plan,) = plan_steps(even, minibatches=1, ranks=2, microbatch_tokens=9999, seed=0)
     assert sorted(sorted({row // 4 for rows in rank for row in rows}) for rank in plan.passes) in (
         [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]]

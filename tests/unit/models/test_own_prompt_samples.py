@@ -136,7 +136,7 @@ def test_losses_are_divided_by_episodes_and_their_tokens_however_many_samples_th
     samples = credited(DrGrpo()).samples
     opened = open_samples(store, [write_shard(store, samples, kind="samples", metadata={})])
     config = UpdateConfig(loss=PpoClip(aggregation=aggregation))
-    plans = plan_steps(opened.sequences, minibatches=1, ranks=1, microbatch_tokens=16, seed=0)
+    plans = plan_steps(opened.sequences(None), minibatches=1, ranks=1, microbatch_tokens=16, seed=0)
     [batches] = prepare(opened, plans, config=config, rank=0)
     assert len(batches) > 1, "turns of an episode are in several passes"
     loss = -sum(float(batch.weights_N @ batch.advantages_N) for batch in batches)  # where all ratios are 1
@@ -168,5 +168,6 @@ def test_samples_of_a_completion_are_compared_turn_by_turn():
 
 
 def test_a_plan_takes_prompts_of_one_length_for_shared_and_counts_others_apart():
-    assert Sequences(lengths=[5, 6, 9], prompts=[4, 4, 4], groups=[0, 0, 0]).load((0, 1, 2)) == 4 + 1 + 2 + 5
-    assert Sequences(lengths=[5, 6, 9], prompts=[4, 4, 7], groups=[0, 0, 0]).load((0, 1, 2)) == 4 + 7 + 1 + 2 + 2
+    for prompts, load in (([4, 4, 4], 4 + 1 + 2 + 5), ([4, 4, 7], 4 + 7 + 1 + 2 + 2)):
+        sequences = Sequences(lengths=[5, 6, 9], prompts=prompts, groups=[0] * 3, patches=[0] * 3)
+        assert sequences.load((0, 1, 2)) == load

@@ -30,6 +30,16 @@ def test_an_image_takes_as_many_places_as_the_tower_makes_states_of_it(directori
     assert tokens.count(processor.image_id) == image.tokens > 0
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("width", "height"), [(24, 24), (48, 24), (20, 60)])
+def test_the_patches_of_a_prompts_images_are_those_that_the_tower_reads(directories, kind, width, height):
+    processor = load_processor(directories[kind])
+    pixels = processor.prepare(picture(1, width=width, height=height)).arrays["pixel_values"]
+    read = len(pixels) if kind.startswith("qwen") else pixels.size // (3 * 4 * 4)  # theirs come as rows of patches
+    tokens = processor.expand([5, processor.place_id, 6, processor.place_id], [ImageSize(width, height)] * 2)
+    assert processor.image_tokens.patches(np.array(tokens, np.int32)) == 2 * read > 0
+
+
 @pytest.mark.parametrize(("kind", "theirs"), [("idefics3", Idefics3Processor), ("llava", LlavaProcessor)])
 def test_expanded_tokens_and_pixels_are_those_of_the_familys_own_processor(directories, kind, theirs):
     processor = load_processor(directories[kind])
