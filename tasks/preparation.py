@@ -157,7 +157,7 @@ async def make_reward_model(session: Session, term: str, prefix: str = "") -> Ma
     """Build or copy the model of a served reward; `prefix` is that of a re-scoring's manifests."""
     settings = session.settings
     reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term, made=True).below(prefix)
-    if term in settings.scoring.trained_reward_models:  # it begins as the policy
+    if reward.model.begins_as_policy:
         policy = session.run.require(StageKey.policy(0))
         return record(session, key, parents=[policy], bundles=policy.bundles, detail={"version": 0})
     work = RewardModelPreparation(reward=reward, data=settings.data, seed=settings.seed)

@@ -231,6 +231,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **_check_critic(inputs, policy, longest_tokens=longest + new_tokens),
         **_check_teacher(inputs, problems, tokenizer, processor, longest_tokens=longest + new_tokens),
         **_check_preferences(inputs, tokenizer, heldout, shape=shape),
+        **_check_policy_judges(inputs, policy, train),
     }
 
 
@@ -317,7 +318,20 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
             term, reward, problems=train, seed=inputs.seed, gpus=reward.slots * inputs.pools.gpus_per_worker
         )
         for term, reward in inputs.scoring.hosted_rewards.items()
-        if term not in inputs.scoring.trained_reward_models
+        if not reward.model.begins_as_policy
+    }
+
+
+def _check_policy_judges(inputs: Inputs, policy: "Inspected", train: list[Problem]) -> dict[str, float]:
+    """Judges that begin as the policy read what it reads."""
+    from models.inspection.companions import check_policy_judge
+
+    return {
+        f"{term}_parameters": check_policy_judge(
+            term, reward, policy, problems=train, gpus=reward.slots * inputs.pools.gpus_per_worker
+        )
+        for term, reward in inputs.scoring.hosted_rewards.items()
+        if reward.kind == "judge" and reward.model.begins_as_policy
     }
 
 

@@ -90,6 +90,11 @@ class ServedModel(Variant):
     training: ClassVar[str | None] = None
     """`pkg.mod:function` that says how the run trains it, a `models.records.work.TrainingOrder`; none does not."""
 
+    @property
+    def begins_as_policy(self) -> bool:
+        """Whether nobody makes it: it is the policy, as it is after its training on data alone."""
+        return False
+
 
 class JudgeModel(ServedModel):
     """What all judges' models share."""
@@ -111,6 +116,12 @@ class DirectoryJudge(JudgeModel):
     """What runs it."""
 
 
+class PolicyShape(Settings):
+    """The policy itself, with all that it has learnt before the first iteration."""
+
+    kind: Literal["policy"] = "policy"
+
+
 class TrainedJudge(JudgeModel):
     """A small judge that the warm-up flow trains on the data's problems: right and wrong completions, with verdicts."""
 
@@ -120,12 +131,18 @@ class TrainedJudge(JudgeModel):
     chats = False  # it learns from the bare question
 
     kind: Literal["trained"] = "trained"
-    shape: Annotated[ScratchPolicy | SeeingScratchPolicy, Field(discriminator="kind")] = ScratchPolicy()
-    """The decoder; of kind `seeing_scratch` with a tower, for a judge that is shown images."""
+    shape: Annotated[ScratchPolicy | SeeingScratchPolicy | PolicyShape, Field(discriminator="kind")] = ScratchPolicy()
+    """What its training begins with: a decoder from nothing, of kind `seeing_scratch` with a tower for a judge that is
+    shown images, or of kind `policy` what the policy has learnt from its warm-up and preferences."""
     warmup: WarmupConfig = WarmupConfig()
     """Its training."""
     engine: EngineConfig = TransformersEngine()
     """What runs it."""
+
+    @property
+    def begins_as_policy(self) -> bool:
+        """Whether it is to begin with what the policy can."""
+        return isinstance(self.shape, PolicyShape)
 
 
 class EndpointJudge(Endpoint, JudgeModel):
@@ -251,6 +268,11 @@ class TrainedRewardModel(ServedModel):
     """Peak learning rate; linear over 5% of the steps, then cosine to a tenth. Pretrained policies take 1e-5."""
     centering: Annotated[float, Field(ge=0)] = 0.01
     """Factor of the squared sum of a pair's rewards, which keeps them around zero (arXiv 2312.09244, section 3)."""
+
+    @property
+    def begins_as_policy(self) -> bool:
+        """It is the policy's trunk."""
+        return True
 
 
 RewardModelConfig = Annotated[DirectoryRewardModel | TrainedRewardModel, Field(discriminator="kind")]

@@ -15,6 +15,7 @@ from models.config.judges import (
     DirectoryRewardModel,
     JudgeReward,
     ModelReward,
+    PolicyShape,
     ServedReward,
     TrainedJudge,
 )
@@ -167,8 +168,20 @@ def check_trained_judge(
     reward: JudgeReward, model: TrainedJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
     """Describe the judge that would be built."""
+    assert not isinstance(model.shape, PolicyShape), "who begins as the policy is checked with the policy"
     found = inspect_policy(model.shape, vocabulary_texts(reward, problems, seed=seed))
     return _check_judge(found, reward, model.engine, problems=problems, gpus=gpus)
+
+
+def check_policy_judge(
+    term: str, reward: JudgeReward, policy: Inspected, *, problems: Sequence[Problem], gpus: float
+) -> int:
+    """Refuse a judge that begins as the policy where the policy cannot serve as one."""
+    assert reward.engine is not None, "what the run trains runs here"
+    try:
+        return _check_judge(policy, reward, reward.engine, problems=problems, gpus=gpus)
+    except BadInput as error:
+        raise BadInput(f"reward {term}: {error}") from error
 
 
 def _check_judge(

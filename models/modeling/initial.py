@@ -14,6 +14,7 @@ from models.config.judges import (
     DirectoryRewardModel,
     JudgeReward,
     ModelReward,
+    PolicyShape,
     ServedModel,
     ServedReward,
     TrainedJudge,
@@ -120,6 +121,8 @@ def write_trained_judge(
     reward: JudgeReward, model: TrainedJudge, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
     """Build the model that the run will train, with a tokenizer of its questions and verdicts."""
+    if isinstance(model.shape, PolicyShape):
+        return refuse_to_write(reward, model, directory, problems=problems, seed=seed)
     texts = vocabulary_texts(reward, problems, seed=seed)
     return write_policy(model.shape, directory, texts=texts, seed=derive_seed("judge", seed))
 

@@ -26,7 +26,7 @@ from models.records.model_input import image_digests
 from models.records.versions import policy_of
 from models.text.tokenizer import load_tokenizer, tokenize_problems
 from models.vision.processor import load_processor
-from tasks.run.keys import PROMPTS
+from tasks.run.keys import PROMPTS, StageKey
 from tasks.verification.invariants import verify_run
 from tests.support import checker
 from tests.support.chaos import Strike, problems_after, run_once
@@ -262,19 +262,18 @@ def test_a_run_goes_on_from_its_first_iteration_to_the_same_bits(whole, tmp_path
 # ---- judged
 
 
-def test_a_run_trains_a_judge_that_sees_and_learns_from_what_it_says_the_same_twice(tmp_path, prefect_api):
-    shape = (
-        "{kind='seeing_scratch',"
-        " decoder={vocab_size=310, hidden_size=16, intermediate_size=32, heads=2, kv_heads=2, context=160}}"
-    )
-    model = f"{{kind='trained', warmup={{steps=2, batch_size=4}}, shape={shape}}}"
+def test_a_run_makes_a_judge_that_sees_of_its_policy_and_learns_from_what_it_says_the_same_twice(tmp_path, prefect_api):
+    decoder = "policy.decoder={initial_std=0.02, context=160}"
+    model = "{kind='trained', warmup={steps=2, batch_size=4}, shape={kind='policy'}}"
     rewards = f"scoring.rewards=[{{kind='judge', images='prompt', verdict={{kind='logprob'}}, model={model}}}]"
     jobs = [InProcessJob(tmp_path / name, prefect_api) for name in ("one", "two")]
     for each in jobs:
-        each.train(*SEEING, rewards)
+        each.train(*(key for key in SEEING if "decoder" not in key), decoder, rewards)
     first, second = jobs
     assert manifests_of(first.run) == manifests_of(second.run)
     run = open_run(str(first.store), "tiny")
+    made, trained = (run.require(StageKey.reward_model("judge", made=each)) for each in (True, False))
+    assert made.bundles == run.require(StageKey.policy(0)).bundles != trained.bundles
     judged = [each for each in run.manifests("it-") if "/judge-judge/" in each.key]
     values = [v for each in judged for v in read_shard(run.store, each.shards[0])["value"].to_pylist()]
     assert len(values) == 32 and len(set(values)) > 4

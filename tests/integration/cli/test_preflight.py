@@ -27,6 +27,7 @@ from models.config.judges import (
     EndpointJudge,
     JudgeReward,
     ModelReward,
+    PolicyShape,
     ScoreVerdict,
     ServedReward,
     TrainedJudge,
@@ -304,6 +305,8 @@ def served(reward: ServedReward) -> Inputs:
 
 def test_the_size_of_a_judge_is_known_before_the_run():
     assert check(served(JUDGE))["honest_parameters"] > 10_000
+    facts = check(served(JUDGE.model_copy(update={"model": TrainedJudge(shape=PolicyShape())})))
+    assert facts["honest_parameters"] == facts["parameters"]
 
 
 @pytest.mark.parametrize(
@@ -333,6 +336,12 @@ def test_the_size_of_a_judge_is_known_before_the_run():
         (
             JUDGE.model_copy(update={"model": TrainedJudge(shape=ScratchPolicy(context=16))}),
             r"reward honest: questions about right answers have up to \d+ tokens and a verdict up to 1, .* 16 together",
+        ),
+        (
+            JUDGE.model_copy(
+                update={"model": TrainedJudge(shape=PolicyShape()), "verdict": ChoiceVerdict(constrained=False)}
+            ),
+            r"reward honest: questions about right answers have .* a verdict up to 512, expected at most 256 together",
         ),
         (
             JUDGE.model_copy(update={"model": DirectoryJudge(path=Path("nowhere"))}),
