@@ -275,7 +275,8 @@ class UpdateConfig(Settings):
     minibatches: Positive = 4
     """Optimizer steps per iteration; groups are dealt to them by the seed."""
     microbatch_tokens: Positive = 16384
-    """Tokens (padding included) per rank in one forward pass; gradients accumulate over the passes of a step."""
+    """Tokens (padding included) and patches of images per rank in one forward pass; gradients accumulate over a step's
+    passes."""
     state_every: Positive = 1
     """Every n-th update keeps its optimizer's state; whoever resumes takes the updates since then again."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0

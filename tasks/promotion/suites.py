@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from infra.config import Settings
+from infra.errors import BadInput
 from infra.store.registry import open_registry
 from infra.store.runs import open_run
 from models.config.algorithms import Grpo
@@ -58,6 +59,12 @@ class Suite:
 
     def config(self, side: str, policy: PolicyConfig) -> RunConfig:
         """The run in which a policy is evaluated as the side. Raises BadInput where its parts do not fit together."""
+        for term, reward in self.scoring.hosted_rewards.items():
+            if reward.kind == "judge" and reward.model.begins_as_policy:
+                raise BadInput(
+                    f"evaluation {self.name!r}: reward {term}: expected one judge for the two policies, found "
+                    "model.shape.kind 'policy', with which each is judged by itself"
+                )
         rollout = self.retrain.rollout.model_copy(
             update={"prompts": 1, "staleness": 0, "dynamic": None, "partial": None, "sampling": self.sampling}
         )

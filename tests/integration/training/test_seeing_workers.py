@@ -179,6 +179,14 @@ def test_adapters_of_all_linear_layers_leave_tower_and_projector_alone(tmp_path,
     assert layers and {part_of(name) for name in layers} == {"language"}
 
 
+def test_adapters_learn_while_tower_and_projector_stay(uri, policy):
+    config, work = CONFIG.model_copy(update={"lora": LoraConfig(rank=4)}), update_of(uri, policy)
+    first = start(uri, config).update(work)
+    assert first.model.weights == policy.weights
+    assert files(uri, first, "adapter") and first.metrics["grad_norm_mean"] > 0
+    assert start(uri, config).update(work).model == first.model
+
+
 def take_seen(rank: int, ranks: int, port: int, uri: str, configs: list, works: list, name: str):
     found = [
         [start(uri, config, rank=rank, ranks=ranks, port=port).update(work)]
@@ -192,15 +200,17 @@ def take_seen(rank: int, ranks: int, port: int, uri: str, configs: list, works: 
 def test_two_ranks_of_which_one_has_text_alone_learn_what_one_does(uri, kind):
     policy = publish_seeing(f"{uri}/run", Path(uri, "seeing"), kind)
     work = update_of(uri, policy, [0, 1])  # whole groups go to ranks: one has no image
-    together(take_seen, uri, [UNCLIPPED, UNCLIPPED.model_copy(update={"zero_stage": 3})], [work] * 2, "seen")
-    plain, sharded = (outcomes[0] for outcomes in read(uri, "seen"))
+    stages = [UNCLIPPED.model_copy(update={"zero_stage": stage}) for stage in (0, 1, 2, 3)]
+    together(take_seen, uri, stages, [work] * len(stages), "seen")
+    plain, *sharded = (outcomes[0] for outcomes in read(uri, "seen"))
     alone = start(uri, UNCLIPPED).update(work)
     np.testing.assert_allclose(gradients(uri, plain), gradients(uri, alone), atol=1e-6)
-    expected, found = (load_file(files(uri, each, "weights") / "model.safetensors") for each in (plain, sharded))
+    expected, *others = (load_file(files(uri, each, "weights") / "model.safetensors") for each in (plain, *sharded))
     for name, tensor in expected.items():
         if name.endswith("k_proj.bias"):  # no softmax depends on it: its gradient is rounding alone
             continue
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
+        for found in others:
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
 
 
 # ---- warm-up, and where policies come from

@@ -20,9 +20,13 @@ guards = [{{suite = "sums", term = "marked", margin = 0.2}}]
 """
 
 
-def suite(problems=500, heldout=512, more=""):
+MARKED = "kind='regex', pattern='####'"
+JUDGED = "kind='judge', verdict={kind='logprob'}, model={kind='trained', shape={kind='policy'}}"
+
+
+def suite(problems=500, heldout=512, more="", marked=MARKED):
     """The override that makes a suite."""
-    rewards = "[{kind='numeric'}, {kind='regex', name='marked', pattern='####', weight=0}]"
+    rewards = f"[{{kind='numeric'}}, {{name='marked', weight=0, {marked}}}]"
     data = f"{{kind='arithmetic', heldout_problems={heldout}}}"
     return f"evaluations=[{{name='sums', problems={problems}, data={data}, rewards={rewards}{more}}}]"
 
@@ -58,6 +62,7 @@ def test_a_rule_whose_suite_is_too_small_for_it_says_how_many_problems_it_takes(
         (suite(problems=29), "expected a suite of at least 30 problems, found 29 of 'sums'"),
         (suite(heldout=400), "'sums': evaluation.problems 500 exceeds data.heldout_problems 400"),
         (suite(more=", samples=4"), "samples 4 at temperature 0 are all the same"),
+        (suite(marked=JUDGED), "'sums': reward marked: expected one judge for the two policies"),
         ("promotion=", "expected rules under [promotion], found none"),
     ],
 )
