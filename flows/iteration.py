@@ -18,6 +18,7 @@ from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
 from tasks.run.session import Session
 from tasks.run.stages import within
+from tasks.tracking.follow import note_metrics, track_iteration
 
 CLOSE_AFTER_SECONDS = 0.05
 """So long the books wait for what is on its way to the workers, which have the processors afterwards."""
@@ -54,6 +55,7 @@ async def closing(session: Session, number: int, thread: Executor) -> None:
         await asyncio.sleep(CLOSE_AFTER_SECONDS)
         await asyncio.get_running_loop().run_in_executor(thread, _seal, session, this)
         await report_iteration(session, number)
+        await track_iteration(session, number)
 
 
 def _seal(session: Session, iteration: Iteration) -> None:
@@ -61,6 +63,7 @@ def _seal(session: Session, iteration: Iteration) -> None:
     retire_policies(session, iteration)
     retire_rollouts(session, iteration)
     session.run.forget()
+    note_metrics(session.run)
 
 
 async def generated(beside: asyncio.TaskGroup, session: Session, numbers: Sequence[int]) -> AsyncIterator[int]:

@@ -17,6 +17,7 @@ from tasks.reporting import RunSummary, report_run, resume_point, showing_progre
 from tasks.run.iteration import Iteration
 from tasks.run.keys import evaluation_key
 from tasks.run.session import Session
+from tasks.tracking.follow import tracked
 
 
 @flow(
@@ -29,7 +30,8 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
         config: The run.
         accept_change: Go on although code of targets, data files or libraries are not those of the run.
     """
-    async with hold(config, accept_change=accept_change, last=evaluation_key(config.iterations)) as session:
+    holding = hold(config, accept_change=accept_change, last=evaluation_key(config.iterations))
+    async with holding as session, tracked(session):
         if session.is_over:
             retire_policies(session, Iteration(session.run, config.iterations))
             retire_rollouts(session, Iteration(session.run, config.iterations))

@@ -119,15 +119,21 @@ def _field_models(model: type[BaseModel], name: str) -> Models:
 
 def field_models(field: FieldInfo) -> Models:
     """Every model that a field's value may be: the variants that it is marked with, or what its annotation mentions."""
-    variants = [model for mark in field.metadata for model in getattr(mark, "variants", ())]
-    return variants or models_in(field.annotation)
+    return _marked(field.metadata) or models_in(field.annotation)
 
 
 def models_in(annotation: object) -> Models:
-    """Every model that an annotation mentions, unions and tuples included."""
+    """Every model that an annotation mentions, unions, tuples and variants included."""
+    if variants := _marked(getattr(annotation, "__metadata__", ())):
+        return variants
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for argument in get_args(annotation) for model in models_in(argument)]
+
+
+def _marked(metadata: Sequence[object]) -> Models:
+    """The variants that an annotation is marked with."""
+    return [model for mark in metadata for model in getattr(mark, "variants", ())]
 
 
 def _tags(models: Models) -> list[str]:

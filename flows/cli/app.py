@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
 
-from flows.cli import engines, init, lineage, prefect_api, registry, rescore, retention, runs, serving, train
+from flows.cli import engines, init, lineage, prefect_api, registry, rescore, retention, runs, serving, tracking, train
 from infra.errors import BadInput
 from infra.processes.watch import ended_by_signals
 from infra.terminal import command_app, run_command, write
@@ -43,6 +43,8 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (runs.media, "demo 3f9a --to picture.png"),
     (runs.export, "demo"),
     (runs.query, "'select iteration, avg(reward) from rollouts group by iteration' demo"),
+    (tracking.track, """demo --tracking 'kind="tensorboard"'"""),
+    (tracking.metrics, "--port 9464"),
     (runs.export_policy, "demo --to demo-policy"),
     (runs.verify, "demo"),
     (runs.copy, "demo ./runs s3://bucket/runs"),

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from infra.errors import BadInput, Conflict
 from infra.store.epochs import LEASES
-from infra.store.runs import HELD, JOURNAL, LOCK, MANIFESTS, RECORD, Run, open_run, run_store
+from infra.store.runs import HELD, JOURNAL, LOCK, MANIFESTS, METRICS, RECORD, Run, open_run, run_store
 from infra.store.storage import Entry, Store
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
     with run.still(), target.hold(LOCK) as lease:
         if lease is None:
             raise BadInput(f"copy of run {name!r}: the one in {target_uri} is held by another process")
-        entries = [entry for entry in run.store.entries("") if not entry.key.startswith(HELD)]
+        entries = [entry for entry in run.store.entries("") if not entry.key.startswith((*HELD, METRICS))]
         there = {entry.key: entry.bytes for entry in target.entries("")}
         found = [entry for entry in entries if entry.key in there]
         copying = _Copying(run.store, target)

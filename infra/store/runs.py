@@ -22,6 +22,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 RECORD, MANIFESTS, JOURNAL = "run.json", "manifests/", "journal/"
 HELD = LOCK, EXPECTED, ORDERS = "lock", "expected/", "orders/"
 """What a process that holds a run keeps there for itself and its controllers."""
+METRICS = "metrics.jsonl"
+"""What a run made in numbers: the one file there that changes, since seals make it again."""
 _NUMBERS = count(1)
 
 KNOWN_MANIFESTS = 4096

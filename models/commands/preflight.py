@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from infra.config import PoolsConfig
 from infra.errors import BadInput, EndpointDown
 from infra.runner import die_with
+from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm
 from models.commands.remembered import checks_directory, key_of, remembered
@@ -76,6 +77,7 @@ class Inputs(BaseModel):
     evaluation: EvaluationConfig
     checked: SuiteCheck | None = None
     """Against what, where it is a suite of a retrain."""
+    tracking: tuple[TrackerConfig, ...] = ()
 
 
 def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
@@ -83,6 +85,8 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
 
     With a cache, what models were found to be the last time is not looked for again.
     """
+    for tracker in inputs.tracking:
+        check_tracker(tracker)
     _check_rewards(inputs)
     check_algorithm(inputs.algorithm)
     _check_environments(inputs.rollout, inputs)

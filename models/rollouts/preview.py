@@ -13,7 +13,7 @@ from infra.store.storage import Store
 from models.data.images import data_address, thumbnail
 from models.records.media import Media, ShownImage
 from models.records.model_input import completion_lengths, image_digests
-from models.records.work import ExcerptWork
+from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.groups import TurnRecord
 
 PICTURED: Final = 4
@@ -86,6 +86,17 @@ def read_excerpts(store: Store, work: ExcerptWork) -> Excerpts:
         samples += _shown(_samples(short, rewards, work.iteration), short, media)
     pictured = [image.digest for sample in samples[:PICTURED] for image in sample.images[:IMAGES]]
     return Excerpts(tuple(samples), {name: data_address(thumbnail(media.encoded(name))) for name in pictured})
+
+
+def read_rows(
+    store: Store, shard: ScoredShard, rows: Sequence[int], *, iteration: int, characters: int, media: Media
+) -> list[RolloutPreview]:
+    """Read some rows of a shard of rollouts; a text that is longer ends in `…`."""
+    if not rows:
+        return []
+    table = _shortened(read_shard(store, shard.rollouts).take(rows), characters)
+    rewards = _rewards(store, shard.rollouts, shard.scores).take(rows)
+    return _shown(_samples(table, rewards, iteration), table, media)
 
 
 def _shown(samples: Sequence[RolloutPreview], table: pa.Table, media: Media) -> list[RolloutPreview]:

@@ -13,6 +13,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 from infra.config import PoolsConfig, Settings, fingerprint_of
 from infra.errors import BadInput
 from infra.store.registry import REGISTRIES
+from infra.trackers.config import TrackerConfig
 from infra.validation_errors import explain, nearest
 from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.budget import BudgetConfig
@@ -32,7 +33,7 @@ LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage")
 
 _HOW: Final = (
     *("name", "store", "tags", "retention", "budget"),
-    *("controllers", "pools", "placement"),
+    *("controllers", "pools", "placement", "tracking"),
     *("evaluations", "promotion", "rehearsal"),
 )
 """Under which name and how a run is done, and what is asked of it afterwards: no result of it depends on these."""
@@ -98,6 +99,8 @@ class RunConfig(Settings):
     """How long policies and rollouts keep their files."""
     budget: BudgetConfig = BudgetConfig()
     """What the run may take."""
+    tracking: tuple[TrackerConfig, ...] = ()
+    """Where its curves are mirrored; a key of a service is in an environment variable."""
     tags: tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")], ...] = ()
     """What the run is found by: in Prefect, and by `rheostat gc --tag`, which keeps it. Another list replaces them."""
 

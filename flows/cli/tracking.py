@@ -1,0 +1,71 @@
+"""Commands that tell others of runs: trackers of any run at any time, and a page for Prometheus."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from flows.cli.options import DEFAULT_STORE, RunName, RunNames, Store
+from infra.errors import BadInput
+from infra.terminal import Json, write
+
+if TYPE_CHECKING:
+    from infra.trackers.config import Tracker
+    from infra.trackers.feed import MirrorReport
+
+Tracking = Annotated[
+    str | None,
+    Parameter(
+        metavar="TOML",
+        show_default="metrics.jsonl alone",
+        help="a TOML file with [[tracking]] tables, such as the run's configuration, or inline TOML",
+    ),
+]
+Host = Annotated[str, Parameter(help="interface to listen on; 0.0.0.0 is all")]
+Port = Annotated[int, Parameter(help="port to listen on")]
+
+
+def track(run: RunName, /, *, tracking: Tracking = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
+    """Write a run's metrics.jsonl anew, and bring to trackers what they lack of it."""
+    from tasks.tracking.metrics_file import renew_metrics
+    from tasks.tracking.mirror import feed_of
+    from tasks.views.runs import open_known_run
+
+    found = open_known_run(store, run)
+    trackers = () if tracking is None else _trackers(tracking)
+    path = renew_metrics(found)
+    reports = feed_of(found, trackers).finish()
+    if as_json:
+        told = {"run": run, "metrics": path, "trackers": [report.model_dump() for report in reports]}
+        write(json.dumps(told, indent=2))
+    else:
+        write("\n".join([f"run {run}: {path}", *map(_line, reports)]))
+    return 1 if any(report.problem for report in reports) else 0
+
+
+def _trackers(text: str) -> "tuple[Tracker, ...]":
+    from flows.cli.requests import parse_part
+    from infra.trackers.config import TrackingPart, check_tracker
+
+    trackers = parse_part(text, TrackingPart, part="tracking", what="--tracking").tracking
+    for tracker in trackers:
+        check_tracker(tracker)
+    return trackers
+
+
+def _line(report: "MirrorReport") -> str:
+    if report.problem:
+        return f"{report.tracker}: not up to date: {report.problem}"
+    last = "nothing yet" if report.step is None else f"as far as iteration {report.step}"
+    return f"{report.tracker}: {last}, {report.points} of its points were missing"
+
+
+def metrics(*runs: RunNames, port: Port = 9464, host: Host = "127.0.0.1", store: Store = DEFAULT_STORE) -> None:
+    """Serve the newest numbers of runs to Prometheus until Ctrl-C."""
+    from tasks.tracking.exporter import serve
+    from tasks.views.runs import open_known_run
+
+    names = [open_known_run(store, name).name for name in runs]
+    if not 0 <= port < 1 << 16:
+        raise BadInput(f"--port {port}: expected 0 to 65535")
+    serve(store, names, host=host, port=port, told=lambda address: write(f"{address}/metrics"))

@@ -1,0 +1,103 @@
+"""MLflow: one run of an experiment, whose history says what it lacks; its registry has the policy it ended with."""
+
+import json
+import os
+import time
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
+
+from infra.trackers.config import MlflowTracker
+from infra.trackers.records import Point, Product, Subject, Table, flattened
+
+LOCAL_URI = "sqlite:///mlflow.db"
+TAG = "rheostat.run"
+"""Carries the identity of the run that is mirrored."""
+DIGEST = "rheostat.policy"
+"""Carries the digest of a registered version."""
+ALIAS = "newest"
+SAMPLES = "samples"
+MOST_AT_A_TIME = 100  # parameters of one request; of metrics 1,000
+MOST_CHARACTERS = 6000  # of a parameter's value
+
+
+class TrackedRun:
+    """A run of MLflow. Implements `infra.trackers.records.Mirror`."""
+
+    def __init__(self, subject: Subject, settings: MlflowTracker) -> None:
+        """Find the run, or begin it."""
+        uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL_URI
+        self._client, self._settings, self._name = MlflowClient(uri, registry_uri=uri), settings, subject.name
+        self._id = self._found(subject)
+        self._steps: dict[str, set[int]] = {}
+        self._tables = {file.path for file in self._client.list_artifacts(self._id, SAMPLES)}
+
+    def _found(self, subject: Subject) -> str:
+        client, name = self._client, self._settings.experiment
+        experiment = client.get_experiment_by_name(name)
+        place = client.create_experiment(name) if experiment is None else experiment.experiment_id
+        if found := client.search_runs([place], filter_string=f"tags.`{TAG}` = '{subject.identity}'"):
+            return str(found[0].info.run_id)
+        made = client.create_run(place, run_name=subject.name, tags={TAG: subject.identity})
+        params = [Param(key, value[:MOST_CHARACTERS]) for key, value in flattened(subject.config)]
+        for begin in range(0, len(params), MOST_AT_A_TIME):
+            client.log_batch(made.info.run_id, params=params[begin : begin + MOST_AT_A_TIME])
+        return str(made.info.run_id)
+
+    def lacks(self, point: Point) -> bool:
+        """Whether a metric has no value at this step, or the table is not there."""
+        return bool(self._missing(point)) or self._lacks_table(point)
+
+    def write(self, point: Point, table: Table | None) -> None:
+        """Add the values that are missing."""
+        now = int(time.time() * 1000)
+        missing = self._missing(point)
+        values = [Metric(name, point.scalars[name], now, point.step) for name in missing]
+        if table is not None and self._lacks_table(point):
+            split = {"columns": table.columns, "data": table.rows}
+            self._client.log_text(self._id, json.dumps(split, ensure_ascii=False), _file(point))
+        self._client.log_batch(self._id, metrics=values)
+        for name in missing:
+            self._steps[name].add(point.step)
+        if point.samples is not None:
+            self._tables.add(_file(point))
+
+    def close(self, product: Product | None) -> None:
+        """Say that the run has ended, and register what it ended with."""
+        if product is None:
+            return
+        self._client.set_terminated(self._id)
+        if self._settings.register is not None:
+            self._register(product, self._settings.register)
+
+    def _register(self, product: Product, name: str) -> None:
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        known = self._client.search_model_versions(f"name = '{name}'")
+        if any(version.tags.get(DIGEST) == product.digest for version in known):
+            return
+        tags = {DIGEST: product.digest, "rheostat.name": self._name, "rheostat.iteration": str(product.step)}
+        made = self._client.create_model_version(name, product.place, run_id=self._id, tags=tags)
+        self._client.set_registered_model_alias(name, ALIAS, made.version)
+
+    def _missing(self, point: Point) -> list[str]:
+        for name in point.scalars:
+            if name not in self._steps:
+                self._steps[name] = {each.step for each in self._client.get_metric_history(self._id, name)}
+        return [name for name in point.scalars if point.step not in self._steps[name]]
+
+    def _lacks_table(self, point: Point) -> bool:
+        return point.samples is not None and _file(point) not in self._tables
+
+
+def _file(point: Point) -> str:
+    return f"{SAMPLES}/{point.step:06d}.json"
+
+
+def open_mirror(subject: Subject, settings: MlflowTracker) -> TrackedRun:
+    """Open the run of a subject."""
+    return TrackedRun(subject, settings)

@@ -1,0 +1,118 @@
+"""Weights & Biases: one run, whose rows say how far it is: the server's, or those of its files where it is offline."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import wandb
+from wandb.proto.wandb_internal_pb2 import Record
+
+from infra.trackers.config import WandbTracker
+from infra.trackers.records import Point, Product, Series, Subject, Table
+
+SAMPLES = "samples"
+FIRST: dict[Series, int] = {"iteration": 0, "evaluation": -1}
+"""The step before the first one."""
+_BLOCK, _HEADER = 1 << 15, struct.Struct("<IHB")
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_FILE_HEADER = 7
+
+
+class LoggedRun:
+    """A run of Weights & Biases. Implements `infra.trackers.records.Mirror`."""
+
+    def __init__(self, subject: Subject, settings: WandbTracker) -> None:
+        """Begin the run, or go on with it."""
+        directory = Path(settings.directory)
+        last = {**FIRST, **_written(directory, subject.identity)} if settings.mode == "offline" else {**FIRST}
+        directory.mkdir(parents=True, exist_ok=True)
+        quiet = wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            save_code=False,
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_save_requirements=False,
+        )
+        self._run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            id=subject.identity,
+            name=subject.name,
+            mode=settings.mode,
+            dir=settings.directory,
+            resume="allow",
+            reinit="finish_previous",
+            config=dict(subject.config),
+            settings=quiet,
+        )
+        self._run.define_metric("*", step_metric="iteration", step_sync=False)
+        self._run.define_metric("eval/*", step_metric="evaluation", step_sync=False)
+        seen = dict(self._run.summary)
+        self._last = {series: int(seen.get(series, step)) for series, step in last.items()}
+
+    def lacks(self, point: Point) -> bool:
+        """Whether its step is behind the last row of its series."""
+        return point.step > self._last[point.series]
+
+    def write(self, point: Point, table: Table | None) -> None:
+        """Add its row. An evaluation waits in an open row, which the iteration that follows shares."""
+        if not self.lacks(point):
+            return
+        row: dict[str, object] = {point.series: point.step, **point.scalars}
+        if table is not None:
+            row[SAMPLES] = wandb.Table(columns=[*table.columns], data=[[*cells] for cells in table.rows])
+        is_whole, done = point.series == "iteration", self._last["iteration"]
+        step = point.step if is_whole else done + (done > 0)
+        self._run.log(row, step=max(step, self._run.step), commit=is_whole)  # a new process begins to count at 0
+        self._last[point.series] = point.step
+
+    def close(self, product: Product | None) -> None:
+        """Have all rows written, and sent where there is a server."""
+        if product is not None:
+            self._run.summary["policy"] = product.digest
+        self._run.finish()
+        wandb.teardown()  # waits for its own process, which writes the last rows as it ends
+
+
+def open_mirror(subject: Subject, settings: WandbTracker) -> LoggedRun:
+    """Open the run of a subject."""
+    return LoggedRun(subject, settings)
+
+
+def _written(directory: Path, identity: str) -> dict[Series, int]:
+    """The last step of each series in the files of a run that no server has seen yet."""
+    last: dict[Series, int] = {}
+    for path in sorted(directory.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb")):
+        for row in rows_of(path):
+            for series in FIRST:
+                if series in row:
+                    last[series] = max(last.get(series, FIRST[series]), int(str(row[series])))
+    return last
+
+
+def rows_of(path: Path) -> Iterator[dict[str, object]]:
+    """Read the rows of a file that `wandb sync` can send, from the first to the last that is whole."""
+    for content in _records(path.read_bytes()):
+        record = Record.FromString(content)
+        if record.WhichOneof("record_type") == "history":
+            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+
+
+def _records(content: bytes) -> Iterator[bytes]:
+    """Split a file in the format of LevelDB's log, as https://github.com/google/leveldb/blob/main/doc/log_format.md."""
+    at, parts = _FILE_HEADER, b""
+    while at + _HEADER.size <= len(content):
+        if (left := _BLOCK - at % _BLOCK) < _HEADER.size:
+            at += left
+            continue
+        _, length, kind = _HEADER.unpack_from(content, at)
+        begin = at + _HEADER.size
+        at = begin + length
+        if kind not in (_FULL, _FIRST, _MIDDLE, _LAST) or at > len(content):
+            return
+        parts = content[begin:at] if kind in (_FULL, _FIRST) else parts + content[begin:at]
+        if kind in (_FULL, _LAST):
+            yield parts

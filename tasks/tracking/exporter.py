@@ -1,0 +1,79 @@
+"""The newest numbers of runs for Prometheus, read from the store when they are asked for."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Final
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from infra.errors import BadInput, Damaged
+from infra.store.runs import Run, list_runs, open_run
+from tasks.run.keys import StageKey, evaluation_key, iteration_key, iterations_among
+from tasks.tracking.points import evaluation_scalars, iteration_scalars
+
+PREFIX: Final = "rheostat_"
+_EVALUATION: Final = re.compile(r"eval-(\d+)")
+
+
+class RunsCollector(Collector):
+    """Reads the last seal and the last evaluation of each run whenever Prometheus asks; seals are read once."""
+
+    def __init__(self, store: str, names: Sequence[str]) -> None:
+        """Name the runs; none are all that there are by then."""
+        self._store, self._names = store, names
+        self._runs: dict[str, Run] = {}
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield a gauge for each number, with the runs that have it as labels."""
+        families: dict[str, GaugeMetricFamily] = {}
+        for name in self._names or list_runs(self._store):
+            with suppress(Damaged, BadInput):  # one that is damaged, or gone, hides no other
+                for scalar, value in numbers_of(self._run(name)).items():
+                    gauge = f"{PREFIX}{re.sub(r'[^a-zA-Z0-9_]', '_', scalar)}"
+                    told = f"{scalar} of the newest iteration or evaluation"
+                    family = families.setdefault(gauge, GaugeMetricFamily(gauge, told, labels=["run"]))
+                    family.add_metric([name], value)
+        yield from families.values()
+
+    def _run(self, name: str) -> Run:
+        if name not in self._runs:
+            self._runs[name] = open_run(self._store, name)
+        return self._runs[name]
+
+
+def numbers_of(run: Run) -> dict[str, float]:
+    """The scalars of the last iteration that is sealed and of the last evaluation, with their numbers."""
+    folders = run.folders()
+    numbers: dict[str, float] = {}
+    seals = (StageKey.of(iteration_key(number), "seal") for number in reversed(iterations_among(folders)))
+    if (sealed := next(filter(None, map(run.find, seals)), None)) is not None:
+        moment = datetime.fromisoformat(sealed.provenance.created).timestamp()
+        numbers |= iteration_scalars(sealed) | {"iteration": float(StageKey.parse(sealed.key).iteration)}
+        numbers["sealed_timestamp_seconds"] = moment
+    evaluated = sorted((int(found[1]) for folder in folders if (found := _EVALUATION.fullmatch(folder))), reverse=True)
+    summaries = (StageKey.of(evaluation_key(number), "summary") for number in evaluated)
+    if (summary := next(filter(None, map(run.find, summaries)), None)) is not None:
+        numbers |= evaluation_scalars(summary) | {"evaluation": float(StageKey.parse(summary.key).evaluation)}
+    return numbers
+
+
+def serve(store: str, names: Sequence[str], *, host: str, port: int, told: Callable[[str], None]) -> None:
+    """Answer Prometheus until interrupted. Raises BadInput where the port cannot be had."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(RunsCollector(store, names))
+    try:
+        server, _ = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise BadInput(f"--host {host} --port {port}: cannot listen there: {error.strerror or error}") from error
+    try:
+        told(f"http://{host}:{server.server_port}")
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,77 @@
+"""What becomes known of a run outside its store, beside the iterations: `metrics.jsonl`, and its trackers.
+
+Nothing here fails or delays a run: what went wrong is a warning, and `rheostat track` makes up for it at any time.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+
+from infra.errors import RheostatError
+from infra.store.runs import Run
+from infra.trackers.feed import Feed
+from tasks.run.session import Session
+from tasks.run.stages import stage
+from tasks.tracking.metrics_file import extend_metrics, renew_metrics
+from tasks.tracking.mirror import feed_of
+
+logger = logging.getLogger(__name__)
+
+_FEED: ContextVar[Feed | None] = ContextVar("feed", default=None)
+"""The trackers of the run that is open here, if it has any."""
+
+
+def note_metrics(run: Run, *, is_over: bool = False) -> None:
+    """Append what is new to `metrics.jsonl`; in a bucket, where no object grows, that is done once the run is over."""
+    try:
+        if not run.store.is_remote:
+            extend_metrics(run)
+        elif is_over:
+            renew_metrics(run)
+    except RheostatError as error:
+        logger.warning("warning: metrics.jsonl is not up to date: %s", error)
+
+
+async def track_iteration(session: Session, number: int) -> None:
+    """Have the trackers look at an iteration that was sealed, if there are any."""
+    if (feed := _FEED.get()) is not None:
+        await _look(session, feed, number)
+
+
+@stage("track it-{number:04d}")
+async def _look(session: Session, feed: Feed, number: int) -> None:
+    feed.look()
+    _warn(feed)
+
+
+@asynccontextmanager
+async def tracked(session: Session) -> AsyncIterator[None]:
+    """Mirror a run while it is open; however it ends, its trackers may then catch up, as long as they give answers."""
+    if not session.settings.tracking:
+        yield
+        note_metrics(session.run, is_over=True)
+        return
+    feed = feed_of(session.run, session.settings.tracking)
+    token = _FEED.set(feed)
+    feed.look()
+    try:
+        yield
+        note_metrics(session.run, is_over=True)
+    finally:
+        _FEED.reset(token)
+        await _finish(session, feed)
+
+
+async def _finish(session: Session, feed: Feed) -> None:
+    reports = await asyncio.get_running_loop().run_in_executor(None, feed.finish)
+    _warn(feed)
+    for behind in (report.tracker for report in reports if report.problem):
+        again = f"`rheostat track {session.run.name} --tracking CONFIG` brings it there"
+        logger.warning("warning: tracker %r does not have all of the run; %s", behind, again)
+
+
+def _warn(feed: Feed) -> None:
+    for line in feed.warnings():
+        logger.warning("warning: %s; the run goes on", line)

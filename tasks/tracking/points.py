@@ -1,0 +1,102 @@
+"""What trackers are told of a run: its iterations and evaluations in order, in numbers, from seals and summaries."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from typing import Final
+
+from infra.costs import total
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from infra.trackers.records import Point, Series, Subject
+from tasks.run.keys import StageKey, evaluation_key, iteration_key
+from tasks.tracking.samples import sample_table
+from tasks.views.metrics import accuracy_of
+
+NOT_SECONDS: Final = "weights_bytes"
+"""The one number among the seconds of a seal that is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A point by its name."""
+
+    series: Series
+    step: int
+
+
+def subject_of(run: Run) -> Subject:
+    """Name a run so that no other is taken for it, not even one that was made again under its name."""
+    made = "".join(letter for letter in run.record.created if letter.isdigit())[:14]
+    identity = f"{run.name}-{run.record.fingerprint[:8]}-{made}".replace(".", "-").replace("_", "-")
+    return Subject(name=run.name, identity=identity, config=run.record.config)
+
+
+def places_after(run: Run, last: Place | None) -> Iterator[Place]:
+    """Name what a run has beyond a point, in order: the evaluation after an iteration comes behind it."""
+    number = 0 if last is None else last.step
+    if last is None or last.series == "iteration":
+        yield from _evaluation(run, number)
+    while run.has(StageKey.of(iteration_key(number + 1), "seal")):
+        number += 1
+        yield Place("iteration", number)
+        yield from _evaluation(run, number)
+
+
+def _evaluation(run: Run, number: int) -> Iterator[Place]:
+    if run.has(StageKey.of(evaluation_key(number), "summary")):
+        yield Place("evaluation", number)
+
+
+def point_at(run: Run, place: Place, *, samples: bool = False) -> Point:
+    """Read what there is to say of a point, with `samples` of its completions for who asks."""
+    if place.series == "evaluation":
+        summary = run.require(StageKey.of(evaluation_key(place.step), "summary"))
+        return Point(place.series, place.step, evaluation_scalars(summary))
+    sealed = run.require(StageKey.of(iteration_key(place.step), "seal"))
+    table = partial(sample_table, run, place.step) if samples else None
+    return Point(place.series, place.step, iteration_scalars(sealed), table)
+
+
+def iteration_scalars(sealed: Manifest) -> dict[str, float]:
+    """All metrics of a seal under their names, and what follows from them; what the iteration took."""
+    metrics, provenance = sealed.metrics, sealed.provenance
+    seconds = {name: value for name, value in provenance.seconds.items() if name != NOT_SECONDS}
+    costs = {f"cost/{role}_worker_seconds": cost.worker_seconds for role, cost in provenance.costs.items()}
+    if provenance.costs:
+        whole = total(provenance.costs.values())
+        costs |= {
+            f"cost/{name}": float(value) for name, value in {**whole.model_dump(), "tokens": whole.tokens}.items()
+        }
+    return _finite(
+        {
+            **metrics,
+            **_without_spread(metrics),
+            **{f"seconds/{name.removesuffix('_seconds')}": value for name, value in seconds.items()},
+            **costs,
+            **_pace(sealed),
+        }
+    )
+
+
+def _without_spread(metrics: Mapping[str, float]) -> dict[str, float]:
+    groups = metrics.get("credit/groups", 0.0)
+    return {"credit/groups_without_spread": 1 - metrics["credit/informative_groups"] / groups} if groups else {}
+
+
+def _pace(sealed: Manifest) -> dict[str, float]:
+    rollout, seconds = sealed.provenance.costs.get("rollout"), sealed.provenance.seconds.get("rollout", 0.0)
+    return {"tokens_per_second": rollout.written_tokens / seconds} if rollout is not None and seconds else {}
+
+
+def evaluation_scalars(summary: Manifest) -> dict[str, float]:
+    """Held-out accuracy with its interval."""
+    accuracy = accuracy_of(summary)
+    passed = {f"eval/pass_at_{k}": share for k, share in accuracy.pass_at.items()}
+    told = {"accuracy": accuracy.mean, "low": accuracy.low, "high": accuracy.high, "problems": float(accuracy.problems)}
+    return _finite({**{f"eval/{name}": value for name, value in told.items()}, **passed})
+
+
+def _finite(scalars: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in sorted(scalars.items()) if isfinite(value)}

@@ -1,0 +1,70 @@
+"""Completions of an iteration for people to read: the best, the worst, and some at random."""
+
+import random
+from typing import Final
+
+import numpy as np
+
+from infra.store.runs import Run
+from infra.store.shards import read_shard
+from infra.trackers.records import Cell, Table
+from models.records.columns import Floats
+from models.records.seeds import derive_seed
+from models.records.work import ScoredShard
+from models.rollouts.preview import RolloutPreview, read_rows
+from tasks.run.batch import rollouts_of, without_rollouts
+from tasks.run.keys import StageKey
+from tasks.views.runs import media_of
+
+BEST, WORST, RANDOM = 4, 4, 8
+CHARACTERS: Final = 2000
+"""Longest text in a cell."""
+COLUMNS: Final = ("why", "reward", "prompt", "completion", "answer", "tokens", "finish", "prompt_id", "sample")
+
+
+def sample_table(run: Run, iteration: int) -> Table | None:
+    """Read some completions of an iteration, the same each time; none where its rollouts were deleted."""
+    if without_rollouts(run, [iteration]):
+        return None
+    pairs = [_scored(run, StageKey.parse(rollouts.key)) for rollouts in rollouts_of(run, iteration)]
+    rewards = [np.asarray(read_shard(run.store, pair.scores, ["reward"])["reward"], np.float64) for pair in pairs]
+    chosen = chosen_rows(np.concatenate(rewards), seed=derive_seed("samples", run.record.fingerprint, iteration))
+    bounds = np.cumsum([0, *map(len, rewards)])
+    found: dict[int, RolloutPreview] = {}
+    for pair, begin, end in zip(pairs, bounds, bounds[1:], strict=False):
+        rows = sorted(row for row in chosen if begin <= row < end)
+        local = [int(row - begin) for row in rows]
+        read = read_rows(
+            run.store, pair, local, iteration=iteration, characters=CHARACTERS, media=media_of(run, "train")
+        )
+        found |= dict(zip(rows, read, strict=True))
+    return Table(COLUMNS, tuple(_cells(why, found[row]) for row, why in chosen.items()))
+
+
+def chosen_rows(rewards_N: Floats, *, seed: int) -> dict[int, str]:
+    """Choose rows, each with why: the best and the worst by their rewards, others at random, those without one too."""
+    order = [int(row) for row in np.argsort(-rewards_N, kind="stable") if np.isfinite(rewards_N[row])]
+    best = order[:BEST]
+    worst = order[max(BEST, len(order) - WORST) :]
+    others = [row for row in range(len(rewards_N)) if row not in {*best, *worst}]
+    drawn = sorted(random.Random(seed).sample(others, min(RANDOM, len(others))))
+    return {**dict.fromkeys(best, "best"), **dict.fromkeys(worst, "worst"), **dict.fromkeys(drawn, "random")}
+
+
+def _scored(run: Run, rollouts: StageKey) -> ScoredShard:
+    made, scored = run.require(rollouts), run.require(rollouts.at("scoring"))
+    return ScoredShard(rollouts=made.shards[0], scores=scored.shards[0])
+
+
+def _cells(why: str, sample: RolloutPreview) -> tuple[Cell, ...]:
+    return (
+        why,
+        sample.reward,
+        sample.prompt,
+        sample.completion,
+        sample.answer,
+        sample.tokens,
+        sample.finish_reason,
+        sample.prompt_id,
+        sample.sample,
+    )
