@@ -185,7 +185,8 @@ def _told(found: "Sequence[Forgotten]", asked: int, *, delete: bool) -> Iterator
         yield f"run {each.run}: {each.prompts} of {asked} prompts, {what} {'emptied' if delete else 'to be emptied'}"
     data = sorted({path for each in found if each.prompts for path in each.data})
     yield from (f"left to you: take them out of {path}" for path in data)
-    yield "left as they are: policies that learnt from them, copies of runs, caches of other machines"
+    left = "policies that learnt from them, copies of runs, samples in trackers, caches of other machines"
+    yield f"left as they are: {left}"
     if not delete:
         yield "nothing was deleted: --delete does it"
 

@@ -20,7 +20,7 @@ from infra.store.storage import Lease, Objects, Store, open_store
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 RECORD, MANIFESTS, JOURNAL = "run.json", "manifests/", "journal/"
-HELD = LOCK, EXPECTED, ORDERS = "lock", "expected/", "orders/"
+HELD = LOCK, EXPECTED, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
 """What a process that holds a run keeps there for itself and its controllers."""
 METRICS = "metrics.jsonl"
 """What a run made in numbers: the one file there that changes, since seals make it again."""

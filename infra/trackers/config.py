@@ -80,7 +80,7 @@ class WandbTracker(Tracker):
 
 
 class TargetTracker(Target):
-    """A tracker of your own: a subclass of `infra.trackers.config.Tracker` (see "Trackers")."""
+    """A tracker of your own: a subclass of `infra.trackers.config.Tracker` (docs/tracking.md)."""
 
 
 TrackerConfig = Annotated[Tracker, OneOf((TensorBoardTracker, MlflowTracker, WandbTracker, TargetTracker))]

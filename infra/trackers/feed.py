@@ -20,9 +20,8 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from infra.config import Settings
 from infra.trackers.config import TrackerConfig
 
-PATIENCE_SECONDS: Final = 60.0
-"""How long a tracker may be without a word when nothing else is waited for; while a run trains, `STUCK` times that."""
 STUCK: Final = 5
+"""How many times its patience a process may be without a word that computes, or whose run still trains."""
 _MORE_SECONDS = 5.0  # in which a process that has lost patience with itself ends
 
 
@@ -35,8 +34,8 @@ class MirrorOrder(Settings):
     """Name of the run."""
     tracker: TrackerConfig
     """Where it is mirrored."""
-    patience_seconds: float = PATIENCE_SECONDS
-    """How long it may be without a word."""
+    patience_seconds: float
+    """How long it may be without a word and compute nothing, when nothing else is waited for."""
 
 
 class MirrorReport(Settings):
@@ -95,7 +94,7 @@ class MirrorProcess:
         while process.poll() is None:
             before = self.last
             with suppress(subprocess.TimeoutExpired):
-                process.wait(self.order.patience_seconds + _MORE_SECONDS)
+                process.wait(STUCK * self.order.patience_seconds + _MORE_SECONDS)
             self._hear()
             if self.last is before:
                 break

@@ -9,29 +9,36 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Final, cast
 
-from infra.errors import RheostatError
-from infra.store.runs import Run, open_run
+from infra.config import fingerprint_of
+from infra.errors import BadInput, RheostatError
+from infra.store.runs import TRACKERS, Run, open_run
 from infra.trackers.config import Tracker
 from infra.trackers.feed import STUCK, Feed, MirrorOrder, MirrorReport, send
 from infra.trackers.records import Mirror, OpenMirror, Product
 from infra.variants import implementation_of
 from models.records.versions import policy_of
-from tasks.run.keys import StageKey, evaluation_key, iteration_key
+from tasks.run.keys import StageKey
 from tasks.tracking.points import Place, places_after, point_at, subject_of
 
 COMMAND: Final = (sys.executable, "-P", "-m", "tasks.tracking.mirror")
 """`-P`: a user's module in the working directory is not ours."""
+PATIENCE_SECONDS = 60.0
+"""How long the end of a run waits for a tracker that says and computes nothing."""
 RETRY_SECONDS: Final = 30.0
 """Longest pause before a tracker that failed is tried again; a new iteration is tried at once."""
+COMPUTES_SECONDS: Final = 0.02  # of a processor between two looks; a thread that waits takes less
 SHOWN: Final = 300  # characters of an error
 
 
 def feed_of(run: Run, trackers: Sequence[Tracker]) -> Feed:
     """Name the processes that mirror a run."""
     home = run.store.uri.rpartition("/")[0]
-    return Feed(COMMAND, [MirrorOrder(store=home, run=run.name, tracker=tracker) for tracker in trackers])
+    patience = PATIENCE_SECONDS
+    orders = [MirrorOrder(store=home, run=run.name, tracker=each, patience_seconds=patience) for each in trackers]
+    return Feed(COMMAND, orders)
 
 
 class Watchdog:
@@ -40,25 +47,31 @@ class Watchdog:
     def __init__(self, seconds: float, lose: Callable[[str], None]) -> None:
         """Watch from a thread of its own; `lose` is told why before the end."""
         self._seconds, self._lose = seconds, lose
-        self._busy: float | None = None
+        self._began: float | None = None
         self.is_last = False
         """Whether nothing but this is waited for."""
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def begin(self) -> None:
         """Say that a call is under way, or that one has come so far."""
-        self._busy = time.monotonic()
+        self._began = time.monotonic()
 
     def rest(self) -> None:
         """Say that none is."""
-        self._busy = None
+        self._began = None
 
     def _watch(self) -> None:
+        alive, computed = time.monotonic(), time.process_time()
         while True:
             time.sleep(min(1.0, self._seconds / 4))
-            patience = self._seconds * (1 if self.is_last else STUCK)
-            if self._busy is not None and time.monotonic() - self._busy > patience:
-                self._lose(f"no answer for {patience:g} s")
+            now, spent, began = time.monotonic(), time.process_time(), self._began
+            if spent - computed > COMPUTES_SECONDS or began is None:  # importing takes long where many do it
+                alive = now
+            computed = spent
+            most = self._seconds * STUCK
+            silent = 0.0 if began is None else now - max(began, alive)
+            if began is not None and (silent > (self._seconds if self.is_last else most) or now - began > most):
+                self._lose(f"no answer for {now - began:.0f} s")
                 os._exit(0)
 
 
@@ -90,6 +103,9 @@ class Mirroring:
         self._order, self._told = order, told
         self._run: Run = open_run(order.store, order.run)
         self._mirror: Mirror | None = None
+        self._turn = ExitStack()
+        """Holds the tracker for this process: two would both write what both of them found missing."""
+        self._is_mine = False
         self._last: Place | None = None
         """The last point that is there."""
         self._points = 0
@@ -120,6 +136,7 @@ class Mirroring:
             self._lose(_spelt(error))
 
     def _bring(self) -> None:
+        self._take_turn()
         if self._mirror is None:
             opened = cast(OpenMirror, implementation_of(self._order.tracker))
             self._mirror = opened(subject_of(self._run), self._order.tracker)
@@ -131,6 +148,14 @@ class Mirroring:
             self._last = place
             self.watchdog.begin()
             self._report()
+
+    def _take_turn(self) -> None:
+        if not self._is_mine:
+            name = fingerprint_of(self._order.model_dump(mode="json", include={"tracker"}))
+            self._is_mine = self._turn.enter_context(self._run.store.hold(f"{TRACKERS}{name}")) is not None
+            if not self._is_mine:
+                self._turn.close()
+                raise BadInput("another process brings the run there, such as the one that trains it")
 
     def _report(self, *, is_over: bool = False) -> None:
         self._send(MirrorReport(tracker=self._order.tracker.known_as, is_over=is_over))
@@ -145,13 +170,11 @@ class Mirroring:
 
 def product_of(run: Run) -> Product | None:
     """What a run ended with: the policy that was evaluated behind its last iteration; none while it goes on."""
-    number = 0
-    while run.has(StageKey.of(iteration_key(number + 1), "seal")):
-        number += 1
-    if not number or not run.has(StageKey.of(evaluation_key(number), "summary")):
+    places = [*places_after(run, None)]
+    if not places or places[-1].series != "evaluation" or not places[-1].step:
         return None
-    policy = policy_of(run.require(StageKey.policy(number)))
-    return Product(number, policy.digest, f"{run.store.uri}/{(policy.adapter or policy.weights).key}")
+    policy = policy_of(run.require(StageKey.policy(places[-1].step)))
+    return Product(places[-1].step, policy.digest, f"{run.store.uri}/{(policy.adapter or policy.weights).key}")
 
 
 def _spelt(error: Exception) -> str:

@@ -35,18 +35,19 @@ def subject_of(run: Run) -> Subject:
 
 def places_after(run: Run, last: Place | None) -> Iterator[Place]:
     """Name what a run has beyond a point, in order: the evaluation after an iteration comes behind it."""
+    folders = {*run.folders()}
+
+    def is_there(batch: str, stage: str) -> bool:
+        return batch in folders and run.has(StageKey.of(batch, stage))
+
     number = 0 if last is None else last.step
-    if last is None or last.series == "iteration":
-        yield from _evaluation(run, number)
-    while run.has(StageKey.of(iteration_key(number + 1), "seal")):
+    if (last is None or last.series == "iteration") and is_there(evaluation_key(number), "summary"):
+        yield Place("evaluation", number)
+    while is_there(iteration_key(number + 1), "seal"):
         number += 1
         yield Place("iteration", number)
-        yield from _evaluation(run, number)
-
-
-def _evaluation(run: Run, number: int) -> Iterator[Place]:
-    if run.has(StageKey.of(evaluation_key(number), "summary")):
-        yield Place("evaluation", number)
+        if is_there(evaluation_key(number), "summary"):
+            yield Place("evaluation", number)
 
 
 def point_at(run: Run, place: Place, *, samples: bool = False) -> Point:

@@ -1,0 +1,238 @@
+"""Runs whose iterations and evaluations are mirrored from the store, by trackers that are up, down, and silent."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infra.store.copies import copy_run
+from infra.store.runs import METRICS, create_run, open_run
+from tasks.config.run import parse_config
+from tasks.run.keys import StageKey, iteration_key
+from tasks.tracking import mirror
+from tasks.tracking.exporter import RunsCollector
+from tasks.tracking.metrics_file import extend_metrics
+from tasks.tracking.mirror import product_of
+from tasks.tracking.points import Place, places_after, subject_of
+from tasks.tracking.samples import COLUMNS, chosen_rows, sample_table
+from tasks.views.metrics import evaluations_of, reports_of
+from tests.support.in_process import InProcessJob
+from tests.support.jobs import manifests_of
+from tests.support.trackers import tensorboard_series
+
+pytestmark = pytest.mark.timeout(1200)
+
+ORDER = [("evaluation", 0), ("iteration", 1), ("iteration", 2), ("iteration", 3), ("evaluation", 3)]
+"""What there is to say of the tiny run."""
+OWN = "{kind='target', target='tests.support.trackers:%s', options={%s}}"
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def places(lines) -> list[tuple[object, object]]:
+    return [(line["series"], line["step"]) for line in lines]
+
+
+@pytest.fixture
+def copied(reference, tmp_path, prefect_api):
+    """The finished tiny run, to be changed as one likes."""
+    shutil.copytree(reference.run, tmp_path / "store" / "tiny")
+    return InProcessJob(tmp_path, prefect_api)
+
+
+# ---- metrics.jsonl
+
+
+def test_every_run_leaves_a_line_for_each_iteration_and_evaluation_that_says_what_its_seals_say(reference):
+    lines, run = lines_of(reference.run / METRICS), open_run(str(reference.store), "tiny")
+    assert places(lines) == ORDER
+    reports = reports_of(run, term="target")
+    told = [line for line in lines if line["series"] == "iteration"]
+    assert [line["credit/term_target_mean"] for line in told] == [report.accuracy for report in reports]
+    assert [line["update/kl_old"] for line in told] == [report.kl for report in reports]
+    assert [line["seconds/total"] for line in told] == [report.seconds["total"] for report in reports]
+    assert [line["credit/groups_without_spread"] for line in told] == [
+        1 - line["credit/informative_groups"] / line["credit/groups"] for line in told
+    ]
+    held_out = [line["eval/accuracy"] for line in lines if line["series"] == "evaluation"]
+    assert held_out == [accuracy.mean for accuracy in evaluations_of(run)]
+
+
+@pytest.mark.parametrize("damage", ["gone", "torn", "cut", "another", "whole"])
+def test_metrics_that_are_gone_or_torn_are_made_again_to_the_byte(copied, damage):
+    path, run = copied.run / METRICS, open_run(str(copied.store), "tiny")
+    whole = path.read_text()
+    lines = whole.splitlines(keepends=True)
+    left = {"gone": "", "torn": whole[:-3], "cut": "".join(lines[:2]), "another": "no metrics\n", "whole": whole}
+    path.unlink() if damage == "gone" else path.write_text(left[damage])
+    extend_metrics(run)
+    assert path.read_text() == whole
+
+
+def test_metrics_are_no_part_of_a_run_its_copies_and_its_verification(copied, tmp_path):
+    (copied.run / METRICS).write_text("anything\n")
+    ended = copied.command("verify")
+    assert ended.code == 0 and METRICS not in ended.output
+    made = copy_run("tiny", str(copied.store), str(tmp_path / "other"))
+    assert not made.run.store.exists(METRICS)
+    extend_metrics(made.run)
+    copy_run("tiny", str(copied.store), str(tmp_path / "other"))
+
+
+def test_points_come_in_order_an_evaluation_behind_its_iteration(reference):
+    run = open_run(str(reference.store), "tiny")
+    assert [(place.series, place.step) for place in places_after(run, None)] == ORDER
+    for done, place in enumerate(ORDER, start=1):
+        assert [(each.series, each.step) for each in places_after(run, Place(*place))] == ORDER[done:]
+
+
+# ---- identity
+
+
+def test_tracking_is_no_part_of_what_a_run_is_and_a_run_made_again_is_another_to_trackers(tmp_path):
+    plain = parse_config({}, source="plain")
+    tracked = parse_config({"tracking": [{"kind": "wandb", "project": "assistant"}]}, source="tracked")
+    assert plain.identity() == tracked.identity()
+    runs = [create_run(str(tmp_path / name), "demo.v2", plain.identity()) for name in "ab"]
+    later = runs[1].record.model_copy(update={"created": "2030-01-01T00:00:00+00:00"})
+    runs[1].record = later
+    first, second = (subject_of(run).identity for run in runs)
+    assert first != second and second == f"demo-v2-{later.fingerprint[:8]}-20300101000000"
+
+
+# ---- samples
+
+
+def test_samples_are_the_best_the_worst_and_some_at_random_the_same_each_time(reference):
+    run = open_run(str(reference.store), "tiny")
+    table = sample_table(run, 2)
+    assert table == sample_table(run, 2)
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in table.rows]
+    assert [row["why"] for row in rows] == ["best"] * 4 + ["worst"] * 4 + ["random"] * 8
+    stored = {
+        (row["prompt_id"], row["sample"]): row
+        for row in json.loads(reference.command("rollouts", "--iteration", "2", "--limit", "99", "--json").output)
+    }
+    rewards = sorted(row["reward"] for row in stored.values())
+    assert [row["reward"] for row in rows[:8]] == [*rewards[-4:], *rewards[3::-1]]
+    assert len({(row["prompt_id"], row["sample"]) for row in rows}) == 16
+    for row in rows:
+        same = stored[row["prompt_id"], row["sample"]]
+        assert [row[name] for name in ("prompt", "completion", "reward", "tokens")] == [
+            same[name] for name in ("prompt", "completion", "reward", "tokens")
+        ]
+
+
+def test_few_completions_are_shown_once_each_and_those_without_a_reward_at_random(reference):
+    import numpy as np
+
+    nan = float("nan")
+    assert chosen_rows(np.array([0.0, 1.0, nan]), seed=1) == {1: "best", 0: "best", 2: "random"}
+    assert list(chosen_rows(np.arange(9.0), seed=1).values()) == ["best"] * 4 + ["worst"] * 4 + ["random"]
+    many = np.arange(40.0)
+    assert chosen_rows(many, seed=1) != chosen_rows(many, seed=2)
+
+
+# ---- Prometheus
+
+
+def test_prometheus_is_told_the_newest_numbers_of_every_run_and_the_dashboard_asks_for_no_others(reference):
+    told = {family.name: family for family in RunsCollector(str(reference.store), []).collect()}
+    last = lines_of(reference.run / METRICS)
+    values = {name: family.samples[0].value for name, family in told.items()}
+    assert values["rheostat_iteration"] == 3 and values["rheostat_evaluation"] == 3
+    assert values["rheostat_credit_reward_mean"] == last[3]["credit/reward_mean"]
+    assert values["rheostat_eval_accuracy"] == last[4]["eval/accuracy"]
+    assert {sample.labels["run"] for family in told.values() for sample in family.samples} == {"tiny"}
+    dashboard = json.loads((Path(__file__).parents[2] / "infra/grafana.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = {name for name in told if any(name in expression for expression in asked)}
+    assert len(named) >= len(dashboard["panels"]) > 5
+    for expression in asked:
+        assert any(name in expression for name in told), expression
+
+
+# ---- trackers
+
+
+@pytest.mark.system
+def test_a_run_goes_on_while_one_tracker_is_down_and_one_is_silent_and_they_catch_up_from_the_store(
+    tmp_path, prefect_api, reference, monkeypatch, caplog
+):
+    monkeypatch.setattr(mirror, "PATIENCE_SECONDS", 15.0)
+    blocker, written = tmp_path / "blocker", tmp_path / "written"
+    blocker.touch()
+    down = OWN % ("DownTracker", f"path='{written}', blocker='{blocker}'")
+    silent, board = OWN % ("HangingTracker", ""), f"{{kind='tensorboard', directory='{tmp_path}/board'}}"
+    job = InProcessJob(tmp_path, prefect_api)
+    with caplog.at_level(logging.WARNING):
+        job.train(f"tracking=[{down}, {silent}, {board}]")
+    assert manifests_of(job.run) == manifests_of(reference.run)
+    assert "ConnectionError: nobody listens at tracker.example.com; the run goes on" in caplog.text
+    assert "does not have all of the run; `rheostat track tiny --tracking CONFIG` brings it there" in caplog.text
+    assert caplog.text.count("nobody listens") == 1, "a problem is told once"
+    subject = subject_of(open_run(str(job.store), "tiny"))
+    series = tensorboard_series(tmp_path / "board" / subject.identity)
+    assert set(series.values()) == {1}
+    assert sorted(step for tag, step in series if tag == "credit/reward_mean") == [1, 2, 3]
+    assert sorted(step for tag, step in series if tag == "eval/accuracy") == [0, 3]
+
+    blocker.unlink()
+    caught = job.command("track", "--tracking", f"tracking=[{down}, {board}]", "--json")
+    assert caught.code == 0
+    told = {report["tracker"]: report["points"] for report in json.loads(caught.output)["trackers"]}
+    assert told == {"tests.support.trackers:DownTracker": 5, "tensorboard": 0}
+    lines = [json.loads(line) for line in written.read_text().splitlines()]
+    assert [(series, step) for series, step, _, _ in lines] == ORDER
+    assert [rows for *_, rows in lines] == [None, 16, 16, 16, None]
+    assert written.with_suffix(".ended").read_text() == product_of(open_run(str(job.store), "tiny")).digest
+
+    job.train("iterations=4", f"tracking=[{down}, {board}]")
+    assert len(written.read_text().splitlines()) == 7
+    series = tensorboard_series(tmp_path / "board" / subject.identity)
+    assert set(series.values()) == {1}
+    assert sorted(step for tag, step in series if tag == "credit/reward_mean") == [1, 2, 3, 4]
+    assert "tracking" not in open_run(str(job.store), "tiny").record.config
+
+
+@pytest.mark.system
+def test_a_command_says_which_tracker_is_behind_and_why(copied, monkeypatch):
+    monkeypatch.setattr(mirror, "PATIENCE_SECONDS", 15.0)
+    blocker = copied.home / "blocker"
+    blocker.touch()
+    down = OWN % ("DownTracker", f"path='{copied.home}/written', blocker='{blocker}'")
+    ended = copied.command("track", "--tracking", f"tracking=[{down}, {OWN % ('HangingTracker', '')}]")
+    assert ended.code == 1
+    assert "DownTracker: not up to date: ConnectionError: nobody listens at tracker.example.com" in ended.output
+    assert "HangingTracker: not up to date: no answer for " in ended.output
+
+
+def test_a_tracker_that_there_is_not_is_one_line_before_anything_is_written(copied):
+    ended = copied.command("track", "--tracking", 'kind="tensrboard"')
+    assert (ended.code, ended.output) == (
+        2,
+        "rheostat: --tracking: tracking.0.kind: expected 'tensorboard' or 'mlflow' or 'wandb' or 'target', got "
+        "'tensrboard'; did you mean 'tensorboard'?\n",
+    )
+
+
+def test_metrics_are_written_without_any_tracker(copied):
+    whole = (copied.run / METRICS).read_text()
+    (copied.run / METRICS).write_text("")
+    ended = copied.command("track")
+    assert (ended.code, ended.output) == (0, f"run tiny: {copied.run / METRICS}\n")
+    assert (copied.run / METRICS).read_text() == whole
+
+
+def test_rollouts_that_were_deleted_leave_no_samples(copied):
+    run = open_run(str(copied.store), "tiny")
+    from infra.store.garbage import delete_run
+
+    with run.hold():
+        delete_run(run, why="a test")
+    assert sample_table(open_run(str(copied.store), "tiny"), 2) is None
+    assert run.has(StageKey.of(iteration_key(2), "seal"))
