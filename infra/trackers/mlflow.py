@@ -9,7 +9,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
 from infra.trackers.config import MlflowTracker
-from infra.trackers.records import Point, Product, Subject, Table, flattened
+from infra.trackers.records import Point, Product, Subject, TextTable, flattened
 
 LOCAL_URI = "sqlite:///mlflow.db"
 TAG = "rheostat.run"
@@ -49,7 +49,7 @@ class TrackedRun:
         """Whether a metric has no value at this step, or the table is not there."""
         return bool(self._missing(point)) or self._lacks_table(point)
 
-    def write(self, point: Point, table: Table | None) -> None:
+    def write(self, point: Point, table: TextTable | None) -> None:
         """Add the values that are missing."""
         now = int(time.time() * 1000)
         missing = self._missing(point)

@@ -26,7 +26,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TextTable:
     """Rows for people to read."""
 
     columns: tuple[str, ...]
@@ -54,7 +54,7 @@ class Point:
     step: int
     scalars: Mapping[str, float]
     """By names that no other series has."""
-    samples: Callable[[], Table | None] | None = None
+    samples: Callable[[], TextTable | None] | None = None
     """Reads the table of this step, if it has one that is still there."""
 
 
@@ -75,7 +75,7 @@ class Mirror(Protocol):
         """Whether some of a point is not there yet; points come in order, at each opening from the first on."""
         ...
 
-    def write(self, point: Point, table: Table | None) -> None:
+    def write(self, point: Point, table: TextTable | None) -> None:
         """Add what is not there yet of a point."""
         ...
 

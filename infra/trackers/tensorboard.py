@@ -9,7 +9,7 @@ from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
 
 from infra.trackers.config import TensorBoardTracker
-from infra.trackers.records import Point, Product, Subject, Table, flattened
+from infra.trackers.records import Point, Product, Subject, TextTable, flattened
 
 SAMPLES = "samples"
 _FRAME = struct.Struct("<QI")  # length of the event and its checksum; another checksum of 4 bytes follows the event
@@ -25,14 +25,14 @@ class EventFiles:
         # Its name has the second alone: another that begins in the same one would take this file's place.
         self._writer = SummaryWriter(str(folder), flush_secs=3600, filename_suffix=f".{time.time_ns()}")
         if ("config/text_summary", 0) not in self._known:
-            table = Table(("key", "value"), tuple(flattened(subject.config)))
+            table = TextTable(("key", "value"), tuple(flattened(subject.config)))
             self._writer.add_text("config", table.markdown(), 0)
 
     def lacks(self, point: Point) -> bool:
         """Whether a tag has no value at this step."""
         return bool(self._missing(point)) or self._lacks_table(point)
 
-    def write(self, point: Point, table: Table | None) -> None:
+    def write(self, point: Point, table: TextTable | None) -> None:
         """Add the values that are missing, and have them on the disk."""
         for tag in self._missing(point):
             self._writer.add_scalar(tag, point.scalars[tag], point.step)

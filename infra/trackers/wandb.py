@@ -9,7 +9,7 @@ import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from infra.trackers.config import WandbTracker
-from infra.trackers.records import Point, Product, Series, Subject, Table
+from infra.trackers.records import Point, Product, Series, Subject, TextTable
 
 SAMPLES = "samples"
 FIRST: dict[Series, int] = {"iteration": 0, "evaluation": -1}
@@ -57,7 +57,7 @@ class LoggedRun:
         """Whether its step is behind the last row of its series."""
         return point.step > self._last[point.series]
 
-    def write(self, point: Point, table: Table | None) -> None:
+    def write(self, point: Point, table: TextTable | None) -> None:
         """Add its row. An evaluation waits in an open row, which the iteration that follows shares."""
         if not self.lacks(point):
             return

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from infra.store.lines import extend_lines, replace_lines
 from infra.store.runs import METRICS, Run
-from tasks.tracking.points import Place, places_after, point_at
+from tasks.tracking.points import PointName, places_after, point_at
 
 
 def renew_metrics(run: Run) -> str:
@@ -25,12 +25,12 @@ def _following(run: Run, line: str) -> Iterator[str] | None:
         return _lines(run, None)
     try:
         last = json.loads(line)
-        return _lines(run, Place(last["series"], int(last["step"])))
+        return _lines(run, PointName(last["series"], int(last["step"])))
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _lines(run: Run, last: Place | None) -> Iterator[str]:
+def _lines(run: Run, last: PointName | None) -> Iterator[str]:
     for place in places_after(run, last):
         point = point_at(run, place)
         yield json.dumps({"series": point.series, "step": point.step, **point.scalars})

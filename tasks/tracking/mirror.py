@@ -21,7 +21,7 @@ from infra.trackers.records import Mirror, OpenMirror, Product
 from infra.variants import implementation_of
 from models.records.versions import policy_of
 from tasks.run.keys import StageKey
-from tasks.tracking.points import Place, places_after, point_at, subject_of
+from tasks.tracking.points import PointName, places_after, point_at, subject_of
 
 COMMAND: Final = (sys.executable, "-P", "-m", "tasks.tracking.mirror")
 """`-P`: a user's module in the working directory is not ours."""
@@ -106,7 +106,7 @@ class Mirroring:
         self._turn = ExitStack()
         """Holds the tracker for this process: two would both write what both of them found missing."""
         self._is_mine = False
-        self._last: Place | None = None
+        self._last: PointName | None = None
         """The last point that is there."""
         self._points = 0
         self.watchdog = Watchdog(order.patience_seconds, self._lose)

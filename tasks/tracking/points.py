@@ -19,7 +19,7 @@ NOT_SECONDS: Final = "weights_bytes"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PointName:
     """A point by its name."""
 
     series: Series
@@ -33,7 +33,7 @@ def subject_of(run: Run) -> Subject:
     return Subject(name=run.name, identity=identity, config=run.record.config)
 
 
-def places_after(run: Run, last: Place | None) -> Iterator[Place]:
+def places_after(run: Run, last: PointName | None) -> Iterator[PointName]:
     """Name what a run has beyond a point, in order: the evaluation after an iteration comes behind it."""
     folders = {*run.folders()}
 
@@ -42,15 +42,15 @@ def places_after(run: Run, last: Place | None) -> Iterator[Place]:
 
     number = 0 if last is None else last.step
     if (last is None or last.series == "iteration") and is_there(evaluation_key(number), "summary"):
-        yield Place("evaluation", number)
+        yield PointName("evaluation", number)
     while is_there(iteration_key(number + 1), "seal"):
         number += 1
-        yield Place("iteration", number)
+        yield PointName("iteration", number)
         if is_there(evaluation_key(number), "summary"):
-            yield Place("evaluation", number)
+            yield PointName("evaluation", number)
 
 
-def point_at(run: Run, place: Place, *, samples: bool = False) -> Point:
+def point_at(run: Run, place: PointName, *, samples: bool = False) -> Point:
     """Read what there is to say of a point, with `samples` of its completions for who asks."""
     if place.series == "evaluation":
         summary = run.require(StageKey.of(evaluation_key(place.step), "summary"))

@@ -7,7 +7,7 @@ import numpy as np
 
 from infra.store.runs import Run
 from infra.store.shards import read_shard
-from infra.trackers.records import Cell, Table
+from infra.trackers.records import Cell, TextTable
 from models.records.columns import Floats
 from models.records.seeds import derive_seed
 from models.records.work import ScoredShard
@@ -22,7 +22,7 @@ CHARACTERS: Final = 2000
 COLUMNS: Final = ("why", "reward", "prompt", "completion", "answer", "tokens", "finish", "prompt_id", "sample")
 
 
-def sample_table(run: Run, iteration: int) -> Table | None:
+def sample_table(run: Run, iteration: int) -> TextTable | None:
     """Read some completions of an iteration, the same each time; none where its rollouts were deleted."""
     if without_rollouts(run, [iteration]):
         return None
@@ -38,7 +38,7 @@ def sample_table(run: Run, iteration: int) -> Table | None:
             run.store, pair, local, iteration=iteration, characters=CHARACTERS, media=media_of(run, "train")
         )
         found |= dict(zip(rows, read, strict=True))
-    return Table(COLUMNS, tuple(_cells(why, found[row]) for row, why in chosen.items()))
+    return TextTable(COLUMNS, tuple(_cells(why, found[row]) for row, why in chosen.items()))
 
 
 def chosen_rows(rewards_N: Floats, *, seed: int) -> dict[int, str]:

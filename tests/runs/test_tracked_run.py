@@ -15,7 +15,7 @@ from tasks.tracking import mirror
 from tasks.tracking.exporter import RunsCollector
 from tasks.tracking.metrics_file import extend_metrics
 from tasks.tracking.mirror import product_of
-from tasks.tracking.points import Place, places_after, subject_of
+from tasks.tracking.points import PointName, places_after, subject_of
 from tasks.tracking.samples import COLUMNS, chosen_rows, sample_table
 from tasks.views.metrics import evaluations_of, reports_of
 from tests.support.in_process import InProcessJob
@@ -87,7 +87,7 @@ def test_points_come_in_order_an_evaluation_behind_its_iteration(reference):
     run = open_run(str(reference.store), "tiny")
     assert [(place.series, place.step) for place in places_after(run, None)] == ORDER
     for done, place in enumerate(ORDER, start=1):
-        assert [(each.series, each.step) for each in places_after(run, Place(*place))] == ORDER[done:]
+        assert [(each.series, each.step) for each in places_after(run, PointName(*place))] == ORDER[done:]
 
 
 # ---- identity

@@ -10,7 +10,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from infra.trackers.config import Tracker
-from infra.trackers.records import Point, Product, Subject, Table
+from infra.trackers.records import Point, Product, Subject, TextTable
 
 
 class FileTracker(Tracker):
@@ -30,7 +30,7 @@ class FileMirror:
     def lacks(self, point: Point) -> bool:
         return (point.series, point.step) not in self.known
 
-    def write(self, point: Point, table: Table | None) -> None:
+    def write(self, point: Point, table: TextTable | None) -> None:
         with self.path.open("a") as file:
             rows = None if table is None else len(table.rows)
             file.write(json.dumps([point.series, point.step, dict(point.scalars), rows]) + "\n")

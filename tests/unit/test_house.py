@@ -11,6 +11,7 @@ from pathlib import Path
 import grimp
 import pytest
 
+from infra.trackers.config import Tracker
 from infra.variants import Variant
 from models.config.algorithms import Algorithm
 from models.config.data import DataSource, Preferences
@@ -38,6 +39,7 @@ VARIANTS = (
     RewardTerm,
     ServedModel,
     Teacher,
+    Tracker,
 )
 TRACKED = subprocess.run(["git", "ls-files"], cwd=HOME, capture_output=True, text=True, check=True).stdout.split()
 

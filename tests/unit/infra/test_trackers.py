@@ -6,12 +6,12 @@ from pydantic import TypeAdapter, ValidationError
 from infra.errors import BadInput
 from infra.trackers import config
 from infra.trackers.config import TensorBoardTracker, TrackerConfig, check_tracker
-from infra.trackers.records import Point, Product, Subject, Table, flattened
+from infra.trackers.records import Point, Product, Subject, TextTable, flattened
 from infra.trackers.tensorboard import open_mirror
 from tests.support.trackers import FileTracker, tensorboard_series, tensorboard_values
 
 SUBJECT = Subject("demo", "demo-0123abcd-20260101000000", {"seed": 1, "data": {"kind": "file", "path": "a.jsonl"}})
-TABLE = Table(("reward", "completion"), ((1.0, "4 + 4 = 8\n#### 8"), (None, "<script>alert(1)</script> | [a](b)")))
+TABLE = TextTable(("reward", "completion"), ((1.0, "4 + 4 = 8\n#### 8"), (None, "<script>alert(1)</script> | [a](b)")))
 
 
 def iteration(step: int, **scalars: float) -> Point:
