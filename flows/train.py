@@ -13,11 +13,12 @@ from tasks.commit import retire_policies, retire_rollouts
 from tasks.config.run import RunConfig
 from tasks.costs import account, check_budget
 from tasks.preparation import start_pools
-from tasks.reporting import RunSummary, report_run, resume_point, showing_progress
+from tasks.reporting import report_run, resume_point, showing_progress
 from tasks.run.iteration import Iteration
 from tasks.run.keys import evaluation_key
 from tasks.run.session import Session
 from tasks.tracking.follow import tracked
+from tasks.views.summary import RunSummary
 
 
 @flow(
@@ -54,17 +55,18 @@ async def iterate(session: Session) -> None:
         await warmup(session.ref)
         if config.evaluation.is_due(left.start - 1):
             await evaluation(session, left.start - 1)
-        async with showing_progress(session), asyncio.TaskGroup() as beside:
-            closed = None
-            async for number in generated(beside, session, left):
-                await learning(session, number)
-                is_spent = await account(session, number)
-                if closed is not None:
-                    await closed
-                closed = beside.create_task(closing(session, number, thread))
-                if is_spent:  # what is generated ahead is committed, and kept for who goes on
-                    break
-                if config.evaluation.is_due(number):
-                    await evaluation(session, number)
-    check_budget(session)
+        async with showing_progress(session):
+            async with asyncio.TaskGroup() as beside:
+                closed = None
+                async for number in generated(beside, session, left):
+                    await learning(session, number)
+                    is_spent = await account(session, number)
+                    if closed is not None:
+                        await closed
+                    closed = beside.create_task(closing(session, number, thread))
+                    if is_spent:  # what is generated ahead is committed, and kept for who goes on
+                        break
+                    if config.evaluation.is_due(number):
+                        await evaluation(session, number)
+            check_budget(session)
     await evaluation(session, config.iterations)

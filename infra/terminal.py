@@ -4,8 +4,9 @@ import os
 import shlex
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TextIO, get_args, get_origin
 
 from cyclopts import (
     App,
@@ -18,6 +19,12 @@ from cyclopts import (
 )
 
 from infra.errors import RheostatError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH: Final = 100
+"""Columns that output takes at most, however wide a terminal is."""
 
 Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
 """An option that most commands have."""
@@ -76,6 +83,29 @@ def write(text: str) -> None:
     """Print one piece of output at once, so that a reader of our pipe sees it when it is made."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def console(stream: TextIO | None = None) -> "Console":
+    """Open a terminal, or what stands in its place: without colours where it is none, or NO_COLOR is set."""
+    from rich.console import Console
+
+    made = Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False)
+    made.width = min(WIDTH, made.width) if made.is_terminal else WIDTH
+    return made
+
+
+def visible(text: str) -> str:
+    """A policy may write anything: control characters are shown, not obeyed by the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t " else f"\\x{ord(c):02x}" for c in text)
+
+
+def wrapped(text: str, *, indent: int = 9) -> str:
+    """Break a text's long lines between words."""
+    broken = (
+        textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
+    return "\n".join("\n".join(lines) for lines in broken)
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:

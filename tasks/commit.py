@@ -29,6 +29,7 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
     seconds = {
         "rollout": max((m.provenance.seconds["stage"] for m in rollouts), default=0.0),
         "scoring": sum(m.provenance.seconds["worker"] for m in scores),
+        "scoring_after": _later(scores, rollouts),
         "estimates": sum(m.provenance.seconds["stage"] for m in auxiliary),
         "credit": credit.provenance.seconds["stage"],
         "update": update.provenance.seconds["stage"],
@@ -57,6 +58,14 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
     )
     finish(session, iteration.key)
     return sealed
+
+
+def _later(scores: Sequence[Manifest], rollouts: Sequence[Manifest]) -> float:
+    """Seconds from the last rollout's commit to the last score's, in which nothing else of an iteration goes on."""
+    last = [
+        max((datetime.fromisoformat(m.provenance.created) for m in made), default=None) for made in (scores, rollouts)
+    ]
+    return max(0.0, (last[0] - last[1]).total_seconds()) if last[0] and last[1] else 0.0
 
 
 def _waited(rollouts: Sequence[Manifest]) -> dict[str, float]:

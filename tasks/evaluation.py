@@ -8,6 +8,7 @@ from infra.store.manifests import Manifest
 from infra.store.shards import read_shard
 from models.rewards.scores import problem_metrics
 from tasks.costs import costs_of, held_since
+from tasks.preparation import FROM_STORE
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey
 from tasks.run.session import Session
@@ -24,11 +25,14 @@ def is_summarised(batch: Batch) -> bool:
 
 async def summarise_evaluation(session: Session, batch: Batch) -> Accuracy:
     """Commit the accuracy of one evaluated policy."""
-    costs = {} if is_summarised(batch) else costs_of(session, [batch], await held_since(session))
+    found = is_summarised(batch)
+    costs = {} if found else costs_of(session, [batch], await held_since(session))
     session.account.take(costs)
     accuracy = _commit(session, batch, costs)
     finish(session, batch.key)
-    logger.info("held-out accuracy after %d iterations: %s", accuracy.number, accuracy.line())
+    if accuracy.number == 0 or accuracy.number < session.settings.iterations:  # the last one is told in the summary
+        of_before = FROM_STORE if found else ""
+        logger.info("held-out accuracy after %d iterations: %s%s", accuracy.number, accuracy.line(), of_before)
     return accuracy
 
 
@@ -48,7 +52,7 @@ def _commit(session: Session, batch: Batch, costs: Mapping[str, Cost]) -> Accura
         metrics=_sums(scores, term) if batch.plan.group_size == 1 else _means(session, batch, term),
         provenance=decided_here(costs=costs),
     )
-    return accuracy_of(manifest)
+    return accuracy_of(manifest, temperature=session.settings.evaluation.temperature)
 
 
 def _sums(scores: Sequence[Manifest], term: str) -> dict[str, float]:

@@ -5,6 +5,7 @@ started from anywhere else than the command line is checked too.
 """
 
 import logging
+from typing import Final
 
 from infra.store.manifests import Manifest
 from models.config.environments import DialogueEnvironment
@@ -83,6 +84,9 @@ async def begin(session: Session) -> None:
 
 SHOWN_LOSSES = 6
 
+FROM_STORE: Final = " (from the store)"
+"""Said of what was made before this process."""
+
 
 def is_fine_tuned(session: Session) -> bool:
     """Whether the policy imitates worked examples first."""
@@ -101,10 +105,8 @@ async def fine_tune(session: Session) -> Manifest:
     assert settings.warmup is not None, "fine_tune where is_fine_tuned"
     base = session.run.require(BASE)
     work = WarmupWork(policy=policy_of(base), data=settings.data, warmup=settings.warmup, seed=settings.seed)
-    logger.info("warm-up: %d steps of %d examples", settings.warmup.steps, settings.warmup.batch_size)
-    tuned = await once(session, SFT, role="update", method="warmup", work=work, parents=[base])
-    logger.info("warm-up: %s", losses_line(tuned))
-    return tuned
+    course = f"{settings.warmup.steps} steps of {settings.warmup.batch_size} examples"
+    return await _train(session, SFT, "warm-up", course=course, method="warmup", work=work, parents=[base])
 
 
 @stage("preferences of the policy", retries=2)
@@ -120,10 +122,8 @@ async def prefer(session: Session) -> Manifest:
         dpo=settings.dpo,
         seed=settings.seed,
     )
-    logger.info("DPO: %d steps of %d pairs", settings.dpo.steps, settings.dpo.batch_size)
-    preferring = await once(session, DPO, role="update", method="prefer", work=work, parents=[start])
-    logger.info("DPO: %s", losses_line(preferring))
-    return preferring
+    course = f"{settings.dpo.steps} steps of {settings.dpo.batch_size} pairs"
+    return await _train(session, DPO, "DPO", course=course, method="prefer", work=work, parents=[start])
 
 
 @stage("policy 0")
@@ -131,6 +131,18 @@ async def begin_with(session: Session) -> Manifest:
     """Commit version 0: the policy after all its training on data alone."""
     trained = session.run.require(DPO if is_preferring(session) else SFT if is_fine_tuned(session) else BASE)
     return record(session, StageKey.policy(0), parents=[trained], bundles=trained.bundles, detail={"version": 0})
+
+
+async def _train(
+    session: Session, key: StageKey, what: str, *, course: str, method: str, work: object, parents: list[Manifest]
+) -> Manifest:
+    """Have the update ranks train a model on data alone, and tell how that went, or had gone before."""
+    found = session.run.find(key)
+    if found is None:
+        logger.info("%s: %s", what, course)
+    trained = await once(session, key, role="update", method=method, work=work, parents=parents)
+    logger.info("%s: %s%s", what, losses_line(trained), "" if found is None else FROM_STORE)
+    return trained
 
 
 def losses_line(trained: Manifest) -> str:
@@ -174,10 +186,7 @@ async def train_reward_model(session: Session, term: str, base: Manifest, prefix
     )
     if work is None:
         return record(session, key, parents=[base], bundles=base.bundles, detail={"version": 0})
-    logger.info("%s: %s", term, work.course)
-    trained = await once(session, key, role="update", method=work.method, work=work, parents=[base])
-    logger.info("%s: %s", term, losses_line(trained))
-    return trained
+    return await _train(session, key, term, course=work.course, method=work.method, work=work, parents=[base])
 
 
 def held_dialogue(settings: RunConfig) -> DialogueEnvironment | None:
@@ -202,7 +211,5 @@ async def train_user(session: Session, dialogue: DialogueEnvironment, base: Mani
         return record(session, USER, parents=[base], bundles=base.bundles, detail={"version": 0})
     user = policy_of(base)
     work = UserWarmupWork(user=user, environment=dialogue, data=settings.data, warmup=warmup, seed=settings.seed)
-    logger.info("user: %d steps of %d examples", warmup.steps, warmup.batch_size)
-    trained = await once(session, USER, role="update", method="warm_user", work=work, parents=[base])
-    logger.info("user: %s", losses_line(trained))
-    return trained
+    course = f"{warmup.steps} steps of {warmup.batch_size} examples"
+    return await _train(session, USER, "user", course=course, method="warm_user", work=work, parents=[base])

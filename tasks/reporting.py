@@ -4,14 +4,11 @@ Of training on data alone: losses, held-out pairs, held-out accuracy.
 """
 
 import asyncio
-import base64
-import io
 import logging
-import re
-import string
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
 
 from prefect import get_client
 from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, acreate_table_artifact
@@ -19,61 +16,45 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.exceptions import ObjectNotFound
 
 from infra.config import Settings
-from infra.costs import Cost, total
-from infra.errors import Damaged
+from infra.costs import total
+from infra.errors import Damaged, RheostatError
 from infra.store.manifests import Manifest
+from infra.store.progress import note_goal
+from infra.store.runs import Run
 from models.records.versions import directory_of, policy_of
 from models.records.work import ExcerptWork, ScoredShard
-from models.rollouts.preview import PICTURED, Excerpts, RolloutPreview
-from tasks.preparation import losses_of
+from models.rollouts.preview import Excerpts
+from tasks.preparation import FROM_STORE, losses_of
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, artifact_key, iteration_key, iterations_among
 from tasks.run.session import Session
 from tasks.run.stages import stage
+from tasks.views.diagnosis import summed_up
 from tasks.views.metrics import (
     Accuracy,
     IterationReport,
     evaluations_of,
     iteration_table,
+    mean_stages,
     newest_reports,
     reports_of,
     run_costs,
 )
-from tasks.views.plots import learning_curve, loss_curves
+from tasks.views.plots import Curves, draw_aside, draw_here, learning_curves, loss_curves
+from tasks.views.summary import RunSummary, places_of, rollout_table, standing_text, summary_lines, summary_page
 
 logger = logging.getLogger(__name__)
 
 PAGES_SECONDS = 5.0  # between two renewals, which the driver and the server pay for
 LAST_PAGE_SECONDS = 2.0  # for the renewal as a run ends, whose API may be what ended it
+LAST_SUMMARY_SECONDS = 4.0  # for its summary then: less than a process that was told to end has left
 TABLE_ROWS = 50  # of the iterations table while a run goes on; the last one has all
 LINE_ROWS = 5  # whose mean time says how long the rest will take
 SAMPLE_ROWS = 12  # of the table of rollouts, one completion per prompt
 SAMPLE_CHARACTERS = 2000  # of each text in it
 
-
-class RunSummary(Settings):
-    """A finished run."""
-
-    run: str
-    """Name."""
-    path: str
-    """Where it lies."""
-    iterations: int
-    """Sealed iterations."""
-    before: Accuracy
-    """Held-out accuracy of the initial policy."""
-    after: Accuracy
-    """Held-out accuracy of the last policy."""
-    policy: str
-    """Directory of the last policy, or of its adapter."""
-    base: str | None
-    """Directory of the weights to which the adapter is added; none where the policy's are its own."""
-    digest: str
-    """Proves which policy it is."""
-    plot: str
-    """PNG of the learning curve."""
-    cost: Cost = Cost()
-    """What its iterations and evaluations took."""
+Draw = Callable[[Run, str], Coroutine[object, object, bytes]]
+"""Draws a run's curves, keeps them under a key and returns them."""
 
 
 def resume_point(session: Session) -> tuple[range, range]:
@@ -88,6 +69,7 @@ def resume_point(session: Session) -> tuple[range, range]:
     learnt = len(sealed)
     while learnt < total and run.has(StageKey.policy(learnt + 1)):
         learnt += 1
+    note_goal(run.store, total, epoch=run.epoch)
     if learnt:
         logger.info("run %s: %d of %d iterations are in the store", run.name, min(learnt, total), total)
     return range(max(1, len(sealed)), min(learnt, total) + 1), range(learnt + 1, total + 1)
@@ -98,13 +80,19 @@ async def report_iteration(session: Session, number: int) -> None:
     total = session.settings.iterations
     reports = _newest(session, number, most=LINE_ROWS)
     recent = [each.seconds["total"] for each in reports]
-    line = reports[-1].line(total, sum(recent) / len(recent) * (total - number))
-    logger.info("%s", line)
+    line, eta = reports[-1].line(total), timedelta(seconds=round(sum(recent) / len(recent) * (total - number)))
+    sealed = session.run.require(_seal_key(number))
+    logger.info(
+        "%s", f"{line}{FROM_STORE}" if sealed.provenance.epoch < session.run.epoch else line, extra={"eta": eta}
+    )
     said = reports[-2].warnings if len(reports) > 1 else {}
     for metric, warning in reports[-1].warnings.items():
         if metric not in said:
             logger.warning("iteration %d: %s", number, warning)
-    session.pages.newest = number, line
+    session.pages.newest, session.pages.reported = (number, f"{line}  eta {eta}"), number
+    every = session.settings.report_every
+    if every and number % every == 0 and number < total:
+        session.pages.renew(renew_summary(session, number, draw=draw_aside))
     if time.monotonic() - session.pages.renewed >= PAGES_SECONDS:
         await show_progress(session)
 
@@ -122,28 +110,76 @@ async def show_progress(session: Session) -> None:
     await acreate_table_artifact(table, key=f"{key}-iterations", description=f"Run {session.run.name}")
 
 
+async def renew_summary(session: Session, number: int, *, draw: Draw, patience: float | None = None) -> None:
+    """Show how the run stands after an iteration: the plot, some of its rollouts and the summary.
+
+    A run goes on without: what hinders this is logged. Workers that do not answer within the patience, in seconds, may
+    be why a run ends: then there are no new rollouts.
+    """
+    run, key, excerpts = session.run, artifact_key(session.run.name), Excerpts(())
+    try:
+        async with asyncio.TaskGroup() as beside:
+            drawing = beside.create_task(draw(run, _plot_key(number)))
+            telling = beside.create_task(asyncio.to_thread(_standing, session, number))
+            with suppress(TimeoutError, RheostatError):
+                async with asyncio.timeout(patience):
+                    excerpts = await _excerpts(session, Iteration(run, number))
+        places = [f"run `{_path(session)}`"]
+        page = summary_page(run.name, telling.result(), places, png=drawing.result(), excerpts=excerpts)
+        if excerpts.samples:
+            await _publish_rollouts(key, excerpts, number)
+        await acreate_markdown_artifact(page, key=f"{key}-summary", description=f"Run {run.name} under way")
+        session.pages.summarised = number
+    except Exception as error:
+        logger.warning("the summary after iteration %d was not renewed: %r", number, error)
+
+
+def _standing(session: Session, number: int) -> str:
+    """How far the run has come; of its iterations the newest are looked at, so that a long run costs no more."""
+    reports = _newest(session, number, most=TABLE_ROWS)
+    return standing_text(reports, evaluations_of(session.run), total=session.settings.iterations)
+
+
 @asynccontextmanager
 async def showing_progress(session: Session) -> AsyncIterator[None]:
-    """Have pages show the last iteration that was reported, however this ends; an API that is gone hinders nothing."""
+    """Have pages show the last iteration that was reported, however this ends; an API that is gone hinders nothing.
+
+    What ends by an error or is cancelled also leaves a summary: one that ends well is told of later.
+    """
     try:
         yield
-    finally:
-        try:
-            async with asyncio.timeout(LAST_PAGE_SECONDS):
-                await show_progress(session)
-        except Exception as error:  # why the run ends matters more
-            logger.warning("the pages of the last iterations were not renewed: %r", error)
+    except BaseException:
+        await _show_last(session)
+        await _summarise_last(session)
+        raise
+    await _show_last(session)
+
+
+async def _show_last(session: Session) -> None:
+    try:
+        async with asyncio.timeout(LAST_PAGE_SECONDS):
+            await show_progress(session)
+    except Exception as error:  # why the run ends matters more
+        logger.warning("the pages of the last iterations were not renewed: %r", error)
+
+
+async def _summarise_last(session: Session) -> None:
+    pages = session.pages
+    pages.settle()
+    if pages.reported > pages.summarised:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_SUMMARY_SECONDS):
+                await renew_summary(session, pages.reported, draw=draw_here, patience=LAST_PAGE_SECONDS)
 
 
 @stage("report")
 async def report_run(session: Session) -> RunSummary:
-    """Draw the learning curve and publish the summary, the full table and some rollouts."""
+    """Draw the learning curves and publish the summary, the full table and some rollouts."""
+    session.pages.settle()
     run, reports, evaluations = session.run, _reports(session), evaluations_of(session.run)
     last = policy_of(run.require(StageKey.policy(len(reports))))
-    scored = [(r.iteration, r.accuracy, r.reward) for r in reports if r.accuracy is not None and r.reward is not None]
-    png = learning_curve(run.name, scored, evaluations)
-    plot_key = f"report/learning-curve-{len(reports):04d}.png"
-    run.store.put(plot_key, png)
+    png = learning_curves([Curves(run.name, reports, evaluations)])
+    run.store.put(_plot_key(len(reports)), png)
     summary = RunSummary(
         run=run.name,
         path=_path(session),
@@ -153,19 +189,27 @@ async def report_run(session: Session) -> RunSummary:
         policy=directory_of(run, last.adapter or last.weights),
         base=directory_of(run, last.weights) if last.adapter else None,
         digest=last.digest,
-        plot=run.store.locate(plot_key),
+        plot=run.store.locate(_plot_key(len(reports))),
         cost=total(run_costs(run).values()),
+        stages=mean_stages(reports),
     )
     excerpts = await _excerpts(session, Iteration(run, len(reports))) if reports else Excerpts(())
-    key = artifact_key(run.name)
+    key, text = artifact_key(run.name), summary_lines(summary)
+    text = "\n".join((text, *summed_up([report.warnings for report in reports])))
     await acreate_table_artifact(iteration_table(reports), key=f"{key}-iterations", description=f"Run {run.name}")
-    await acreate_table_artifact(
-        rollout_table(excerpts.samples), key=f"{key}-rollouts", description=f"Rollouts of iteration {len(reports)}"
-    )
-    await acreate_markdown_artifact(
-        summary_page(summary, png, excerpts), key=f"{key}-summary", description=f"Summary of run {run.name}"
-    )
+    await _publish_rollouts(key, excerpts, len(reports))
+    page = summary_page(run.name, text, places_of(summary), png=png, excerpts=excerpts)
+    await acreate_markdown_artifact(page, key=f"{key}-summary", description=f"Summary of run {run.name}")
     return summary
+
+
+async def _publish_rollouts(key: str, excerpts: Excerpts, number: int) -> None:
+    told = f"Rollouts of iteration {number}"
+    await acreate_table_artifact(rollout_table(excerpts.samples), key=f"{key}-rollouts", description=told)
+
+
+def _plot_key(number: int) -> str:
+    return f"report/learning-curve-{number:04d}.png"
 
 
 async def delete_samples(name: str) -> None:
@@ -207,67 +251,6 @@ async def _excerpts(session: Session, iteration: Iteration) -> Excerpts:
     )
     done = await session.ask("scoring", "excerpts", work, returns=Excerpts)
     return done.result
-
-
-_PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}]")  # all that Markdown is made of, and may be escaped
-
-_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
-
-
-def escape_markdown(text: str) -> str:
-    r"""Quote a text for Prefect's pages, which render Markdown and HTML in cells of tables too.
-
-    A completion is shown as it was written: it opens no tag, picture or link, and the browser fetches nothing.
-
-    >>> print(escape_markdown("![x](http://a) <b>"))
-    \!\[x\]\(http\:\/\/a\) &lt;b&gt;
-    """
-    return _PUNCTUATION.sub(lambda mark: _ENTITIES.get(mark[0], f"\\{mark[0]}"), text)
-
-
-def rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
-    """Show completions with their rewards, their texts escaped; where prompts show images, how these are named."""
-    sees = any(sample.images for sample in samples)
-    return [
-        {
-            "reward": sample.reward,
-            "prompt": escape_markdown(sample.prompt),
-            "completion": escape_markdown(sample.completion),
-            "answer": None if sample.answer is None else escape_markdown(sample.answer),
-            "tokens": sample.tokens,
-            "finish": sample.finish_reason,
-            "prompt_id": sample.prompt_id,
-            **({"images": ", ".join(image.digest[:16] for image in sample.images)} if sees else {}),
-        }
-        for sample in samples
-    ]
-
-
-def summary_page(summary: RunSummary, png: bytes, excerpts: Excerpts) -> str:
-    """Write a run's summary as Markdown; completions stand in fences that they cannot close, below small images."""
-    image = base64.b64encode(png).decode()
-    text = io.StringIO()
-    text.write(f"# Run {summary.run}\n\n{summary_lines(summary)}\n\n")
-    added = f", added to `{summary.base}`" if summary.base else ""
-    text.write(f"- policy `{summary.policy}`{added}\n- digest `{summary.digest}`\n- run `{summary.path}`\n\n")
-    text.write(f"![learning curve](data:image/png;base64,{image})\n\n")
-    for sample in excerpts.samples[:PICTURED]:
-        pictured = [each.digest for each in sample.images if each.digest in excerpts.thumbnails]
-        text.writelines(f"![image {digest[:16]}]({excerpts.thumbnails[digest]})\n\n" for digest in pictured)
-        told = f"{sample.prompt}{sample.completion}"
-        fence = "`" * max(3, *(len(found) + 1 for found in re.findall("`+|$", told)))  # longer than any in the text
-        text.write(f"{fence}text\n{told}\n{fence}\nreward {sample.reward}\n\n")
-    return text.getvalue()
-
-
-def summary_lines(summary: RunSummary) -> str:
-    """Held-out accuracy before and after, with intervals; what that took."""
-    before, after = summary.before, summary.after
-    return (
-        f"held-out accuracy before {before.mean:.3f} (95% interval {before.low:.3f} to {before.high:.3f})"
-        f"{before.passed}, after {after.mean:.3f} ({after.low:.3f} to {after.high:.3f}){after.passed}, {after.asked}"
-        f"\ntook     {summary.cost.line()}"
-    )
 
 
 class TrainedModel(Settings):

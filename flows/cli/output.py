@@ -6,12 +6,12 @@ from statistics import median
 
 from infra.costs import Cost, total
 from infra.store.tombstones import WHOLE_RUN, Tombstone
-from infra.terminal import table
+from infra.terminal import table, visible
 from models.records.media import ShownImage
 from models.rollouts.groups import TurnRecord
 from models.rollouts.preview import RolloutPreview
 from placement.records import PlanInputs
-from tasks.views.metrics import shown, small
+from tasks.views.metrics import percent, shown, small
 from tasks.views.placement import DecisionLine
 from tasks.views.runs import RecreditedIteration, RescoredIteration, RunDescription, RunLine
 
@@ -19,7 +19,6 @@ Rows = list[dict[str, str]]
 
 CELL = 60
 """Characters of a text in a table."""
-STAGES = ("rollout", "scoring", "credit", "update", "total")
 
 
 def run_rows(runs: Sequence[RunLine]) -> Rows:
@@ -38,21 +37,59 @@ def run_rows(runs: Sequence[RunLine]) -> Rows:
 
 
 def iteration_rows(description: RunDescription) -> Rows:
-    """The iterations of a run."""
+    """What the iterations of a run taught; a table of at most 100 columns."""
+    reports = description.iterations
+    rewarded = any(report.reward != report.accuracy for report in reports)  # by more than the term that is accuracy
     return [
         {
             "iteration": str(report.iteration),
-            "accuracy": shown(report.accuracy),
-            "reward": shown(report.reward),
+            "sampled": shown(report.accuracy),
+            **({"reward": shown(report.reward)} if rewarded else {}),
+            "spread": shown(report.reward_std),
+            "informative": percent(report.informative),
             "length": shown(report.length, digits=1),
+            "cut off": percent(report.truncated),
+            "entropy": shown(report.entropy),
             "kl": f"{report.kl:.4f}",
-            "mismatch": small(report.mismatch),
-            "missing": str(report.missing),
-            **{f"{name} s": f"{report.seconds[name]:.2f}" for name in STAGES},
-            "policy": f"{report.policy[:16]}{' (quarantined)' if report.quarantined else ''}",
+            "gradient": shown(report.grad_norm),
+            "clipped": percent(_sum(report.clip_low, report.clip_high)),
         }
+        for report in reports
+    ]
+
+
+def _sum(*values: float | None) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def term_lines(description: RunDescription) -> list[str]:
+    """Mean rewards by term and iteration, where there are several."""
+    rows = [
+        {"iteration": str(report.iteration), **{term: shown(mean) for term, mean in report.terms.items()}}
         for report in description.iterations
     ]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    rows = [{name: row.get(name, "-") for name in names} for row in rows]
+    return ["rewards by term:", *table(rows).splitlines()] if len(names) > 2 else []
+
+
+def work_lines(description: RunDescription) -> list[str]:
+    """What the iterations of a run took and made."""
+    reports = description.iterations
+    some = [name for name in (reports[0].stages if reports else {}) if any(each.stages[name] for each in reports)]
+    rows = [
+        {
+            "seconds of": str(report.iteration),
+            **{name: f"{report.stages[name]:.2f}" for name in some},
+            "total": f"{report.seconds['total']:.2f}",
+            "missing": str(report.missing),
+            "mismatch": small(report.mismatch),
+            "policy": f"{report.policy[:16]}{' (quarantined)' if report.quarantined else ''}",
+        }
+        for report in reports
+    ]
+    return table(rows).splitlines()
 
 
 def episode_lines(description: RunDescription) -> list[str]:
@@ -149,7 +186,7 @@ def rollout_text(sample: RolloutPreview) -> str:
         f"reward {reward}, {tokens}, {sample.finish_reason}{answer}\n"
         f"{''.join(map(_image_line, sample.images))}"
         f"{''.join(_turn_line(number, turn) for number, turn in enumerate(sample.turns or (), start=1))}"
-        f"{_visible(sample.prompt)}{bold}{_visible(sample.completion)}{plain}"
+        f"{visible(sample.prompt)}{bold}{visible(sample.completion)}{plain}"
     )
 
 
@@ -174,17 +211,12 @@ def answer_rows(answer: Sequence[Mapping[str, object]]) -> Rows:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    text = f"{value:g}" if isinstance(value, float) else _visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")
+    text = f"{value:g}" if isinstance(value, float) else visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")
     return f"{text[: CELL - 1]}…" if len(text) > CELL else text
 
 
 def _last_line(text: str) -> str:
-    return _visible(text.strip().splitlines()[-1]) if text.strip() else ""
-
-
-def _visible(text: str) -> str:
-    """A policy may write anything: control characters are shown, not obeyed by the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t " else f"\\x{ord(c):02x}" for c in text)
+    return visible(text.strip().splitlines()[-1]) if text.strip() else ""
 
 
 def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:

@@ -4,13 +4,13 @@ import json
 import shlex
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, Iteration, RunName, RunNames, Scores, Store, log_progress
 from infra.errors import BadInput
-from infra.terminal import Json, table, write
+from infra.terminal import Json, table, wrapped, write
 
 Sort = Annotated[Literal["position", "reward", "length"], Parameter(help="as generated, best first, or longest first")]
 Shown = Annotated[int, Parameter(metavar="N", help="completions shown")]
@@ -21,6 +21,11 @@ Sql = Annotated[
 NewDirectory = Annotated[Path, Parameter(metavar="DIR", help="a directory that is not there yet")]
 ImageDigest = Annotated[str, Parameter(name="DIGEST", help="of the image, or how it begins (see `rheostat rollouts`)")]
 NewFile = Annotated[Path, Parameter(metavar="FILE", help="a file that is not there yet")]
+Picture = Annotated[
+    Path | None,
+    Parameter(metavar="FILE", show_default="RUN.svg here, written anew", help="a picture that is not there yet"),
+]
+PICTURES: Final[dict[str, Literal["png", "svg"]]] = {".svg": "svg", ".png": "png"}
 PolicyIteration = Annotated[
     int | None, Parameter(metavar="N", show_default="after the last one", help="0 is the initial policy")
 ]
@@ -58,7 +63,7 @@ def runs(*, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
 
 def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """Show a run: iterations, metrics, digests, seconds per stage."""
-    from flows.cli.output import cost_lines, episode_lines, iteration_rows
+    from flows.cli.output import cost_lines, episode_lines, iteration_rows, term_lines, work_lines
     from tasks.run.rescorings import derived_line
     from tasks.views.diagnosis import summed_up
     from tasks.views.runs import describe_run
@@ -72,8 +77,9 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
         write(f"{role} by {'; '.join(engines)}")
     for accuracy in description.evaluations:
         write(f"held-out accuracy after iteration {accuracy.number}: {accuracy.line()}")
-    notes = [*episode_lines(description), *cost_lines(description.costs)]
-    notes += [*summed_up([report.warnings for report in description.iterations])]
+    notes = [*term_lines(description), *episode_lines(description), *work_lines(description)]
+    notes += cost_lines(description.costs)
+    notes += [wrapped(line) for line in summed_up([report.warnings for report in description.iterations])]
     write("\n".join([table(iteration_rows(description)) or "no sealed iteration yet", *notes]))
     if description.tags:
         write(f"tags {', '.join(description.tags)}")
@@ -87,6 +93,36 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
         write(f"export {export_command(run, store)}")
     if description.derived:
         write(derived_line(description.derived))
+
+
+def plot(*run: RunNames, to: Picture = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
+    """Draw the learning curves of runs, one over the other, as SVG or PNG."""
+    from tasks.views.plots import curves_of, learning_curves
+    from tasks.views.runs import open_known_run
+
+    if not run:
+        raise BadInput("the following arguments are required: RUN")
+    target = to or Path(f"{'-'.join(run)}.svg")
+    encoding = PICTURES.get(target.suffix.lower())
+    if encoding is None:
+        raise BadInput(f"--to {target}: expected a name that ends with .svg or .png")
+    if to is not None and to.exists():
+        raise BadInput(f"{to}: expected a file that is not there yet, found one")
+    picture = learning_curves([curves_of(open_known_run(store, name)) for name in run], encoding=encoding)
+    try:
+        target.write_bytes(picture)
+    except OSError as error:
+        raise BadInput(f"{target}: cannot be written: {error.strerror or error}") from error
+    write(json.dumps({"runs": run, "plot": str(target)}, indent=2) if as_json else str(target))
+
+
+def watch(run: RunName, /, *, store: Store = DEFAULT_STORE) -> None:
+    """Follow a run that another process trains, here or elsewhere, until it ends."""
+    from flows.cli.live import follow
+    from tasks.views.runs import open_known_run
+
+    open_known_run(store, run)
+    follow(store, run)
 
 
 def rollouts(

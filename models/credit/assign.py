@@ -94,11 +94,12 @@ def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float
         "groups": float(comparable_G.sum()),
         "informative_groups": float(informative_G.sum()),
         **_mean("reward_mean", scored.total_N),
-        **({"reward_std": float(scored.total_N[scored.is_scored].std())} if scored.is_scored.any() else {}),
+        **_std("reward_std", scored.total_N),
         **_mean("group_reward_std_mean", groups.std_G[comparable_G]),
     }
     for term in scored.terms:
         metrics |= _mean(f"term_{term.name}_mean", term.rewards_N)
+        metrics |= _std(f"term_{term.name}_std", term.rewards_N)
     return metrics
 
 
@@ -151,6 +152,12 @@ def _mean(name: str, values_N: Floats) -> dict[str, float]:
     """Name the mean of what is not missing; where all is, there is none to name."""
     found_N = values_N[np.isfinite(values_N)]
     return {name: float(found_N.mean())} if len(found_N) else {}
+
+
+def _std(name: str, values_N: Floats) -> dict[str, float]:
+    """Name the standard deviation of what is not missing."""
+    found_N = values_N[np.isfinite(values_N)]
+    return {name: float(found_N.std())} if len(found_N) else {}
 
 
 ROLLOUT_COLUMNS = (

@@ -32,7 +32,7 @@ LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage")
 """What of its identity a run may change on its way, if that is accepted: over what sums are spread."""
 
 _HOW: Final = (
-    *("name", "store", "tags", "retention", "budget"),
+    *("name", "store", "tags", "retention", "budget", "report_every"),
     *("controllers", "pools", "placement", "tracking"),
     *("evaluations", "promotion", "rehearsal"),
 )
@@ -101,6 +101,9 @@ class RunConfig(Settings):
     """What the run may take."""
     tracking: tuple[TrackerConfig, ...] = ()
     """Where its curves are mirrored; a key of a service is in an environment variable."""
+    report_every: Annotated[int, Field(ge=0)] = 10
+    """Iterations between renewals of the plot, the summary and the rollouts that Prefect shows, beside the last; 0
+    renews them only at the end, however it comes."""
     tags: tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")], ...] = ()
     """What the run is found by: in Prefect, and by `rheostat gc --tag`, which keeps it. Another list replaces them."""
 

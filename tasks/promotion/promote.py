@@ -19,11 +19,11 @@ from tasks.promotion.gate import GateResult
 from tasks.promotion.mirror import catch_up, mirror_address
 from tasks.promotion.registry import now, number_of, prune
 from tasks.promotion.suites import rules_of
-from tasks.reporting import RunSummary, summary_lines
 from tasks.run.dependencies import rheostat_version
 from tasks.run.keys import PROMPTS, StageKey
 from tasks.run.stages import stage
 from tasks.views.export import export_policy
+from tasks.views.summary import RunSummary, summary_lines
 
 logger = logging.getLogger(__name__)
 

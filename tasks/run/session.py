@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Protocol, TypeVar
 
 from infra.config import PoolsConfig, Settings
@@ -31,6 +30,7 @@ from placement.measurements import Measurements
 from placement.records import Memory, Plan, Policy
 from tasks.config.run import ControllersConfig, RunConfig
 from tasks.run.keys import StageKey, reward_model_role
+from tasks.run.pages import Pages
 
 
 class Cluster(Protocol):
@@ -79,16 +79,6 @@ class Retention:
     """Keys of the bundles of those among them that keep their files."""
     iterations: int = 0
     """Those up to this one have given up their shards."""
-
-
-@dataclass(slots=True)
-class Pages:
-    """What Prefect's pages are to show next of a run's iterations."""
-
-    newest: tuple[int, str] | None = None
-    """The last one that was reported and its line; none where they show it."""
-    renewed: float = -inf
-    """When they were last, on the monotonic clock."""
 
 
 class Commits:
@@ -274,7 +264,7 @@ class Session:
 
     async def close(self) -> None:
         """Stop starting pools; those that are open end with the cluster. What is not committed now is made again."""
-        begun = (*self._pools.values(), self._fleet, self._starting, self._settling)
+        begun = (*self._pools.values(), self._fleet, self._starting, self._settling, self.pages.renewing)
         tasks = [task for task in begun if task is not None]
         for task in tasks:
             task.cancel()

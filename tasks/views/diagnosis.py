@@ -1,23 +1,41 @@
 """What the numbers of an iteration say is going wrong, and what helps: a line each."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final, Literal
 
-WAITED = "environment_share"
+WAITED: Final = "environment_share"
 """Share of the seconds of generation in which rollout workers wrote nothing since they waited for environments."""
+INFORMATIVE: Final = "informative_share"
+"""Share of the groups whose completions differ in their reward."""
+ENTROPY_LEFT: Final = "entropy_left"
+"""Entropy as a share of the first iteration's, where not nearly everything is right already."""
+LONGER: Final = "length_growth"
+"""Mean length as a multiple of the first iteration's, where rewards have not risen meanwhile."""
+RIGHT: Final = 0.9
+"""Accuracy from which on a policy that has settled, and groups that agree, are what training is for."""
+GAIN: Final = 0.1
+"""By how many standard deviations a mean reward has to rise to count as risen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """A metric above a bound."""
+    """A number beyond a bound."""
 
     metric: str
     bound: float
     warning: str
     """What is said of it, with a place for its value."""
+    side: Literal["above", "below"] = "above"
+    """Of the bound, where it is one."""
+
+    def shows(self, value: float) -> bool:
+        """Whether a value is beyond the bound."""
+        return value > self.bound if self.side == "above" else value < self.bound
 
 
-SYMPTOMS = (
+SYMPTOMS: Final = (
     Symptom(
         "credit/ended_failed_fraction",
         0.0,
@@ -42,13 +60,46 @@ SYMPTOMS = (
     Symptom(
         "credit/truncated_fraction",
         0.5,
-        "{:.0%} of the completions were cut off at rollout.sampling.max_new_tokens",
+        "{:.0%} of the completions were cut off at rollout.sampling.max_new_tokens: raise it, or warm the policy up on "
+        "answers that end",
+    ),
+    Symptom(
+        INFORMATIVE,
+        0.05,
+        "rewards differ in {:.0%} of the groups, and only those teach: problems that are solved sometimes, a larger "
+        "rollout.group_size, or rollout.dynamic, which asks until enough differ",
+        side="below",
+    ),
+    Symptom(
+        ENTROPY_LEFT,
+        0.1,
+        "{:.0%} of the entropy of iteration 1 is left, so the policy tries little that is new: a lower "
+        "update.learning_rate, or a higher update.loss.clip_high, keeps more",
+        side="below",
+    ),
+    Symptom(
+        LONGER,
+        2.0,
+        "completions are {:.1f} times as long as in iteration 1, and their rewards are no higher: a reward that "
+        "counts length, or a lower update.learning_rate, holds them",
     ),
     Symptom(
         "update/kl_old",
         1.0,
         "the update took the policy {:.2g} nats per token away from the one that generated: a lower "
         "update.learning_rate keeps it near",
+    ),
+    Symptom(
+        "update/kl",
+        1.0,
+        "the policy is {:.2g} nats per token away from where the run began: a higher update.kl_penalty.coefficient, or "
+        "a lower update.learning_rate, holds it",
+    ),
+    Symptom(
+        "credit/kl",
+        1.0,
+        "the policy is {:.2g} nats per token away from where the run began: a higher algorithm.reward_kl.coefficient, "
+        "or a lower update.learning_rate, holds it",
     ),
     Symptom(
         "update/mismatch_difference_mean",
@@ -58,18 +109,58 @@ SYMPTOMS = (
 )
 """Most urgent first. Where a run goes well, KL and mismatch are thousandths of a nat."""
 
-
-def warnings_of(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return what there is to say of an iteration, by metric."""
-    found = [(each, metrics[each.metric]) for each in SYMPTOMS if metrics.get(each.metric, 0.0) > each.bound]
-    return {each.metric: each.warning.format(value) for each, value in found}
+_TERM: Final = re.compile(r"credit/term_(.+)_std")
 
 
-def summed_up(warnings: Sequence[Mapping[str, str]]) -> list[str]:
-    """Say once what was said of several iterations, the first of which is 1, as the last of them said it."""
+def warnings_of(
+    metrics: Mapping[str, float], *, first: Mapping[str, float] | None = None, accuracy: float | None = None
+) -> dict[str, str]:
+    """Return what there is to say of an iteration, by metric.
+
+    `first` is what the first iteration of the run measured, `accuracy` the share that is right; what has fallen or
+    grown is told where they are known.
+    """
+    flat = _flat_terms(metrics)
+    found = dict(metrics) | _shares(metrics, accuracy=accuracy) | _changes(metrics, first or {}, accuracy=accuracy)
+    if flat:  # which is why groups do not differ
+        found.pop(INFORMATIVE, None)
+    shown = [(each, found[each.metric]) for each in SYMPTOMS if each.metric in found]
+    return {each.metric: each.warning.format(value) for each, value in shown if each.shows(value)} | flat
+
+
+def _flat_terms(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Name reward terms that give every completion the same."""
+    terms = {name: match[1] for name in metrics if (match := _TERM.fullmatch(name))}
+    return {
+        name: f"reward {term!r} gave every completion {metrics[f'credit/term_{term}_mean']:.3g}, which teaches "
+        "nothing: read some with `rheostat rollouts`, and change the reward, or drop it"
+        for name, term in terms.items()
+        if metrics[name] == 0 and metrics.get("credit/completions", 0) > 1
+    }
+
+
+def _shares(metrics: Mapping[str, float], *, accuracy: float | None) -> dict[str, float]:
+    groups, informative = metrics.get("credit/groups", 0), metrics.get("credit/informative_groups", 0)
+    return {INFORMATIVE: informative / groups} if groups and (accuracy is None or accuracy < RIGHT) else {}
+
+
+def _changes(metrics: Mapping[str, float], first: Mapping[str, float], *, accuracy: float | None) -> dict[str, float]:
+    """Compare an iteration with the first, as far as both have measured it."""
+    changes: dict[str, float] = {}
+    entropy, length, reward = "update/entropy", "credit/length_mean", "credit/reward_mean"
+    if metrics.keys() & first.keys() >= {entropy} and first[entropy] > 0 and (accuracy is None or accuracy < RIGHT):
+        changes[ENTROPY_LEFT] = metrics[entropy] / first[entropy]
+    if metrics.keys() & first.keys() >= {length, reward} and first[length] > 0:
+        risen = metrics[reward] > first[reward] + GAIN * first.get("credit/reward_std", 0.0)
+        changes |= {} if risen else {LONGER: metrics[length] / first[length]}
+    return changes
+
+
+def summed_up(warnings: Sequence[Mapping[str, str]], *, first: int = 1) -> list[str]:
+    """Say once what was said of several iterations, from the first on, as the last of them said it."""
     lines = []
     for metric in dict.fromkeys(metric for each in warnings for metric in each):
-        numbers = [number for number, each in enumerate(warnings, start=1) if metric in each]
+        numbers = [number for number, each in enumerate(warnings, start=first) if metric in each]
         where = f"iteration {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} iterations, last in {numbers[-1]}"
-        lines.append(f"warning: {where}: {warnings[numbers[-1] - 1][metric]}")
+        lines.append(f"warning: {where}: {warnings[numbers[-1] - first][metric]}")
     return lines

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from statistics import fmean
+from typing import Final
 
 from pydantic import Field
 
@@ -11,9 +12,19 @@ from infra.costs import Cost, total
 from infra.statistics import mean_interval
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
+from models.config.training import EvaluationConfig
 from tasks.run.keys import StageKey, iteration_key, iterations_among
 from tasks.views.diagnosis import WAITED, warnings_of
 
+_TERM_MEAN = re.compile(r"credit/term_(.+)_mean")
+STAGES: Final = {
+    "rollout": "rollout",
+    "scoring": "scoring_after",
+    "estimates": "estimates",
+    "credit": "credit",
+    "update": "update",
+}
+"""What an iteration waits for, one after the other: names of seconds in its seal by how people read them."""
 _PASS_AT = re.compile(r"pass_at_(\d+)")
 
 
@@ -32,13 +43,21 @@ class Accuracy(Settings):
     """Upper end."""
     samples: int = Field(default=1, exclude_if=lambda samples: samples == 1)
     """Completions of each problem."""
+    temperature: float | None = Field(default=None, exclude_if=lambda temperature: temperature is None)
+    """At which the completions were sampled; 0 is greedy, none is not known."""
     pass_at: dict[int, float] = Field(default={}, exclude_if=lambda shares: not shares)
     """Share of problems that one of k completions solves, by k; none of one completion, or of a graded term."""
 
     @property
     def asked(self) -> str:
-        """How many problems, and completions of each where these are several."""
-        return f"{self.problems} problems" + (f" of {self.samples} samples" if self.samples > 1 else "")
+        """How many problems, completions of each where these are several, and how they were chosen."""
+        several = f" of {self.samples} samples" if self.samples > 1 else ""
+        return f"{self.problems} problems{several}{'' if self.temperature is None else f', {self.chosen}'}"
+
+    @property
+    def chosen(self) -> str:
+        """How the tokens of completions were chosen."""
+        return "sampled" if self.temperature else "greedy"
 
     @property
     def passed(self) -> str:
@@ -47,7 +66,12 @@ class Accuracy(Settings):
 
     def line(self) -> str:
         """The accuracy with its interval."""
-        return f"{self.mean:.3f} (95% interval {self.low:.3f} to {self.high:.3f}, {self.asked}){self.passed}"
+        return f"{self.interval[:-1]}, {self.asked}){self.passed}"
+
+    @property
+    def interval(self) -> str:
+        """The accuracy with its interval alone."""
+        return f"{self.mean:.3f} (95% interval {self.low:.3f} to {self.high:.3f})"
 
 
 class EpisodesReport(Settings):
@@ -88,8 +112,26 @@ class IterationReport(Settings):
     """Mean of the first reward term over the iteration's completions; none where none was finished and scored."""
     reward: float | None
     """Mean total reward."""
+    reward_std: float | None = None
+    """Standard deviation of the total reward over completions."""
+    terms: dict[str, float] = {}
+    """Mean of each reward term, before its weight."""
+    informative: float | None = None
+    """Share of the groups whose completions differ in their reward, which teach something; none without groups."""
     length: float | None
     """Mean completion length in tokens."""
+    truncated: float | None = None
+    """Share of the completions that were cut off at the longest length."""
+    entropy: float | None = None
+    """Mean entropy of the policy over the tokens that it learnt from, in nats; none where nothing was learnt."""
+    grad_norm: float | None = None
+    """Mean norm of the gradient over the update's steps, before it is clipped."""
+    grad_norm_max: float | None = None
+    """The largest."""
+    clip_low: float | None = None
+    """Share of tokens whose ratio of policies the loss clipped from below."""
+    clip_high: float | None = None
+    """The same from above."""
     kl: float
     """Mean divergence of the updated policy from the one that generated, per token (k3)."""
     mismatch: float | None
@@ -108,7 +150,8 @@ class IterationReport(Settings):
     policy: str
     """Digest of the weights after the update."""
     seconds: dict[str, float]
-    """Seconds per stage, and in total."""
+    """Seconds per stage, summed over workers of scoring, and in total; `scoring_after` is what scoring took after
+    generation, `between` what no stage took: commits, weights on their way, the seal."""
     weights_bytes: int
     """Weights that were moved to rollout engines, over all workers."""
     weights_seconds: float
@@ -123,15 +166,24 @@ class IterationReport(Settings):
     costs: dict[str, Cost] = {}
     """What it took, by role."""
 
-    def line(self, total: int, remaining_seconds: float) -> str:
-        """The report as one line of a terminal."""
-        stages = "  ".join(f"{name} {self.seconds[name]:.1f}s" for name in ("rollout", "scoring", "update", "total"))
-        eta = timedelta(seconds=round(remaining_seconds))
+    @property
+    def stages(self) -> dict[str, float]:
+        """The seconds that add up to the total, by stage in their order, and what no stage took."""
+        return {shown_as: self.seconds.get(name, 0.0) for shown_as, name in {**STAGES, "between": "between"}.items()}
+
+    def line(self, total: int) -> str:
+        """The report as one line of a terminal, which has room for the time that is left."""
+        reward = "" if self.reward == self.accuracy else f"  reward {shown(self.reward)}"
         note = "  QUARANTINED: NaN or Inf, weights unchanged" if self.quarantined else ""
         return (
-            f"iteration {self.iteration:>3}/{total}  accuracy {shown(self.accuracy)}  reward {shown(self.reward)}  "
-            f"length {shown(self.length, digits=1)}  kl {self.kl:.4f}  {stages}  eta {eta}{note}"
+            f"iteration {self.iteration:>3}/{total}  sampled accuracy {shown(self.accuracy)}{reward}  "
+            f"length {_brief(self.length)}  kl {self.kl:.4f}  {_brief(self.seconds['total'])} s{note}"
         )
+
+
+def mean_stages(reports: Sequence[IterationReport]) -> dict[str, float]:
+    """Mean seconds of an iteration by stage; they add up to the mean of the total."""
+    return {name: fmean(report.stages[name] for report in reports) for name in (reports[0].stages if reports else ())}
 
 
 def iteration_table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
@@ -139,14 +191,23 @@ def iteration_table(reports: Sequence[IterationReport]) -> list[dict[str, object
     return [
         {
             "iteration": report.iteration,
-            "accuracy": shown(report.accuracy),
+            "sampled accuracy": shown(report.accuracy),
             "reward": shown(report.reward),
             "length": shown(report.length, digits=1),
+            "truncated": percent(report.truncated),
+            "entropy": shown(report.entropy),
             "kl": round(report.kl, 4),
+            "gradient norm": shown(report.grad_norm),
+            "informative": percent(report.informative),
+            **({f"reward {term}": shown(mean) for term, mean in report.terms.items()} if len(report.terms) > 1 else {}),
+            "reward spread": shown(report.reward_std),
+            "clipped low": percent(report.clip_low),
+            "clipped high": percent(report.clip_high),
             "mismatch": small(report.mismatch),
             "missing": report.missing,
             **({} if report.episodes is None else report.episodes.cells()),
-            **{f"{name} seconds": round(value, 2) for name, value in report.seconds.items()},
+            "total seconds": round(report.seconds["total"], 2),
+            **{f"{name} seconds": round(value, 2) for name, value in report.stages.items()},
             **(total(report.costs.values()).cells() if report.costs else {}),
             "quarantined": report.quarantined,
             "policy": report.policy[:16],
@@ -161,22 +222,43 @@ def shown(value: float | None, *, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def _brief(value: float | None) -> str:
+    """A number with a decimal as long as that says something."""
+    return shown(value, digits=1 if value is None or value < 100 else 0)
+
+
+def percent(value: float | None) -> str:
+    """A share as people read it, or a dash where there is none."""
+    return "-" if value is None else f"{value:.1%}"
+
+
 def small(value: float | None) -> str:
     """A number whose magnitude is what counts, or a dash where there is none."""
     return "-" if value is None else f"{value:.1e}"
 
 
-def report_of(sealed: Manifest, *, term: str) -> IterationReport:
-    """Read an iteration's seal."""
+def report_of(sealed: Manifest, *, term: str, first: Manifest | None = None) -> IterationReport:
+    """Read an iteration's seal; `first` is that of the run's first iteration, which tells what has changed."""
     metrics, seconds = sealed.metrics, dict(sealed.provenance.seconds)
     compared = metrics.get("update/mismatch_tokens", 0) > 0
     told = {name: seconds.pop(name, 0.0) for name in ("environment", "answering", "generating")}
     share = {WAITED: told["environment"] / told["generating"]} if told["generating"] else {}
+    accuracy, groups = metrics.get(f"credit/term_{term}_mean"), metrics.get("credit/groups", 0)
+    began = None if first is None else first.metrics
     return IterationReport(
         iteration=StageKey.parse(sealed.key).iteration,
-        accuracy=metrics.get(f"credit/term_{term}_mean"),
+        accuracy=accuracy,
         reward=metrics.get("credit/reward_mean"),
+        reward_std=metrics.get("credit/reward_std"),
+        terms={found[1]: mean for name, mean in metrics.items() if (found := _TERM_MEAN.fullmatch(name))},
+        informative=metrics.get("credit/informative_groups", 0) / groups if groups else None,
         length=metrics.get("credit/length_mean"),
+        truncated=metrics.get("credit/truncated_fraction"),
+        entropy=metrics.get("update/entropy"),
+        grad_norm=metrics.get("update/grad_norm_mean"),
+        grad_norm_max=metrics.get("update/grad_norm_max"),
+        clip_low=metrics.get("update/clip_fraction_low"),
+        clip_high=metrics.get("update/clip_fraction_high"),
         kl=metrics.get("update/kl_old", 0.0),
         mismatch=metrics["update/mismatch_difference_mean"] if compared else None,
         mismatch_max=metrics["update/mismatch_difference_max"] if compared else None,
@@ -187,12 +269,18 @@ def report_of(sealed: Manifest, *, term: str) -> IterationReport:
         policy=str(sealed.detail["policy"]),
         weights_bytes=int(seconds.pop("weights_bytes")),
         weights_seconds=seconds.pop("weights_seconds"),
-        seconds=seconds,
+        seconds=_with_the_rest(seconds),
         episodes=_episodes(metrics, told),
-        warnings=warnings_of(metrics | share),
+        warnings=warnings_of(metrics | share, first=began, accuracy=accuracy),
         requests=sealed.provenance.requests,
         costs=sealed.provenance.costs,
     )
+
+
+def _with_the_rest(seconds: dict[str, float]) -> dict[str, float]:
+    """Name what no stage took. Of scoring counts what came after generation: the rest was done beside it."""
+    stages = sum(seconds.get(name, 0.0) for name in STAGES.values())
+    return {**seconds, "between": max(0.0, seconds["total"] - stages)}
 
 
 def _episodes(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> EpisodesReport | None:
@@ -218,7 +306,13 @@ def _cut(metrics: Mapping[str, float]) -> float | None:
 
 def evaluations_of(run: Run) -> list[Accuracy]:
     """Every evaluation of a run, in order."""
-    return [accuracy_of(summary) for summary in _evaluated(run)]
+    temperature = evaluated_at(run)
+    return [accuracy_of(summary, temperature=temperature) for summary in _evaluated(run)]
+
+
+def evaluated_at(run: Run) -> float:
+    """Temperature of a run's held-out evaluations."""
+    return EvaluationConfig.model_validate(run.record.config.get("evaluation", {})).temperature
 
 
 def _evaluated(run: Run) -> list[Manifest]:
@@ -242,16 +336,18 @@ def run_costs(run: Run) -> dict[str, Cost]:
 
 def reports_of(run: Run, *, term: str) -> list[IterationReport]:
     """Every sealed iteration of a run; `term` names the reward term that counts as accuracy."""
-    return [report_of(sealed, term=term) for sealed in sealed_iterations(run)]
+    seals = sealed_iterations(run)
+    return [report_of(sealed, term=term, first=seals[0]) for sealed in seals]
 
 
 def newest_reports(run: Run, number: int, *, most: int, term: str) -> list[IterationReport]:
-    """The reports of an iteration and of at most so many in all that end with it; only their seals are read."""
-    seals = (StageKey.of(iteration_key(each), "seal") for each in range(max(1, number + 1 - most), number + 1))
-    return [report_of(run.require(key), term=term) for key in seals]
+    """The reports of an iteration and of at most so many in all that end with it; only seals are read."""
+    keys = [StageKey.of(iteration_key(each), "seal") for each in (1, *range(max(1, number + 1 - most), number + 1))]
+    first, *seals = [run.require(key) for key in keys]
+    return [report_of(sealed, term=term, first=first) for sealed in seals]
 
 
-def accuracy_of(summary: Manifest) -> Accuracy:
+def accuracy_of(summary: Manifest, *, temperature: float | None = None) -> Accuracy:
     """Read an evaluation's summary manifest."""
     mean, problems = summary.metrics["accuracy"], int(summary.metrics["problems"])
     low, high = mean_interval(mean * problems, summary.metrics["squares"], problems)
@@ -263,5 +359,6 @@ def accuracy_of(summary: Manifest) -> Accuracy:
         low=low,
         high=high,
         samples=int(summary.metrics.get("samples", 1)),
+        temperature=temperature,
         pass_at=dict(sorted(passed)),
     )

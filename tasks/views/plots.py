@@ -1,13 +1,68 @@
-"""Curves as PNG."""
+"""Curves as pictures: PNG or SVG."""
 
+import asyncio
 import io
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
 
-from tasks.views.metrics import Accuracy
+from infra.store.runs import Run, open_run
+from models.config.rewards import ScoringConfig
+from tasks.views.metrics import Accuracy, IterationReport, evaluations_of, reports_of
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Format = Literal["png", "svg"]
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """What is drawn of a run."""
+
+    run: str
+    reports: Sequence[IterationReport]
+    evaluations: Sequence[Accuracy]
+
+
+def curves_of(run: Run) -> Curves:
+    """Read a run's curves from its seals."""
+    term = ScoringConfig.model_validate(run.record.config["scoring"]).terms[0]
+    return Curves(run.name, reports_of(run, term=term), evaluations_of(run))
+
+
+async def draw_aside(run: Run, key: str) -> bytes:
+    """Draw a run's curves in a process of its own, which takes nothing of the processors that others want.
+
+    They are kept in the run under the key, and returned.
+    """
+    home, _, name = run.store.uri.rstrip("/").rpartition("/")
+    command = [sys.executable, "-P", "-m", "tasks.views.plots", home, name]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        picture, said = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise OSError(f"the plot was not drawn: {said.decode(errors='replace').strip().rpartition(chr(10))[2]}")
+    run.store.put(key, picture)
+    return picture
+
+
+async def draw_here(run: Run, key: str) -> bytes:
+    """Draw them in a thread of this process, which has nothing else to do; it keeps them even if nobody waits."""
+
+    def draw() -> bytes:
+        picture = learning_curves([curves_of(run)])
+        run.store.put(key, picture)
+        return picture
+
+    return await asyncio.to_thread(draw)
 
 
 def loss_curves(title: str, losses: Mapping[str, Sequence[float]]) -> bytes:
@@ -21,46 +76,101 @@ def loss_curves(title: str, losses: Mapping[str, Sequence[float]]) -> bytes:
     axes.set(title=title, xlabel="steps, %", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
-    return _png(figure)
+    return _encoded(figure, "png")
 
 
-def learning_curve(
-    title: str, iterations: Sequence[tuple[int, float, float]], evaluations: Sequence[Accuracy]
-) -> bytes:
-    """Draw training accuracy and reward by iteration, and held-out accuracy with its 95% intervals.
+def _rewards(report: IterationReport) -> dict[str, float | None]:
+    return {"total": report.reward, **(report.terms if len(report.terms) > 1 else {})}
 
-    `iterations` are (number, accuracy, reward).
+
+PANELS: Final[Mapping[str, Callable[[IterationReport], dict[str, float | None]]]] = {
+    "mean reward": _rewards,
+    "mean length, tokens": lambda report: {"": report.length},
+    "share cut off": lambda report: {"": report.truncated},
+    "share of groups that differ": lambda report: {"": report.informative},
+    "entropy, nats": lambda report: {"": report.entropy},
+    "KL of the update, nats per token": lambda report: {"": report.kl},
+    "gradient norm": lambda report: {"": report.grad_norm},
+    "share of ratios clipped": lambda report: {"low": report.clip_low, "high": report.clip_high},
+}
+"""What the small axes show, by their titles: values by label."""
+COLUMNS: Final = 4
+STYLES: Final = ("-", "--", ":", "-.")
+
+
+def learning_curves(runs: Sequence[Curves], *, encoding: Format = "png") -> bytes:
+    """Draw accuracy, sampled and held out with its 95% intervals, above what tells how the runs learn.
+
+    Several runs lie over each other, each in its colour.
     """
-    from matplotlib.figure import Figure  # 0.5 s to import; only the end of a run needs it
+    from matplotlib.figure import Figure  # 0.5 s to import; only who draws needs it
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    numbers = [number for number, _, _ in iterations]
-    accuracies = [accuracy for _, accuracy, _ in iterations]
-    rewards = [reward for _, _, reward in iterations]
-    axes.plot(numbers, accuracies, color="tab:blue", label="accuracy of rollouts")
-    if rewards != accuracies:
-        axes.plot(numbers, rewards, color="tab:gray", linewidth=1, label="mean reward of rollouts")
-    means = [evaluation.mean for evaluation in evaluations]
-    spans = [[e.mean - e.low for e in evaluations], [e.high - e.mean for e in evaluations]]
+    figure = Figure(figsize=(13, 9))
+    # Constrained layout would draw all axes several times, for twice the seconds.
+    figure.subplots_adjust(left=0.05, right=0.99, top=0.96, bottom=0.04, hspace=0.4, wspace=0.2)
+    grid = figure.add_gridspec(2 + -(-len(PANELS) // COLUMNS), COLUMNS)
+    large = figure.add_subplot(grid[:2, :])
+    for number, curves in enumerate(runs):
+        _draw_accuracy(large, curves, colour=f"C{number}", name=f"{curves.run}: " if len(runs) > 1 else "")
+    large.set(title=", ".join(curves.run for curves in runs), xlabel="iteration", ylabel="accuracy")
+    large.legend(loc="best")
+    large.xaxis.set_major_locator(MaxNLocator(integer=True))
+    large.grid(alpha=0.3)
+    for place, title in enumerate(PANELS):
+        axes = figure.add_subplot(grid[2 + place // COLUMNS, place % COLUMNS], sharex=large)
+        for number, curves in enumerate(runs):
+            _draw_panel(axes, title, curves.reports, colour=f"C{number}")
+        axes.set_title(title, fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+    return _encoded(figure, encoding)
+
+
+def _draw_accuracy(axes: "Axes", curves: Curves, *, colour: str, name: str) -> None:
+    numbers = [report.iteration for report in curves.reports]
+    axes.plot(numbers, _values([report.accuracy for report in curves.reports]), color=colour, label=f"{name}sampled")
+    held = curves.evaluations
     axes.errorbar(
-        [e.number for e in evaluations],
-        means,
-        yerr=spans,
+        [each.number for each in held],
+        [each.mean for each in held],
+        yerr=[[each.mean - each.low for each in held], [each.high - each.mean for each in held]],
         fmt="o",
         capsize=4,
-        color="tab:orange",
-        label="held-out accuracy, 95% interval",
+        color=colour,
+        markerfacecolor="white",
+        label=f"{name}held out{f', {held[0].chosen}' if held else ''}, 95% interval",
     )
-    axes.set(title=f"Run {title}", xlabel="iteration", ylabel="accuracy", ylim=(min(0.0, *rewards, 0.0), None))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best")
-    return _png(figure)
 
 
-def _png(figure: "Figure") -> bytes:
+def _draw_panel(axes: "Axes", title: str, reports: Sequence[IterationReport], *, colour: str) -> None:
+    rows = [PANELS[title](report) for report in reports]
+    labels = list(dict.fromkeys(label for row in rows for label in row))
+    for place, label in enumerate(labels):
+        values = _values([row.get(label) for row in rows])
+        numbers = [report.iteration for report in reports]
+        axes.plot(numbers, values, STYLES[place % len(STYLES)], color=colour, linewidth=1, label=label)
+    if len(labels) > 1 and not axes.get_legend():
+        axes.legend(loc="best", fontsize=7)
+
+
+def _values(values: Sequence[float | None]) -> list[float]:
+    """What is missing leaves a gap."""
+    return [float("nan") if value is None else value for value in values]
+
+
+def _encoded(figure: "Figure", encoding: Format) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
+    untold = {"Software": None} if encoding == "png" else {"Creator": None, "Date": None}
+    figure.savefig(buffer, format=encoding, dpi=110, metadata=untold)
     return buffer.getvalue()
+
+
+def main(store: str, name: str) -> None:
+    """Write the picture of a run to stdout, as what others leave of the processors allows."""
+    os.nice(19)
+    sys.stdout.buffer.write(learning_curves([curves_of(open_run(store, name))]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -105,6 +105,8 @@ def test_a_run_ends_after_the_iteration_that_reaches_a_limit_and_a_larger_one_ma
         job.train(f"budget.tokens={limit}")
     assert "it-0001/seal" in manifests_of(job.run)
     assert not [key for key in manifests_of(job.run) if key.startswith("it-0002")], "nothing of the next was begun"
+    plots = [path.name for path in (job.run / "report").glob("*.png")]
+    assert plots == ["learning-curve-0001.png"], "what ends before its end leaves how far it came"
     before = job.works()
     with job.prefect():
         given = ["train", str(tmp_path / "tiny.toml"), "pools.cluster=threads", f"budget.tokens={limit}"]

@@ -14,7 +14,7 @@ from infra.errors import BadInput
 from infra.store.runs import open_run
 from tasks.config.run import parse_config
 from tasks.reporting import report_iteration, showing_progress
-from tasks.run.session import Pages
+from tasks.run.pages import Pages
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import PASSWORD, leftovers_of, manifests_of
 

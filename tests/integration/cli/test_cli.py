@@ -15,7 +15,9 @@ import pytest
 from flows.cli.app import main
 from flows.cli.prefect_api import run_flow
 from infra.errors import ApiFailed, Damaged
+from infra.store.checksums import seal
 from infra.store.runs import create_run
+from infra.terminal import WIDTH
 from tasks.views.runs import RunDescription
 from tests.support.environments import leave_vllm
 from tests.support.jobs import RHEOSTAT, ROOT, files_of
@@ -39,9 +41,10 @@ def copied(reference, tmp_path):
     return tmp_path / "store"
 
 
-def test_the_version_is_the_packages(capsys):
+def test_the_version_is_the_packages_and_names_the_commit(capsys):
     assert main(["--version"]) == 0
-    assert re.fullmatch(r"rheostat \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    commit = r"( \([0-9a-f]{12}(-dirty)?\))?"  # where git, or what installed it, knows
+    assert re.fullmatch(rf"rheostat \d+\.\d+\.\d+{commit}\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,14 @@ def test_show_tells_metrics_digests_and_seconds_of_every_iteration(ask):
     assert described.engines == {"rollout": ["transformers"]}, "as every shard's metadata says"
     for report in described.iterations:
         assert re.fullmatch(r"[0-9a-f]{64}", report.policy)
-        assert set(report.seconds) == {"rollout", "scoring", "estimates", "credit", "update", "total"}
+        waits = {"rollout", "scoring_after", "estimates", "credit", "update", "between"}
+        assert set(report.seconds) == {"scoring", "total", *waits}
+        assert sum(report.stages.values()) == pytest.approx(report.seconds["total"]), "nothing of it has no name"
+        assert report.terms == {"target": report.accuracy}
+        assert report.truncated is not None and report.truncated > 0.5, "a policy that has learnt nothing does not end"
+        assert report.reward_std is not None and report.informative is not None
+        assert report.entropy is not None and report.grad_norm is not None and report.grad_norm > 0
+        assert (report.clip_low, report.clip_high) != (None, None)
         assert report.mismatch is not None and 0 < report.mismatch < 1e-5, "two ways to compute the same weights"
         assert report.importance_weight == pytest.approx(1, abs=1e-4)
         assert report.importance_cut == 0
@@ -117,14 +127,47 @@ def test_show_tells_metrics_digests_and_seconds_of_every_iteration(ask):
     code, out, _ = ask("show", "tiny")
     lines = out.splitlines()
     assert lines[1] == "rollout by transformers"
-    begin, (warning, policy) = [line.split()[:1] for line in lines].index(["iteration"]), lines[-2:]
-    rows = lines[begin : begin + 4]
-    assert len({len(line) for line in rows}) == 1, "a table's lines are equally long"
-    assert rows[-1].endswith(described.iterations[-1].policy[:16])
-    [(metric, said)] = described.iterations[-1].warnings.items()
-    assert metric == "credit/truncated_fraction", "a policy that has learnt nothing does not end"
-    assert warning == f"warning: 3 iterations, last in 3: {said}"
-    assert policy == f"policy {described.policy}"
+    assert lines[3].endswith("problems, greedy)"), "held-out accuracy is not that of samples"
+    assert max(map(len, lines[:-1])) <= WIDTH
+    heads = [line.split()[0] for line in lines]
+    learnt, took = (lines[begin : begin + 4] for begin in (heads.index("iteration"), heads.index("seconds")))
+    for rows in (learnt, took):
+        assert len({len(line) for line in rows}) == 1, "a table's lines are equally long"
+    assert learnt[0].split()[:2] == ["iteration", "sampled"], "the only reward is the accuracy, and told once"
+    assert took[-1].endswith(described.iterations[-1].policy[:16])
+    said = described.iterations[-1].warnings["credit/truncated_fraction"]
+    assert f"warning: 3 iterations, last in 3: {said}" in " ".join(out.split())
+    assert lines[-1] == f"policy {described.policy}"
+
+
+def test_curves_of_several_runs_are_drawn_over_each_other(ask, copied, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = ask("plot", "tiny", store=copied)
+    assert (code, out) == (0, "tiny.svg\n")
+    assert "<svg" in (tmp_path / "tiny.svg").read_text()[:500]
+    shutil.copytree(copied / "tiny", copied / "twin")
+    record = json.loads((copied / "twin" / "run.json").read_text())
+    record.pop("seal")
+    (copied / "twin" / "run.json").write_bytes(seal(record | {"name": "twin"}))
+    code, out, _ = ask("plot", "tiny", "twin", "--to", str(tmp_path / "both.png"), store=copied)
+    assert (code, (tmp_path / "both.png").read_bytes()[:4]) == (0, b"\x89PNG")
+    for arguments, said in (
+        (["tiny", "--to", "both.png"], "both.png: expected a file that is not there yet"),
+        (["tiny", "--to", "curves.jpg"], "expected a name that ends with .svg or .png"),
+        ([], "the following arguments are required: RUN"),
+        (["tinny"], "did you mean 'tiny'?"),
+    ):
+        code, out, err = ask("plot", *arguments, store=copied)
+        assert (code, out) == (2, "") and said in err
+
+
+def test_a_run_that_has_ended_is_watched_to_its_end_at_once_as_lines(ask):
+    code, out, _ = ask("watch", "tiny")
+    lines = out.splitlines()
+    assert code == 0
+    assert [line.split()[1] for line in lines if line.startswith("iteration ")] == ["1/3", "2/3", "3/3"]
+    assert lines[-1] == "run tiny: 3 of 3 iterations"
+    assert max(map(len, lines)) <= WIDTH and "\x1b" not in out
 
 
 def test_rollouts_shows_the_best_first_and_the_rewards_of_the_shards(ask):

@@ -2,16 +2,21 @@
 
 import pytest
 
-from tasks.views.diagnosis import SYMPTOMS, WAITED, summed_up, warnings_of
+from tasks.views.diagnosis import ENTROPY_LEFT, INFORMATIVE, LONGER, WAITED, summed_up, warnings_of
 
 GOOD = {
     "credit/ended_failed_fraction": 0.0, "credit/call_error_fraction": 0.02, "credit/ended_turns_fraction": 0.1,
     "credit/truncated_fraction": 0.05, "update/kl_old": 0.002, "update/mismatch_difference_mean": 1e-6, WAITED: 0.2,
+    "update/kl": 0.05, "credit/kl": 0.05, "update/entropy": 0.6, "credit/length_mean": 30.0, "credit/reward_mean": 0.4,
+    "credit/reward_std": 0.5, "credit/groups": 64.0, "credit/informative_groups": 20.0, "credit/completions": 512.0,
+    "credit/term_right_mean": 0.4, "credit/term_right_std": 0.49,
 }  # fmt: skip
+FIRST = GOOD | {"update/entropy": 0.9, "credit/length_mean": 10.0, "credit/reward_mean": 0.1}
+"""The first iteration of a run that has learnt to answer at length."""
 
 
 def test_an_iteration_that_goes_well_and_one_without_episodes_are_warned_of_nothing():
-    assert warnings_of(GOOD) == {}
+    assert warnings_of(GOOD) == warnings_of(GOOD, first=FIRST, accuracy=0.4) == {}
     assert warnings_of({"update/kl_old": 0.002}) == warnings_of({}) == {}
 
 
@@ -24,6 +29,8 @@ def test_an_iteration_that_goes_well_and_one_without_episodes_are_warned_of_noth
         (WAITED, 0.62, "wrote nothing in 62% of their seconds"),
         ("credit/truncated_fraction", 0.78, "78% of the completions were cut off at rollout.sampling.max_new_tokens"),
         ("update/kl_old", 5.04, "took the policy 5 nats per token away"),
+        ("update/kl", 3.0, "3 nats per token away from where the run began: a higher update.kl_penalty.coefficient"),
+        ("credit/kl", 3.0, "3 nats per token away from where the run began: a higher algorithm.reward_kl.coefficient"),
         ("update/mismatch_difference_mean", 0.35, "differ by 0.35 nats per token"),
     ],
 )
@@ -33,8 +40,30 @@ def test_each_symptom_is_named_with_its_number(metric, value, says):
     assert says in warning
 
 
-def test_every_symptom_has_an_iteration_that_shows_it():
-    assert {each.metric for each in SYMPTOMS} == GOOD.keys()
+@pytest.mark.parametrize(
+    ("symptom", "changed", "says"),
+    [
+        (INFORMATIVE, {"credit/informative_groups": 2.0}, "rewards differ in 3% of the groups, and only those teach"),
+        (ENTROPY_LEFT, {"update/entropy": 0.045}, "5% of the entropy of iteration 1 is left"),
+        (LONGER, {"credit/reward_mean": 0.14}, "completions are 3.0 times as long as in iteration 1"),
+        ("credit/term_right_std", {"credit/term_right_std": 0.0}, "reward 'right' gave every completion 0.4"),
+    ],
+)
+def test_what_collapses_runs_away_or_never_differs_is_named_with_its_number(symptom, changed, says):
+    [(found, warning)] = warnings_of(GOOD | changed, first=FIRST, accuracy=0.4).items()
+    assert found == symptom
+    assert says in warning
+
+
+def test_a_policy_that_is_nearly_always_right_may_be_sure_of_itself_and_agree():
+    settled = GOOD | {"credit/informative_groups": 0.0, "update/entropy": 0.01, "credit/reward_mean": 0.95}
+    assert warnings_of(settled, first=FIRST, accuracy=0.95) == {}
+    assert warnings_of(settled, first=FIRST, accuracy=0.5).keys() == {INFORMATIVE, ENTROPY_LEFT}
+
+
+def test_groups_that_cannot_differ_since_no_reward_does_are_told_of_by_the_reward_alone():
+    flat = GOOD | {"credit/term_right_std": 0.0, "credit/informative_groups": 0.0}
+    assert warnings_of(flat, first=FIRST, accuracy=0.4).keys() == {"credit/term_right_std"}
 
 
 def test_a_run_says_each_warning_once_and_where_it_was_last():

@@ -11,12 +11,22 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from infra.costs import Cost
+from infra.terminal import WIDTH
 from models.data.images import THUMBNAIL_BYTES, data_address, digest_of, thumbnail
 from models.records.media import HeldImages, ShownImage
 from models.rollouts.preview import Excerpts, RolloutPreview
-from tasks.reporting import RunSummary, escape_markdown, rollout_table, summary_lines, summary_page
 from tasks.views.metrics import Accuracy, EpisodesReport, IterationReport, iteration_table
 from tasks.views.pages import rollouts_page
+from tasks.views.summary import (
+    RunSummary,
+    escape_markdown,
+    places_of,
+    rollout_table,
+    seconds_line,
+    standing_text,
+    summary_lines,
+    summary_page,
+)
 from tests.support.pictures import picture
 
 ATTACKS = [
@@ -58,6 +68,10 @@ def preview(text: str) -> RolloutPreview:
     )  # fmt: skip
 
 
+def page_of(summary: RunSummary, excerpts: Excerpts) -> str:
+    return summary_page(summary.run, summary_lines(summary), places_of(summary), png=b"png", excerpts=excerpts)
+
+
 def tags(html: str) -> set[str]:
     return set(re.findall(r"<([a-z0-9]+)", html))
 
@@ -91,23 +105,33 @@ def test_a_missing_answer_stays_missing():
 
 @pytest.mark.parametrize("attack", [*ATTACKS, "`" * 9 + "\n![x](http://evil)", "~~~\n![x](http://evil)"])
 def test_the_only_picture_of_a_summary_is_the_learning_curve(attack):
-    html = RENDERERS["github"].render(summary_page(SUMMARY, b"png", Excerpts((preview(attack),))))
+    html = RENDERERS["github"].render(page_of(SUMMARY, Excerpts((preview(attack),))))
     assert html.count("<img") == html.count('<img src="data:image/png;base64,') == 1
     assert "<a" not in html
 
 
 def test_a_summary_says_what_several_completions_of_a_problem_solve():
-    assert "0.500 (95% interval 0.100 to 0.900), after 0.500 (0.100 to 0.900), 2 problems" in summary_lines(SUMMARY)
-    sampled = ACCURACY.model_copy(update={"samples": 4, "pass_at": {1: 0.5, 4: 0.75}})
-    page = summary_page(SUMMARY.model_copy(update={"before": sampled, "after": sampled}), b"png", Excerpts(()))
-    assert "0.900), pass@1 0.500, pass@4 0.750, after" in page
-    assert "to 0.900), pass@1 0.500, pass@4 0.750, 2 problems of 4 samples" in page
+    later = ACCURACY.model_copy(update={"number": 1, "mean": 0.75})
+    lines = summary_lines(SUMMARY.model_copy(update={"after": later})).splitlines()
+    assert lines[:2] == [
+        "held-out accuracy before 0.500 (95% interval 0.100 to 0.900), 2 problems",
+        "                  after  0.750 (95% interval 0.100 to 0.900)",
+    ]
+    sampled = ACCURACY.model_copy(update={"samples": 4, "temperature": 1.0, "pass_at": {1: 0.5, 4: 0.75}})
+    page = page_of(SUMMARY.model_copy(update={"before": sampled, "after": sampled}), Excerpts(()))
+    assert "to 0.900), pass@1 0.500, pass@4 0.750, 2 problems of 4 samples, sampled\n" in page
+
+
+def test_the_seconds_of_an_iteration_have_names_that_add_up():
+    stages = {"rollout": 3.0, "scoring": 0.5, "estimates": 0.0, "credit": 0.01, "update": 2.0, "between": 1.49}
+    assert seconds_line(stages) == "7.0 s an iteration: rollout 3.0, scoring 0.5, update 2.0, between stages 1.5"
 
 
 REPORT = IterationReport(
     iteration=3, accuracy=0.25, reward=None, length=7.08, kl=0.00213, mismatch=2.34e-7, mismatch_max=1e-6,
     importance_weight=1.0, importance_cut=0.0, missing=2, quarantined=False, policy="0123456789abcdef0123",
-    seconds={"rollout": 1.234, "total": 2.5}, weights_bytes=0, weights_seconds=0.0,
+    seconds={"rollout": 1.234, "total": 2.5, "between": 1.266}, reward_std=0.4, informative=0.125, truncated=0.78,
+    entropy=0.5, grad_norm=1.5, clip_low=0.01, weights_bytes=0, weights_seconds=0.0,
 )  # fmt: skip
 
 
@@ -117,6 +141,28 @@ def test_the_table_of_iterations_says_what_each_took_in_all_its_roles():
     assert [told[name] for name in ("tokens read", "written", "learnt", "price")] == ["20", "1,500", "1,480", "0.5000"]
 
 
+def test_the_table_of_iterations_has_every_reward_where_there_are_several():
+    [told] = iteration_table([REPORT.model_copy(update={"terms": {"right": 0.25, "brief": -0.5}})])
+    assert (told["reward right"], told["reward brief"]) == ("0.250", "-0.500")
+
+
+def test_how_a_run_stands_is_told_with_what_goes_wrong():
+    warnings = {"credit/truncated_fraction": "78% of the completions were cut off"}
+    warned = REPORT.model_copy(update={"iteration": 4, "warnings": warnings})
+    assert standing_text([REPORT, warned], [ACCURACY], total=9).splitlines() == [
+        "iteration 4 of 9: sampled accuracy 0.250",
+        "held-out accuracy before 0.500 (95% interval 0.100 to 0.900), 2 problems",
+        "warning: iteration 4: 78% of the completions were cut off",
+    ]
+
+
+def test_the_line_of_an_iteration_fits_a_terminal_and_says_no_number_twice():
+    long = REPORT.model_copy(update={"iteration": 123, "reward": 0.5, "length": 1234.6, "seconds": {"total": 987.5}})
+    line = f"{long.line(2000)}  eta 3:25:45"
+    assert len(line) <= WIDTH and "reward 0.500" in line
+    assert "reward" not in long.model_copy(update={"reward": 0.25}).line(2000), "which is the accuracy"
+
+
 def test_the_table_of_iterations_says_what_became_of_episodes_where_there_are_any():
     endings = {"stop": 0.75, "turns": 0.25, "length": 0.0, "failed": 0.0}
     episodes = EpisodesReport(
@@ -124,8 +170,11 @@ def test_the_table_of_iterations_says_what_became_of_episodes_where_there_are_an
     )
     [plain, told] = iteration_table([REPORT, REPORT.model_copy(update={"episodes": episodes})])
     assert plain == {
-        "iteration": 3, "accuracy": "0.250", "reward": "-", "length": "7.1", "kl": 0.0021, "mismatch": "2.3e-07",
-        "missing": 2, "rollout seconds": 1.23, "total seconds": 2.5, "quarantined": False, "policy": "0123456789abcdef",
+        "iteration": 3, "sampled accuracy": "0.250", "reward": "-", "length": "7.1", "truncated": "78.0%",
+        "entropy": "0.500", "kl": 0.0021, "gradient norm": "1.500", "informative": "12.5%", "reward spread": "0.400",
+        "clipped low": "1.0%", "clipped high": "-", "mismatch": "2.3e-07", "missing": 2, "total seconds": 2.5,
+        "rollout seconds": 1.23, "scoring seconds": 0.0, "estimates seconds": 0.0, "credit seconds": 0.0,
+        "update seconds": 0.0, "between seconds": 1.27, "quarantined": False, "policy": "0123456789abcdef",
         "warnings": "",
     }  # fmt: skip
     of_episodes = {"turns": "1.50", "calls": "0.25", "unreadable": "0.125", "answers s": "4.25", "waited s": "1.00"}
@@ -170,7 +219,7 @@ def test_a_tiny_picture_is_enlarged_pixel_by_pixel():
 def test_a_summary_shows_what_prompts_show_beside_the_learning_curve_and_nothing_that_a_completion_names(attack):
     red, blue = picture("red"), picture("blue")
     addresses = {digest_of(red): data_address(thumbnail(red))}
-    page = summary_page(SUMMARY, b"png", Excerpts((shows(attack, red, blue), shows(attack)), addresses))
+    page = page_of(SUMMARY, Excerpts((shows(attack, red, blue), shows(attack)), addresses))
     html = RENDERERS["github"].render(page)
     assert html.count("<img") == 2, "the learning curve and the image that has a small copy"
     assert html.count('<img src="data:image/png;base64,') == 2
