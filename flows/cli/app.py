@@ -3,9 +3,12 @@
 Their modules import what is heavy when they are called.
 """
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
@@ -39,6 +42,8 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (train.reward_model, "configs/rlhf.toml"),
     (runs.runs, "--store ./runs"),
     (runs.show, "demo"),
+    (runs.plot, "demo longer --to curves.png"),
+    (runs.watch, "demo --store s3://bucket/runs"),
     (runs.rollouts, "demo --iteration 3 --sort reward"),
     (runs.media, "demo 3f9a --to picture.png"),
     (runs.export, "demo"),
@@ -99,9 +104,25 @@ def _no_action() -> None:
 
 
 def _version() -> str:
-    from importlib.metadata import version
+    """Name the version, and the commit that it was installed from or runs in."""
+    from importlib.metadata import Distribution
 
-    return f"rheostat {version('rheostat')}"
+    installed = Distribution.from_name("rheostat")
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")
+    commit = origin.get("vcs_info", {}).get("commit_id", "")[:12] or _checked_out()
+    return f"rheostat {installed.version}{f' ({commit})' if commit else ''}"
+
+
+def _checked_out() -> str:
+    """Name the commit of the sources and, behind a dash, that they differ from it; empty where they lie in no clone."""
+    home = Path(__file__).parents[2]
+    if not (home / ".git").exists():
+        return ""
+    asked = ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 if __name__ == "__main__":

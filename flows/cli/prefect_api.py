@@ -28,7 +28,7 @@ import psutil
 from cyclopts import Parameter
 
 from flows.cli.options import PACKAGES
-from infra.errors import ApiFailed, first_cause
+from infra.errors import ApiFailed, BadInput, first_cause
 from infra.processes.watch import ASK_SECONDS, END_SECONDS, LOOK_SECONDS, Ending, Watch, WatchedServer, on_signals
 from infra.terminal import write
 
@@ -99,10 +99,11 @@ def configured_api() -> Iterator[str | None]:
 
 
 @contextmanager
-def prefect_api(*modules: str) -> Iterator[str]:
+def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
     """Use the configured Prefect API, or serve one from this machine for as long as the context lasts.
 
-    The modules, which need Prefect, are imported while the server starts: both take seconds.
+    The modules, which need Prefect, are imported while the server starts: both take seconds. Raises BadInput where a
+    port that was asked for is not to be had.
     """
     set_defaults()  # which Prefect reads when it is imported
     from prefect.settings import (
@@ -115,11 +116,13 @@ def prefect_api(*modules: str) -> Iterator[str]:
 
     with configured_api() as configured:
         if configured:
+            if port is not None:
+                raise BadInput(f"--port {port}: nothing is served here, since PREFECT_API_URL is {configured}")
             yield configured
             return
     own = own_password()
     password = own or _new_password()
-    with _listen(UI_PORT) as listener:  # bound here: of two jobs that start at once, neither finds the other's server
+    with _listen(port) as listener:  # bound here: of two jobs that start at once, neither finds the other's server
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(
             [sys.executable, "-P", "-m", "flows.cli.server", str(listener.fileno()), str(os.getpid())],
@@ -257,12 +260,15 @@ def _answer(url: str) -> int | None:
         return None
 
 
-def _listen(preferred: int) -> socket.socket:
+def _listen(asked: int | None) -> socket.socket:
+    """Take the port that was asked for, or Prefect's own, or another one."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("127.0.0.1", preferred))
-    except OSError:
+        listener.bind(("127.0.0.1", UI_PORT if asked is None else asked))
+    except (OSError, OverflowError) as error:
+        if asked is not None:
+            raise BadInput(f"--port {asked}: expected a free port of this machine: {error}") from None
         listener.bind(("127.0.0.1", 0))
     listener.listen(2048)  # uvicorn's own backlog
     return listener

@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_STORE, Config, Named, Overrides, StoredIn, log_progress
+from flows.cli.options import AS_USUAL, DEFAULT_STORE, Config, Display, Named, Overrides, StoredIn, log_progress
 from flows.cli.prefect_api import prefect_api, run_flow
 from flows.cli.runs import added_to, export_command
 from infra.errors import BadInput
 from infra.plugins import find_targets_in
 from infra.processes.guard import guarded_directory
-from infra.terminal import Json, table, write
+from infra.terminal import WIDTH, Json, table, write
 
 if TYPE_CHECKING:
     from tasks.config.run import RunConfig
-    from tasks.reporting import RunSummary, TrainedPolicy, TrainedRewards
+    from tasks.reporting import TrainedPolicy, TrainedRewards
     from tasks.views.metrics import Accuracy
+    from tasks.views.summary import RunSummary
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,12 @@ PolicyDirectory = Annotated[Path, Parameter(name="POLICY", help="model directory
 Problems = Annotated[
     Path | None, Parameter(show_default="the run in which the policy lies", help="TOML file that names the problems")
 ]
+
+
+def _step(command: str, what: str) -> str:
+    """A command beside what it is for, or below where there is no room."""
+    beside = f"{command}    {what}"
+    return beside if len(beside) <= WIDTH - 9 else f"{what}:\n           {command}"
 
 
 PARTS: Final = {"sft": "sft", "dpo": "dpo", "reward-model": "reward_modelling"}
@@ -75,8 +82,9 @@ class JobArguments:
             "Prefect's UI at http://127.0.0.1:4200: flows, artifacts, logs": ["server"],
             "train on": ["train", *again],
         }
-        lines = [f"{shlex.join([here, *words])}    {what}" for what, words in steps.items()]
-        return "next     " + "\n         ".join(lines)
+        return "next     " + "\n         ".join(
+            _step(shlex.join([here, *words]), what) for what, words in steps.items()
+        )
 
 
 def train(
@@ -87,6 +95,7 @@ def train(
     store: StoredIn = None,
     accept_change: AcceptChange = False,
     dry_run: DryRun = False,
+    display: Display = AS_USUAL,
     as_json: Json = False,
 ) -> None:
     """Run the configured job, or continue it."""
@@ -98,8 +107,8 @@ def train(
         plan = plan_run(loaded, accept_change=accept_change)
         write(plan.model_dump_json(indent=2) if as_json else plan.text())
         return
-    log_progress(quiet=as_json)
-    summary = train_here(loaded, accept_change=accept_change)
+    with _shown(loaded, display, as_json=as_json):
+        summary = train_here(loaded, accept_change=accept_change, port=display.port)
     write(summary.model_dump_json(indent=2) if as_json else f"{_ended(summary, loaded)}\n{job.next_steps(loaded)}")
 
 
@@ -110,10 +119,12 @@ def sft(
     run: Named = None,
     store: StoredIn = None,
     accept_change: AcceptChange = False,
+    display: Display = AS_USUAL,
     as_json: Json = False,
 ) -> None:
     """Run the configured job as far as the supervised policy; `rheostat train` goes on from there."""
-    _part("sft", JobArguments(config, overrides, run, store), accept_change=accept_change, as_json=as_json)
+    job = JobArguments(config, overrides, run, store)
+    _part("sft", job, accept_change=accept_change, display=display, as_json=as_json)
 
 
 def dpo(
@@ -123,10 +134,12 @@ def dpo(
     run: Named = None,
     store: StoredIn = None,
     accept_change: AcceptChange = False,
+    display: Display = AS_USUAL,
     as_json: Json = False,
 ) -> None:
     """Run the configured job until its policy has learnt from preferences; `rheostat train` goes on from there."""
-    _part("dpo", JobArguments(config, overrides, run, store), accept_change=accept_change, as_json=as_json)
+    job = JobArguments(config, overrides, run, store)
+    _part("dpo", job, accept_change=accept_change, display=display, as_json=as_json)
 
 
 def reward_model(
@@ -136,10 +149,12 @@ def reward_model(
     run: Named = None,
     store: StoredIn = None,
     accept_change: AcceptChange = False,
+    display: Display = AS_USUAL,
     as_json: Json = False,
 ) -> None:
     """Run the configured job as far as its reward models; `rheostat train` goes on from there."""
-    _part("reward-model", JobArguments(config, overrides, run, store), accept_change=accept_change, as_json=as_json)
+    job = JobArguments(config, overrides, run, store)
+    _part("reward-model", job, accept_change=accept_change, display=display, as_json=as_json)
 
 
 def evaluate(policy: PolicyDirectory, /, *overrides: Overrides, config: Problems = None, as_json: Json = False) -> None:
@@ -165,20 +180,22 @@ def plan(config: Config, /, *overrides: Overrides, as_json: Json = False) -> Non
     write("\nNothing is measured yet: lengths and step times are assumed, and replaced after the first iteration.")
 
 
-def train_here(config: "RunConfig", *, accept_change: bool = False) -> "RunSummary":
+def train_here(config: "RunConfig", *, accept_change: bool = False, port: int | None = None) -> "RunSummary":
     """Run or continue the job in this process. Raises BadInput before anything is written or started."""
-    with watched(config, "flows.train", accept_change=accept_change):
+    with watched(config, "flows.train", accept_change=accept_change, port=port):
         from flows.train import train as train_flow
 
         return run_flow(train_flow(config, accept_change=accept_change))
 
 
-def run_part(command: str, config: "RunConfig", *, accept_change: bool = False) -> "TrainedPolicy | TrainedRewards":
+def run_part(
+    command: str, config: "RunConfig", *, accept_change: bool = False, port: int | None = None
+) -> "TrainedPolicy | TrainedRewards":
     """Run or continue the job as far as the command says. Raises BadInput before anything is written or started."""
     from tasks.config.run import require_part
 
     require_part(command, config)
-    with watched(config, f"flows.{PARTS[command]}", accept_change=accept_change):
+    with watched(config, f"flows.{PARTS[command]}", accept_change=accept_change, port=port):
         match command:
             case "sft":
                 from flows.sft import sft as sft_flow
@@ -209,7 +226,7 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
 
 
 @contextmanager
-def watched(config: "RunConfig", flow: str, *, accept_change: bool = False) -> Iterator[None]:
+def watched(config: "RunConfig", flow: str, *, accept_change: bool = False, port: int | None = None) -> Iterator[None]:
     """Check a job, then have an API where it can be watched, and import its flow's module meanwhile.
 
     Raises BadInput before anything is written or started.
@@ -221,21 +238,38 @@ def watched(config: "RunConfig", flow: str, *, accept_change: bool = False) -> I
     if begun is not None:
         begun.check_free()
     asyncio.run(preflight(config))
-    with prefect_api(flow) as url:
-        logger.info("run %s in %s; watch it at %s", config.name, config.store, url.removesuffix("/api"))
+    logger.info("run %s: %s, in %s", config.name, _what(config), config.store)
+    with prefect_api(flow, port=port) as url:
+        logger.info("Prefect's UI: %s", url.removesuffix("/api"))
         yield
 
 
-def _part(command: str, job: JobArguments, *, accept_change: bool, as_json: bool) -> None:
+def _what(config: "RunConfig") -> str:
+    """What a run is, in a few words."""
+    rollout = config.rollout
+    asked = f"{config.iterations} iterations of {rollout.prompts} prompts × {rollout.group_size} completions"
+    return f"{config.algorithm.known_as}, {asked}"
+
+
+@contextmanager
+def _shown(config: "RunConfig", display: Display, *, as_json: bool) -> Iterator[None]:
+    from flows.cli.live import shown
+
+    verbosity, total = display.verbosity, config.iterations
+    with shown(config.store, config.name, iterations=total, verbosity=verbosity, as_json=as_json):
+        yield
+
+
+def _part(command: str, job: JobArguments, *, accept_change: bool, display: Display, as_json: bool) -> None:
     config = job.load()
-    log_progress(quiet=as_json)
-    result = run_part(command, config, accept_change=accept_change)
+    with _shown(config, display, as_json=as_json):
+        result = run_part(command, config, accept_change=accept_change, port=display.port)
     write(result.model_dump_json(indent=2) if as_json else f"\n{result.text()}")
 
 
 def _ended(summary: "RunSummary", config: "RunConfig") -> str:
     """Where the run's results lie."""
-    from tasks.reporting import summary_lines
+    from tasks.views.summary import summary_lines
 
     lines = [
         f"\n{summary_lines(summary)}",

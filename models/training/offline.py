@@ -37,6 +37,16 @@ CURVE_POINTS = 50
 
 
 @dataclass(frozen=True, slots=True)
+class Listener:
+    """Who hears how a training goes."""
+
+    on_progress: Callable[[], None]
+    """Called at every forward pass."""
+    on_steps: Callable[[int, int, float], None] = lambda taken, steps, loss: None
+    """Told now and then how many steps of how many were taken, and the mean loss of the last."""
+
+
+@dataclass(frozen=True, slots=True)
 class Learnt:
     """How training on given data went."""
 
@@ -59,7 +69,7 @@ def imitate(
     directory: Path,
     microbatch_tokens: int,
     ranks: Ranks,
-    on_progress: Callable[[], None],
+    listener: Listener,
 ) -> Learnt:
     """Take all warm-up steps over the examples, in order; a loss that is not finite is refused.
 
@@ -73,9 +83,15 @@ def imitate(
     for step in range(warmup.steps):
         chosen = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
         losses[step] = _imitate_step(
-            trainer, chosen, images=images, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=on_progress
+            trainer,
+            chosen,
+            images=images,
+            microbatch_tokens=microbatch_tokens,
+            ranks=ranks,
+            on_progress=listener.on_progress,
         )
         _step(trainer, step, warmup, what=f"warm-up step {step}")
+        tell_steps(losses[: step + 1], warmup.steps, listener=listener, device=ranks.device)
     sum_and_max(losses, torch.zeros(1, device=ranks.device))
     metrics = {
         "loss_first": float(losses[0]),
@@ -85,6 +101,17 @@ def imitate(
         "samples": float(len(inputs)),
     }
     return Learnt(metrics=metrics, losses=losses.tolist())
+
+
+def tell_steps(
+    losses: Tensor, steps: int, *, listener: Listener, device: torch.device, taken: int | None = None
+) -> None:
+    """Tell of a training at every fiftieth of its steps: then all ranks add up their shares of the last losses."""
+    taken = len(losses) if taken is None else taken
+    if taken % -(-steps // CURVE_POINTS) == 0:
+        recent = losses[-LAST_STEPS:].mean().reshape(1)
+        sum_and_max(recent, torch.zeros(1, device=device))
+        listener.on_steps(taken, steps, float(recent))
 
 
 def _require_words(inputs: Sequence[ModelInput], processor: VisionProcessor | None) -> None:
@@ -166,15 +193,24 @@ class PairLearning:
 
 
 def learn_preferences(
-    trainer: Trainer, work: PairLearning, *, microbatch_tokens: int, ranks: Ranks, on_progress: Callable[[], None]
+    trainer: Trainer,
+    work: PairLearning,
+    *,
+    microbatch_tokens: int,
+    ranks: Ranks,
+    listener: Listener,
 ) -> Learnt:
     """Take all steps over the training pairs; then measure the held-out ones. A loss that is not finite is refused."""
-    learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=on_progress)
+    learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=listener.on_progress)
     steps = [learner.passes(rows, work.train) for rows in _draw(work)]
     heldout = learner.passes(tuple(range(len(work.heldout))), work.heldout)
     start = [learner.start(passes, work.train) for passes in steps]
     heldout_start = learner.start(heldout, work.heldout)
-    tallies = [learner.step(index, passes, start[index]) for index, passes in enumerate(steps)]
+    tallies: list[Tensor] = []
+    for index, passes in enumerate(steps):
+        tallies.append(learner.step(index, passes, start[index]))
+        recent = torch.stack(tallies[-LAST_STEPS:])[:, 0]
+        tell_steps(recent, len(steps), taken=index + 1, listener=listener, device=ranks.device)
     sums_S3 = torch.stack([*tallies, learner.measure(heldout, heldout_start)])
     sum_and_max(sums_S3, torch.zeros(1, device=ranks.device))
     return _summary(sums_S3.cpu(), work)

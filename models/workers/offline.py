@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from infra.store.bundles import fetch_bundle
+from infra.store.progress import StepNotes
 from infra.store.storage import Store
 from models.config.data import DataConfig, PreferencesConfig
 from models.config.objectives import UpdateConfig
@@ -24,7 +25,7 @@ from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, UserWarmupWork, WarmupWork
 from models.text.sequences import SequencePair, policy_pairs, reward_pairs
 from models.text.tokenizer import load_tokenizer
-from models.training.offline import Learnt, PairLearning, PairNumbers, imitate, learn_preferences
+from models.training.offline import Learnt, Listener, PairLearning, PairNumbers, imitate, learn_preferences
 from models.training.ranks import Ranks
 from models.training.trainer import Trainer
 from models.training.versions import Build, Learner
@@ -95,7 +96,7 @@ class OfflineTrainer:
     def _imitate(self, model: ModelVersion, examples: Sequence[Example], warmup: WarmupConfig) -> Outcome:
         self._images.source = HeldImages({digest_of(image): image for each in examples for image in each.images})
 
-        def learn(trainer: Trainer) -> Learnt:
+        def learn(trainer: Trainer, listener: Listener) -> Learnt:
             return imitate(
                 trainer,
                 examples,
@@ -103,27 +104,27 @@ class OfflineTrainer:
                 directory=fetch_bundle(self._store, model.weights),
                 microbatch_tokens=self._update.microbatch_tokens,
                 ranks=self._ranks,
-                on_progress=self._on_progress,
+                listener=listener,
             )
 
         return self._train(model, self._logprobs, learn)
 
     def _learn(self, model: ModelVersion, learning: PairLearning, build: Build) -> Outcome:
-        def learn(trainer: Trainer) -> Learnt:
+        def learn(trainer: Trainer, listener: Listener) -> Learnt:
             budget = self._update.microbatch_tokens
-            return learn_preferences(
-                trainer, learning, microbatch_tokens=budget, ranks=self._ranks, on_progress=self._on_progress
-            )
+            return learn_preferences(trainer, learning, microbatch_tokens=budget, ranks=self._ranks, listener=listener)
 
         return self._train(model, build, learn)
 
-    def _train(self, model: ModelVersion, build: Build, learn: Callable[[Trainer], Learnt]) -> Outcome:
+    def _train(self, model: ModelVersion, build: Build, learn: Callable[[Trainer, Listener], Learnt]) -> Outcome:
         clock = time.perf_counter
         begun = clock()
         learner = Learner(self._store, build, self._update, ranks=self._ranks)
         trainer = learner.begin_at(model)
         loaded = clock()
-        learnt = learn(trainer)
+        notes = StepNotes(self._store if self._ranks.rank == 0 else None)
+        learnt = learn(trainer, Listener(self._on_progress, notes.tell))
+        notes.end()
         stepped = clock()
         policy = learner.publish(model, version=model.version, put="durable")
         learner.close()

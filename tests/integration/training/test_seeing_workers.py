@@ -25,7 +25,7 @@ from models.modeling.initial import texts_of, write_policy
 from models.modeling.policy import load_policy, load_sight
 from models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
 from models.training import versions
-from models.training.offline import imitate
+from models.training.offline import Listener, imitate
 from models.training.update_steps import open_samples
 from models.training.versions import Learner
 from models.vision import sight
@@ -239,7 +239,7 @@ def test_warm_up_imitates_examples_with_images(uri, policy):
         directory=directory,
         microbatch_tokens=2000,
         ranks=ranks,
-        on_progress=lambda: None,
+        listener=Listener(lambda: None),
     )
     assert learnt.metrics["loss_last"] < 0.1 < learnt.metrics["loss_first"]
 

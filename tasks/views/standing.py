@@ -1,0 +1,162 @@
+"""How a run stands at this moment, read from its store alone: by who trains it, and by who watches from elsewhere."""
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import psutil
+
+from infra.store.chain import linked_parts
+from infra.store.manifests import Manifest
+from infra.store.progress import newest_goal, newest_note
+from infra.store.runs import LOCK, Run, open_run
+from models.config.rewards import ScoringConfig
+from tasks.run.batch import Batch
+from tasks.run.keys import BASE, StageKey, evaluation_key, iteration_key, iterations_among
+from tasks.views.metrics import Accuracy, IterationReport, accuracy_of, evaluated_at, report_of
+
+RECENT = 5
+"""Iterations whose mean time says how long the rest will take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What a run is at."""
+
+    what: str
+    done: int = 0
+    of: int = 0
+    """How much there is to do of what is counted; 0 where nothing is."""
+    unit: str = ""
+    note: str = ""
+    """What else is known of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A run at a moment."""
+
+    run: str
+    iterations: int | None
+    """How many it was asked for, as far as that is known."""
+    reports: Sequence[IterationReport]
+    """Of its sealed iterations, in order."""
+    evaluations: Sequence[Accuracy]
+    doing: Doing
+    eta_seconds: float | None
+    """How long the iterations that are left will take; none before the first is sealed."""
+    is_over: bool
+    """Whether all that it was asked for is made."""
+
+
+@dataclass(slots=True)
+class Watcher:
+    """Look at a run again and again; what was seen before is not read again."""
+
+    store: str
+    name: str
+    iterations: int | None = None
+    """How many were asked for; none has the store say it."""
+    _run: Run | None = None
+    _first: Manifest | None = None
+    _reports: list[IterationReport] = field(default_factory=list)
+    _evaluations: dict[int, Accuracy] = field(default_factory=dict)
+
+    def look(self, now: datetime | None = None) -> Standing:
+        """Read what has changed. Raises BadInput as long as there is no such run."""
+        self._run = run = self._run or open_run(self.store, self.name)
+        folders = run.folders()
+        begun, total = iterations_among(folders), self.iterations or newest_goal(run.store)
+        term = ScoringConfig.model_validate(run.record.config["scoring"]).terms[0]
+        for number in begun[len(self._reports) :]:
+            if (sealed := run.find(StageKey.of(iteration_key(number), "seal"))) is None:
+                break
+            self._first = self._first or sealed
+            self._reports.append(report_of(sealed, term=term, first=self._first))
+        evaluated = [int(folder.removeprefix("eval-")) for folder in folders if folder.startswith("eval-")]
+        for number in evaluated:
+            if number not in self._evaluations and (made := run.find(StageKey.of(evaluation_key(number), "summary"))):
+                self._evaluations[number] = accuracy_of(made, temperature=evaluated_at(run))
+        open_evaluations = [number for number in evaluated if number not in self._evaluations]
+        sealed_count = len(self._reports)
+        return Standing(
+            run=self.name,
+            iterations=total,
+            reports=tuple(self._reports),
+            evaluations=tuple(self._evaluations[number] for number in sorted(self._evaluations)),
+            doing=self._doing(run, begun[sealed_count:], open_evaluations, now or datetime.now(UTC)),
+            eta_seconds=None if total is None else self._eta(total),
+            is_over=total is not None and evaluation_key(total) in linked_parts(run),
+        )
+
+    def holder(self) -> str | None:
+        """Name the live process that holds the run; none where none does."""
+        return None if self._run is None else holder_of(self._run)
+
+    def _eta(self, total: int) -> float | None:
+        totals = [report.seconds["total"] for report in self._reports[-RECENT:]]
+        return sum(totals) / len(totals) * max(0, total - len(self._reports)) if totals else None
+
+    def _doing(self, run: Run, begun: list[int], evaluations: list[int], now: datetime) -> Doing:
+        """Say what comes first of what is not finished."""
+        if evaluations and (found := _generating(run, evaluation_key(evaluations[-1]), now)) is not None:
+            return Doing("held-out evaluation", found.done, found.of, found.unit, found.note)
+        if begun:
+            return _iterating(run, begun[0], now)
+        note = newest_note(run.store)
+        if note is not None:
+            return Doing("training on data", note.step, note.steps, "steps", f"loss {note.loss:.3f}")
+        if self._reports or run.has(StageKey.policy(0)):
+            return Doing("evaluation and workers" if not self._reports else "next iteration")
+        return Doing("training on data" if run.has(BASE) else "policy and prompts")
+
+
+def _iterating(run: Run, number: int, now: datetime) -> Doing:
+    key, wave, found = iteration_key(number), 1, None
+    while (doing := _generating(run, iteration_key(number, wave), now)) is not None:
+        found, wave = doing, wave + 1
+    if found is None:
+        return Doing(f"iteration {number}: its plan")
+    if run.has(StageKey.of(key, "update")):
+        return Doing(f"iteration {number}: seal")
+    if run.has(StageKey.of(key, "credit")):
+        return Doing(f"iteration {number}: update")
+    of_wave = f", batch {wave - 1}" if wave > 2 else ""  # dynamic sampling asks until enough is there
+    return Doing(f"iteration {number}: {found.what}{of_wave}", found.done, found.of, found.unit, found.note)
+
+
+def _generating(run: Run, key: str, now: datetime) -> Doing | None:
+    """How many shards of a batch are scored, or generated; none before it is planned."""
+    if (planned := run.find(StageKey.of(key, "plan"))) is None:
+        return None
+    batch = Batch.read(run, key)
+    generated, scored = (len(run.folders(f"{key}/{stage}")) for stage in ("rollout", "scoring"))
+    if generated < batch.plan.num_shards:
+        made = [run.find(StageKey.of(key, "rollout", shard)) for shard in batch.shards] if generated else []
+        tokens = sum(shard.metrics["tokens"] for shard in made if shard is not None)
+        seconds = (now - datetime.fromisoformat(planned.provenance.created)).total_seconds()
+        rate = f"{tokens / seconds:,.0f} tokens/s" if tokens and seconds > 0 else ""
+        return Doing("rollout", generated, batch.plan.num_shards, "shards", rate)
+    return Doing("scoring" if scored < batch.plan.num_shards else "credit", scored, batch.plan.num_shards, "shards")
+
+
+def holder_of(run: Run) -> str | None:
+    """Name the live process that holds a run, as far as this can be told without taking it; none where it is free.
+
+    On another machine with a shared disk a process counts as alive: its lock says no more.
+    """
+    content = run.store.find(LOCK)
+    try:
+        held = json.loads(content or b"{}")
+        pid, host = int(held["pid"]), str(held["host"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    if run.store.is_remote:  # a lease is renewed in its term, by whoever lives
+        [lock] = run.store.entries(LOCK)
+        alive = (run.store.now() - lock.modified).total_seconds() < float(held.get("seconds", 0))
+        return f"process {pid} on {host}" if alive else None
+    alive = host != socket.gethostname() or (pid != os.getpid() and psutil.pid_exists(pid))
+    return f"process {pid} on {host}" if alive else None

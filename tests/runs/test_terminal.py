@@ -1,0 +1,60 @@
+"""What people see of a run on a real terminal: the page, the lines that stay, and what is left at the end."""
+
+import json
+import os
+import re
+import shutil
+import socket
+
+import pytest
+
+from infra.terminal import WIDTH
+from tests.support.jobs import RHEOSTAT, Job
+from tests.support.terminal import COLOUR, on_terminal, plain, screen
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def test_a_run_elsewhere_is_watched_live_until_it_ends(reference, tmp_path):
+    shutil.copytree(reference.run, tmp_path / "tiny")
+    links = [*(tmp_path / "tiny/chain").glob("*-eval-0003.json")]
+    parts = [tmp_path / "tiny/manifests/eval-0003/summary.json", *links]
+    for part in parts:
+        shutil.move(part, tmp_path / part.name)
+    lock = {"pid": os.getpid(), "host": socket.gethostname()}  # this test is who trains it
+    (tmp_path / "tiny/lock").write_text(json.dumps(lock))
+    pages = []
+
+    def finish(sent: str) -> None:
+        if "3 of 3 iterations" in sent and not pages:
+            pages.append(plain(screen(sent)))
+            for part in parts:
+                shutil.move(tmp_path / part.name, part)
+
+    code, sent = on_terminal([RHEOSTAT, "watch", "tiny", "--store", str(tmp_path)], env={"NO_COLOR": "1"}, seen=finish)
+    assert code == 0
+    [page] = pages
+    assert any(re.match(r"held-out evaluation .* 1 of 1 shards", line) for line in page), page
+    assert max(map(len, page)) <= WIDTH
+    lines = [line for line in plain(screen(sent)) if line]
+    assert lines[-1] == "run tiny: 3 of 3 iterations", "the page goes, the lines stay"
+    assert [line[:14] for line in lines if line.startswith("iteration")] == [f"iteration   {n}/" for n in (1, 2, 3)]
+    assert lines[-2].startswith("held-out accuracy after 3 iterations: ")
+    assert not [found for found in COLOUR.findall(sent) if re.search(r"[34]\d", found)], "NO_COLOR was asked for"
+    assert sent.rindex("\x1b[?25h") > sent.rindex("\x1b[?25l"), "the cursor is there again"
+
+
+@pytest.mark.system
+def test_a_run_on_a_terminal_says_what_it_is_first_shows_how_far_it_is_and_keeps_others_noise_away(tmp_path):
+    job, pages = Job(tmp_path), []
+    command = [RHEOSTAT, "train", str(job.configured()), "warmup.steps=200", "--store", str(job.store)]
+    code, sent = on_terminal(command, env=job.environment(), seen=lambda sent: pages.append(plain(screen(sent))))
+    lines = [line for line in plain(screen(sent)) if line]
+    assert code == 0, lines
+    assert lines[0].startswith("run tiny: grpo, 3 iterations of 6 prompts × 4 completions, in ")
+    begun = ("the password of Prefect's UI is", "Prefect's UI: http://127.0.0.1:", "warm-up: ", "held-out accuracy ")
+    told = ("iteration ", "warning: ", "         ", "took ", "plot ", "run ", "policy ", "digest ", "next ")
+    assert [line for line in lines[1:] if not line.startswith((*begun, *told, "                  after"))] == []
+    shown = {line.strip() for page in pages for line in page}
+    assert any(re.search(r"training on data .* of 200 steps  loss \d", line) for line in shown), "as the warm-up goes"
+    assert any(re.search(r"of 3 iterations  0:0\d:\d\d  eta", line) for line in shown)

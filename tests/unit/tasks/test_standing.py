@@ -1,0 +1,120 @@
+"""What is told of a run under way: read from copies of the finished one that lack what was not made yet."""
+
+import io
+import json
+import os
+import shutil
+import socket
+from datetime import datetime, timedelta
+
+import pytest
+from rich.console import Console
+
+from flows.cli.live import draw, sparks
+from infra.store.progress import StepNotes, newest_note
+from infra.store.runs import open_run
+from infra.store.storage import open_store
+from infra.terminal import WIDTH
+from tasks.views.standing import Watcher, holder_of
+
+LEFT = {
+    "manifests/it-0003/seal.json": "iteration 3: seal",
+    "manifests/it-0003/update.json": "iteration 3: update",
+    "manifests/it-0003/credit.json": "iteration 3: credit",
+    "manifests/it-0003/scoring/0002.json": "iteration 3: scoring",
+    "manifests/it-0003/rollout/0002.json": "iteration 3: rollout",
+    "manifests/it-0003/plan.json": "iteration 3: its plan",
+}
+"""What was made last of an iteration, the last first, and what a run without it is at."""
+
+
+@pytest.fixture
+def store(reference, tmp_path):
+    """A store with a copy of the finished run that is still to be evaluated, and to go on."""
+    shutil.copytree(reference.run, tmp_path / "tiny")
+    shutil.rmtree(tmp_path / "tiny/manifests/eval-0003")
+    for link in (tmp_path / "tiny/chain").glob("*-eval-0003.json"):
+        link.unlink()
+    return tmp_path
+
+
+def text_of(standing):
+    """The page as a terminal shows it, without its colours."""
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, force_terminal=True, color_system=None).print(draw(standing, seconds=61))
+    return out.getvalue()
+
+
+def test_a_run_is_at_what_is_missing_first(store):
+    told = []
+    for path in LEFT:
+        (store / "tiny" / path).unlink()
+        told.append(Watcher(str(store), "tiny", 3).look().doing)
+    assert [doing.what for doing in told] == [*LEFT.values()]
+    assert [(doing.done, doing.of) for doing in told[2:5]] == [(3, 3), (2, 3), (2, 3)]
+
+
+def test_tokens_a_second_are_those_of_the_shards_that_are_there(store):
+    for path in LEFT:
+        if "plan" not in path:
+            (store / "tiny" / path).unlink()
+    run = open_run(str(store), "tiny")
+    tokens = sum(run.require(f"it-0003/rollout/000{shard}").metrics["tokens"] for shard in (0, 1))
+    began = datetime.fromisoformat(run.require("it-0003/plan").provenance.created)
+    doing = Watcher(str(store), "tiny", 3).look(began + timedelta(seconds=2)).doing
+    assert doing.note == f"{tokens / 2:,.0f} tokens/s"
+
+
+def test_the_page_has_the_stage_the_shards_and_the_time_that_is_left_within_its_columns(store):
+    for path in LEFT:
+        if "plan" not in path:
+            (store / "tiny" / path).unlink()
+    standing = Watcher(str(store), "tiny", 1000).look()
+    seconds = [report.seconds["total"] for report in standing.reports]
+    assert standing.eta_seconds == pytest.approx(sum(seconds) / 2 * 998)
+    page = text_of(standing)
+    assert max(map(len, page.splitlines())) <= WIDTH
+    for part in ("2 of 1000 iterations", "0:01:01", "eta ", "iteration 3: rollout", "2 of 3 shards", "tokens/s"):
+        assert part in page
+
+
+def test_who_watches_from_elsewhere_learns_from_the_store_how_far_the_run_is_to_go(store, reference):
+    assert (Watcher(str(store), "tiny").look().iterations, Watcher(str(store), "tiny").look().is_over) == (3, False)
+    whole = Watcher(str(reference.store), "tiny").look()
+    assert whole.is_over
+    assert [accuracy.number for accuracy in whole.evaluations] == [0, 3]
+
+
+def test_a_warm_up_under_way_shows_its_steps_and_its_loss_and_leaves_nothing(store):
+    run = store / "tiny"
+    shutil.rmtree(run / "manifests")
+    shutil.copytree(store / "tiny", store / "other")
+    clock = iter([0.0, 1.0, 4.0, 4.0, 8.0, 8.0])
+    notes = StepNotes(open_store(str(run)), clock=lambda: next(clock))
+    notes.tell(10, 300, 2.0)  # too soon after the beginning to be worth a write
+    assert newest_note(open_store(str(run))) is None
+    notes.tell(40, 300, 1.5)
+    notes.tell(80, 300, 1.25)
+    doing = Watcher(str(store), "tiny", 3).look().doing
+    assert (doing.done, doing.of, doing.unit, doing.note) == (80, 300, "steps", "loss 1.250")
+    assert len([*(run / "report/steps").iterdir()]) == 1
+    StepNotes(open_store(str(run)))  # another training begins where this one was killed
+    assert newest_note(open_store(str(run))) is None
+    notes.end()
+
+
+def test_a_run_is_held_by_a_process_that_lives(store):
+    run = open_run(str(store), "tiny")
+    lock = store / "tiny" / "lock"
+    lock.write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
+    assert holder_of(run) == f"process {os.getppid()} on {socket.gethostname()}"
+    lock.write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))  # beyond the kernel's greatest
+    assert holder_of(run) is None
+    lock.write_text("")
+    assert holder_of(run) is None
+
+
+def test_sparks_go_from_the_least_to_the_greatest_and_skip_what_is_missing():
+    assert sparks([0.0, None, 0.5, 1.0]) == "▁▅█"
+    assert sparks([0.2, 0.2]) == "▁▁"
+    assert sparks([None]) == ""
