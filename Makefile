@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo sandbox test test-system test-slow test-s3 chaos faults test-vllm vllm check bench bench-vllm bench-gpu reality curves docs site format
+.PHONY: demo sandbox test test-system test-slow test-s3 chaos faults test-vllm vllm check bench bench-vllm bench-gpu reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -71,6 +71,9 @@ format: $(VENV)/.dev
 docs: $(VENV)/.base  ## write the generated pages again
 	@$(BIN)/python -m tasks.config.reference > docs/configuration.md
 	@$(BIN)/python -m flows.cli.reference
+
+screenshots: $(VENV)/.dev  ## docs/pictures/terminal.svg, written again from a run of the demo on a terminal
+	@$(BIN)/python -m bench.pictures $(ARGS)
 
 site: export NO_MKDOCS_2_WARNING := 1
 site: export DISABLE_MKDOCS_2_WARNING := true
