@@ -3,7 +3,7 @@
 Nothing is measured again, and no shard is read: what was deleted is named, not missed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from blake3 import blake3
@@ -114,7 +114,7 @@ def trace_run(run: Run, *, iteration: int | None = None) -> TracedRun:
         created=run.record.created,
         policy="" if policy is None else policy_of(policy).digest,
         iterations=tuple(number for number in range(1, last + 1) if run.has(_seal(number))),
-        rewards=tuple(_rewards(run, dependencies)),
+        rewards=tuple(traced_rewards(run, dependencies)),
         dependencies=dependencies,
         manifests=tuple(_traced(run, behind, made)),
         deleted=tuple(tombstones(run)),
@@ -172,7 +172,8 @@ def _state(ref: ShardRef | BundleRef, there: Needed, instead: set[str], exist: d
     return "rewritten" if tombstone_key(ref.digest) in instead else "deleted"
 
 
-def _rewards(run: Run, dependencies: tuple[DependencyRecord, ...]) -> Iterator[TracedReward]:
+def traced_rewards(run: Run, dependencies: Sequence[DependencyRecord]) -> Iterator[TracedReward]:
+    """Name what computed each of a run's reward terms, by the newest of its dependencies."""
     scoring = ScoringConfig.model_validate(run.record.config["scoring"])
     last = dependencies[-1].dependencies if dependencies else None
     brought = {term: rule for term, rule in zip(scoring.rule_terms, scoring.rules, strict=True) if rule.brings_code}

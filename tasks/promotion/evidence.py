@@ -50,10 +50,9 @@ def answers_of(suite: Suite, side: str) -> SuiteAnswers:
     """Read what a side answered, once it is evaluated."""
     run = open_run(suite.retrain.store, suite.run_name(side))
     batch = Batch.read(run, evaluation_key(0))
-    rollouts = _columns(run, batch.rollouts, ["prompt_id", "completion_tokens", "finish_reason"])
-    names, terms = rollouts["prompt_id"].to_pylist(), suite.scoring.terms
-    values = _columns(run, batch.stage("scoring"), [f"reward_{term}" for term in terms])
-    scores = {term: _by_problem(names, values[f"reward_{term}"]) for term in terms}
+    rollouts = _columns(run, batch.rollouts, ["completion_tokens", "finish_reason"])
+    terms = suite.scoring.terms
+    scores = problem_scores(batch, terms)
     return SuiteAnswers(
         policy=policy_of(batch.policy).digest,
         scores=scores,
@@ -69,6 +68,13 @@ def mean_score(answers: SuiteAnswers, term: str | None) -> tuple[float, float]:
     scores = list(chain(*answers.scores[term or next(iter(answers.scores))].values()))
     known = [score for score in scores if not isnan(score)]
     return fmean(known) if known else 0.0, 1 - len(known) / len(scores)
+
+
+def problem_scores(batch: Batch, terms: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """Read the scores of an evaluation: by reward term, and by prompt_id, of a problem's samples; NaN where missing."""
+    names = _columns(batch.run, batch.rollouts, ["prompt_id"])["prompt_id"].to_pylist()
+    values = _columns(batch.run, batch.stage("scoring"), [f"reward_{term}" for term in terms])
+    return {term: _by_problem(names, values[f"reward_{term}"]) for term in terms}
 
 
 def _by_problem(names: list[str], values: pa.ChunkedArray) -> dict[str, list[float]]:

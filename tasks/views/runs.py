@@ -151,10 +151,14 @@ class RunLine(Settings):
 
 def describe_run(store: str, name: str) -> RunDescription:
     """Read a run's seals and evaluations."""
-    run = open_known_run(store, name)
+    return described(open_known_run(store, name))
+
+
+def described(run: Run) -> RunDescription:
+    """Describe a run that is open."""
     policy, base = _last_policy(run)
     return RunDescription(
-        name=name,
+        name=run.name,
         created=run.record.created,
         fingerprint=run.record.fingerprint,
         engines=producers_of(run),

@@ -1,0 +1,156 @@
+"""All numbers of a run by iteration, and the charts that show them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from pydantic import JsonValue
+
+from infra.config import Settings
+from infra.store.manifests import Manifest
+from tasks.run.keys import StageKey
+from tasks.views.metrics import Accuracy, IterationReport
+from tasks.views.report.curves import Chart, Series
+
+HELDOUT: Final = "held-out accuracy"
+LOW, HIGH = f"{HELDOUT}, low", f"{HELDOUT}, high"
+TOTAL: Final = "credit/term_"
+SEALED: Final = (
+    "credit/term_", "credit/reward_std", "credit/group_reward_std_mean", "credit/truncated_fraction",
+    "credit/missing_fraction", "credit/informative_groups", "credit/groups", "update/entropy", "update/kl",
+    "update/grad_norm", "update/clip_fraction", "update/learning_rate", "update/loss", "update/value",
+)  # fmt: skip
+"""Metrics of seals that have no name of their own in a run's description, by their beginnings."""
+
+Columns = dict[str, list[float | None]]
+"""By name, numbers by iteration from 0; none where there is none."""
+
+
+class Line(Settings):
+    """A column in a chart."""
+
+    label: str
+    """As the legend calls it."""
+    column: str
+    """Its name."""
+    low: str = ""
+    """Column with the lower ends of intervals."""
+    high: str = ""
+    """Column with their upper ends."""
+
+
+class Plan(Settings):
+    """A chart, by its columns."""
+
+    title: str
+    """What it shows."""
+    lines: tuple[Line, ...]
+    """In order of the legend; those without a number are left out."""
+    is_logarithmic: bool = False
+    """Whether magnitudes are what counts."""
+
+    def chart(self, columns: Columns) -> Chart:
+        """Bring its numbers."""
+        return Chart(
+            title=self.title,
+            is_logarithmic=self.is_logarithmic,
+            series=[
+                Series(
+                    name=line.label,
+                    values=columns[line.column],
+                    low=columns.get(line.low, []),
+                    high=columns.get(line.high, []),
+                )
+                for line in self.lines
+            ],
+        )
+
+
+def columns_of(
+    reports: Sequence[IterationReport], seals: Sequence[Manifest], evaluations: Sequence[Accuracy]
+) -> Columns:
+    """Lay out what `rheostat show --json` says of iterations and evaluations, and further metrics of the seals."""
+    length = 1 + max([report.iteration for report in reports] + [accuracy.number for accuracy in evaluations] + [0])
+    columns = Columns()
+
+    def put(name: str, number: int, value: float) -> None:
+        columns.setdefault(name, [None] * length)[number] = value
+
+    for accuracy in evaluations:
+        for name, value in ((HELDOUT, accuracy.mean), (LOW, accuracy.low), (HIGH, accuracy.high)):
+            put(name, accuracy.number, value)
+        for k, share in accuracy.pass_at.items():
+            put(f"pass@{k}", accuracy.number, share)
+    for report in reports:
+        for name, value in numbers_of(report.model_dump(mode="json")):
+            put(name, report.iteration, value)
+    for sealed in seals:
+        for name, value in sealed.metrics.items():
+            if name.startswith(SEALED):
+                put(name, StageKey.parse(sealed.key).iteration, value)
+    _put_shares(columns)
+    return {name: values for name, values in columns.items() if any(values)}
+
+
+def numbers_of(told: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Name every number of a record by its dotted keys; its own number aside."""
+    for name, value in told.items():
+        if isinstance(value, Mapping):
+            yield from numbers_of(value, f"{prefix}{name}.")
+        elif isinstance(value, bool):
+            yield f"{prefix}{name}", int(value)
+        elif isinstance(value, int | float) and name != "iteration":
+            yield f"{prefix}{name}", value
+
+
+def _put_shares(columns: Columns) -> None:
+    """Add what is of two columns: the share of groups that teach something, and tokens per second."""
+    for name, over, under in (
+        ("informative share", "credit/informative_groups", "credit/groups"),
+        ("tokens per second", "costs.rollout.written_tokens", "seconds.rollout"),
+    ):
+        if over in columns and under in columns:
+            pairs = zip(columns[over], columns[under], strict=True)
+            columns[name] = [one / other if one is not None and other else None for one, other in pairs]
+
+
+def plans_of(columns: Columns, terms: Sequence[str]) -> list[Plan]:
+    """Say which charts a run has; those without a number are left out."""
+    stages = [name for name in columns if name.startswith("seconds.")]
+    prices = [name for name in columns if name.endswith(".price")]
+    told = [
+        ("Accuracy", [(HELDOUT, HELDOUT), ("of rollouts", "accuracy")]),
+        ("Reward by term", [("total", "reward"), *((term, f"{TOTAL}{term}_mean") for term in terms)]),
+        ("Spread of rewards", [("all", "credit/reward_std"), ("inside groups", "credit/group_reward_std_mean")]),
+        ("Length in tokens", [("mean", "length")]),
+        ("Shares", [
+            ("cut off", "credit/truncated_fraction"),
+            ("informative groups", "informative share"),
+            ("scores missing", "credit/missing_fraction"),
+        ]),
+        ("Entropy, nats per token", [("entropy", "update/entropy")]),
+        ("KL, nats per token", [("of the update", "kl"), *_named(columns, "update/kl", besides="update/kl_old")]),
+        ("Mismatch of engine and trainer, nats", [("mean", "mismatch"), ("largest", "mismatch_max")]),
+        ("Clipped share of tokens", [
+            ("low", "update/clip_fraction_low"), ("high", "update/clip_fraction_high"), ("importance", "importance_cut"),
+        ]),
+        ("Gradient norm", _named(columns, "update/grad_norm")),
+        ("Loss", _named(columns, "update/loss")),
+        ("Episodes", [("turns", "episodes.turns"), ("calls", "episodes.calls")]),
+        ("Seconds by stage", [(name.removeprefix("seconds."), name) for name in stages]),
+        ("Tokens written per second", [("tokens per second", "tokens per second")]),
+        ("Price by role", [(name.split(".")[1], name) for name in prices]),
+    ]  # fmt: skip
+    plans = (_plan(title, [(label, name) for label, name in lines if name in columns]) for title, lines in told)
+    return [plan for plan in plans if plan.lines]
+
+
+def _plan(title: str, lines: Sequence[tuple[str, str]]) -> Plan:
+    ends = {HELDOUT: {"low": LOW, "high": HIGH}}
+    made = tuple(Line(label=label, column=name, **ends.get(name, {})) for label, name in lines)
+    return Plan(title=title, lines=made, is_logarithmic=title.startswith(("KL", "Mismatch")))
+
+
+def _named(columns: Columns, beginning: str, *, besides: str = "") -> list[tuple[str, str]]:
+    """Columns by how their names begin."""
+    names = [name for name in columns if name.startswith(beginning) and name != besides]
+    return [(name.partition("/")[2].removeprefix("kl_").replace("_", " "), name) for name in names]
