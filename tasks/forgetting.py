@@ -47,6 +47,7 @@ def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
     exports = [key for key in _exports(run) if _rewrite_export(run, key, everywhere, delete=delete)]
     if delete:
         delete_all(run, replaced(run.manifests()))  # also those that are gone: this machine may have a copy
+        delete_all(run, [entry.key for entry in run.store.entries("report/") if entry.key.endswith(".html")])
         collect_garbage(run)
     return Forgotten(
         run=run.name,

@@ -13,7 +13,20 @@ from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
 
-from flows.cli import engines, init, lineage, prefect_api, registry, rescore, retention, runs, serving, tracking, train
+from flows.cli import (
+    engines,
+    init,
+    lineage,
+    prefect_api,
+    registry,
+    reports,
+    rescore,
+    retention,
+    runs,
+    serving,
+    tracking,
+    train,
+)
 from infra.errors import BadInput
 from infra.processes.watch import ended_by_signals
 from infra.terminal import command_app, run_command, write
@@ -44,6 +57,8 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (runs.show, "demo"),
     (runs.plot, "demo longer --to curves.png"),
     (runs.watch, "demo --store s3://bucket/runs"),
+    (reports.report, "demo --open"),
+    (reports.compare, "demo longer --to compared.html"),
     (runs.rollouts, "demo --iteration 3 --sort reward"),
     (runs.media, "demo 3f9a --to picture.png"),
     (runs.export, "demo"),

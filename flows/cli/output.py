@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from statistics import median
 
 from infra.costs import Cost, total
@@ -26,14 +27,23 @@ def run_rows(runs: Sequence[RunLine]) -> Rows:
     return [
         {
             "run": run.run,
-            "created": run.created or "-",
-            "iterations": "damaged: see `rheostat verify`" if run.damage else str(run.iterations),
+            "status": _status(run),
+            "algorithm": run.algorithm or "-",
+            "iterations": str(run.iterations),
             "accuracy before": shown(run.before),
             "after": shown(run.after),
-            "fingerprint": run.fingerprint or "-",
+            "best": shown(run.best),
+            "took": "-" if run.seconds is None else str(timedelta(seconds=round(run.seconds))),
+            "created": run.created or "-",
         }
         for run in runs
     ]
+
+
+def _status(run: RunLine) -> str:
+    if run.damage:
+        return "damaged: see `rheostat verify`"
+    return f"{run.status}, held by {run.held_by}" if run.status == "running" and run.held_by else run.status
 
 
 def iteration_rows(description: RunDescription) -> Rows:

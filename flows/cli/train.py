@@ -273,6 +273,7 @@ def _ended(summary: "RunSummary", config: "RunConfig") -> str:
 
     lines = [
         f"\n{summary_lines(summary)}",
+        *([f"report   {summary.report}"] if summary.report else []),
         f"plot     {summary.plot}\nrun      {summary.path}",
         f"policy   {summary.policy}{added_to(summary.base)}\ndigest   {summary.digest}",
     ]

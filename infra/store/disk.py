@@ -9,9 +9,10 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 TEMPORARY = ".tmp-"
 """How names of temporary files begin; keys of a store cannot."""
@@ -20,6 +21,24 @@ _TURN_POLL_SECONDS = 0.005
 
 _held: set[int] = set()
 """Descriptors of the files that this process holds. A forked child inherits them, and would keep a dead parent's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Whether a name is held: by a live process, or left by one that died with it."""
+
+    state: Literal["held", "left", "free"]
+    who: str = ""
+    """`process 12 on host`; nothing where nobody is known."""
+
+
+def holding_of(content: bytes, state: Literal["held", "left"]) -> Holding:
+    """Say who is named in what a holder writes."""
+    try:
+        told = json.loads(content)
+        return Holding(state, f"process {told['pid']} on {told['host']}")
+    except (ValueError, KeyError, TypeError):  # it holds the name and has not written its own yet
+        return Holding(state)
 
 
 def sweep(root: Path) -> None:
@@ -76,10 +95,14 @@ def _open_scratch(root: Path) -> tuple[int, Path]:
 
 @contextmanager
 def hold_file(path: Path) -> Iterator[bool]:
-    """Lock a file for this process, at most for its life, and write its name into it; False if another has it."""
+    """Lock a file for this process, at most for its life, and write its name into it; False if another has it.
+
+    Who ends in order takes its name out again.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     _drop_inherited_holds()
     _held.add(descriptor)
+    held = False
     try:
         held = _try_lock(descriptor)
         if held:
@@ -88,8 +111,27 @@ def hold_file(path: Path) -> Iterator[bool]:
         yield held
     finally:
         if descriptor in _held:
+            if held:
+                os.ftruncate(descriptor, 0)
             _held.remove(descriptor)
             os.close(descriptor)
+
+
+def look_at_hold(path: Path) -> Holding:
+    """Say whether a file is held, without holding it longer than a moment, which others share, or writing to it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return Holding("free")
+    try:
+        content = os.pread(descriptor, 4096, 0)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return holding_of(content, "held")
+        return holding_of(content, "left") if content else Holding("free")
+    finally:
+        os.close(descriptor)
 
 
 @cache

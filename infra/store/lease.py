@@ -18,6 +18,7 @@ from threading import Event, Thread
 
 from infra.errors import Damaged, Fenced, StoreFailed
 from infra.store.bucket import Bucket
+from infra.store.disk import Holding, holding_of
 
 LEASE_SECONDS = 30.0
 """A term: how long a run waits for a driver that died on another machine, and a driver for a server that is away."""
@@ -76,6 +77,19 @@ def hold_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> I
         ended.set()
         renewing.join()
         _try(lease, seconds=0)
+
+
+def look_at_lease(bucket: Bucket, key: str) -> Holding:
+    """Say who holds a name, or let its term end without giving it up."""
+    found = bucket.read(key)
+    if found is None:
+        return Holding("free")
+    body, stored = found
+    term = _term(body, where=f"{key!r} in {bucket.uri}")
+    if not term:
+        return Holding("free")
+    is_over = bucket.now() > stored.modified + timedelta(seconds=term) + _SLACK
+    return holding_of(body, "left" if is_over else "held")
 
 
 def _renew(lease: BucketLease, ended: Event) -> None:

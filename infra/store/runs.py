@@ -14,6 +14,7 @@ from pydantic import JsonValue, ValidationError
 from infra.config import Settings, difference, fingerprint_of
 from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
 from infra.store.checksums import seal, unseal
+from infra.store.disk import Holding
 from infra.store.epochs import Epoch, begin_epoch, newest_epoch
 from infra.store.manifests import Manifest, decode_manifest, versions_here
 from infra.store.storage import Lease, Objects, Store, open_store
@@ -88,6 +89,10 @@ class Run:
         """Raise RunHeld if a live process holds the run now."""
         with self.still():
             pass
+
+    def holding(self) -> Holding:
+        """Say who holds the run, or died with it; nothing is written."""
+        return self.store.look_at(LOCK)
 
     @contextmanager
     def still(self) -> Iterator[Lease]:

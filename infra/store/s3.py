@@ -15,8 +15,8 @@ from infra.config import whole_number
 from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.bucket import PATIENCE, TEMPORARY, Bucket, Patience, open_bucket
 from infra.store.cache import Cache, open_cache
-from infra.store.disk import make_directory, scratch_directory, sweep
-from infra.store.lease import LEASE_SECONDS, BucketLease, hold_lease
+from infra.store.disk import Holding, make_directory, scratch_directory, sweep
+from infra.store.lease import LEASE_SECONDS, BucketLease, hold_lease, look_at_lease
 from infra.store.storage import Entry, Store, check_key, is_key
 
 WHOLE_BYTES = 128 << 20
@@ -168,6 +168,10 @@ class S3Store:
         with self._disk_failures():
             sweep(self.cache.root)
         return hold_lease(self.bucket, key, seconds=self.lease_seconds)
+
+    def look_at(self, key: str) -> Holding:
+        check_key(key)
+        return look_at_lease(self.bucket, key)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:

@@ -17,7 +17,9 @@ from urllib.request import url2pathname
 from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.disk import (
     TEMPORARY,
+    Holding,
     hold_file,
+    look_at_hold,
     make_directory,
     publish_file,
     remove_empty,
@@ -158,6 +160,10 @@ class Leases(Protocol):
 
         Who holds it can be read under the name.
         """
+        ...
+
+    def look_at(self, key: str) -> Holding:
+        """Say who holds a name, or died with it; nothing is written."""
         ...
 
 
@@ -333,6 +339,10 @@ class LocalStore:
             if held:  # processes that died meanwhile left theirs
                 with self._failures(f"cannot sweep {key!r}"):
                     sweep(self.root)
+
+    def look_at(self, key: str) -> Holding:
+        with self._failures(f"cannot look at {key!r}"):
+            return look_at_hold(self._path(key))
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:

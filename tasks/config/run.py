@@ -32,8 +32,8 @@ LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage")
 """What of its identity a run may change on its way, if that is accepted: over what sums are spread."""
 
 _HOW: Final = (
-    *("name", "store", "tags", "retention", "budget", "report_every"),
-    *("controllers", "pools", "placement", "tracking"),
+    *("name", "store", "tags", "retention", "budget"),
+    *("controllers", "pools", "placement", "tracking", "report", "report_every"),
     *("evaluations", "promotion", "rehearsal"),
 )
 """Under which name and how a run is done, and what is asked of it afterwards: no result of it depends on these."""
@@ -104,6 +104,8 @@ class RunConfig(Settings):
     report_every: Annotated[int, Field(ge=0)] = 10
     """Iterations between renewals of the plot, the summary and the rollouts that Prefect shows, beside the last; 0
     renews them only at the end, however it comes."""
+    report: bool = True
+    """Whether the run ends with its report, as `rheostat report` makes it: some 10 seconds of one core."""
     tags: tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")], ...] = ()
     """What the run is found by: in Prefect, and by `rheostat gc --tag`, which keeps it. Another list replaces them."""
 

@@ -42,6 +42,8 @@ class RunSummary(Settings):
     """What its iterations and evaluations took."""
     stages: dict[str, float] = {}
     """Mean seconds of an iteration by stage, in their order; `between` is what no stage took."""
+    report: str | None = None
+    """HTML of the report; none where none was asked for, or it could not be made."""
 
 
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}]")  # all that Markdown is made of, and may be escaped

@@ -30,6 +30,7 @@ PATIENCE = 600.0
 TINY = """
 name = "tiny"
 iterations = 3
+report = false
 [data]
 kind = "arithmetic"
 train_problems = 64

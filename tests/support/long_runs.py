@@ -1,4 +1,4 @@
-"""A long run as a store has it, of which nothing was computed: what pages of long runs, and of hostile texts, are made of."""
+"""A long run as a store has it, of which nothing was computed: for pages of long runs and of hostile texts."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -77,9 +77,7 @@ def _write_prompts(run: Run) -> None:
         _put(run, Manifest(key=PROMPTS[split], shards=(write_shard(run.store, table, kind="prompts", metadata={}),)))
 
 
-def _shards(
-    run: Run, tokenizer: Tokenizer, seed: int, group: int, texts: Sequence[str]
-) -> dict[str, ShardRef]:
+def _shards(run: Run, tokenizer: Tokenizer, seed: int, group: int, texts: Sequence[str]) -> dict[str, ShardRef]:
     """Rollouts with scores and advantages that have nothing to do with them."""
     chance, rollouts, scores, samples = Random(seed), [], [], []
     for row in range(PROBLEMS):
@@ -117,7 +115,9 @@ def _write_batch(run: Run, key: str, number: int, parts: dict[str, ShardRef], *,
         key=key, number=number, split=split, rows=tuple(range(PROBLEMS)), group_size=group, shard_prompts=PROBLEMS,
         sampling=SamplingConfig(), policy=StageKey.policy(0),
     )  # fmt: skip
-    _put(run, Manifest(key=plan.plan_key, detail=plan.model_dump(mode="json"), provenance=_made(number, "controller", 0)))
+    _put(
+        run, Manifest(key=plan.plan_key, detail=plan.model_dump(mode="json"), provenance=_made(number, "controller", 0))
+    )
     for stage, worker in (("rollout", "rollout-0-0"), ("scoring", "scoring-0-0")):
         made = Manifest(key=plan.shard_key(stage, 0), shards=(parts[stage],), provenance=_made(number, worker, 2.0))
         _put(run, made)
@@ -129,24 +129,36 @@ def _write_iteration(run: Run, number: int, parts: dict[str, ShardRef], group: i
     _put(run, Manifest(key=f"{key}/credit", shards=(parts["credit"],), provenance=_made(number, "scoring-0-0", 0.5)))
     metrics = {
         "prompts": PROBLEMS, "credit/missing": 0, "credit/reward_mean": share, "credit/length_mean": 40 + number / 7,
-        "credit/term_right_mean": share, "credit/term_short_mean": 1 - share, "credit/truncated_fraction": 1 / (9 + number),
+        "credit/term_right_mean": share, "credit/term_short_mean": 1 - share,
+        "credit/truncated_fraction": 1 / (9 + number),
         "credit/informative_groups": 30, "credit/groups": PROBLEMS, "credit/reward_std": 0.4,
         "update/entropy": 3 * (1 - share), "update/kl_old": 1e-3 / number, "update/grad_norm_mean": 1 / 3,
         "update/grad_norm_max": 2 / 3, "update/clip_fraction_low": share / 9, "update/clip_fraction_high": share / 8,
         "update/mismatch_tokens": 9, "update/mismatch_difference_mean": 1e-7 * number, "update/loss": -share,
         "update/mismatch_difference_max": 1e-6 * number, "update/quarantined": 0,
     }  # fmt: skip
-    seconds = {"rollout": 2.0 + share, "scoring": 1.0, "credit": 0.1, "update": 3.0 - share, "estimates": 0.0, "total": 7.0}
+    seconds = {
+        "rollout": 2.0 + share,
+        "scoring": 1.0,
+        "credit": 0.1,
+        "update": 3.0 - share,
+        "estimates": 0.0,
+        "total": 7.0,
+    }
     seconds |= {"weights_seconds": 0.1, "weights_bytes": 1000.0}
-    costs = {"rollout": Cost(prompt_tokens=900, written_tokens=9000 + number, worker_seconds=4.0), "update": Cost(price=0.1)}
+    costs = {
+        "rollout": Cost(prompt_tokens=900, written_tokens=9000 + number, worker_seconds=4.0),
+        "update": Cost(price=0.1),
+    }
     created = _made(number, "controller", 0).created
-    _put(run, 
+    _put(
+        run,
         Manifest(
             key=f"{key}/seal",
             metrics=metrics,
             detail={"policy": f"{number:064x}"},
             provenance=Provenance(created=created, seconds=seconds, costs=costs),
-        )
+        ),
     )
 
 

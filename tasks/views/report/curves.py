@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
 from infra.config import Settings
@@ -22,22 +23,7 @@ HATCHES: Final = ("", "////", "----", "\\\\\\\\", "xxxx", "||||")
 COLORS: Final = tuple(f"#fe00{place:02x}" for place in range(6))
 """Of series, which a page gives by its style sheet: nothing else in a chart has these."""
 INK: Final = "#fe00ff"
-STYLE: Final = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "rheostat",  # the same chart is the same file
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.color": INK,
-    "grid.color": INK,
-    "hatch.color": INK,
-    "hatch.linewidth": 0.5,
-}
+STYLE: Final = str(files("tasks.views.report") / "curves.mplstyle")
 
 _NUMBERED: Final = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
 """Names that matplotlib gives groups of every picture, of which a page has several."""
@@ -99,7 +85,7 @@ def draw(chart: Chart) -> DrawnChart:
 
     series = [each for each in chart.series if each.is_there]
     last = max((len(each.values) - 1 for each in series), default=1)
-    with rc_context(STYLE):
+    with rc_context(fname=STYLE):
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), layout="constrained")
         axes = figure.subplots()
         for place, each in enumerate(series):
@@ -112,9 +98,7 @@ def draw(chart: Chart) -> DrawnChart:
         if len(series) > 1:
             axes.legend(loc="best", frameon=False, ncols=1 + (len(series) > 3))
         svg, box = picture(figure, chart.title), axes.get_position()
-    return DrawnChart(
-        title=chart.title, svg=svg, left=box.x0, right=box.x1, first=0, last=max(1, last), series=series
-    )
+    return DrawnChart(title=chart.title, svg=svg, left=box.x0, right=box.x1, first=0, last=max(1, last), series=series)
 
 
 def _plot(axes: "Axes", series: Series, place: int) -> None:

@@ -25,7 +25,7 @@ Columns = dict[str, list[float | None]]
 """By name, numbers by iteration from 0; none where there is none."""
 
 
-class Line(Settings):
+class ChartLine(Settings):
     """A column in a chart."""
 
     label: str
@@ -38,12 +38,12 @@ class Line(Settings):
     """Column with their upper ends."""
 
 
-class Plan(Settings):
+class ChartPlan(Settings):
     """A chart, by its columns."""
 
     title: str
     """What it shows."""
-    lines: tuple[Line, ...]
+    lines: tuple[ChartLine, ...]
     """In order of the legend; those without a number are left out."""
     is_logarithmic: bool = False
     """Whether magnitudes are what counts."""
@@ -113,7 +113,7 @@ def _put_shares(columns: Columns) -> None:
             columns[name] = [one / other if one is not None and other else None for one, other in pairs]
 
 
-def plans_of(columns: Columns, terms: Sequence[str]) -> list[Plan]:
+def plans_of(columns: Columns, terms: Sequence[str]) -> list[ChartPlan]:
     """Say which charts a run has; those without a number are left out."""
     stages = [name for name in columns if name.startswith("seconds.")]
     prices = [name for name in columns if name.endswith(".price")]
@@ -131,7 +131,9 @@ def plans_of(columns: Columns, terms: Sequence[str]) -> list[Plan]:
         ("KL, nats per token", [("of the update", "kl"), *_named(columns, "update/kl", besides="update/kl_old")]),
         ("Mismatch of engine and trainer, nats", [("mean", "mismatch"), ("largest", "mismatch_max")]),
         ("Clipped share of tokens", [
-            ("low", "update/clip_fraction_low"), ("high", "update/clip_fraction_high"), ("importance", "importance_cut"),
+            ("low", "update/clip_fraction_low"),
+            ("high", "update/clip_fraction_high"),
+            ("importance", "importance_cut"),
         ]),
         ("Gradient norm", _named(columns, "update/grad_norm")),
         ("Loss", _named(columns, "update/loss")),
@@ -144,10 +146,10 @@ def plans_of(columns: Columns, terms: Sequence[str]) -> list[Plan]:
     return [plan for plan in plans if plan.lines]
 
 
-def _plan(title: str, lines: Sequence[tuple[str, str]]) -> Plan:
+def _plan(title: str, lines: Sequence[tuple[str, str]]) -> ChartPlan:
     ends = {HELDOUT: {"low": LOW, "high": HIGH}}
-    made = tuple(Line(label=label, column=name, **ends.get(name, {})) for label, name in lines)
-    return Plan(title=title, lines=made, is_logarithmic=title.startswith(("KL", "Mismatch")))
+    made = tuple(ChartLine(label=label, column=name, **ends.get(name, {})) for label, name in lines)
+    return ChartPlan(title=title, lines=made, is_logarithmic=title.startswith(("KL", "Mismatch")))
 
 
 def _named(columns: Columns, beginning: str, *, besides: str = "") -> list[tuple[str, str]]:

@@ -113,10 +113,10 @@ function matching(batch) {
 }
 
 /* Cuts a completion's text where its tokens, or what is said of them, change. */
-function written(completion) {
+function written(completion, scale) {
   const pre = make("pre"), tint = at("tint").value, pieces = completion.pieces || [], given = completion.given || [];
   const cut = completion.cut, runs = (completion.advantages || []).flatMap(([count, value]) => Array(count).fill(value));
-  const scale = Math.max(1e-9, ...runs.map(Math.abs)), marks = Object.entries(completion.steps || {});
+  const marks = Object.entries(completion.steps || {});
   if (!pieces.length) {
     const place = cut ? cut[0] : completion.text.length;
     pre.append(completion.text.slice(0, place), ...left(cut), completion.text.slice(place));
@@ -138,7 +138,7 @@ function written(completion) {
       if (!isGiven && value !== undefined) {
         open.title = `${tint} ${shown(value)}`;
         const heat = tint === "logprob" ? Math.min(1, -value / 5) : Math.abs(value) / scale;
-        open.style.setProperty("--heat", (0.6 * heat).toFixed(2));
+        open.style.setProperty("--heat", (0.45 * heat).toFixed(2));
         if (tint === "logprob" && value > -0.005) open.className = "";
       }
       pre.append(open);
@@ -154,13 +154,14 @@ function left(cut) {
   return cut ? [make("i", "cut", ` … ${cut[1].toLocaleString("en")} characters left out … `)] : [];
 }
 
-function card(completion) {
+function card(completion, scale) {
   const made = make("div", fits(completion) ? "completion" : "completion aside"), told = make("div", "told");
   told.append(make("b", "", completion.reward == null ? "no reward" : `reward ${shown(completion.reward)}`));
   const terms = Object.entries(completion.terms || {}).map(([term, value]) => `${term} ${shown(value)}`);
-  const parts = [...terms, completion.advantage == null ? "taught nothing" : `advantage ${shown(completion.advantage)}`, `${shown(completion.tokens)} tokens`, completion.finish];
+  const taught = completion.advantage == null ? [] : [`advantage ${shown(completion.advantage)}`];
+  const parts = [...terms, ...taught, `${shown(completion.tokens)} tokens`, completion.finish];
   told.append(` ${parts.join(" · ")}`);
-  made.append(told, written(completion));
+  made.append(told, written(completion, scale));
   if (completion.error) made.append(make("div", "told", `missing: ${completion.error}`));
   (completion.turns || []).forEach((turn, number) => {
     const said = [`turn ${number + 1}: ${turn.tokens} tokens`, `${turn.observation} to read`];
@@ -188,7 +189,9 @@ function part(group, batch) {
   if (group.size > group.completions.length) heading.append(` (${group.completions.length} of ${group.size} shown)`);
   const rank = ranks[at("order").value], sorted = [...group.completions];
   if (rank) sorted.sort((one, other) => rank(other) - rank(one));
-  cards.append(...sorted.map(card));
+  const sizes = group.completions.flatMap((each) => (each.advantages || []).map(([, value]) => Math.abs(value)));
+  const scale = Math.max(1e-9, ...sizes);
+  cards.append(...sorted.map((completion) => card(completion, scale)));
   return [heading, cards];
 }
 

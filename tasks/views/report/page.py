@@ -16,13 +16,13 @@ from pydantic import JsonValue
 
 from infra.config import Settings
 from tasks.views.report.curves import DrawnChart, draw
-from tasks.views.report.numbers import Columns, Plan
+from tasks.views.report.numbers import ChartPlan, Columns
 from tasks.views.report.samples import BrowsedGroup
 
 _HERE: Final = files("tasks.views.report")
 
 
-class Section(Settings):
+class PageSection(Settings):
     """A part of a page."""
 
     name: str
@@ -51,10 +51,10 @@ class Browsed(Settings):
 def page(
     title: str,
     subtitle: str,
-    sections: Sequence[Section],
+    sections: Sequence[PageSection],
     *,
     columns: Columns,
-    charts: Sequence[tuple[Plan, DrawnChart]],
+    charts: Sequence[tuple[ChartPlan, DrawnChart]],
     browsed: Browsed,
     by: str = "iteration",
 ) -> str:
@@ -74,9 +74,7 @@ def page(
     )
 
 
-def _data(
-    columns: Columns, charts: Sequence[tuple[Plan, DrawnChart]], browsed: Browsed, *, by: str
-) -> str:
+def _data(columns: Columns, charts: Sequence[tuple[ChartPlan, DrawnChart]], browsed: Browsed, *, by: str) -> str:
     """What the script reads, as JSON without `<`: no text in it can end its element."""
     told: dict[str, object] = {
         "by": by,
@@ -100,19 +98,23 @@ def _length(columns: Columns) -> int:
     return max((len(values) for values in columns.values()), default=0)
 
 
-def drawn_charts(plans: Iterable[Plan], columns: Columns) -> list[tuple[Plan, DrawnChart]]:
+def drawn_charts(plans: Iterable[ChartPlan], columns: Columns) -> list[tuple[ChartPlan, DrawnChart]]:
     """Draw what charts show."""
     return [(plan, draw(plan.chart(columns))) for plan in plans]
 
 
-def figures(charts: Sequence[tuple[Plan, DrawnChart]]) -> str:
+def figures(charts: Sequence[tuple[ChartPlan, DrawnChart]]) -> str:
     """Show charts side by side, each above the place where the script tells what is under the pointer."""
-    return '<div class="charts">' + "".join(
-        f"<figure><h3>{escape(drawn.title)}</h3>"
-        f'<div class="plot" id="chart-{place}" tabindex="0" aria-describedby="told-{place}">{drawn.svg}</div>'
-        f'<figcaption id="told-{place}">{escape(_last(drawn))}</figcaption></figure>'
-        for place, (_, drawn) in enumerate(charts)
-    ) + "</div>"
+    return (
+        '<div class="charts">'
+        + "".join(
+            f"<figure><h3>{escape(drawn.title)}</h3>"
+            f'<div class="plot" id="chart-{place}" tabindex="0" aria-describedby="told-{place}">{drawn.svg}</div>'
+            f'<figcaption id="told-{place}">{escape(_last(drawn))}</figcaption></figure>'
+            for place, (_, drawn) in enumerate(charts)
+        )
+        + "</div>"
+    )
 
 
 def _last(drawn: DrawnChart) -> str:
@@ -129,9 +131,7 @@ def rows_table(rows: Sequence[Mapping[str, object]], *, words: bool = False) -> 
     if not rows:
         return ""
     head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row.values())}</tr>" for row in rows
-    )
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row.values())}</tr>" for row in rows)
     kind = ' class="words"' if words else ""
     return f'<div class="scroll"><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 

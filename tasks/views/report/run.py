@@ -1,33 +1,44 @@
-"""The report of a run: one page with all that the store knows of it that a person wants to see."""
+"""The report of a run: one page with all that the store knows of it that a person wants to see.
 
+As a program it reads `{"store": …, "name": …}` on stdin and puts the page into the run, for a run's driver, which holds
+no payload. It prints `{"key": …}`, or the error in one line with exit code 1.
+"""
+
+import contextlib
+import json
+import os
+import sys
 from typing import Final
 
 from infra.config import Settings
-from infra.errors import Damaged
+from infra.errors import Damaged, RheostatError
 from infra.store.runs import Run
 from models.config.rewards import ScoringConfig
 from models.data.images import data_address, thumbnail
 from tasks.views.metrics import sealed_iterations
 from tasks.views.report import sections
 from tasks.views.report.numbers import columns_of, plans_of
-from tasks.views.report.page import Browsed, Section, browser, drawn_charts, figures, page
+from tasks.views.report.page import Browsed, PageSection, browser, drawn_charts, figures, page
 from tasks.views.report.samples import BrowsedGroup, browsed_groups
 from tasks.views.report.slots import decisions_of, slots_of
 from tasks.views.runs import RunDescription, described, media_of, open_known_run
 
+NUMBERS: Final = (
+    '<details id="all"><summary>all numbers of all iterations</summary>'
+    '<div class="scroll" id="numbers"></div></details>'
+)
+"""Where the script shows them."""
 IMAGES: Final = 200
 """Thumbnails of at most 4 kB each."""
 
 
-class RunReport(Settings):
-    """A report that was made."""
+class RunName(Settings):
+    """Names a run."""
 
-    run: str
-    """Name."""
-    path: str
-    """Where it lies."""
-    bytes: int
-    """Its size."""
+    store: str
+    """Where runs lie."""
+    name: str
+    """Its name."""
 
 
 def report_page(store: str, name: str) -> str:
@@ -38,14 +49,15 @@ def report_page(store: str, name: str) -> str:
     columns = columns_of(description.iterations, seals, description.evaluations)
     charts, decisions = drawn_charts(plans_of(columns, terms), columns), decisions_of(run)
     browsed = _browsed(run, description, terms)
-    numbers = '<details id="all"><summary>all numbers of all iterations</summary><div class="scroll" id="numbers"></div></details>'
     parts = [
         sections.verdict(run, description, store),
-        Section(name="curves", title="Curves", body=figures(charts) + numbers),
-        Section(name="samples", title="Completions", body=browser() if browsed.groups else "<p>None are there.</p>"),
-        Section(name="evaluations", title="Evaluations", body=sections.evaluations(description)),
+        PageSection(name="curves", title="Curves", body=figures(charts) + NUMBERS),
+        PageSection(
+            name="samples", title="Completions", body=browser() if browsed.groups else "<p>None are there.</p>"
+        ),
+        PageSection(name="evaluations", title="Evaluations", body=sections.evaluations(description)),
         sections.slots(slots_of(run, [each.iteration for each in description.iterations], decisions), decisions),
-        Section(name="cost", title="Cost", body=sections.costs(description)),
+        PageSection(name="cost", title="Cost", body=sections.costs(description)),
         sections.missing(run, description),
         sections.lineage(run, description),
         sections.configuration(run, description),
@@ -78,3 +90,34 @@ def _thumbnails(run: Run, groups: list[BrowsedGroup]) -> dict[str, str]:
         except (Damaged, KeyError):  # its shard was deleted
             continue
     return found
+
+
+def report_key(number: int) -> str:
+    """Name the object of a run's page after so many iterations."""
+    return f"report/report-{number:04d}.html"
+
+
+def put_report(store: str, name: str) -> str:
+    """Make a run's page and put it into the run, which others may hold; return its key."""
+    run = open_known_run(store, name)
+    key = report_key(len(sealed_iterations(run)))
+    run.store.put(key, report_page(store, name).encode())
+    return key
+
+
+def main() -> int:
+    """Answer one request on stdin with one line on stdout."""
+    answer = os.fdopen(os.dup(1), "w")
+    with contextlib.redirect_stdout(sys.stderr):  # libraries may print; the answer stands alone
+        try:
+            asked = RunName.model_validate_json(sys.stdin.read())
+            told = {"key": put_report(asked.store, asked.name)}
+        except RheostatError as error:
+            told = {"error": " ".join(str(error).split())}
+    with answer:
+        answer.write(json.dumps(told) + "\n")
+    return 1 if "error" in told else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,12 +1,12 @@
 """Completions for a page's browser: whole groups of some iterations and evaluations, token by token.
 
-Few shards are read, and what is kept is bounded in bytes, so that a page of a long run is no larger than of a short one.
+Few shards are read, and what is kept is bounded in bytes: a page of a long run is no larger than of a short one.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypedDict, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -38,10 +38,29 @@ CHARACTERS: Final = 4000
 """Of a text; the middle of a longer one is left out."""
 WORDS: Final = 400
 """Characters of a judge's answer."""
-ROLLOUTS: Final = (
-    "prompt_row", "sample", "prompt_id", "prompt", "completion", "answer", "completion_tokens", "images", "logprobs",
-    "finish_reason", "segments", "turns",
-)  # fmt: skip
+T = TypeVar("T")
+
+
+class _Segment(TypedDict):
+    policy_version: int
+    tokens: int
+
+
+class _Row(TypedDict):
+    """A row of a rollout shard, as far as it is shown."""
+
+    prompt_row: int
+    sample: int
+    prompt_id: str
+    prompt: str
+    completion: str
+    answer: str | None
+    completion_tokens: list[int]
+    images: list[str]
+    logprobs: list[float]
+    finish_reason: str
+    segments: list[_Segment]
+    turns: list[dict[str, int | float | str | None]] | None
 
 
 class JudgedText(Settings):
@@ -139,7 +158,10 @@ def browsed_groups(run: Run, *, iterations: Sequence[int], evaluations: Sequence
     """Read groups of some of these sealed iterations and finished evaluations: first of the prompts that come again."""
     kept = sorted(set(iterations) - without_rollouts(run, iterations))
     sources = [_learnt(run, number) for number in spread(kept, ITERATIONS)]
-    sources += [_Source(evaluation_key(n), (Batch.read(run, evaluation_key(n)),), None) for n in spread(evaluations, EVALUATIONS)]
+    sources += [
+        _Source(evaluation_key(n), (Batch.read(run, evaluation_key(n)),), None)
+        for n in spread(evaluations, EVALUATIONS)
+    ]
     recurring = Counter(row for source in sources for row in {*source.rows})
     tokenizer, found = _tokenizer(run), list[BrowsedGroup]()
     for source in sources:
@@ -148,7 +170,7 @@ def browsed_groups(run: Run, *, iterations: Sequence[int], evaluations: Sequence
     return found
 
 
-def spread(numbers: Sequence[int], most: int) -> list[int]:
+def spread(numbers: Sequence[T], most: int) -> list[T]:
     """Pick so many numbers at most, evenly, the first and the last among them."""
     if len(numbers) <= most:
         return list(numbers)
@@ -197,7 +219,7 @@ def _read(run: Run, made: Manifest, source: _Source, rows: Sequence[int]) -> _Sh
     chosen = pc.is_in(table["prompt_row"], pa.array(rows, pa.int32()))
     scores = read_shard(run.store, run.require(key.at("scoring")).shards[0])
     return _Shard(
-        rollouts=table.select(list(ROLLOUTS)).filter(chosen),
+        rollouts=table.select([*_Row.__annotations__]).filter(chosen),
         scores=scores.filter(chosen),
         advantages={} if source.credit is None else _advantages(run, source.credit, rows),
         judged=_judged(run, key, rows),
@@ -238,7 +260,7 @@ def _group_rows(shard: _Shard, key: str, tokenizer: Tokenizer | None) -> Iterato
         groups[row].append(place)
     rewards = shard.scores["reward"].to_pylist()
     for places in groups.values():
-        rows = shard.rollouts.take(_shown(places, rewards)).to_pylist()
+        rows: list[_Row] = shard.rollouts.take(_shown(places, rewards)).to_pylist()
         scores = shard.scores.take(_shown(places, rewards)).to_pylist()
         first = rows[0]
         yield BrowsedGroup(
@@ -263,10 +285,9 @@ def _shown(places: Sequence[int], rewards: Sequence[float | None]) -> list[int]:
 
 
 def _completion(
-    row: Mapping[str, object], score: Mapping[str, object], shard: _Shard, tokenizer: Tokenizer | None
+    row: _Row, score: Mapping[str, object], shard: _Shard, tokenizer: Tokenizer | None
 ) -> BrowsedCompletion:
-    tokens, text, place = row["completion_tokens"], str(row["completion"]), (row["prompt_row"], row["sample"])
-    assert isinstance(tokens, list), "a list of the schema"
+    tokens, text, place = row["completion_tokens"], row["completion"], (row["prompt_row"], row["sample"])
     starts = None if tokenizer is None else token_starts(tokenizer, tokens, text)
     shown, cut, kept = _cut(text, starts)
     written = _written(row["segments"])
@@ -285,7 +306,7 @@ def _completion(
 
 
 def _of_tokens(
-    row: Mapping[str, object],
+    row: _Row,
     score: Mapping[str, object],
     *,
     starts: Sequence[int],
@@ -301,19 +322,21 @@ def _of_tokens(
         "logprobs": np.nan_to_num(np.round(100 * logprobs), neginf=-9999).astype(int).tolist(),
         "given": [(begin, end) for begin, end, is_written in _runs(written[list(kept)]) if not is_written],
         "steps": {
-            name.removeprefix("spans_"): [
-                (places[first], value)
-                for first, value in zip(spans, score[f"values_{name.removeprefix('spans_')}"], strict=True)
-                if first in places
-            ]
-            for name, spans in score.items()
-            if name.startswith("spans_") and isinstance(spans, list)
+            term: [(places[first], value) for first, value in steps if first in places] for term, steps in _steps(score)
         },
     }
     if advantages is not None:
         runs = _runs(np.round(advantages[list(kept)], 4))
         found["advantages"] = [(end - begin, value) for begin, end, value in runs]
     return found
+
+
+def _steps(score: Mapping[str, object]) -> Iterator[tuple[str, Iterator[tuple[int, float]]]]:
+    """By reward term that values steps or tokens, where each begins and what it is worth."""
+    for name, begins in score.items():
+        values = score.get(f"values_{name.removeprefix('spans_')}")
+        if isinstance(begins, list) and isinstance(values, list):
+            yield name.removeprefix("spans_"), zip(begins, values, strict=True)
 
 
 def _runs(values: Floats | Mask) -> list[tuple[int, int, float]]:
@@ -324,10 +347,11 @@ def _runs(values: Floats | Mask) -> list[tuple[int, int, float]]:
     return [(begin, end, values[begin].item()) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _written(segments: object) -> Mask:
+def _written(segments: Sequence[_Segment]) -> Mask:
     """Of each token whether a policy wrote it."""
-    assert isinstance(segments, list), "a list of the schema"
-    return np.repeat([each["policy_version"] >= 0 for each in segments], [each["tokens"] for each in segments]).astype(bool)
+    return np.repeat([each["policy_version"] >= 0 for each in segments], [each["tokens"] for each in segments]).astype(
+        bool
+    )
 
 
 def _spread_out(advantages: Floats | None, written: Mask) -> Floats | None:

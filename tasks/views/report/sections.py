@@ -22,7 +22,7 @@ from tasks.run.iteration import Iteration
 from tasks.run.keys import evaluation_key
 from tasks.views.diagnosis import summed_up
 from tasks.views.metrics import Accuracy
-from tasks.views.report.page import Section, paragraph, rows_table, toml
+from tasks.views.report.page import PageSection, paragraph, rows_table, toml
 from tasks.views.report.samples import spread
 from tasks.views.report.slots import PlacedDecision, SlotsPicture
 from tasks.views.runs import RunDescription
@@ -38,7 +38,7 @@ SHORT: Final = 16
 """Digits of a digest."""
 
 
-def verdict(run: Run, description: RunDescription, store: str) -> Section:
+def verdict(run: Run, description: RunDescription, store: str) -> PageSection:
     """From where the run came where, whether that is more than chance, and what became of its policy."""
     evaluations, cards = description.evaluations, list[tuple[str, str, str]]()
     if evaluations:
@@ -53,9 +53,11 @@ def verdict(run: Run, description: RunDescription, store: str) -> Section:
         f"<div>{escape(what)}<b>{escape(number)}</b><span class='quiet'>{escape(told)}</span></div>"
         for what, number, told in cards
     )
-    lines = [f'<p class="warning">{escape(each)}</p>' for each in summed_up([r.warnings for r in description.iterations])]
+    lines = [
+        f'<p class="warning">{escape(each)}</p>' for each in summed_up([r.warnings for r in description.iterations])
+    ]
     lines += [paragraph(_recorded(name, record)) for name, record in _records(run, store)]
-    return Section(name="verdict", title="Verdict", body=f'<div class="verdict">{tiles}</div>{"".join(lines)}')
+    return PageSection(name="verdict", title="Verdict", body=f'<div class="verdict">{tiles}</div>{"".join(lines)}')
 
 
 def _told(accuracy: Accuracy) -> str:
@@ -119,11 +121,9 @@ def evaluations(description: RunDescription) -> str:
     )
 
 
-def slots(pictures: Sequence[SlotsPicture], decisions: Sequence[PlacedDecision]) -> Section:
+def slots(pictures: Sequence[SlotsPicture], decisions: Sequence[PlacedDecision]) -> PageSection:
     """Who worked when in some iterations, and every decision of placement."""
-    drawn = "".join(
-        f'<figure class="wide"><h3>{each.batch}</h3>{each.svg}</figure>' for each in pictures
-    )
+    drawn = "".join(f'<figure class="wide"><h3>{each.batch}</h3>{each.svg}</figure>' for each in pictures)
     told = [
         {
             "batch": each.batch,
@@ -141,7 +141,7 @@ def slots(pictures: Sequence[SlotsPicture], decisions: Sequence[PlacedDecision])
         else paragraph("No role competed for the workers: there was nothing to decide.")
     )
     hint = '<p class="quiet">Point at a piece of work, or at a dotted line, for what it was and why.</p>'
-    return Section(name="slots", title="Workers", body=f"{hint}{drawn}{below}")
+    return PageSection(name="slots", title="Workers", body=f"{hint}{drawn}{below}")
 
 
 def costs(description: RunDescription) -> str:
@@ -151,7 +151,7 @@ def costs(description: RunDescription) -> str:
     return rows_table(rows)
 
 
-def missing(run: Run, description: RunDescription) -> Section:
+def missing(run: Run, description: RunDescription) -> PageSection:
     """What went missing, and why."""
     numbers = [report.iteration for report in description.iterations if report.missing]
     lost = sum(report.missing for report in description.iterations)
@@ -163,7 +163,7 @@ def missing(run: Run, description: RunDescription) -> Section:
         lines.append(paragraph(f"Updates refused because of NaN or Inf, by iteration: {', '.join(map(str, refused))}."))
     stones = [stone for stone in tombstones(run) if not stone.is_bundle]
     lines += [paragraph(f"{stone.what}: deleted by {stone.why} ({stone.who})") for stone in stones[-SEARCHED:]]
-    return Section(name="missing", title="What went missing", body="".join(lines))
+    return PageSection(name="missing", title="What went missing", body="".join(lines))
 
 
 def _reasons(run: Run, numbers: Sequence[int]) -> list[tuple[str, int]]:
@@ -176,7 +176,7 @@ def _reasons(run: Run, numbers: Sequence[int]) -> list[tuple[str, int]]:
     return found.most_common(SEARCHED)
 
 
-def lineage(run: Run, description: RunDescription) -> Section:
+def lineage(run: Run, description: RunDescription) -> PageSection:
     """What the policy was made from, with digests."""
     records = dependency_records(run)
     rows = [{"what": "configuration", "digest": description.fingerprint, "told": f"made {description.created}"}]
@@ -185,26 +185,30 @@ def lineage(run: Run, description: RunDescription) -> Section:
         rows.append({"what": f"from iteration {record.iteration} on", "digest": "", "told": libraries})
         for path, file in record.dependencies.data.items():
             rows.append({"what": f"data {path}", "digest": file.digest[:SHORT], "told": f"{file.bytes:,} bytes"})
-    for reward in traced_rewards(run, records):
-        rows.append({"what": f"reward {reward.term}", "digest": "", "told": f"{reward.kind}, {reward.version}"})
+    rows += [
+        {"what": f"reward {reward.term}", "digest": "", "told": f"{reward.kind}, {reward.version}"}
+        for reward in traced_rewards(run, records)
+    ]
     for folder in run.folders():
         if not folder.startswith(("it-", "eval-", "retention")):
             for made in run.manifests(f"{folder}/"):
                 parts = [f"{name} {bundle.digest[:SHORT]}" for name, bundle in made.bundles.items()]
                 rows.append({"what": made.key, "digest": made.digest[:SHORT], "told": ", ".join(parts)})
-    for report in description.iterations[-1:]:
-        rows.append({"what": f"policy after iteration {report.iteration}", "digest": report.policy, "told": ""})
-    return Section(name="lineage", title="Where the policy comes from", body=rows_table(rows, words=True))
+    rows += [
+        {"what": f"policy after iteration {report.iteration}", "digest": report.policy, "told": ""}
+        for report in description.iterations[-1:]
+    ]
+    return PageSection(name="lineage", title="Where the policy comes from", body=rows_table(rows, words=True))
 
 
-def configuration(run: Run, description: RunDescription) -> Section:
+def configuration(run: Run, description: RunDescription) -> PageSection:
     """What the run was made from, and how to make it again."""
     config = {"iterations": len(description.iterations), **run.record.config}
     file = f"{run.name}.toml"
     command = shlex.join(["rheostat", "train", file, "--run", f"{run.name}-again"])
     body = (
-        f"<p>As <code>{escape(file)}</code>, this repeats the run: <code>{escape(command)}</code>. Pools, placement and "
-        "budget, of which no result depends, are those of whoever repeats it.</p>"
+        f"<p>As <code>{escape(file)}</code>, this repeats the run: <code>{escape(command)}</code>. Pools, "
+        "placement and budget are those of whoever repeats it: no result depends on them.</p>"
         f"<details><summary>{escape(file)}</summary><pre>{escape(toml(config))}</pre></details>"
     )
-    return Section(name="configuration", title="Configuration", body=body)
+    return PageSection(name="configuration", title="Configuration", body=body)

@@ -38,7 +38,7 @@ class PlacedDecision(Settings):
     """Since the stage began."""
 
 
-class Piece(Settings):
+class WorkPiece(Settings):
     """A piece of work of a worker."""
 
     key: str
@@ -96,12 +96,12 @@ def slots_of(run: Run, numbers: Sequence[int], decisions: Sequence[PlacedDecisio
     return found
 
 
-def _pieces(made: Sequence[Manifest]) -> Iterator[Piece]:
+def _pieces(made: Sequence[Manifest]) -> Iterator[WorkPiece]:
     for manifest in made:
         told, seconds = WORKER.fullmatch(manifest.provenance.worker), manifest.provenance.seconds.get("worker")
         if told is not None and seconds is not None:
             in_slot = told["role"] == "rollout" or told["role"].startswith("judge-")
-            yield Piece(
+            yield WorkPiece(
                 key=manifest.key,
                 role=told["role"],
                 place=f"{'slot' if in_slot else told['role']} {told['place']}",
@@ -114,7 +114,7 @@ def _time(manifest: Manifest) -> datetime:
     return datetime.fromisoformat(manifest.provenance.created)
 
 
-def _drawn(key: str, pieces: Sequence[Piece], decisions: Sequence[PlacedDecision], start: datetime) -> str:
+def _drawn(key: str, pieces: Sequence[WorkPiece], decisions: Sequence[PlacedDecision], start: datetime) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -122,7 +122,7 @@ def _drawn(key: str, pieces: Sequence[Piece], decisions: Sequence[PlacedDecision
     places = sorted({piece.place for piece in pieces}, key=lambda place: (place[:4] != "slot", _natural(place)))
     roles, titles = sorted({piece.role for piece in pieces}), dict[str, str]()
     start = min(start, *(piece.begin for piece in pieces))
-    with rc_context(STYLE):
+    with rc_context(fname=STYLE):
         figure = Figure(figsize=(2.4 * WIDTH / 72, 0.9 + 0.24 * len(places)), layout="constrained")
         axes = figure.subplots()
         for number, piece in enumerate(pieces):

@@ -1,0 +1,86 @@
+"""Commands that make pages of runs: one file each, which fetches nothing; they load neither Prefect nor torch."""
+
+import json
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from flows.cli.options import DEFAULT_STORE, RunName, RunNames, Store
+from infra.errors import BadInput
+from infra.terminal import Json, table, write
+
+CELL = 32
+"""Characters of a setting in a table."""
+Page = Annotated[
+    Path | None, Parameter(metavar="FILE", show_default="RUN-report.html here", help="where the page goes")
+]
+ComparisonPage = Annotated[
+    Path | None, Parameter(metavar="FILE", show_default="no page", help="also write a page with curves and completions")
+]
+Opened = Annotated[bool, Parameter(name="--open", help="open the page in the browser")]
+
+
+def report(
+    run: RunName, /, *, to: Page = None, opened: Opened = False, store: Store = DEFAULT_STORE, as_json: Json = False
+) -> None:
+    """Make a page of a run, in one file: curves, completions token by token, workers, cost, lineage."""
+    from tasks.views.report.run import report_page
+    from tasks.views.runs import open_known_run
+
+    path = to or Path(f"{open_known_run(store, run).name}-report.html")
+    _check(path)
+    size = _write(path, report_page(store, run))
+    told = {"run": run, "path": str(path), "bytes": size}
+    write(json.dumps(told, indent=2) if as_json else f"{path}: {size:,} bytes, one file that fetches nothing")
+    if opened:
+        webbrowser.open(path.resolve().as_uri())
+
+
+def compare(
+    *runs: RunNames,
+    to: ComparisonPage = None,
+    opened: Opened = False,
+    store: Store = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Compare runs: settings that differ, held-out accuracy with a paired test, curves over each other."""
+    from tasks.views.report.comparison import compare_runs, comparison_page, run_cells
+
+    if opened and to is None:
+        raise BadInput("compare --open: expected --to FILE, where the page goes")
+    if to is not None:
+        _check(to)
+    comparison = compare_runs(store, runs)
+    if to is not None:
+        _write(to, comparison_page(store, comparison))
+    if as_json:
+        write(comparison.model_dump_json(indent=2))
+    else:
+        settings = comparison.settings.items()
+        keys = [
+            {"setting": key, **{run: _shortened(value) for run, value in values.items()}} for key, values in settings
+        ]
+        lines = [table(run_cells(comparison)), table(keys) or "no setting differs", *(p.line for p in comparison.pairs)]
+        write("\n\n".join([*lines, *([f"page {to}"] if to else [])]))
+    if opened and to is not None:
+        webbrowser.open(to.resolve().as_uri())
+
+
+def _shortened(text: str) -> str:
+    """A value for a column of a table."""
+    return f"{text[: CELL - 1]}…" if len(text) > CELL else text
+
+
+def _check(path: Path) -> None:
+    """Raise BadInput where no page can go, before one is made."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise BadInput(f"--to {path}: expected a file in a directory that is there")
+
+
+def _write(path: Path, text: str) -> int:
+    try:
+        return path.write_bytes(text.encode())
+    except OSError as error:
+        raise BadInput(f"--to {path}: cannot be written: {error.strerror or error}") from error
