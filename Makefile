@@ -90,6 +90,9 @@ reality: $(VENV)/.dev  ## placement of real processes with paced engines, agains
 curves: $(VENV)/.dev  ## learning curves of the algorithms on three seeds (forty runs of the demo)
 	@$(BIN)/python -m bench --only curves $(ARGS)
 
+screenshots: $(VENV)/.dev  ## the pictures of docs/report.md, in Chromium, from runs that it trains first (ten minutes)
+	@$(BIN)/python -m bench.screenshots
+
 bench-vllm: $(VENV)/.dev  ## tokens per second through the whole path, against vLLM alone
 	@$(BIN)/rheostat engine install vllm
 	@$(BIN)/python -m bench --only vllm $(ARGS)

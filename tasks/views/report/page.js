@@ -28,7 +28,7 @@ data.charts.forEach((chart, place) => {
     cursor.style.left = `${100 * share}%`;
     cursor.hidden = false;
     const parts = chart.lines.filter((line) => data.columns[line.column][number] != null).map((line) => {
-      const low = line.low && data.columns[line.low][number], high = line.high && data.columns[line.high][number];
+      const [low, high] = [line.low, line.high].map((end) => end ? data.columns[end][number] : null);
       return `${line.label} ${shown(data.columns[line.column][number])}${low == null ? "" : ` (${shown(low)} to ${shown(high)})`}`;
     });
     told.textContent = `${chart.by} ${number}: ${parts.join(", ") || "nothing"}`;

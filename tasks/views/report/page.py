@@ -171,4 +171,4 @@ def _value(value: JsonValue) -> str:
     if isinstance(value, Mapping):
         parts = (f"{_key(key)} = {_value(each)}" for key, each in value.items() if each is not None)
         return f"{{ {', '.join(parts)} }}" if value else "{}"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON leaves as it is

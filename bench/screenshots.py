@@ -1,0 +1,51 @@
+"""Pictures of the report for the documentation: `make screenshots`, which trains the two runs that are shown first."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from tests.support.browsers import OpenedPage, opened
+
+HOME: Final = Path(__file__).parents[1]
+STORE: Final = HOME / "build" / "screenshots"
+PICTURES: Final = HOME / "docs" / "pictures"
+RUNS: Final = {"judge": ("configs/judge.toml",), "demo": ("configs/demo.toml", "iterations=12")}
+RHEOSTAT: Final = str(Path(sys.executable).with_name("rheostat"))
+
+
+def main() -> None:
+    """Train what is missing, make the pages, and photograph them."""
+    for name, words in RUNS.items():
+        if not (STORE / name / "run.json").exists():
+            _rheostat("train", *words, "report=false")
+    report, comparison = STORE / "report.html", STORE / "compared.html"
+    _rheostat("report", "judge", "--to", str(report))
+    _rheostat("compare", *RUNS, "--to", str(comparison))
+    for scheme in ("light", "dark"):
+        with opened(report, scheme=scheme) as seen:
+            _photograph(seen, "verdict", f"report-{scheme}")
+    with opened(report) as seen:
+        seen.page.select_option("#batch", "it-0001")
+        seen.page.select_option("#beside", "it-0024")
+        seen.page.select_option("#order", "spread")
+        seen.page.select_option("#tint", "advantage")
+        _photograph(seen, "samples", "report-completions")
+        _photograph(seen, "slots", "report-workers")
+    with opened(comparison) as seen:
+        _photograph(seen, "verdict", "report-compared")
+
+
+def _rheostat(command: str, *words: str) -> None:
+    subprocess.run([RHEOSTAT, command, *words, "--store", str(STORE)], cwd=HOME, check=True)
+
+
+def _photograph(seen: OpenedPage, section: str, name: str) -> None:
+    """Take what the window shows from a section on; a page that complains is no picture."""
+    assert seen.complaints == [], seen.complaints
+    seen.page.evaluate("section => document.getElementById(section).scrollIntoView()", section)
+    seen.page.screenshot(path=PICTURES / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The page of a run: every number is the store's, a policy's text is text, and it is one file."""
+
+import json
+import re
+import tomllib
+
+import pytest
+
+from infra.errors import BadInput
+from tasks.config.run import load_config, override_config
+from tasks.views.report.comparison import compare_runs, comparison_page
+from tasks.views.report.numbers import numbers_of
+from tasks.views.report.page import toml
+from tasks.views.report.run import report_page
+from tasks.views.report.samples import CHARACTERS, spread
+from tasks.views.runs import describe_run, describe_runs
+from tests.support.jobs import ROOT
+from tests.support.long_runs import write_long_run
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "</script></svg><img src=x onerror=alert(2)>",
+    "<!-- \u2028 &lt;b&gt; \x00",
+    "naïve 日本 🙂",
+    "a" * CHARACTERS + "the middle" + "z" * CHARACTERS,
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Two runs, whose completions are hostile texts."""
+    place = tmp_path_factory.mktemp("store")
+    write_long_run(place, name="long", iterations=4, group=4, texts=HOSTILE)
+    write_long_run(place, name="other", iterations=3, group=3, texts=HOSTILE)
+    return str(place)
+
+
+@pytest.fixture(scope="module")
+def html(store):
+    return report_page(store, "long")
+
+
+def data_of(html):
+    [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    return json.loads(text)
+
+
+def test_every_number_of_the_page_is_one_that_show_tells(store, html):
+    columns, told = data_of(html)["columns"], json.loads(describe_run(store, "long").model_dump_json())
+    for accuracy in told["evaluations"]:
+        assert columns["held-out accuracy"][accuracy["number"]] == accuracy["mean"]
+        assert columns["held-out accuracy, high"][accuracy["number"]] == accuracy["high"]
+    compared = 0
+    for report in told["iterations"]:
+        for name, value in numbers_of(report):
+            assert columns.get(name, [0] * 9)[report["iteration"]] == value, name
+            compared += name in columns
+    assert compared > 60
+    sealed = {name for name in columns if name.startswith(("credit/", "update/"))}
+    assert {"credit/truncated_fraction", "update/entropy", "credit/term_short_mean"} <= sealed
+
+
+def test_what_a_policy_wrote_is_in_the_page_as_data_alone(html):
+    texts = {completion["text"] for group in data_of(html)["groups"] for completion in group["completions"]}
+    assert set(HOSTILE[:4]) <= texts
+    assert html.count("<script") == 2 and html.count("</script>") == 2
+    assert "<img" not in html and "onerror=alert(2)>" in html
+
+
+def test_a_page_names_its_one_script_and_no_address(html):
+    assert re.search(r"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-", html)
+    addresses = set(re.findall(r"https?://[\w./-]+", html))
+    assert addresses == {"http://www.w3.org/1999/xlink", "http://www.w3.org/2000/svg"}, "names, which nobody asks"
+    assert not re.search(r"<link|src=\"http|@import|url\((?!#)", html)
+
+
+def test_of_a_long_text_the_middle_is_left_out_where_a_token_begins(html):
+    every = [each for group in data_of(html)["groups"] for each in group["completions"]]
+    cut = next(each for each in every if "cut" in each)
+    begin, count = cut["cut"]
+    assert cut["text"][:begin] == "a" * begin and len(cut["text"]) + count == len(HOSTILE[4])
+    assert "the middle" not in cut["text"] and cut["tokens"] == len(HOSTILE[4])
+
+
+def test_tokens_spell_the_text_and_have_advantages_and_log_probs(html):
+    for group in (each for each in data_of(html)["groups"] if each["batch"].startswith("it-")):
+        for completion in group["completions"]:
+            assert sum(completion["pieces"]) == len(completion["text"])
+            assert len(completion["logprobs"]) == len(completion["pieces"])
+            assert [sum(count for count, _ in completion["advantages"])] == [len(completion["pieces"])]
+            assert {value for _, value in completion["advantages"]} == {completion["terms"]["right"] - 0.5}
+
+
+def test_the_first_and_the_last_are_among_those_that_are_shown():
+    assert spread(range(1, 1001), 5) == [1, 251, 501, 750, 1000]
+    assert spread([3, 4], 5) == [3, 4]
+
+
+def test_the_configuration_of_a_page_makes_the_same_run_again(store):
+    rewards = [{"kind": "regex", "pattern": '"\\d\x7f\n'}, {"kind": "code", "name": "runs", "weight": 0.5}]
+    config = override_config({"name": "x", "scoring": {"rewards": rewards}}, [], source="x")
+    again = override_config({"name": "x", **tomllib.loads(toml(config.identity()))}, [], source="page")
+    assert again.identity() == config.identity()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_each_configuration_that_ships_is_made_again_by_what_a_page_shows_of_it(path):
+    identity = load_config(path, []).identity()
+    again = override_config(tomllib.loads(toml(identity)) | {"name": "x", "iterations": 3}, [], source="page").identity()
+    assert again == identity | ({"iterations": 3} if "iterations" in identity else {})
+
+
+def test_a_comparison_names_settings_that_differ_and_pairs_problems(store):
+    compared = compare_runs(store, ["long", "other"])
+    assert compared.settings == {"rollout.group_size": {"long": "4", "other": "3"}}
+    [pair] = compared.pairs
+    assert "found 0" in pair.why, "problems that were asked in another number of samples are not the same"
+    [same] = compare_runs(store, ["long", "long", "other"]).pairs
+    assert same == pair
+    html = comparison_page(store, compared)
+    assert data_of(html)["columns"]["other: reward"][:4] == [None, 1 / 21, 2 / 22, 3 / 23]
+    assert {group["batch"] for group in data_of(html)["groups"]} == {"long eval-0004", "other eval-0003"}
+    with pytest.raises(BadInput, match="expected 2 to 6 runs, found 1: long"):
+        compare_runs(store, ["long"])
+
+
+def test_the_list_of_runs_says_where_each_stands(tmp_path):
+    store = str(tmp_path)
+    run = write_long_run(tmp_path, iterations=2)
+    [line] = describe_runs(store)
+    assert (line.status, line.algorithm, line.best, line.held_by) == ("done", "grpo", 2 / 22, "")
+    with run.hold():
+        [line] = describe_runs(store)
+        assert line.status == "running" and line.held_by.startswith("process ")
+    assert describe_runs(store)[0].status == "done", "who held it ended in order"
+    (tmp_path / "long/manifests/eval-0002/summary.json").unlink()
+    assert describe_runs(store)[0].status == "stopped"
+    (tmp_path / "long/lock").write_text('{"pid": 1, "host": "gone"}')
+    [line] = describe_runs(store)
+    assert (line.status, line.held_by) == ("crashed", "process 1 on gone")
+    assert (tmp_path / "long/lock").read_text() == '{"pid": 1, "host": "gone"}', "looking changes nothing"
