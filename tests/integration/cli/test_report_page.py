@@ -44,7 +44,9 @@ def test_a_page_asks_for_nothing_complains_of_nothing_and_shows_hostile_texts_as
 def test_every_control_of_the_browser_of_completions_does_what_it_says(path):
     with opened(path) as seen:
         page = seen.page
-        assert page.locator("#batch").input_value() == "eval-0005" and page.locator("#beside").input_value() == "eval-0000"
+        assert (
+            page.locator("#batch").input_value() == "eval-0005" and page.locator("#beside").input_value() == "eval-0000"
+        )
         expect(page.locator("#group h3")).to_have_count(2)
         page.select_option("#batch", "it-0001")
         page.select_option("#beside", "it-0005")
@@ -93,11 +95,16 @@ def test_a_pointer_or_the_arrow_keys_read_numbers_off_a_curve_and_all_numbers_op
         expect(page.locator("#told-0")).to_have_text(usual)
         page.locator("#chart-0").focus()
         page.keyboard.press("ArrowLeft")
-        expect(page.locator("#told-0")).to_contain_text("iteration 4: held-out accuracy 0.1667 (0.09487 to 0.2762), of rollouts 0.1667")
+        expect(page.locator("#told-0")).to_contain_text(
+            "iteration 4: held-out accuracy 0.1667 (0.09487 to 0.2762), of rollouts 0.1667"
+        )
 
         page.locator("#all summary").click()
         expect(page.locator("#numbers tbody tr")).to_have_count(6)
-        assert page.locator("#slots svg title").first.text_content() == "it-0001/rollout/0000: 2.00 s on slot 0, from 0.00 s"
+        assert (
+            page.locator("#slots svg title").first.text_content()
+            == "it-0001/rollout/0000: 2.00 s on slot 0, from 0.00 s"
+        )
         assert seen.complaints == []
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.storage import check_key, open_store
+from tests.support.jobs import wait_for
 from tests.support.processes import CONTEXT, kill, preload, process
 from tests.support.s3_servers import Place
 
@@ -329,6 +330,20 @@ def test_a_held_name_is_refused_until_its_holder_is_dead(place):
         held.check()
     with store.hold("lock") as again:
         assert again is not None
+
+
+def test_who_looks_at_a_name_sees_who_holds_it_who_died_with_it_and_that_it_was_given_up_in_order(place):
+    ready, store = CONTEXT.Event(), place.open()
+    assert store.look_at("lock").state == "free"
+    with process(_hold, place, ready) as holder:
+        assert ready.wait(30)
+        seen = store.look_at("lock")
+        assert seen.state == "held" and seen.who.startswith(f"process {holder.pid} on ")
+    assert wait_for(lambda: store.look_at("lock").state == "left")
+    assert store.look_at("lock").who == seen.who
+    with store.hold("lock"):
+        assert store.look_at("lock").state == "held"
+    assert store.look_at("lock").state == "free"
 
 
 def test_a_held_name_on_disk_is_refused_even_if_its_holder_is_only_stopped(uri):

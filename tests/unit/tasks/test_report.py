@@ -106,7 +106,9 @@ def test_the_configuration_of_a_page_makes_the_same_run_again(store):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
 def test_each_configuration_that_ships_is_made_again_by_what_a_page_shows_of_it(path):
     identity = load_config(path, []).identity()
-    again = override_config(tomllib.loads(toml(identity)) | {"name": "x", "iterations": 3}, [], source="page").identity()
+    again = override_config(
+        tomllib.loads(toml(identity)) | {"name": "x", "iterations": 3}, [], source="page"
+    ).identity()
     assert again == identity | ({"iterations": 3} if "iterations" in identity else {})
 
 
