@@ -72,9 +72,6 @@ docs: $(VENV)/.base  ## write the generated pages again
 	@$(BIN)/python -m tasks.config.reference > docs/configuration.md
 	@$(BIN)/python -m flows.cli.reference
 
-screenshots: $(VENV)/.dev  ## docs/pictures/terminal.svg, written again from a run of the demo on a terminal
-	@$(BIN)/python -m bench.pictures $(ARGS)
-
 site: export NO_MKDOCS_2_WARNING := 1
 site: export DISABLE_MKDOCS_2_WARNING := true
 site: $(VENV)/.docs  ## the documentation as a site in build/site, without network; a broken link fails it
@@ -90,7 +87,8 @@ reality: $(VENV)/.dev  ## placement of real processes with paced engines, agains
 curves: $(VENV)/.dev  ## learning curves of the algorithms on three seeds (forty runs of the demo)
 	@$(BIN)/python -m bench --only curves $(ARGS)
 
-screenshots: $(VENV)/.dev  ## the pictures of docs/report.md, in Chromium, from runs that it trains first (ten minutes)
+screenshots: $(VENV)/.dev  ## the pictures of the terminal and of reports, from runs that it trains first (ten minutes)
+	@$(BIN)/python -m bench.pictures $(ARGS)
 	@$(BIN)/python -m bench.screenshots
 
 bench-vllm: $(VENV)/.dev  ## tokens per second through the whole path, against vLLM alone
