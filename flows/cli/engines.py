@@ -106,7 +106,7 @@ def engine_config(overrides: Sequence[str]) -> "VllmEngine":
 
     from infra.validation_errors import explain
     from models.config.engines import VllmEngine
-    from tasks.config.run import overridden
+    from tasks.config.documents import overridden
 
     try:
         return VllmEngine.model_validate(overridden({}, overrides))

@@ -52,7 +52,16 @@ ELSEWHERE: Final = {
 }
 
 _SNAPSHOTS: Final = "snapshots"
+_HUB_NAME: Final = re.compile(r"[\w-]+/[\w.-]+")
 _SHARED_BLOB: Final = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
+
+
+def no_directory(what: str, path: Path) -> BadInput:
+    """What to say of a directory that is not there; a name like those of the Hugging Face hub is known as one."""
+    found = f"{what} {path}: no such directory (looked in {Path.cwd()})"
+    if not _HUB_NAME.fullmatch(str(path)):
+        return BadInput(found)
+    return BadInput(f"{found}; nothing is downloaded by a run: `hf download {path} --local-dir {path}` fetches it")
 
 
 def admit(directory: Path) -> None:

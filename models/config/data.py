@@ -125,14 +125,15 @@ class MeasuresData(DataSource):
 
 
 class FileData(DataSource):
-    """Problems from a JSON Lines, Parquet or Arrow file."""
+    """Problems from a file of JSON, CSV, Parquet or Arrow."""
 
     implementation = "models.data.files:file_problems"
     beside = "models.data.image_files:image_files"
 
     kind: Literal["file"] = "file"
     path: Location
-    """Training problems: .jsonl, .parquet or .arrow, of this machine or at s3://bucket/name."""
+    """Training problems: .jsonl, .json with an array, .csv, each of them also .gz, .parquet or .arrow, of this machine
+    or at s3://bucket/name."""
     heldout_path: Location | None = None
     """Evaluation problems; none keeps `heldout_fraction` of the training file back."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
@@ -146,6 +147,8 @@ class FileData(DataSource):
     different ones."""
     template: str = "{prompt}"
     """How plain text becomes a prompt; `{prompt}` is the column's text. Chat messages use the tokenizer's template."""
+    system: Annotated[str, Field(min_length=1)] | None = None
+    """System message before each chat that has none; plain text is then what the user says in a chat."""
     limit: Positive | None = None
     """Read at most so many problems per file."""
     images_column: str | None = None

@@ -1,12 +1,17 @@
-"""Problems from JSON Lines, Parquet and Arrow files, as texts or chats; every fault names its place."""
+"""Problems from JSON, CSV, Parquet and Arrow files, as texts or chats; every fault names its place."""
 
+import csv
 import difflib
+import gzip
+import io
 import json
+import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import IO, Final, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,42 +31,98 @@ from models.data.problems import (
     check_places,
     fill_prompt,
     is_heldout,
+    with_system,
 )
 
 FileRow = tuple[str, Mapping[str, object]]
 """A place for messages, and the row's columns."""
 
-SUFFIXES = (".jsonl", ".parquet", ".arrow")
+TEXTS: Final = (".jsonl", ".json", ".csv")
+"""Suffixes of files that are text, behind which `.gz` may stand."""
+SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> Iterator[FileRow]:
     """Read one file in order; the columns must be there."""
-    if path.suffix not in SUFFIXES:
-        raise BadInput(f"{path}: unknown suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}")
+    if format_of(path) not in SUFFIXES:
+        packed = ", ".join(f"{suffix}.gz" for suffix in TEXTS)
+        raise BadInput(f"{path}: unknown suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, {packed}")
     here, name = fetched(path), written(path)
     if not here.is_file():
         reason = "is a directory, expected a file" if here.is_dir() else "no such file"
         raise BadInput(f"{name}: {reason} (looked in {Path.cwd()})")
     try:
-        yield from (_json_rows if path.suffix == ".jsonl" else _table_rows)(here, columns, name=name)
-    except OSError as error:
-        raise BadInput(f"{name}: cannot be read: {error.strerror or error}") from error
-
-
-def _json_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[FileRow]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            place = f"{name}:{number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").strip())
-            except (ValueError, RecursionError) as error:
-                raise BadInput(f"{place}: not a JSON line: {error}") from error
-            if not isinstance(row, dict):
-                raise BadInput(f"{place}: expected a JSON object, found {type(row).__name__}")
+        if format_of(path) not in TEXTS:
+            yield from _table_rows(here, columns, name=name)
+            return
+        for place, row in text_rows(here, name=name):
             _require_columns(place, columns, list(row))
             yield place, row
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def format_of(path: Path) -> str:
+    """The suffix that says how a file is read, whether it is packed or not."""
+    inner = Path(path.stem).suffix
+    return inner if path.suffix == ".gz" and inner in TEXTS else path.suffix
+
+
+def text_rows(path: Path, *, name: str) -> Iterator[FileRow]:
+    """Read a file of text; what is in a CSV is text, whatever it looks like."""
+    opened = cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
+    with opened as content:
+        match format_of(path):
+            case ".jsonl":
+                yield from _json_lines(content, name)
+            case ".json":
+                yield from _json_array(content, name)
+            case _:
+                yield from _csv_rows(content, name)
+
+
+def _json_lines(content: IO[bytes], name: str) -> Iterator[FileRow]:
+    for number, line in enumerate(content, start=1):
+        if not line.strip():
+            continue
+        place = f"{name}:{number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").strip())
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{place}: not a JSON line: {error}") from error
+        yield place, _object(place, row)
+
+
+def _json_array(content: IO[bytes], name: str) -> Iterator[FileRow]:
+    try:
+        rows = json.loads(content.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{name}: not JSON: {error}; a file with an object per line is called .jsonl") from error
+    if not isinstance(rows, list):
+        raise BadInput(f"{name}: expected a JSON array of objects, found {type(rows).__name__}")
+    for number, row in enumerate(rows):
+        place = f"{name}[{number}]"
+        yield place, _object(place, row)
+
+
+def _object(place: str, row: object) -> Mapping[str, object]:
+    if not isinstance(row, dict):
+        raise BadInput(f"{place}: expected a JSON object, found {type(row).__name__}")
+    return row
+
+
+def _csv_rows(content: IO[bytes], name: str) -> Iterator[FileRow]:
+    csv.field_size_limit(sys.maxsize)  # of 128 KiB
+    rows = csv.reader(io.TextIOWrapper(content, encoding="utf-8-sig", newline=""), strict=True)
+    try:
+        header = next(rows, [])
+        for row in filter(None, rows):
+            place = f"{name}:{rows.line_num}"
+            if len(row) != len(header):
+                raise BadInput(f"{place}: expected {len(header)} columns, as in the first line, found {len(row)}")
+            yield place, dict(zip(header, row, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise BadInput(f"{name}:{rows.line_num}: not CSV in UTF-8: {error}") from error
 
 
 def _table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[FileRow]:
@@ -171,7 +232,7 @@ def file_problems(data: FileData, split: str, seed: int) -> list[Problem]:
             f"{data.path}: data.heldout_fraction = {data.heldout_fraction} leaves no {split} problem; "
             "use more problems, another fraction, or data.heldout_path"
         )
-    return [_templated(problem, data.template) for problem in problems]
+    return [_templated(problem, data) for problem in problems]
 
 
 def read_problems(path: Path, data: FileData) -> list[Problem]:
@@ -201,5 +262,6 @@ def _answer(place: str, value: object, column: str) -> str:
     return text_of(place, value, column)
 
 
-def _templated(problem: Problem, template: str) -> Problem:
-    return replace(problem, prompt=fill_prompt(problem.prompt, template))
+def _templated(problem: Problem, data: FileData) -> Problem:
+    prompt = fill_prompt(problem.prompt, data.template)
+    return replace(problem, prompt=prompt if data.system is None else with_system(prompt, data.system))

@@ -3,7 +3,7 @@
 Whoever reads the problems says what is wrong with a row; what is no file below the root is left out here.
 """
 
-import json
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,8 +11,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from infra.errors import BadInput
 from infra.store.inputs import fetched
 from models.config.data import FileData
+from models.data.files import format_of, text_rows
 
 PATH, BYTES = "path", "bytes"
 """Fields of the structs that `datasets` writes."""
@@ -27,7 +29,7 @@ def image_files(data: FileData) -> Iterator[Path]:
     known: set[Path] = set()
     for path in filter(None, (data.path, data.heldout_path)):
         root = data.images_root or path.parent
-        with suppress(OSError, ValueError, RecursionError, pa.ArrowException):
+        with suppress(OSError, EOFError, ValueError, BadInput, zlib.error, pa.ArrowException):
             for name in _names(fetched(path), data.images_column):
                 found = root / name
                 if found not in known and not name.startswith("data:") and "://" not in name:
@@ -37,11 +39,10 @@ def image_files(data: FileData) -> Iterator[Path]:
 
 def _names(path: Path, column: str) -> Iterator[str]:
     """Read what a column says of paths; of images in the rows nothing is read."""
-    match path.suffix:
-        case ".jsonl":
-            with path.open("rb") as lines:
-                for line in filter(bytes.strip, lines):
-                    yield from _spelt(json.loads(line.decode("utf-8-sig")).get(column))
+    match format_of(path):
+        case ".jsonl" | ".json" | ".csv":
+            for _, row in text_rows(path, name=str(path)):
+                yield from _spelt(row.get(column))
         case ".parquet":
             file = pq.ParquetFile(path)
             leaves = [file.schema.column(index) for index in range(len(file.schema))]

@@ -155,6 +155,12 @@ def fill_prompt(prompt: Prompt, template: str) -> Prompt:
     return template.replace("{prompt}", prompt) if isinstance(prompt, str) else prompt
 
 
+def with_system(prompt: Prompt, text: str) -> Prompt:
+    """Put a system message before a chat that has none; plain text becomes what the user says."""
+    chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+    return chat if chat[0].role == "system" else (Message("system", text), *chat)
+
+
 HELDOUT_SHARE: Final = 0.1
 """Of problems that are made."""
 MAX_FRUITLESS_DRAWS: Final = 5000

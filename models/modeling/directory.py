@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
-from models.admission.directory import admit
+from models.admission.directory import admit, no_directory
 from models.modeling.merging import base_of, check_fits, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
 from models.text.tokenizer import load_tokenizer
@@ -33,7 +33,7 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
     An adapter in peft's format counts as its base with the adapter merged.
     """
     if not directory.is_dir():
-        raise BadInput(f"policy {directory}: no such directory (looked in {Path.cwd()})")
+        raise no_directory("policy", directory)
     admit(directory)
     if is_adapter(directory):
         checked = check_directory(base_of(directory))

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from infra.errors import BadInput
-from models.admission.directory import admit
+from models.admission.directory import admit, no_directory
 from models.modeling.batching import pack
 from models.modeling.directory import weight_files
 from models.modeling.layout import MicroBatch, lay_out
@@ -67,7 +67,7 @@ def check_reward_model(path: Path, template: str | None = None) -> int:
 def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> RewardModel:
     """Load weights and tokenizer; on the `meta` device only names and shapes. Raises BadInput in one line."""
     if not path.is_dir():
-        raise BadInput(f"reward model {path}: no such directory (looked in {Path.cwd()})")
+        raise no_directory("reward model", path)
     try:
         admit(path)
     except BadInput as error:

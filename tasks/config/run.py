@@ -1,10 +1,6 @@
 """The configuration of a run: one frozen model composed of the rooms' own, read from TOML and `dotted.key=value`."""
 
-import copy
-import difflib
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -27,6 +23,7 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import AdaptivePlacement, PlacementConfig
+from tasks.config.documents import overridden, read_document
 
 LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage")
 """What of its identity a run may change on its way, if that is accepted: over what sums are spread."""
@@ -286,34 +283,13 @@ class RunConfig(Settings):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a TOML file, apply overrides and validate. Raises BadInput in one line."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadInput(f"no configuration file {path} (looked in {Path.cwd()}){_near_file(path)}") from None
-    except OSError as error:
-        raise BadInput(f"configuration file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is not TOML: {error}") from None
-    return override_config(document, overrides, source=str(path))
+    """Read a TOML file and those that it extends, apply overrides and validate. Raises BadInput in one line."""
+    return override_config(read_document(path), overrides, source=str(path))
 
 
 def override_config(document: Mapping[str, object], overrides: Sequence[str], *, source: str) -> RunConfig:
     """Apply overrides to a document and validate it."""
     return parse_config(overridden(document, overrides), source=source)
-
-
-def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """Apply overrides to a document.
-
-    `dotted.key=value` sets, with the value in TOML or as bare text; `dotted.key=` goes back to the default. Another
-    `kind` begins its table anew, wherever it stands among the overrides: the keys of one variant do not fit another.
-    """
-    changed = copy.deepcopy(dict(document))
-    parsed = [_parse_override(override) for override in overrides]
-    for override in sorted(parsed, key=lambda override: override.keys[-1] != "kind"):
-        _apply(changed, override)
-    return changed
 
 
 def parse_config(document: Mapping[str, object], *, source: str) -> RunConfig:
@@ -322,55 +298,6 @@ def parse_config(document: Mapping[str, object], *, source: str) -> RunConfig:
         return RunConfig.model_validate(document)
     except ValidationError as error:
         raise BadInput(f"{source}: {explain(error, RunConfig)}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Override:
-    text: str
-    keys: tuple[str, ...]
-    value: object
-    """None goes back to the default."""
-
-
-def _parse_override(text: str) -> _Override:
-    key, equals, written = text.partition("=")
-    keys = tuple(part.strip() for part in key.split("."))
-    if not equals or not all(keys):
-        raise BadInput(f"override {text!r}: expected dotted.key=value, such as update.learning_rate=1e-4")
-    written = written.strip()
-    try:
-        value: object = tomllib.loads(f"value = {written}")["value"] if written else None
-    except tomllib.TOMLDecodeError as error:
-        if written[0] in "[{\"'":
-            raise BadInput(f"override {text!r}: its value is not TOML: {error}") from None
-        value = written
-    return _Override(text, keys, value)
-
-
-def _apply(document: dict[str, object], override: _Override) -> None:
-    *tables, last = override.keys
-    table = document
-    for name in tables:
-        inner = table.setdefault(name, {})
-        if not isinstance(inner, dict):
-            raise BadInput(f"override {override.text!r}: {name!r} is not a table")
-        table = inner
-    if last == "kind" and table.get("kind") != override.value:
-        table.clear()
-    if override.value is None:
-        table.pop(last, None)
-    else:
-        table[last] = override.value
-
-
-def _near_file(path: Path) -> str:
-    """The TOML file that was probably meant: of that name in configs/, or of a name like it."""
-    folders = (path.parent, path.parent / "configs")
-    found = {file.stem: str(file) for folder in folders for file in sorted(folder.glob("*.toml"))}
-    near = difflib.get_close_matches(path.stem, found, n=1)
-    if "=" in path.name:
-        return "; the configuration comes first: rheostat train CONFIG key=value"
-    return f"; did you mean {found[near[0]]}?" if near else ""
 
 
 def measured_by_rules(config: RunConfig) -> RunConfig:

@@ -139,13 +139,14 @@ DATA: dict[str, tuple[Callable[[], object], str]] = {
 SETTINGS = {
     "data.prompt_column=promt": "train.jsonl:1: no column 'promt', did you mean 'prompt'? (columns: prompt, answer)",
     "data.answer_column=label": "train.jsonl:1: no column 'label' (columns: prompt, answer)",
-    "data.path=job.toml": "job.toml: unknown suffix '.toml', expected one of .jsonl, .parquet, .arrow",
+    "data.path=job.toml": "job.toml: unknown suffix '.toml', expected one of .jsonl, .json, .csv, .parquet, .arrow",
     "data.template=fixed": "data.template 'fixed' has no {prompt}: every prompt would be the same",
     "rollout.prompts=9": "rollout.prompts 9 exceeds the 8 training problems: an iteration would ask one twice",
     "evaluation.problems=5": "evaluation.problems 5 exceeds the 4 held-out problems: set evaluation.problems=4",
     "rollout.sampling.max_new_tokens=128": "rollout.sampling.max_new_tokens 128 leaves no room for a prompt",
     "rollout.sampling.max_new_tokens=127": "train.jsonl:1: the prompt has ",
     "policy.kind=directory policy.path=model": "policy model: no such directory (looked in ",
+    "policy.kind=directory policy.path=Qwen/Qwen3-0.6B": "policy Qwen/Qwen3-0.6B: no such directory (looked in ",
     "policy.kind=directory policy.path=.": "policy .: no config.json: not a model directory in Hugging Face format",
     "policy.kind=directory policy.path=vision": "vision/config.json: model_type 'vit' is no causal language model",
 }

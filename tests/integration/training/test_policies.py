@@ -165,8 +165,11 @@ def test_a_directory_of_several_weight_files_is_imported_whole(model_directory, 
 
 
 def test_what_is_missing_from_a_directory_is_named(spoilt, tmp_path):
-    with pytest.raises(BadInput, match="no such directory"):
+    with pytest.raises(BadInput, match=r"no such directory \(looked in [^;]*$"):
         check_directory(tmp_path / "nowhere")
+    fetches = r"`hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B` fetches it"
+    with pytest.raises(BadInput, match=fetches):
+        check_directory(Path("Qwen/Qwen3-0.6B"))
     for name, message in [
         ("tokenizer.json", "no tokenizer.json"),
         ("model.safetensors", "no model.safetensors"),

@@ -1,5 +1,7 @@
 """Problems: made from a seed, read from files, split without overlap, and refused with the place of the fault."""
 
+import csv
+import gzip
 import json
 import re
 from pathlib import Path
@@ -121,18 +123,78 @@ def arrow_stream(path: Path, table: pa.Table) -> Path:
     return path
 
 
-def test_json_lines_parquet_and_both_arrow_formats_hold_the_same_problems(tmp_path):
-    rows, table = numbered(30), pa.Table.from_pylist(numbered(30))
+def csv_file(path: Path, rows: list[dict[str, str]]) -> Path:
+    with path.open("w", encoding="utf-8-sig", newline="") as content:  # as spreadsheets write it
+        written = csv.DictWriter(content, rows[0].keys())
+        written.writeheader()
+        written.writerows(rows)
+    return path
+
+
+def packed(path: Path) -> Path:
+    target = path.with_name(f"{path.name}.gz")
+    target.write_bytes(gzip.compress(path.read_bytes()))
+    return target
+
+
+def test_every_format_packed_or_not_holds_the_same_problems(tmp_path):
+    rows = [row | {"prompt": f'{row["prompt"]}\nSay "one", two.'} for row in numbered(30)]
+    table = pa.Table.from_pylist(rows)
     pq.write_table(table, tmp_path / "c.parquet")
+    (tmp_path / "f.json").write_text(json.dumps(rows, indent=2))
+    texts = [write_lines(tmp_path / "a.jsonl", *rows), tmp_path / "f.json", csv_file(tmp_path / "g.csv", rows)]
     paths = [
-        write_lines(tmp_path / "a.jsonl", *rows),
+        *(path for text in texts for path in (text, packed(text))),
         tmp_path / "c.parquet",
         arrow_file(tmp_path / "d.arrow", table),
         arrow_stream(tmp_path / "e.arrow", table),
     ]
     read = [[(p.prompt, p.answer) for p in load_problems(FileData(path=path), "train", 0)] for path in paths]
     assert read[0]
-    assert read.count(read[0]) == 4
+    assert read.count(read[0]) == len(paths) == 9
+
+
+def test_what_is_in_a_csv_is_text_as_it_stands(tmp_path):
+    path = csv_file(tmp_path / "a.csv", [{"prompt": "007", "answer": "1e3"}, {"prompt": "true", "answer": "01"}])
+    found = load_problems(FileData(path=path, heldout_path=path), "train", 0)
+    assert [(p.prompt, p.answer) for p in found] == [("007", "1e3"), ("true", "01")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b'prompt,answer\n"two\nlines",1\nx\n', r"a.csv:4: expected 2 columns, as in the first line, found 1"),
+        ("a.csv", b'prompt,answer\n"open,1\n', r"a.csv:2: not CSV in UTF-8: unexpected end of data"),
+        ("a.csv", b"prompt,answer\n\xff,1\n", r"a.csv:\d: not CSV in UTF-8: 'utf-8' codec"),
+        ("a.json", b'{"prompt": "a"}', r"a.json: expected a JSON array of objects, found dict"),
+        ("a.json", b'{"prompt": "a"}\n{"prompt": "b"}', r"a.json: not JSON: .* per line is called .jsonl"),
+        ("a.json", b'[{"prompt": "a", "answer": "1"}, 3]', r"a.json\[1\]: expected a JSON object, found int"),
+        ("a.jsonl.gz", b"plain", r"a.jsonl.gz: cannot be read: Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], r"a.jsonl.gz: cannot be read: Compressed file ended before"),
+        ("a.gz", b"", r"a.gz: unknown suffix '.gz', expected one of .* .arrow, .jsonl.gz, .json.gz, .csv.gz"),
+    ],
+)
+def test_files_that_are_not_what_their_suffix_says_are_bad_input(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInput, match=message) as raised:
+        load_problems(FileData(path=tmp_path / name), "train", 0)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_system_message_stands_before_every_chat_that_has_none_and_moves_no_problem(tmp_path):
+    own, brief = {"role": "system", "content": "Own."}, Message("system", "Be brief.")
+    chats = [[own, {"role": "user", "content": "1+1?"}], [{"role": "user", "content": "2+2?"}]]
+    path = write_lines(tmp_path / "a.jsonl", *({"prompt": chat, "answer": "x"} for chat in chats), *numbered(30))
+    plain, told = FileData(path=path), FileData(path=path, template="Q: {prompt}", system="Be brief.")
+    for split in ("train", "heldout"):
+        for before, after in zip(load_problems(plain, split, 0), load_problems(told, split, 0), strict=True):
+            match before.prompt:
+                case str(text):
+                    assert after.prompt == (brief, Message("user", f"Q: {text}"))
+                case (Message("system"), *_):
+                    assert after.prompt == before.prompt
+                case turns:
+                    assert after.prompt == (brief, *turns)
 
 
 def test_without_a_second_file_the_splits_are_disjoint_complete_and_survive_new_rows(tmp_path):
@@ -227,11 +289,13 @@ def test_files_that_cannot_be_data_are_bad_input(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "a.csv").write_text("prompt,answer\n")
+    (tmp_path / "a.txt").write_text("prompt\n")
     for name, message in [
         ("missing.jsonl", "no such file"),
         ("empty.jsonl", "no problems, the file is empty"),
         ("folder.jsonl", "is a directory"),
-        ("a.csv", r"unknown suffix '.csv', expected one of .jsonl, .parquet, .arrow"),
+        ("a.csv", "no problems, the file is empty"),
+        ("a.txt", r"unknown suffix '.txt', expected one of .jsonl, .json, .csv, .parquet, .arrow"),
     ]:
         with pytest.raises(BadInput, match=message):
             load_problems(FileData(path=tmp_path / name), "train", 0)

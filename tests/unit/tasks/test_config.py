@@ -310,3 +310,51 @@ def test_a_run_can_be_read_back_from_its_identity():
     config = override_config({}, ["name=x", "seed=5", "update.kl.kind=k3", "warmup.steps=3"], source="run.toml")
     again = parse_config({**config.identity(), "name": "x"}, source="run.json")
     assert again.fingerprint() == config.fingerprint()
+
+
+# ---- files that extend others
+
+
+def write_config(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_file_extends_another_key_by_key_and_another_kind_or_list_replaces_what_was_there(tmp_path):
+    write_config(
+        tmp_path / "base.toml",
+        'extends = "first.toml"\n[policy]\nkind = "scratch"\nlayers = 3\n[update]\nminibatches = 2',
+    )
+    write_config(
+        tmp_path / "first.toml", 'name = "first"\niterations = 7\n[update]\nminibatches = 8\nlearning_rate = 1e-4'
+    )
+    own = 'extends = "../base.toml"\nname = "own"\ntags = ["a"]\n[policy]\nheads = 8\n[update]\nbeta1 = 0.5'
+    config = load_config(write_config(tmp_path / "jobs/own.toml", own), ["iterations=9"])
+    assert (config.name, config.iterations, config.tags) == ("own", 9, ("a",))
+    assert (config.policy.layers, config.policy.heads) == (3, 8)
+    assert (config.update.minibatches, config.update.learning_rate, config.update.beta1) == (2, 1e-4, 0.5)
+    other = 'extends = "base.toml"\n[policy]\nkind = "directory"\npath = "model"'
+    found = load_config(write_config(tmp_path / "other.toml", other))
+    assert found.policy.model_dump() == {"kind": "directory", "path": Path("model")}
+    assert found.name == "first"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('extends = "gone.toml"', r"no configuration file .*gone.toml, which .*own.toml extends \(looked in"),
+        ("extends = 3", r"own.toml: extends: expected the path of a configuration, found 3"),
+        ('extends = "own.toml"', r"own.toml: extends 'own.toml': the file extends itself"),
+        ('extends = "loop.toml"', r"loop.toml: extends 'own.toml': the file extends itself, by way of .*own.toml"),
+        ('extends = "torn.toml"', r"torn.toml is not TOML: "),
+        ('extends = "typo.toml"', r"own.toml: .*iteratons.*iterations"),
+    ],
+)
+def test_what_is_wrong_with_a_file_that_is_extended_is_said_of_it(tmp_path, text, message):
+    write_config(tmp_path / "loop.toml", 'extends = "own.toml"')
+    write_config(tmp_path / "torn.toml", "name =")
+    write_config(tmp_path / "typo.toml", "iteratons = 3")
+    with pytest.raises(BadInput, match=message) as raised:
+        load_config(write_config(tmp_path / "own.toml", text))
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,114 @@
+"""Configurations before they are validated: TOML files, those that they extend, and `dotted.key=value`."""
+
+import copy
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from infra.errors import BadInput
+
+EXTENDS: Final = "extends"
+"""The key with the path of another file, beside this one, whose settings hold where this one has none."""
+
+
+def read_document(path: Path, *, above: Sequence[Path] = ()) -> dict[str, object]:
+    """Read a TOML file over the one that it extends; `above` are those that extend it. Raises BadInput in one line."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        by = f", which {above[-1]} extends" if above else ""
+        raise BadInput(f"no configuration file {path}{by} (looked in {Path.cwd()}){_near_file(path)}") from None
+    except OSError as error:
+        raise BadInput(f"configuration file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is not TOML: {error}") from None
+    base = document.pop(EXTENDS, None)
+    if base is None:
+        return document
+    if not isinstance(base, str):
+        raise BadInput(f"{path}: {EXTENDS}: expected the path of a configuration, found {base!r}")
+    extended = path.parent / base
+    if extended.resolve() in {file.resolve() for file in (*above, path)}:
+        raise BadInput(f"{path}: {EXTENDS} {base!r}: the file extends itself, by way of {above[-1] if above else path}")
+    return extend(read_document(extended, above=(*above, path)), document)
+
+
+def extend(base: Mapping[str, object], document: Mapping[str, object]) -> dict[str, object]:
+    """Put settings over others, key by key; a list, and a table of another `kind`, replaces what was there."""
+    merged = dict(base)
+    for key, value in document.items():
+        under = merged.get(key)
+        if (
+            isinstance(value, dict)
+            and isinstance(under, dict)
+            and value.get("kind", under.get("kind")) == under.get("kind")
+        ):
+            merged[key] = extend(under, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
+    """Apply overrides to a document.
+
+    `dotted.key=value` sets, with the value in TOML or as bare text; `dotted.key=` goes back to the default. Another
+    `kind` begins its table anew, wherever it stands among the overrides: the keys of one variant do not fit another.
+    """
+    changed = copy.deepcopy(dict(document))
+    parsed = [_parse_override(override) for override in overrides]
+    for override in sorted(parsed, key=lambda override: override.keys[-1] != "kind"):
+        _apply(changed, override)
+    return changed
+
+
+@dataclass(frozen=True, slots=True)
+class _Override:
+    text: str
+    keys: tuple[str, ...]
+    value: object
+    """None goes back to the default."""
+
+
+def _parse_override(text: str) -> _Override:
+    key, equals, written = text.partition("=")
+    keys = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(keys):
+        raise BadInput(f"override {text!r}: expected dotted.key=value, such as update.learning_rate=1e-4")
+    written = written.strip()
+    try:
+        value: object = tomllib.loads(f"value = {written}")["value"] if written else None
+    except tomllib.TOMLDecodeError as error:
+        if written[0] in "[{\"'":
+            raise BadInput(f"override {text!r}: its value is not TOML: {error}") from None
+        value = written
+    return _Override(text, keys, value)
+
+
+def _apply(document: dict[str, object], override: _Override) -> None:
+    *tables, last = override.keys
+    table = document
+    for name in tables:
+        inner = table.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise BadInput(f"override {override.text!r}: {name!r} is not a table")
+        table = inner
+    if last == "kind" and table.get("kind") != override.value:
+        table.clear()
+    if override.value is None:
+        table.pop(last, None)
+    else:
+        table[last] = override.value
+
+
+def _near_file(path: Path) -> str:
+    """The TOML file that was probably meant: of that name in configs/, or of a name like it."""
+    folders = (path.parent, path.parent / "configs")
+    found = {file.stem: str(file) for folder in folders for file in sorted(folder.glob("*.toml"))}
+    near = difflib.get_close_matches(path.stem, found, n=1)
+    if "=" in path.name:
+        return "; the configuration comes first: rheostat train CONFIG key=value"
+    return f"; did you mean {found[near[0]]}?" if near else ""
