@@ -29,7 +29,6 @@ _NUMBERS = count(1)
 
 KNOWN_MANIFESTS = 4096
 """Manifests that a process remembers of a run, some 10 kB each: those of a few iterations; others are read again."""
-
 KNOWN_FOLDERS = 64
 """Folders of manifests of which a process remembers what is in them."""
 

@@ -70,8 +70,7 @@ def format_of(path: Path) -> str:
 
 def text_rows(path: Path, *, name: str) -> Iterator[FileRow]:
     """Read a file of text; what is in a CSV is text, whatever it looks like."""
-    opened = cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
-    with opened as content:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as content:
         match format_of(path):
             case ".jsonl":
                 yield from _json_lines(content, name)
@@ -81,7 +80,7 @@ def text_rows(path: Path, *, name: str) -> Iterator[FileRow]:
                 yield from _csv_rows(content, name)
 
 
-def _json_lines(content: IO[bytes], name: str) -> Iterator[FileRow]:
+def _json_lines(content: io.BufferedIOBase, name: str) -> Iterator[FileRow]:
     for number, line in enumerate(content, start=1):
         if not line.strip():
             continue
@@ -93,7 +92,7 @@ def _json_lines(content: IO[bytes], name: str) -> Iterator[FileRow]:
         yield place, _object(place, row)
 
 
-def _json_array(content: IO[bytes], name: str) -> Iterator[FileRow]:
+def _json_array(content: io.BufferedIOBase, name: str) -> Iterator[FileRow]:
     try:
         rows = json.loads(content.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -111,9 +110,9 @@ def _object(place: str, row: object) -> Mapping[str, object]:
     return row
 
 
-def _csv_rows(content: IO[bytes], name: str) -> Iterator[FileRow]:
+def _csv_rows(content: io.BufferedIOBase, name: str) -> Iterator[FileRow]:
     csv.field_size_limit(sys.maxsize)  # of 128 KiB
-    rows = csv.reader(io.TextIOWrapper(content, encoding="utf-8-sig", newline=""), strict=True)
+    rows = csv.reader(io.TextIOWrapper(cast(IO[bytes], content), encoding="utf-8-sig", newline=""), strict=True)
     try:
         header = next(rows, [])
         for row in filter(None, rows):

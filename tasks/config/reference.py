@@ -22,8 +22,8 @@ from tasks.config.run import RunConfig
 HEAD = """# Configuration
 
 A run is one TOML file; every key can be overridden on the command line as `dotted.key=value`. Unknown keys are errors.
-`extends = "base.toml"` at the top has the settings of another file, named from where this one lies, hold where this one has none, key by key;
-a list, or a table of another `kind`, replaces what was there.
+With `extends = "base.toml"` at the top, the settings of another file, named from where this one lies, hold where this
+one has none, key by key; a list, or a table of another `kind`, replaces what was there.
 Each table is described once, under the first place where it may stand; a key that holds a table links to it.
 The default of such a key is spelt as TOML: its `kind`, and what differs from the defaults of that kind.
 
