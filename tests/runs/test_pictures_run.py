@@ -231,10 +231,8 @@ def test_an_exported_policy_says_in_transformers_pipeline_what_the_engine_says(w
 # ---- killed
 
 
-def test_a_run_with_pictures_that_was_killed_again_and_again_ends_with_the_same_bits(
-    undisturbed, tmp_path, prefect_api
-):
-    run, whole = open_run(str(undisturbed / "store"), "tiny"), undisturbed / "store/tiny"
+def test_a_run_with_pictures_that_was_killed_again_and_again_ends_with_the_same_bits(whole, tmp_path, prefect_api):
+    run = open_run(str(whole.store), "tiny")
     strikes = [
         Strike(run.require(PROMPTS["train"]).shards[1].key, "during"),
         Strike("manifests/prompts/train.json", "before"),
