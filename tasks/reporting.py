@@ -4,9 +4,7 @@ Of training on data alone: losses, held-out pairs, held-out accuracy.
 """
 
 import asyncio
-import json
 import logging
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -14,7 +12,6 @@ from datetime import timedelta
 
 from prefect import get_client
 from prefect.artifacts import (
-    acreate_link_artifact,
     acreate_markdown_artifact,
     acreate_progress_artifact,
     acreate_table_artifact,
@@ -24,8 +21,7 @@ from prefect.exceptions import ObjectNotFound
 
 from infra.config import Settings
 from infra.costs import total
-from infra.errors import Damaged, RheostatError, WorkerFailed
-from infra.processes.watch import await_answer
+from infra.errors import Damaged, RheostatError
 from infra.store.manifests import Manifest
 from infra.store.progress import note_goal
 from infra.store.runs import Run
@@ -33,6 +29,7 @@ from models.records.versions import directory_of, policy_of
 from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import Excerpts
 from tasks.preparation import FROM_STORE, losses_of
+from tasks.report_link import publish_report
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, artifact_key, iteration_key, iterations_among
 from tasks.run.session import Session
@@ -200,7 +197,7 @@ async def report_run(session: Session) -> RunSummary:
         plot=run.store.locate(_plot_key(len(reports))),
         cost=total(run_costs(run).values()),
         stages=mean_stages(reports),
-        report=await _report(session) if session.settings.report else None,
+        report=await publish_report(session) if session.settings.report else None,
     )
     excerpts = await _excerpts(session, Iteration(run, len(reports))) if reports else Excerpts(())
     key, text = artifact_key(run.name), summary_lines(summary)
@@ -219,27 +216,6 @@ async def _publish_rollouts(key: str, excerpts: Excerpts, number: int) -> None:
 
 def _plot_key(number: int) -> str:
     return f"report/learning-curve-{number:04d}.png"
-
-
-async def _report(session: Session) -> str | None:
-    """Have the run's report made by a process of its own, as this one holds no payload; without it the run ends too."""
-    run, where = session.run, {"store": session.ref.store, "name": session.run.name}
-    command = [sys.executable, "-P", "-m", "tasks.views.report.run"]
-    try:
-        code, told, errors = await asyncio.to_thread(await_answer, "the report", command, json.dumps(where).encode())
-        answer = json.loads(told) if told else {"error": f"code {code}: {errors.decode(errors='replace')[-500:]}"}
-    except WorkerFailed as error:
-        answer = {"error": str(error)}
-    if "error" in answer:
-        logger.warning("the report was not made: %s; `rheostat report %s` makes it", answer["error"], run.name)
-        return None
-    path = run.store.locate(answer["key"])
-    link = path if "://" in path else f"file://{path}"
-    told_where = f"Report of run {run.name}: one file; `rheostat report {run.name} --open` makes and opens a new one"
-    await acreate_link_artifact(
-        link=link, link_text=path, key=f"{artifact_key(run.name)}-report", description=told_where
-    )
-    return path
 
 
 async def delete_samples(name: str) -> None:

@@ -98,10 +98,11 @@ def report_key(number: int) -> str:
 
 
 def put_report(store: str, name: str) -> str:
-    """Make a run's page and put it into the run, which others may hold; return its key."""
+    """Make a run's page and put it into the run, which others may hold, unless it is there; return its key."""
     run = open_known_run(store, name)
     key = report_key(len(sealed_iterations(run)))
-    run.store.put(key, report_page(store, name).encode())
+    if not run.store.exists(key):
+        run.store.put(key, report_page(store, name).encode())
     return key
 
 

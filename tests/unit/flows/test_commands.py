@@ -84,7 +84,7 @@ def _words(node: ast.AST) -> list[str]:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("rheostat re", {"retrain", "registry", "refuse", "reward-model", "rescore", "recredit"}),
+        ("rheostat re", {"retrain", "registry", "refuse", "reward-model", "rescore", "recredit", "report"}),
         ("rheostat engine ", {"install", "check", "serve"}),
         ("rheostat engine install ", {"vllm"}),
         ("rheostat train job.toml --dr", {"--dry-run"}),

@@ -6,6 +6,7 @@ import tomllib
 
 import pytest
 
+from flows.cli.app import main
 from infra.errors import BadInput
 from tasks.config.run import load_config, override_config
 from tasks.views.report.comparison import compare_runs, comparison_page
@@ -124,6 +125,20 @@ def test_a_comparison_names_settings_that_differ_and_pairs_problems(store):
     assert {group["batch"] for group in data_of(html)["groups"]} == {"long eval-0004", "other eval-0003"}
     with pytest.raises(BadInput, match="expected 2 to 6 runs, found 1: long"):
         compare_runs(store, ["long"])
+
+
+def test_the_commands_write_pages_and_refuse_places_where_none_can_go(store, tmp_path, capsys):
+    where = ("--store", store)
+    assert main(["compare", "long", "other", *where, "--to", str(tmp_path / "both.html")]) == 0
+    shown = capsys.readouterr().out
+    assert "rollout.group_size     4      3" in shown and "other - long: no paired test: " in shown
+    assert "<h1>long and other</h1>" in (tmp_path / "both.html").read_text()
+    assert main(["report", "long", *where, "--to", str(tmp_path / "none/page.html")]) == 2
+    assert "expected a file in a directory that is there" in capsys.readouterr().err
+    assert main(["report", "lomg", *where, "--to", str(tmp_path / "page.html")]) == 2
+    assert "did you mean 'long'" in capsys.readouterr().err
+    assert main(["compare", "long", *where]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["both.html"]
 
 
 def test_the_list_of_runs_says_where_each_stands(tmp_path):

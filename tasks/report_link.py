@@ -1,0 +1,36 @@
+"""The report of a run as it ends: made by a process of its own, and linked in Prefect."""
+
+import asyncio
+import json
+import logging
+import sys
+
+from prefect.artifacts import acreate_link_artifact
+
+from infra.errors import WorkerFailed
+from infra.processes.watch import await_answer
+from tasks.run.keys import artifact_key
+from tasks.run.session import Session
+
+logger = logging.getLogger(__name__)
+
+
+async def publish_report(session: Session) -> str | None:
+    """Have the run's report made by a process of its own, as this one holds no payload; without it the run ends too."""
+    run, where = session.run, {"store": session.ref.store, "name": session.run.name}
+    command = [sys.executable, "-P", "-m", "tasks.views.report.run"]
+    try:
+        code, told, errors = await asyncio.to_thread(await_answer, "the report", command, json.dumps(where).encode())
+        answer = json.loads(told) if told else {"error": f"code {code}: {errors.decode(errors='replace')[-500:]}"}
+    except WorkerFailed as error:
+        answer = {"error": str(error)}
+    if "error" in answer:
+        logger.warning("the report was not made: %s; `rheostat report %s` makes it", answer["error"], run.name)
+        return None
+    path = run.store.locate(answer["key"])
+    link = path if "://" in path else f"file://{path}"
+    told_where = f"Report of run {run.name}: one file; `rheostat report {run.name} --open` makes and opens a new one"
+    await acreate_link_artifact(
+        link=link, link_text=path, key=f"{artifact_key(run.name)}-report", description=told_where
+    )
+    return path
