@@ -51,7 +51,7 @@ def test_a_run_on_a_terminal_says_what_it_is_first_shows_how_far_it_is_and_keeps
     code, sent = on_terminal(command, env=job.environment(), seen=lambda sent: pages.append(plain(screen(sent))))
     lines = [line for line in plain(screen(sent)) if line]
     assert code == 0, lines
-    assert lines[0].startswith("run tiny: grpo, 3 iterations of 6 prompts × 4 completions, in ")
+    assert lines[0].startswith("run tiny: grpo, 3 iterations of 6 prompts × 4 completions, in")
     begun = ("the password of Prefect's UI is", "Prefect's UI: http://127.0.0.1:", "warm-up: ", "held-out accuracy ")
     told = ("iteration ", "warning: ", "         ", "took ", "plot ", "run ", "policy ", "digest ", "next ")
     assert [line for line in lines[1:] if not line.startswith((*begun, *told, "                  after"))] == []
