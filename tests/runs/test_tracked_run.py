@@ -3,8 +3,11 @@
 import json
 import logging
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 
 from infra.store.copies import copy_run
@@ -19,7 +22,7 @@ from tasks.tracking.points import PointName, places_after, subject_of
 from tasks.tracking.samples import COLUMNS, chosen_rows, sample_table
 from tasks.views.metrics import evaluations_of, reports_of
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import manifests_of
+from tests.support.jobs import RHEOSTAT, manifests_of
 from tests.support.trackers import tensorboard_series
 
 pytestmark = pytest.mark.timeout(1200)
@@ -154,6 +157,17 @@ def test_prometheus_is_told_the_newest_numbers_of_every_run_and_the_dashboard_as
     assert len(named) >= len(dashboard["panels"]) > 5
     for expression in asked:
         assert any(name in expression for name in told), expression
+
+
+def test_the_page_for_prometheus_is_served_until_ctrl_c(reference):
+    command = [RHEOSTAT, "metrics", "tiny", "--port", "0", "--store", str(reference.store)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            page = httpx.get(serving.stdout.readline().strip()).text
+            assert 'rheostat_iteration{run="tiny"} 3.0' in page.splitlines()
+        finally:
+            serving.send_signal(signal.SIGINT)
+    assert serving.returncode == 0
 
 
 # ---- trackers
