@@ -121,7 +121,7 @@ def check_parts(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
     for path in sorted(run.rglob(".tmp-*")):
         yield f"{path.relative_to(run)}: a temporary file was left"
     for path in sorted(run.iterdir()):
-        if path.is_file() and path.name not in {"run.json", *LEFT_OUT}:
+        if path.is_file() and path.name not in {"run.json", "metrics.jsonl", *LEFT_OUT}:
             yield f"{path.name}: a file that nothing names"
 
 
