@@ -184,6 +184,7 @@ def _last(mirror: MirrorProcess) -> MirrorReport:
 
 
 def send(report: MirrorReport, to: int) -> None:
-    """Write a report, in the process that makes it."""
+    """Write a report, in the process that makes it; who wanted to read it may have been killed."""
     line: JsonValue = report.model_dump(mode="json", exclude_defaults=True)
-    os.write(to, json.dumps(line).encode() + b"\n")
+    with suppress(BrokenPipeError):
+        os.write(to, json.dumps(line).encode() + b"\n")

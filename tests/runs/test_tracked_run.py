@@ -5,6 +5,7 @@ import logging
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -22,7 +23,7 @@ from tasks.tracking.points import PointName, places_after, subject_of
 from tasks.tracking.samples import COLUMNS, chosen_rows, sample_table
 from tasks.views.metrics import evaluations_of, reports_of
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import RHEOSTAT, manifests_of
+from tests.support.jobs import RHEOSTAT, ROOT, manifests_of, wait_for
 from tests.support.trackers import tensorboard_series
 
 pytestmark = pytest.mark.timeout(1200)
@@ -211,6 +212,27 @@ def test_a_run_goes_on_while_one_tracker_is_down_and_one_is_silent_and_they_catc
     assert set(series.values()) == {1}
     assert sorted(step for tag, step in series if tag == "credit/reward_mean") == [1, 2, 3, 4]
     assert "tracking" not in open_run(str(job.store), "tiny").record.config
+
+
+KILLED = """
+import os, signal, sys
+from infra.store.runs import open_run
+from tasks.tracking.mirror import feed_of
+from tests.support.trackers import FileTracker
+feed = feed_of(open_run(sys.argv[1], "tiny"), [FileTracker(path=sys.argv[2])])
+feed.look()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.system
+def test_what_was_sealed_when_a_run_was_killed_reaches_its_trackers_all_the_same(copied):
+    written = copied.home / "written"
+    command = [sys.executable, "-c", KILLED, str(copied.store), str(written)]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -signal.SIGKILL
+    assert wait_for(written.with_suffix(".ended").exists)
+    lines = [json.loads(line) for line in written.read_text().splitlines()]
+    assert [(series, step) for series, step, *_ in lines] == ORDER
 
 
 @pytest.mark.system
