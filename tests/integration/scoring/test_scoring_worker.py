@@ -140,6 +140,7 @@ def test_samples_carry_the_advantages_worked_by_hand(store: Store, make: Make):
             "groups": 3, "informative_groups": 2, "samples": 4, "tokens": 13,
             "reward_mean": 11 / 6, "reward_std": (59 / 6 - (11 / 6) ** 2) ** 0.5,
             "group_reward_std_mean": (0.5 + 0 + 2) / 3, "term_obedient_mean": 11 / 6,
+            "term_obedient_std": (59 / 6 - (11 / 6) ** 2) ** 0.5,
             "length_mean": (1 + 3 + 5 + 1 + 4 + 1 + 2) / 7, "truncated_fraction": 1 / 7,
         }
     )  # fmt: skip
