@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Format = Literal["png", "svg"]
 
+DRAW_SECONDS: Final = 300.0
+"""Longest time that a plot of a run under way may take, on a machine whose processors others have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Curves:
@@ -44,7 +47,8 @@ async def draw_aside(run: Run, key: str) -> bytes:
     command = [sys.executable, "-P", "-m", "tasks.views.plots", home, name]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        picture, said = await process.communicate()
+        async with asyncio.timeout(DRAW_SECONDS):
+            picture, said = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()

@@ -78,4 +78,4 @@ def test_one_completion_of_each_problem_is_summed_by_its_shards_and_nothing_else
     assert Batch.read(run, evaluation_key(0)).plan.group_size == 1
     assert {*run.require(StageKey.of(evaluation_key(0), "summary")).metrics} == {"accuracy", "squares", "problems"}
     told = json.loads(reference.command("show", "--json").output)["evaluations"][0]
-    assert [*told] == ["number", "problems", "mean", "low", "high"]
+    assert [*told] == ["number", "problems", "mean", "low", "high", "temperature"]

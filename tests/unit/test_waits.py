@@ -50,6 +50,11 @@ BOUNDED = {
     "tasks/run/stages.py: ended.result": "is done",
     "infra/processes/watch.py: threading.main_thread().join": "a thread that waits for the process's own end",
     "infra/processes/watch.py: reads.recv": "a thread that ends with the run",
+    "infra/trackers/feed.py: mirror.wait": "a tracker's process, which is killed once it has been silent for too long",
+    "infra/trackers/feed.py: process.wait": "was killed, or is waited for by a thread that nobody waits for",
+    "tasks/reporting.py: drawing.result": "is done",
+    "tasks/reporting.py: telling.result": "is done",
+    "tasks/tracking/exporter.py: threading.Event().wait": "serves until Ctrl-C on purpose",
 }
 """Waits without a limit of their own, and why they end."""
 
