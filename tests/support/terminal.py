@@ -23,7 +23,8 @@ def on_terminal(
     """
     child, terminal = pty.fork()
     if child == 0:
-        os.execvpe(command[0], [*command], {**os.environ, "TERM": "xterm-256color", **(env or {})})
+        told = {**os.environ, "TERM": "xterm-256color", **(env or {}), "COLUMNS": str(COLUMNS)}  # xdist says 80
+        os.execvpe(command[0], [*command], told)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     sent = b""
     try:

@@ -78,7 +78,7 @@ def test_the_ui_shows_a_finished_run_with_its_parts_and_its_tables_to_who_knows_
     page.get_by_role("tab", name="Artifacts").click()
     page.get_by_role("link", name=re.compile("TABLE seen-iterations")).first.click()
     page.get_by_role("link", name=re.compile("^[0-9a-f]{8}$")).first.click()  # the newest state of the table
-    expect(page.get_by_role("columnheader", name="reward")).to_be_visible()
+    expect(page.get_by_role("columnheader", name="reward", exact=True)).to_be_visible()
     expect(page.get_by_role("row")).to_have_count(3)  # of two iterations, and its head
     assert {place for place in asked if place} == {urlsplit(page.url).netloc}, (
         "the UI tells nobody else that somebody reads"

@@ -49,7 +49,7 @@ guards = [{suite = "sums", term = "marked", margin = 1}]
 SPOILT = (
     "data.train_problems=48",
     "scoring.rewards=[{kind='regex', pattern='^[^0-9]*$'}]",
-    "update.learning_rate=5e-2",
+    "update.learning_rate=2e-1",
     "promotion.primary={suite='sums', term='digits'}",
     "promotion.limits={length=0.5}",
     "promotion.alpha=0.05",
