@@ -2,8 +2,9 @@
 
 TRL takes one block of iterations before our job and one after it, so that a machine that gets slower or faster weighs
 on both. TRL generates with transformers and has two threads, as it would take by itself; our job has two rollout
-workers and its update ranks of one thread each. Both generate with the policy that the last update left, compute old
-log-probs and take four optimizer steps. The first iterations of each block are not counted.
+workers and its update ranks of one thread each. Both generate with the policy that the last update left and take four
+optimizer steps; TRL computes old log-probs, ours takes the engine's, which are the same up to rounding. The first
+iterations of each block are not counted.
 """
 
 import statistics
@@ -63,7 +64,7 @@ class Measured:
     generation: float
     """Generation and rewards, in seconds."""
     update: float
-    """Old log-probs and optimizer steps; ours reads samples and publishes weights and optimizer state besides."""
+    """Optimizer steps, and TRL's old log-probs; ours reads samples and publishes weights and optimizer state besides."""
     tokens: float
     """Completion tokens per iteration."""
 
