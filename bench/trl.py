@@ -64,7 +64,7 @@ class Measured:
     generation: float
     """Generation and rewards, in seconds."""
     update: float
-    """Optimizer steps, and TRL's old log-probs; ours reads samples and publishes weights and optimizer state besides."""
+    """Optimizer steps, and TRL's old log-probs; ours reads samples and publishes weights and states besides."""
     tokens: float
     """Completion tokens per iteration."""
 
