@@ -25,7 +25,7 @@ from tasks.promotion.suites import Opponent
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import SMALLEST, TINY
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 GATED = """
 [[evaluations]]
