@@ -256,8 +256,9 @@ def leftovers_of(run: Path) -> list[Path]:
 
 
 def files_of(run: Path) -> dict[str, bytes]:
-    """Every file of a run but its lock, which names the last holder."""
-    return {str(p.relative_to(run)): p.read_bytes() for p in sorted(run.rglob("*")) if p.is_file() and p.name != "lock"}
+    """Every file of a run but its lock, which names the last holder, and what is written anew from its seals."""
+    paths = (path for path in sorted(run.rglob("*")) if path.is_file() and path.name not in ("lock", "metrics.jsonl"))
+    return {str(path.relative_to(run)): path.read_bytes() for path in paths}
 
 
 def workers_of(run: Path, role: str) -> set[int]:
