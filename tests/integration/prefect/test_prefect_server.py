@@ -53,7 +53,7 @@ def controllers_below(worker: "subprocess.Popen[bytes]") -> list[str]:
 @pytest.mark.system
 def test_every_deployment_of_the_file_is_on_the_server(server):
     listed = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
-    found = server.find("deployments", limit=50)
+    found = [d for d in server.find("deployments", limit=50) if d["work_pool_name"]]  # others run nowhere
     assert sorted(d["entrypoint"] for d in found) == sorted(d["entrypoint"] for d in listed)
     assert {d["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"] for d in found} == {
         server.environment["RHEOSTAT_HOME"]
