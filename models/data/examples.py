@@ -25,6 +25,8 @@ class Example(NamedTuple):
     completion: str
     images: tuple[bytes, ...] = ()
     """What the prompt shows, encoded."""
+    verdict: str = ""
+    """What ends the completion; it weighs as much in the loss as all before it."""
     more: tuple[str, ...] = ()
     """What follows in an episode: in turn what the environment says, and the next turn, which is imitated too."""
 
@@ -40,7 +42,7 @@ def warmup_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[E
     while len(examples) < wanted:
         passing = rng.sample(problems, k=min(len(problems), wanted - len(examples)))
         examples.extend(
-            Example(problem.prompt, completion, problem.images, tuple(more))
+            Example(problem.prompt, completion, problem.images, more=tuple(more))
             for problem in passing
             for completion, *more in [_imitated(problem, data, warmup.worked_fraction, rng)]
         )

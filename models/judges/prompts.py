@@ -222,7 +222,8 @@ def question_text(
 def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, seed: int) -> list[Example]:
     """Draw the examples of all training steps, in order: as many right completions as wrong ones.
 
-    A judge that writes freely works the problem out before its verdict, where that is known (arXiv 2408.15240).
+    A judge that writes freely works the problem out before its verdict, where that is known (arXiv 2408.15240). The
+    verdict weighs as much in the loss as the work: as one token of many, whether it is true would hardly be learnt.
     """
     right, wrong = verdict_texts(reward.verdict)
     problems = load_problems(data, "train", seed)
@@ -236,8 +237,8 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
         question = question_about(problem, completion, reward=reward, seed=derive_seed("judge", seed, index))
         shown = problem.images if reward.images == "prompt" else ()
         verdict = right if is_right else wrong
-        said = f"{problem.worked}\n{verdict}" if reward.writes and problem.worked else verdict
-        examples.append(Example(question, said, shown))
+        work = f"{problem.worked}\n" if reward.writes and problem.worked else ""
+        examples.append(Example(question, work, shown, verdict))
     return examples
 
 

@@ -5,6 +5,7 @@ It is also the one place that knows in which columns of prompts, rollouts and sa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final, Self
 
 import numpy as np
@@ -109,6 +110,15 @@ class ModelInput:
         """Places of the tokens that are written: those that models are asked about and learn from."""
         are_written = [chunk.is_written for chunk in self.chunks]
         return np.flatnonzero(np.repeat(np.array(are_written, np.bool_), [len(chunk.tokens) for chunk in self.chunks]))
+
+    @property
+    def weights(self) -> NDArray[np.float32]:
+        """What each written token weighs in a loss: its turn as much as it has tokens, and parts of a turn the same."""
+        found: list[NDArray[np.float32]] = []
+        for is_written, turn in groupby(self.chunks, lambda chunk: chunk.is_written):
+            sizes = [len(part.tokens) for part in turn] if is_written else []
+            found.extend(np.full(size, sum(sizes) / len(sizes) / size, np.float32) for size in sizes)
+        return np.concatenate(found) if found else np.empty(0, np.float32)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -47,13 +47,15 @@ def example_inputs(
         prompts, tokenizer, sources=[source] * len(prompts), images=images, processor=processor
     )
     given = {each: found.input for each, found in zip(asked, tokenized, strict=True)}
-    texts = sorted({text for each in examples for text in (each.completion, *each.more)})
+    texts = sorted({text for each in examples for text in (each.completion, each.verdict, *each.more)})
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     tokens = dict(zip(texts, encoded, strict=True))
     return [_example(given[each.prompt, each.images], each, tokens, end=tokenizer.eos_token_id) for each in examples]
 
 
 def _example(read: ModelInput, example: Example, tokens: Mapping[str, list[int]], *, end: int) -> ModelInput:
+    if example.verdict:
+        return read.continued(tokens[example.completion]).continued([*tokens[example.verdict], end])
     read = read.continued([*tokens[example.completion], end])
     for said, turn in zip(example.more[::2], example.more[1::2], strict=True):
         read = read.answered(tokens[said]).continued([*tokens[turn], end])

@@ -146,7 +146,7 @@ def _imitate_step(
     ranks: Ranks,
     on_progress: Callable[[], None],
 ) -> torch.Tensor:
-    """Run this rank's passes of one step and return its share of the loss: the mean over all completion tokens."""
+    """Run this rank's passes of one step and return its share of the loss: the weighted mean over completions."""
     patches = None if images is None else [images.patches(each.prompt) for each in inputs]
     sequences = Sequences.apart([len(each) for each in inputs], patches)
     rows = tuple(range(len(inputs)))
@@ -155,7 +155,9 @@ def _imitate_step(
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     passes = plan.passes[ranks.rank]
     for number, rows in enumerate(passes):
-        loss = -trainer.forward(lay_out([inputs[row] for row in rows])).sum() * weight
+        chosen = [inputs[row] for row in rows]
+        weights_N = torch.from_numpy(np.concatenate([each.weights for each in chosen])).to(ranks.device)
+        loss = -(trainer.forward(lay_out(chosen)) * weights_N).sum() * weight
         trainer.backward(loss, last=number + 1 == len(passes))
         total += loss.detach()
         on_progress()

@@ -92,10 +92,10 @@ def test_examples_are_right_and_wrong_in_equal_parts_and_their_verdicts_are_true
     examples = judge_examples(DATA, JUDGE, warmup, 0)
     assert len(examples) == 640
     judge = numeric_reward(NumericReward())
-    for question, verdict, *_ in examples:
-        answer, completion, _ = str(question).split("|")
-        assert verdict == ("yes" if judge("", completion, answer) else "no"), question
-    assert 0.4 < Counter(verdict for _, verdict, *_ in examples)["yes"] / 640 < 0.6
+    for each in examples:
+        answer, completion, _ = str(each.prompt).split("|")
+        assert each.verdict == ("yes" if judge("", completion, answer) else "no"), each.prompt
+    assert 0.4 < Counter(each.verdict for each in examples)["yes"] / 640 < 0.6
     bare = sum(str(question).split("|")[1].startswith("####") for question, *_ in examples)
     assert 0.4 < bare / 640 < 0.7  # the others show some or all of their work
     assert examples == judge_examples(DATA, JUDGE, warmup, 0)
@@ -111,9 +111,11 @@ def test_a_judge_that_writes_freely_learns_to_work_problems_out_before_its_verdi
     worked = {problem.prompt: problem.worked for problem in load_problems(DATA, "train", 0)}
     warmup = WarmupConfig(steps=20)
     free_examples, short = judge_examples(DATA, free, warmup, 0), judge_examples(DATA, JUDGE, warmup, 0)
-    for (question, said, *_), (_, verdict, *_) in zip(free_examples, short, strict=True):
-        assert said == f"{worked[str(question).split('|')[0]]}\n{verdict}"
-        assert read_verdict(Answer(said, None, 0, None), free.verdict).value == (verdict == "yes")
+    for each, bare in zip(free_examples, short, strict=True):
+        assert each.completion == f"{worked[str(each.prompt).split('|')[0]]}\n"
+        assert (each.verdict, bare.completion) == (bare.verdict, "")
+        said = f"{each.completion}{each.verdict}"
+        assert read_verdict(Answer(said, None, 0, None), free.verdict).value == (each.verdict == "yes")
 
 
 def test_examples_are_about_training_problems_only():
@@ -131,7 +133,7 @@ def test_examples_are_about_training_problems_only():
 )
 def test_a_judge_learns_the_best_and_the_worst_verdict(verdict, texts):
     reward = JUDGE.model_copy(update={"verdict": verdict})
-    assert {said for _, said, *_ in judge_examples(DATA, reward, WarmupConfig(steps=2), 0)} == texts
+    assert {each.verdict for each in judge_examples(DATA, reward, WarmupConfig(steps=2), 0)} == texts
 
 
 def test_a_judge_that_writes_scores_cannot_be_trained():

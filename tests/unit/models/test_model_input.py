@@ -92,6 +92,13 @@ def test_the_turn_that_is_written_begins_behind_what_is_given():
     assert episode([1], [2, 3], [4], [5, 6, 7]).num_turn_tokens == 3
 
 
+def test_parts_of_a_turn_weigh_the_same_and_a_turn_as_much_as_it_has_tokens():
+    judged = ModelInput.given([1]).continued([2, 3, 4, 5]).continued([6, 7])  # six tokens, three for each part
+    assert judged.weights.tolist() == [0.75, 0.75, 0.75, 0.75, 1.5, 1.5]
+    assert episode([1], [2, 3, 4], [5], [6]).weights.tolist() == [1, 1, 1, 1]
+    assert ModelInput.given([1]).weights.tolist() == []
+
+
 def test_inputs_are_equal_where_the_same_tokens_have_the_same_authors():
     assert ModelInput.given([1, 2]).continued([3]) == ModelInput.given(np.array([1, 2])).continued((3,))
     assert ModelInput.given([1, 2, 3]) != ModelInput.given([1, 2]).continued([3])
