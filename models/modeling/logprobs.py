@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from infra.errors import BadInput
 from models.modeling.layout import MicroBatch
+from models.modeling.logit_shapes import LogitShape, logit_shape
 from models.modeling.shared_prompts import SharedTokens, on_device, share_prompts, shared_states
 from models.vision.sight import SeenRows, Sight, look, see, without
 
@@ -110,13 +111,18 @@ class TokenLogprobs(TokenModule):
 
 
 class _Settings(NamedTuple):
-    """How logits become log-probs."""
+    """How what the head says becomes log-probs."""
 
+    shape: LogitShape
     temperature: float
     banned: tuple[int, ...]
     """Tokens whose probability is 0."""
     rows: int
     """Tokens of a chunk."""
+
+    def logits(self, raw: Tensor) -> Tensor:
+        """Return the model's logits in float32, without tokens that are banned."""
+        return without(self.shape.apply(raw.float()), self.banned)
 
 
 class _Head(nn.Module):
@@ -126,18 +132,18 @@ class _Head(nn.Module):
         self, model: PreTrainedModel, *, temperature: float, banned: Sequence[int], chunk_elements: int
     ) -> None:
         super().__init__()
-        head = _linear_head(model, banned)
+        head, shape = _linear_head(model, banned)
         # Registered here too, so that ZeRO-3 gathers them around this module's forward and backward.
         self.weight = head.weight
         self.bias = head.bias
-        self.settings = _Settings(temperature, tuple(banned), rows=max(1, chunk_elements // head.weight.shape[0]))
+        rows = max(1, chunk_elements // head.weight.shape[0])
+        self.settings = _Settings(shape, temperature, tuple(banned), rows)
 
     def forward(self, states_NH: Tensor, targets_N: Tensor) -> Tensor:
-        temperature, banned, rows = self.settings
-        if len(states_NH) <= rows:
-            logits_NV = without(F.linear(states_NH, self.weight, self.bias).float(), banned)
-            if temperature != 1:
-                logits_NV = logits_NV / temperature
+        if len(states_NH) <= self.settings.rows:
+            logits_NV = self.settings.logits(F.linear(states_NH, self.weight, self.bias))
+            if self.settings.temperature != 1:
+                logits_NV = logits_NV / self.settings.temperature
             return -F.cross_entropy(logits_NV, targets_N, reduction="none")
         chunked = cast(_Chunked, _ChunkedLogprobs.apply)
         return chunked(states_NH, self.weight, self.bias, targets_N, self.settings)
@@ -168,12 +174,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), targets_N)  # none is allowed
         ctx.settings = settings
-        temperature, banned, rows = settings
+        parts = zip(torch.split(states_NH, settings.rows), torch.split(targets_N, settings.rows), strict=True)
         chunks = [
             -F.cross_entropy(
-                without(F.linear(states, weight_VH, bias_V).float(), banned) / temperature, targets, reduction="none"
+                settings.logits(F.linear(states, weight_VH, bias_V)) / settings.temperature, targets, reduction="none"
             )
-            for states, targets in zip(torch.split(states_NH, rows), torch.split(targets_N, rows), strict=True)
+            for states, targets in parts
         ]
         return torch.cat(chunks)
 
@@ -186,13 +192,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
             torch.zeros_like(parameter, dtype=torch.float32) if needed and parameter is not None else None
             for parameter, needed in zip((weight_VH, bias_V), ctx.needs_input_grad[1:3], strict=True)
         )
-        temperature, banned, rows = ctx.settings
+        settings = ctx.settings
+        temperature, rows = settings.temperature, settings.rows
         for start in range(0, len(states_NH), rows):
             part = slice(start, start + rows)
-            logits = without(F.linear(states_NH[part], weight_VH, bias_V).float(), banned)
-            grad_logits = logits.div_(temperature).softmax(-1)
+            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
+            grad_logits = (logits / temperature).softmax(-1)
             grad_logits[torch.arange(len(grad_logits), device=grad_logits.device), targets_N[part]] -= 1
             grad_logits.mul_(-gradients[0][part, None] / temperature)
+            if settings.shape != LogitShape():
+                grad_logits.mul_(settings.shape.slope(logits)).masked_fill_(logits.isinf(), 0)
             low = grad_logits.to(states_NH.dtype)
             grad_states_NH[part] = low @ weight_VH
             if grad_weight_VH is not None:
@@ -204,18 +213,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_states_NH, grad_weight, grad_bias, None, None
 
 
-def _linear_head(model: PreTrainedModel, banned: Sequence[int]) -> nn.Linear:
-    """Return the output layer after checking that logits are that layer and nothing else (no soft cap, no scale)."""
+def _linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn.Linear, LogitShape]:
+    """Return the output layer and what follows it, after checking that logits are that and nothing else."""
     head = model.get_output_embeddings()
     plain = [token for token in range(4 + len(banned)) if token not in banned][:4]
     tokens_BT = torch.tensor([plain], device=model.device)
-    if isinstance(head, nn.Linear):
+    if isinstance(head, nn.Linear) and (shape := logit_shape(model, head, tokens_BT)) is not None:
         with torch.no_grad():
             expected = model(input_ids=tokens_BT, use_cache=False).logits
-            found = head(model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state)
-        if torch.allclose(expected.float(), found.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
-            return head
+            found = shape.apply(head(model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state).float())
+        if torch.allclose(expected.float(), found, rtol=1e-2, atol=1e-2, equal_nan=True):
+            return head, shape
     raise BadInput(
-        f"model {type(model).__name__}: expected logits that are a linear layer of the last hidden states, found "
-        "something after it (a scale or a soft cap); the update worker cannot train it"
+        f"model {type(model).__name__}: expected logits that are a linear layer of the last hidden states, with at "
+        "most a scale or a soft cap behind it, found something else; the update worker cannot train it"
     )

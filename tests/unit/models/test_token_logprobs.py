@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Gemma3TextConfig, GraniteConfig
 
 from infra.errors import BadInput
 from models.data.problems import load_problems
+from models.modeling.logit_shapes import LogitShape
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.policy import build_scratch
 from models.text.tokenizer import scratch_tokenizer
@@ -68,11 +70,43 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused():
     model = build()
     plain = model.forward
 
-    def capped(*args, **kwargs):
+    def moved(*args, **kwargs):
         output = plain(*args, **kwargs)
-        output.logits = output.logits * 3
+        output.logits = output.logits + 3
         return output
 
-    model.forward = capped
-    with pytest.raises(BadInput, match="something after it"):
+    model.forward = moved
+    with pytest.raises(BadInput, match="with at most a scale or a soft cap behind it, found something else"):
         TokenLogprobs(model, temperature=1.0)
+
+
+SHAPE = {
+    "vocab_size": 354, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+SHAPED = {
+    "gemma2": (Gemma2Config(**SHAPE, final_logit_softcapping=0.5), LogitShape(cap=0.5)),
+    "granite": (GraniteConfig(**SHAPE, logits_scaling=13.0), LogitShape(scale=1 / 13)),
+    "cohere": (CohereConfig(**SHAPE, logit_scale=0.0625), LogitShape(scale=0.0625)),
+    "gemma3 without a cap": (Gemma3TextConfig(**SHAPE), LogitShape()),
+}
+
+
+@pytest.mark.parametrize("family", SHAPED)
+@pytest.mark.parametrize("chunk_elements", [1 << 26, 2 * 354])
+def test_scales_and_soft_caps_behind_the_head_are_part_of_log_probs_and_gradients(family, chunk_elements):
+    config, shape = SHAPED[family]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)  # logits that the cap bends
+    model.zero_grad()
+    found_N, gradients, expected_N = ask(model, chunk_elements=chunk_elements)
+    torch.testing.assert_close(found_N, expected_N, rtol=1e-5, atol=2e-6)
+    assert TokenLogprobs(model, temperature=1.0).head.settings.shape == pytest.approx(shape, rel=1e-6)
+
+    model.zero_grad()
+    (expected_N * torch.arange(6)).sum().backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))

@@ -1,0 +1,52 @@
+"""What models do to logits after their head: a scale (Granite, Cohere) or a soft cap (Gemma), found by trying.
+
+logits = cap · tanh(scale · raw / cap), with an infinite cap scale · raw; soft caps as in Gemma 2 (arXiv 2408.00118,
+section 2). Shapes: T tokens, V vocabulary.
+"""
+
+from math import inf
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_TRIED: Final = (2.0**-14, 1.0, -3.0, 10.0, -30.0, 100.0, 1000.0, 2.0**26)
+"""Raw logits; the first is small enough to show the scale alone, the last large enough to show the cap alone."""
+
+
+class LogitShape(NamedTuple):
+    """How a head's output becomes logits."""
+
+    scale: float = 1.0
+    cap: float = inf
+
+    def apply(self, raw: Tensor) -> Tensor:
+        """Return the logits, of any shape."""
+        scaled = raw if self.scale == 1 else raw * self.scale
+        return scaled if self.cap == inf else self.cap * torch.tanh(scaled / self.cap)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Return how fast logits grow with what the head says, where they have these values."""
+        return self.scale if self.cap == inf else self.scale * (1 - (logits / self.cap).square())
+
+
+@torch.no_grad()
+def logit_shape(model: PreTrainedModel, head: nn.Module, tokens_1T: Tensor) -> LogitShape | None:
+    """Put chosen numbers in the place of what the head says, and look what the model makes of them.
+
+    None where it is neither a scale nor a soft cap.
+    """
+    size = model.config.get_text_config().vocab_size
+    tried_V = torch.tensor(_TRIED, device=tokens_1T.device).repeat(-(-size // len(_TRIED)))[:size]
+    put = head.register_forward_hook(lambda *_: tried_V.expand(*tokens_1T.shape, size))
+    try:
+        found_V = model(input_ids=tokens_1T, use_cache=False).logits[0, -1].float()
+    finally:
+        put.remove()
+    scale, last = float(found_V[0] / _TRIED[0]), float(found_V[len(_TRIED) - 1])
+    exact = round(scale, 6)
+    shape = LogitShape(exact if abs(exact / scale - 1) < 1e-6 else scale)
+    if abs(last / (scale * _TRIED[-1]) - 1) > 0.5:
+        shape = shape._replace(cap=last)
+    return shape if torch.allclose(shape.apply(tried_V), found_V, rtol=1e-4, atol=1e-6) else None
