@@ -47,7 +47,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "longest": f"{facts['longest_prompt_tokens']:,.0f} prompt + {rollout.sampling.max_new_tokens} new tokens",
         "warm-up": "none" if config.warmup is None else f"{config.warmup.steps:,} steps",
         **_preferences(config, facts),
-        "optimizer steps": f"{update.minibatches} per iteration, {left * update.minibatches:,} to do",
+        "optimizer steps": f"{update.steps} per iteration, {left * update.steps:,} to do",
         "evaluations": f"{_evaluations(config)}, {config.evaluation.problems:,} problems each{_samples(config)}",
         "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
         "worker slots": f"{_slots(pools)}{_sharing(config)}",

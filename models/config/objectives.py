@@ -122,11 +122,12 @@ class PolicyGradient(PolicyLoss):
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
         """One step, since nothing holds a second one back."""
-        if job.update.minibatches > 1:
-            yield (
-                f"update.minibatches {job.update.minibatches} with loss.kind 'policy_gradient': nothing corrects for "
-                "steps taken before, use 1, or ppo_clip or cispo"
-            )
+        for name in ("minibatches", "epochs"):
+            if (found := getattr(job.update, name)) > 1:
+                yield (
+                    f"update.{name} {found} with loss.kind 'policy_gradient': nothing corrects for steps taken before, "
+                    "use 1, or ppo_clip or cispo"
+                )
 
 
 class TargetLoss(Target):
@@ -273,7 +274,9 @@ class UpdateConfig(Settings):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this global norm."""
     minibatches: Positive = 4
-    """Optimizer steps per iteration; groups are dealt to them by the seed."""
+    """Optimizer steps per epoch; groups are dealt to them by the seed."""
+    epochs: Positive = 1
+    """Times that an iteration's samples are learnt from; minibatches stay the same and take turns in another order."""
     microbatch_tokens: Positive = 16384
     """Tokens (padding included) and patches of images per rank in one forward pass; gradients accumulate over a step's
     passes."""
@@ -306,6 +309,11 @@ class UpdateConfig(Settings):
         if len(set(self.freeze)) == 3:
             raise ValueError("freeze names vision, projector and language: nothing is left to train")
         return self
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps per iteration, where every minibatch has something to learn from."""
+        return self.minibatches * self.epochs
 
     @property
     def trains_sight(self) -> bool:

@@ -96,7 +96,9 @@ def wrong_completion(problem: Problem, problems: Sequence[Problem], rng: Random)
     if problem.worked is None:
         other = rng.choice(problems).answer
         return other if other != problem.answer and draw < 0.5 else _other_number(problem.answer, rng)
-    return _shortened(_slipped(problem.worked, rng) if draw < 0.5 else _other_number(problem.worked, rng), rng)
+    if draw >= 0.5:
+        return _shortened(_other_number(problem.worked, rng), rng)
+    return _shortened(_others_reading(problem, problems, rng) or _slipped(problem.worked, rng), rng)
 
 
 def _shortened(worked: str, rng: Random) -> str:
@@ -114,6 +116,14 @@ def _broken(problem: Problem, rng: Random) -> str:
     numbers = list(_NUMBER.finditer(text))
     end = numbers[-1].start() if numbers else 0
     return text[: rng.randint(1, end)] if end else "I do not know."
+
+
+def _others_reading(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
+    """Take two times out of three what another picture shows, where counts are read: whoever copies it is wrong."""
+    if problem.worked is None or _STEP.search(problem.worked) or rng.random() < 1 / 3:
+        return ""
+    other = rng.choice(problems)
+    return other.worked or "" if other.answer != problem.answer else ""
 
 
 def _slipped(worked: str, rng: Random) -> str:

@@ -7,7 +7,9 @@ policy's passes, with another loss. Shapes: N completion tokens of one pass, T o
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import isfinite
+from random import Random
 from typing import Self
 
 import numpy as np
@@ -168,11 +170,13 @@ class StepPasses:
     learning_rate: float
     computes_old: bool
     """Whether log-probs before the update are computed where steps were taken before; else they are the behaviour's."""
+    minibatch: int
+    """Its number among those of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Log-probs per [step][pass] that passes need beside their own."""
+    """Log-probs per [minibatch][pass] that passes need beside their own."""
 
     old: list[list[Tensor | None]]
     reference: list[list[Tensor | None]]
@@ -212,10 +216,10 @@ def prepare(
 def extra_logprobs(
     trainer: Trainer, steps: Sequence[StepPasses], *, reference: TokenLogprobs | None, on_progress: OnProgress
 ) -> Extras:
-    """Compute old log-probs of all steps but the first, and the reference's of all, before anything is learnt."""
+    """Compute old log-probs of all minibatches but the first, and the reference's of all, before anything is learnt."""
     old: list[list[Tensor | None]] = []
     against: list[list[Tensor | None]] = []
-    for index, step in enumerate(steps):
+    for index, step in enumerate(_first_epoch(steps)):
         old.append([None] * len(step.batches))
         against.append([None] * len(step.batches))
         for number, batch in enumerate(step.batches):
@@ -242,16 +246,19 @@ def take_steps(
     """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
     tally = MetricSums()
     norms: list[float] = []
+    epoch = len(_first_epoch(steps))
     for index, step in enumerate(steps):
+        old, reference = extras.old[step.minibatch], extras.reference[step.minibatch]
         for number, batch in enumerate(step.batches):
-            old_N = extras.old[index][number]
-            tokens = _on_device(batch, old=old_N, reference=extras.reference[index][number], device=ranks.device)
+            tokens = _on_device(batch, old=old[number], reference=reference[number], device=ranks.device)
             logprobs_N = trainer.forward(batch.reads)
-            before_N = old_N if index else logprobs_N.detach()
+            before_N = old[number] if index else logprobs_N.detach()
             if before_N is None:
                 tokens = replace(tokens, old_N=tokens.behaviour_N)
-            else:
+            elif index < epoch:
                 tally_mismatch(before_N, tokens, tally=tally)
+            if step.computes_old:
+                old[number] = before_N  # of the first step, for the epochs after this one
             loss = update_loss(logprobs_N, tokens, config=config, kl_coefficient=kl_coefficient, tally=tally)
             trainer.backward(loss, last=number + 1 == len(step.batches))
             on_progress()
@@ -313,9 +320,21 @@ def policy_steps(
     weighted = weighted_lengths(samples, config.max_staleness)
     plans = [plan for plan in planned if any(weighted[row] for row in plan.rows)]
     batches = prepare(samples, plans, config=config, rank=ranks.rank)
-    rates = _rates(work, len(plans), config=config)
+    order = _order(len(plans), epochs=config.epochs, seed=work.seed)
+    rates = _rates(work, len(order), config=config)
     computes_old = needs_old(config) and not (work.exact_behaviour and samples.is_fresh)
-    return [StepPasses(part, rate, computes_old) for part, rate in zip(batches, rates, strict=True)]
+    return [StepPasses(batches[which], rate, computes_old, which) for which, rate in zip(order, rates, strict=True)]
+
+
+def _order(minibatches: int, *, epochs: int, seed: int) -> list[int]:
+    """Return which minibatch each step takes: all in order, then in another order for each epoch more."""
+    rng = Random(seed)
+    later = [rng.sample(range(minibatches), minibatches) for _ in range(epochs - 1)]
+    return [*range(minibatches), *chain.from_iterable(later)]
+
+
+def _first_epoch(steps: Sequence[StepPasses]) -> Sequence[StepPasses]:
+    return steps[: 1 + max((step.minibatch for step in steps), default=-1)]
 
 
 def critic_steps(steps: Sequence[StepPasses], work: UpdateWork, *, config: UpdateConfig) -> list[StepPasses]:
@@ -325,11 +344,11 @@ def critic_steps(steps: Sequence[StepPasses], work: UpdateWork, *, config: Updat
 
 
 def _rates(work: UpdateWork, steps: int, *, config: UpdateConfig) -> list[float]:
-    first = work.policy.version * config.minibatches
+    first = work.policy.version * config.steps
     return [
         learning_rate(
             first + index,
-            work.total_iterations * config.minibatches,
+            work.total_iterations * config.steps,
             peak=config.learning_rate,
             warmup_steps=config.warmup_steps,
             schedule=config.schedule,

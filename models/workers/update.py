@@ -381,7 +381,8 @@ def _next(parent: ModelVersion) -> ModelVersion:
 def _metrics(taken: StepsTaken, samples: TrainingSamples, steps: list[StepPasses]) -> dict[str, float]:
     sums, maxima = dict(taken.sums), dict(taken.maxima)
     del sums["not_finite"]
-    num_tokens, num_compared = sum(samples.learnt_lengths), sums.pop("mismatch_tokens")
+    epochs = len(steps) // (1 + max(step.minibatch for step in steps))
+    num_tokens, num_compared = epochs * sum(samples.learnt_lengths), sums.pop("mismatch_tokens")
     metrics = {"loss": sums.pop("loss") / len(steps), "mismatch_tokens": num_compared}
     for name, total in sums.items():
         metrics[name] = total / (max(1.0, num_compared) if name.startswith("mismatch") else num_tokens)

@@ -14,7 +14,7 @@ from infra.errors import BadInput, Damaged
 from infra.store.bundles import delete_bundle, fetch_bundle, has_bundle, publish_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
-from models.config.objectives import SequenceMean
+from models.config.objectives import NoKl, SequenceMean
 from models.config.training import WarmupConfig
 from models.data.problems import load_problems
 from models.modeling.policy import build_scratch, save_policy
@@ -219,6 +219,44 @@ def test_where_an_earlier_version_wrote_a_token_log_probs_are_computed_all_the_s
     asked = work(uri, policy, stalest=1)
     computed, given = (start(uri).update(replace(asked, exact_behaviour=exact)) for exact in (False, True))
     assert (given.model, given.metrics) == (computed.model, computed.metrics)
+
+
+def said(uri, version, rows):
+    """Log-probs of completions by transformers alone, one behind the other."""
+    model = AutoModelForCausalLM.from_pretrained(fetch_bundle(open_store(f"{uri}/run"), version.weights))
+    found = []
+    for row in rows:
+        tokens, prompt = torch.tensor(row["tokens"]), row["num_prompt_tokens"]
+        with torch.no_grad():
+            logprobs_TV = (model(tokens[None]).logits[0, prompt - 1 : -1] / 0.9).log_softmax(dim=-1)
+        found.append(logprobs_TV.gather(1, tokens[prompt:, None])[:, 0])
+    return torch.cat(found)
+
+
+def test_a_second_epoch_compares_with_the_policy_before_the_first(uri, policy):
+    config = UNCLIPPED.model_copy(update={"kl": NoKl()})
+    asked = as_the_trainer_says(uri, policy, work(uri, policy))
+    once, twice = (
+        start(uri, config.model_copy(update={"epochs": epochs})).update(replace(asked, exact_behaviour=exact))
+        for epochs, exact in ((1, False), (2, False))
+    )
+    rows = read_shard(open_store(f"{uri}/run"), asked.samples[0]).to_pylist()
+    ratio_T = (said(uri, once.model, rows) - said(uri, policy, rows)).exp()
+    advantages_T = torch.tensor([each for row in rows for each in row["advantages"]])
+    clipped_T = ratio_T.clamp(1 - config.loss.clip_low, 1 + config.loss.clip_high)
+    second = -float(torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).mean())
+    assert (ratio_T - 1).abs().max() > 0.01
+    assert twice.metrics["loss"] == pytest.approx((once.metrics["loss"] + second) / 2, abs=1e-5)
+    assert twice.metrics["mismatch_tokens"] == once.metrics["mismatch_tokens"]
+
+
+def test_epochs_take_all_minibatches_as_often_and_end_where_engines_log_probs_lead(uri, policy):
+    config = CONFIG.model_copy(update={"epochs": 3})
+    asked = as_the_trainer_says(uri, policy, work(uri, policy))
+    computed, given = (start(uri, config).update(replace(asked, exact_behaviour=exact)) for exact in (False, True))
+    assert computed.metrics["steps"] == given.metrics["steps"] == 6
+    assert given.metrics["loss"] == pytest.approx(computed.metrics["loss"], abs=1e-5)
+    assert start(uri, config).update(replace(asked, exact_behaviour=False)).model == computed.model
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
