@@ -97,13 +97,16 @@ def wrong_completion(problem: Problem, problems: Sequence[Problem], rng: Random)
         other = rng.choice(problems).answer
         return other if other != problem.answer and draw < 0.5 else _other_number(problem.answer, rng)
     if draw >= 0.5:
-        return _shortened(_other_number(problem.worked, rng), rng)
+        return _shortened(_other_number(problem.worked, rng), rng, counts=_counts(problem.worked))
     return _shortened(_others_reading(problem, problems, rng) or _slipped(problem.worked, rng), rng)
 
 
-def _shortened(worked: str, rng: Random) -> str:
-    """Leave out all steps half of the time: what is learnt of short texts carries over to long ones."""
-    steps = list(_STEP.finditer(worked)) or _counts(worked)
+def _shortened(worked: str, rng: Random, counts: Sequence[re.Match[str]] = ()) -> str:
+    """Leave out all steps half of the time: what is learnt of short texts carries over to long ones.
+
+    `counts` are where its steps are that are counts, if its answer is not the last of them.
+    """
+    steps = list(_STEP.finditer(worked)) or _counts(worked) or counts
     if not steps or rng.random() >= 0.5:
         return worked
     answer = worked[steps[-1].end() :]

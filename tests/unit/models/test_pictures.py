@@ -1,5 +1,7 @@
 """Pictures to be counted: what is drawn is what is answered, and no picture is in both splits."""
 
+import re
+from collections import Counter
 from io import BytesIO
 from random import Random
 
@@ -79,27 +81,34 @@ def counts_of(worked):
     return [cell[0] for cell in cells], [int(cell[1:]) for cell in cells], int(answer)
 
 
-def test_a_judge_is_shown_answers_that_count_one_thing_wrongly_and_go_on_from_there():
-    problems, rng, slips = load_problems(DATA, "train", 0), Random(0), 0
+def test_a_judge_is_shown_miscounts_what_other_pictures_show_and_other_numbers():
+    problems, rng, shown = load_problems(DATA, "train", 0), Random(0), Counter()
+    readings = {problem.worked for problem in problems}
     for problem in problems:
         shapes, counts, right = counts_of(problem.worked)
         for _ in range(4):
             wrong = wrong_completion(problem, problems, rng)
+            if bare := re.fullmatch(r" #### (\d+)", wrong):
+                assert int(bare[1]) != right
+                shown["bare", len(bare[1])] += 1
             if wrong.count(" ") < 11 or wrong.endswith(" "):
                 continue  # broken off, or an answer alone
             found, other, answer = counts_of(wrong)
-            assert found == shapes
             assert answer != right
-            if other == counts:
-                continue  # read rightly, and another number said
-            slips += 1
-            assert answer == other[-1]
-            differences = [theirs - ours for theirs, ours in zip(other, counts, strict=True)]
-            at = next(index for index, difference in enumerate(differences) if difference)
-            assert shapes[at] != "."
-            assert set(differences[at:]) in ({1}, {-1})
-            assert 0 <= min(other) <= max(other) <= CELLS**2
-    assert slips > 100
+            if (found, other) == (shapes, counts):
+                shown["another number"] += 1
+            elif wrong in readings:
+                shown["another picture"] += 1
+            else:
+                shown["a miscount"] += 1
+                assert (found, answer) == (shapes, other[-1])
+                differences = [theirs - ours for theirs, ours in zip(other, counts, strict=True)]
+                at = next(index for index, difference in enumerate(differences) if difference)
+                assert shapes[at] != "."
+                assert set(differences[at:]) in ({1}, {-1})
+                assert 0 <= min(other) <= max(other) <= CELLS**2
+    assert set(shown) == {("bare", 1), ("bare", 2), "another number", "another picture", "a miscount"}
+    assert min(shown.values()) > 0.04 * shown.total()
 
 
 def test_answers_that_were_worked_in_other_words_are_shown_as_they_are():
