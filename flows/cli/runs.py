@@ -35,6 +35,7 @@ Dtype = Annotated[
         show_default="float32 where an adapter is added to its base, and as stored otherwise", help="of the weights"
     ),
 ]
+HubName = Annotated[str | None, Parameter(metavar="NAME", help="push it to the Hugging Face Hub under this name")]
 From = Annotated[str, Parameter(name="FROM", help="store that has it: a directory, or s3://bucket/prefix")]
 To = Annotated[str, Parameter(name="TO", help="store that shall have it")]
 Stages = Annotated[
@@ -199,16 +200,22 @@ def export_policy(
     to: NewDirectory,
     iteration: PolicyIteration = None,
     dtype: Dtype = None,
+    push: HubName = None,
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
     """Write a run's policy as one model directory, adapters merged into their base."""
-    from tasks.views.export import export_policy as write_policy
+    from tasks.views.policy_export import export_policy as write_policy
+    from tasks.views.policy_export import hub_token, push_policy
     from tasks.views.runs import open_known_run
 
-    done = write_policy(open_known_run(store, run), to, iteration=iteration, dtype=dtype)
+    known = open_known_run(store, run)
+    token = hub_token(push) if push else ""
+    done = write_policy(known, to, iteration=iteration, dtype=dtype)
+    done = push_policy(done, push, token=token) if push else done
     merged = ", base and adapter merged" if done.merged else ""
-    text = f"{done.path}: policy {done.iteration} of run {done.run}{merged}"
+    pushed = f"\npushed to {done.pushed}" if done.pushed else ""
+    text = f"{done.path}: policy {done.iteration} of run {done.run}{merged}{pushed}"
     write(done.model_dump_json(indent=2) if as_json else text)
 
 

@@ -107,8 +107,10 @@ class LimitsConfig(Settings):
 
 
 class CardConfig(Settings):
-    """What the card of a promoted model says beside what its run knows, in Hugging Face's terms."""
+    """What the card of a model says beside what its run knows, in Hugging Face's terms."""
 
+    base_model: str | None = None
+    """The Hub's name of the model that it began as, such as `Qwen/Qwen3-0.6B`."""
     license: str | None = None
     """Identifier of the licence, such as `apache-2.0`."""
     datasets: tuple[str, ...] = ()

@@ -12,7 +12,6 @@ from infra.store.shards import read_shard
 from models.config.promotion import PromotionConfig
 from models.records.versions import policy_of
 from tasks.config.run import RunConfig
-from tasks.promotion.card import CARD, model_card
 from tasks.promotion.draft import Draft, learnt_key
 from tasks.promotion.events import emit_record
 from tasks.promotion.gate import GateResult
@@ -22,7 +21,8 @@ from tasks.promotion.suites import rules_of
 from tasks.run.dependencies import rheostat_version
 from tasks.run.keys import PROMPTS, StageKey
 from tasks.run.stages import stage
-from tasks.views.export import export_policy
+from tasks.views.card import CARD, model_card
+from tasks.views.policy_export import export_policy
 from tasks.views.summary import RunSummary, summary_lines
 
 logger = logging.getLogger(__name__)
@@ -128,10 +128,9 @@ def _keep(
         card = model_card(
             promotion.card,
             title=registry.name,
-            run=run.name,
             lineage=lineage,
             config=run.record.config,
-            verdict=found,
+            evaluations=found.reasons,
         )
         (directory / CARD).write_text(card)
         return publish_bundle(registry.store, directory, prefix=POLICIES)

@@ -85,7 +85,7 @@ def test_adapters_that_retention_lets_go_are_gone_and_their_base_stays(adapted):
     assert not list(bundles(adapted, "it-0001/update")["adapter"].glob("*"))
     assert list(bundles(adapted, "policy/initial")["weights"].glob("*.safetensors"))
     gone = exported(adapted, "--to", str(adapted.home / "gone"), "--iteration", "1")
-    assert (gone.code, "retired" in gone.output) == (1, True)
+    assert (gone.code, "retention has deleted" in gone.output) == (2, True)
     assert adapted.command("verify").code == 0
 
 

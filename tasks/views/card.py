@@ -1,12 +1,11 @@
-"""The card of a promoted model, as Hugging Face directories have it: how it was made, and how it compared."""
+"""The card of a model, as Hugging Face directories have it: how it was made, and what was measured of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from pydantic import JsonValue
 
 from models.config.promotion import CardConfig
-from models.gate.verdict import GateVerdict
 
 CARD: Final = "README.md"
 
@@ -25,39 +24,39 @@ def model_card(
     card: CardConfig,
     *,
     title: str,
-    run: str,
     lineage: Mapping[str, str],
     config: Mapping[str, JsonValue],
-    verdict: GateVerdict,
+    evaluations: Sequence[str],
 ) -> str:
-    """Write the card of a policy that was compared and found better. `config` is its run's."""
+    """Write the card of a policy: front matter in Hugging Face's terms, then text. `config` is its run's."""
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(
+        base_model=card.base_model,
         license=card.license,
         datasets=[*card.datasets] or None,
         language=[*card.language] or None,
         pipeline_tag="text-generation",
         tags=["rheostat", "reinforcement-learning"],
     )
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(_body(card, title, run, lineage, config, verdict))
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(_body(card, title, lineage, config, evaluations))
 
 
 def _body(
     card: CardConfig,
     title: str,
-    run: str,
     lineage: Mapping[str, str],
     config: Mapping[str, JsonValue],
-    verdict: GateVerdict,
+    evaluations: Sequence[str],
 ) -> Iterator[str]:
     yield f"# {title}\n"
     if card.description:
         yield f"{card.description}\n"
     yield "## Lineage\n"
     yield from (f"- {name}: `{value}`" for name, value in lineage.items())
-    yield "\n## Evaluations\n"
-    yield from (f"- {reason}" for reason in verdict.reasons)
+    if evaluations:
+        yield "\n## Evaluations\n"
+        yield from (f"- {each}" for each in evaluations)
     yield "\n## Recipe\n"
     for part, heading in SECTIONS:
         yield f"### {heading}\n"

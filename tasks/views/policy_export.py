@@ -1,0 +1,193 @@
+"""A policy that leaves its run: one directory in Hugging Face format with its card, and maybe the Hub's copy of it.
+
+Needs neither Prefect's API nor a worker, and may be asked while the run goes on: what retention deletes meanwhile is
+never left half copied. Base and adapter are merged in a process of its own: no flow process loads torch.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import TypeAdapter
+
+from infra.config import Settings
+from infra.errors import BadInput, Damaged, EndpointDown, WorkerFailed
+from infra.processes.guard import guarded_directory
+from infra.processes.watch import await_answer
+from infra.store.bundles import fetch_bundle, has_bundle
+from infra.store.dependencies import dependency_records
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from infra.store.shards import is_retired
+from infra.store.tombstones import find_tombstone
+from models.config.promotion import CardConfig
+from models.records.versions import ModelVersion, policy_of
+from models.records.work import ExportWork
+from tasks.run.keys import DPO, SFT, StageKey
+from tasks.views.card import CARD, model_card
+from tasks.views.metrics import evaluations_of, sealed_iterations
+
+ATTEMPTS: Final = 5
+"""How often the newest policy is taken anew, where retention has deleted it while it was copied."""
+
+
+class PolicyExport(Settings):
+    """A policy that was written to a directory."""
+
+    run: str
+    """Name of its run."""
+    iteration: int
+    """Iterations after which it is the policy."""
+    digest: str
+    """Proves which policy of the run it is."""
+    merged: bool
+    """Whether an adapter was added to its base."""
+    path: str
+    """The directory, in Hugging Face format."""
+    pushed: str = ""
+    """Where the Hub has it; empty where it was not asked to."""
+
+
+def export_policy(
+    run: Run, target: Path, *, iteration: int | None, dtype: Literal["float32", "bfloat16"] | None
+) -> PolicyExport:
+    """Write the policy after an iteration, by default the last sealed one, into a directory that is not there yet.
+
+    The directory appears when it is whole, and never of a policy that retention deleted meanwhile: then the newest one
+    is taken again, while of a named one nothing is written. Raises BadInput before anything is written.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadInput(f"{target}: expected a directory that is not there yet or is empty, found one with files in it")
+    for _ in range(1 if iteration is not None else ATTEMPTS):
+        sealed = len(sealed_iterations(run))
+        number = sealed if iteration is None else iteration
+        if not 0 <= number <= sealed:
+            raise BadInput(f"run {run.name!r}: no policy after iteration {number}, expected 0 to {sealed}")
+        policy = policy_of(_policy(run, number))
+        if _written(run, policy, target, number=number, dtype=dtype):
+            merged = policy.adapter is not None
+            return PolicyExport(run=run.name, iteration=number, digest=policy.digest, merged=merged, path=str(target))
+    stone = find_tombstone(run)
+    who = "retention" if stone is None else f"{stone.why} ({stone.who})"
+    kept = [each for each in range(sealed + 1) if _is_there(run, policy_of(_policy(run, each)))]
+    expected = f"expected {', '.join(map(str, kept))}" if kept else "and so were all others"
+    raise BadInput(f"run {run.name!r}: {who} has deleted the files of the policy after iteration {number}, {expected}")
+
+
+def _written(
+    run: Run, policy: ModelVersion, target: Path, *, number: int, dtype: Literal["float32", "bfloat16"] | None
+) -> bool:
+    """Write a policy's directory; False, and nothing written, if its files were deleted before all were read.
+
+    Deleting takes a bundle's list of contents first: where that is still there afterwards, every file was.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with guarded_directory(f".{target.name}-", parent=target.parent) as scratch:
+        written = scratch / "policy"
+        written.mkdir()
+        try:
+            base = fetch_bundle(run.store, policy.weights)
+            adapter = None if policy.adapter is None else fetch_bundle(run.store, policy.adapter)
+            _ask(ExportWork(base=base, adapter=adapter, target=written, dtype=dtype))
+        except (BadInput, Damaged, WorkerFailed, OSError):  # a file that went explains whatever was said of it
+            if _is_deleted(run, policy):
+                return False
+            raise
+        if not _is_there(run, policy):
+            return False
+        (written / CARD).write_text(card_of(run, policy, number=number))
+        written.replace(target)
+    return True
+
+
+def _is_there(run: Run, policy: ModelVersion) -> bool:
+    return all(has_bundle(run.store, bundle) for bundle in (policy.weights, policy.adapter) if bundle is not None)
+
+
+def _is_deleted(run: Run, policy: ModelVersion) -> bool:
+    bundles = [bundle for bundle in (policy.weights, policy.adapter) if bundle is not None]
+    return any(is_retired(run.store, bundle.digest) for bundle in bundles) and not _is_there(run, policy)
+
+
+def card_of(run: Run, policy: ModelVersion, *, number: int) -> str:
+    """Write the card of a policy from what its run knows."""
+    promotion = run.record.config.get("promotion") or {}
+    assert isinstance(promotion, dict)
+    measured = [each for each in evaluations_of(run) if each.number in (0, number)]
+    return model_card(
+        CardConfig.model_validate(promotion.get("card") or {}),
+        title=run.name,
+        lineage=dict(_lineage(run, policy, number)),
+        config=run.record.config,
+        evaluations=[f"held-out accuracy after iteration {each.number}: {each.line()}" for each in measured],
+    )
+
+
+def _lineage(run: Run, policy: ModelVersion, number: int) -> Iterator[tuple[str, str]]:
+    first = policy_of(_policy(run, 0))
+    yield "run", run.name
+    yield "fingerprint", run.record.fingerprint
+    yield "iterations", str(number)
+    yield "policy", policy.digest
+    yield "initial policy", first.digest
+    for record in dependency_records(run)[-1:]:
+        yield from ((f"data {path}", file.digest) for path, file in record.dependencies.data.items())
+        yield from ((name, version) for name, version in record.dependencies.libraries.items())
+
+
+def _policy(run: Run, number: int) -> Manifest:
+    """The policy's manifest. A run that was told to end after SFT or DPO has no initial policy yet, but that one."""
+    keys = [StageKey.policy(number)] if number else [StageKey.policy(0), DPO, SFT]
+    found = [manifest for key in keys if (manifest := run.find(key)) is not None]
+    return found[0] if found else run.require(keys[0])
+
+
+def _ask(work: ExportWork) -> None:
+    command = [sys.executable, "-P", "-m", "models.commands.export"]
+    code, answer, errors = await_answer("the export", command, TypeAdapter(ExportWork).dump_json(work))
+    try:
+        error = json.loads(answer)["error"]
+    except ValueError:
+        raise WorkerFailed(f"the export ended with code {code}: {errors.decode()[-2000:]}") from None
+    if error:
+        raise BadInput(error)
+
+
+def hub_token(name: str) -> str:
+    """The token with which a policy is pushed to the Hub under a name; BadInput says what is missing."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # its docs export it
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise BadInput(f"--push {name!r}: expected a name on the Hub, such as team/my-model: {error}") from error
+    if (token := get_token()) is None:
+        raise BadInput(
+            f"--push {name}: expected a token that may write, in HF_TOKEN or kept by `hf auth login`, found none; "
+            f"without --push the directory is written, and `hf upload {name} DIR` pushes it from where there is one"
+        )
+    return token
+
+
+def push_policy(exported: PolicyExport, name: str, *, token: str) -> PolicyExport:
+    """Push an exported directory to the Hub, where a repository that is not there yet is made private.
+
+    Raises EndpointDown where the Hub refuses it or does not answer; the directory stays.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token, library_name="rheostat")
+    message = f"Policy {exported.iteration} of run {exported.run}"
+    try:
+        api.create_repo(name, private=True, exist_ok=True)
+        pushed = api.upload_folder(repo_id=name, folder_path=exported.path, commit_message=message)
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise EndpointDown(
+            f"{exported.path} is written but not pushed: {why}; `hf upload {name} {exported.path}` pushes it"
+        ) from error
+    return exported.model_copy(update={"pushed": pushed.repo_url.url})

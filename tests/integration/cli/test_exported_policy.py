@@ -1,0 +1,207 @@
+"""A policy that leaves a run that goes on: whole or not at all, with a card, and to the Hub where that is asked for."""
+
+import json
+import shutil
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import huggingface_hub
+import pytest
+import yaml
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from flows.cli.app import main
+from infra.errors import BadInput, EndpointDown
+from infra.store.bundles import publish_bundle
+from infra.store.manifests import Manifest
+from infra.store.runs import create_run
+from models.commands.export import export
+from tasks.commit import retire_bundle
+from tasks.config.run import parse_config
+from tasks.run.keys import StageKey, iteration_key
+from tasks.views import policy_export
+from tasks.views.policy_export import PolicyExport, export_policy, push_policy
+from tests.support.policies import write_policy
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of no iteration, with its first policy."""
+    config = {
+        "name": "going-on",
+        "promotion": {"registry": "a", "card": {"license": "apache-2.0", "base_model": "a/b"}},
+    }
+    made = create_run(str(tmp_path / "store"), "going-on", parse_config(config, source="test").model_dump(mode="json"))
+    with made.hold():
+        commit_version(made, 0, tmp_path)
+        yield made
+
+
+def commit_version(run, number, tmp_path):
+    """Commit a policy, and the seal of its iteration."""
+    directory = tmp_path / f"made-{number}"
+    directory.mkdir()
+    write_policy(directory, seed=number)
+    bundle = publish_bundle(run.store, directory, prefix="policies")
+    run.commit(Manifest(key=StageKey.policy(number), bundles={"weights": bundle}, detail={"version": number}))
+    if number:
+        run.commit(Manifest(key=StageKey.of(iteration_key(number), "seal")))
+
+
+def retire(run, number):
+    retire_bundle(run, run.require(StageKey.policy(number)).bundles["weights"])
+
+
+@contextmanager
+def while_copied(monkeypatch, *, before=lambda: None, after=lambda: None):
+    """Copy in this process, and have something happen before the first copy, or after it."""
+    happenings = iter([(before, after)])
+
+    def copy(work):
+        first, then = next(happenings, (lambda: None, lambda: None))
+        first()
+        export(work)
+        then()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(policy_export, "_ask", copy)
+        yield
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_the_newest_policy_that_is_retired_while_it_is_copied_is_the_then_newest_instead(
+    run, tmp_path, monkeypatch, moment
+):
+    commit_version(run, 1, tmp_path)
+
+    def goes_on():
+        commit_version(run, 2, tmp_path)
+        retire(run, 1)
+
+    with while_copied(monkeypatch, **{moment: goes_on}):
+        done = export_policy(run, tmp_path / "out", iteration=None, dtype=None)
+    assert (done.iteration, done.digest) == (2, run.require(StageKey.policy(2)).bundles["weights"].digest)
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "made-2")]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made-0", "made-1", "made-2", "out", "store"]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_of_a_named_policy_that_is_retired_while_it_is_copied_nothing_is_written(run, tmp_path, monkeypatch, moment):
+    commit_version(run, 1, tmp_path)
+    message = "retention has deleted the files of the policy after iteration 1, expected 0$"
+    with while_copied(monkeypatch, **{moment: lambda: retire(run, 1)}), pytest.raises(BadInput, match=message):
+        export_policy(run, tmp_path / "out", iteration=1, dtype=None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_damaged_and_not_retired_says_so(run, tmp_path):
+    next((tmp_path / "store").glob("going-on/policies/*/tokenizer.json")).unlink()
+    policy_export.fetch_bundle.__globals__["_known"].clear()
+    with pytest.raises(policy_export.Damaged, match=r"expected .* bytes, found no file"):
+        export_policy(run, tmp_path / "out", iteration=None, dtype=None)
+
+
+def test_an_export_has_a_card_with_what_the_run_knows(reference, tmp_path):
+    shutil.copytree(reference.store, tmp_path / "store")
+    told = reference.command("export-policy", "--to", str(tmp_path / "out"), "--json")
+    assert told.code == 0, told.output
+    digest = json.loads(told.output)["digest"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    matter = yaml.safe_load(card.split("---")[1])
+    assert matter == {"tags": ["rheostat", "reinforcement-learning"], "pipeline_tag": "text-generation"}
+    shown = json.loads(reference.command("show", "--json").output)
+    measured = {each["number"]: each for each in shown["evaluations"]}
+    for number in (0, 3):
+        interval = "{mean:.3f} (95% interval {low:.3f} to {high:.3f}, 8 problems, greedy)".format(**measured[number])
+        assert f"- held-out accuracy after iteration {number}: {interval}\n" in card
+    assert f"- policy: `{digest}`\n" in card and f"- fingerprint: `{shown['fingerprint']}`\n" in card
+    assert "- `learning_rate` = `0.001`\n" in card and "- `kind` = `arithmetic`\n" in card
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0
+
+
+def test_a_card_has_the_licence_and_the_base_that_the_configuration_names(run):
+    card = policy_export.card_of(run, policy_export.policy_of(run.require(StageKey.policy(0))), number=0)
+    matter = yaml.safe_load(card.split("---")[1])
+    assert (matter["license"], matter["base_model"]) == ("apache-2.0", "a/b")
+
+
+@contextmanager
+def hub(*, refuses=False):
+    """A server that takes a commit as the Hub does, and what it was asked: path, token and body."""
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            asked.append((self.path, self.headers["Authorization"], body))
+            answer = {"url": f"{url}/team/model", "name": "team/model"}
+            if "/preupload/" in self.path:
+                files = [{"path": each["path"], "uploadMode": "regular"} for each in json.loads(body)["files"]]
+                answer = {"files": [each | {"shouldIgnore": False} for each in files]}
+            if "/commit/" in self.path:
+                answer = {"success": True, "commitOid": "c" * 40, "commitUrl": f"{url}/team/model/commit/{'c' * 40}"}
+            self._answer(403 if refuses else 200, answer)
+
+        def do_GET(self):
+            self._answer(404, {})
+
+        def _answer(self, status, answer):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield url, asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def exported(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    (tmp_path / "out" / "README.md").write_text("---\ntags:\n- rheostat\n---\n# tiny\n")
+    return PolicyExport(run="tiny", iteration=3, digest="d", merged=False, path=str(tmp_path / "out"))
+
+
+def test_a_policy_is_pushed_with_the_token_to_a_private_repository(exported, monkeypatch):
+    with hub() as (url, asked):
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+        pushed = push_policy(exported, "team/model", token="hf_secret")
+    assert pushed.pushed == f"{url}/team/model"
+    assert {token for _, token, _ in asked} == {"Bearer hf_secret"}
+    assert json.loads(asked[0][2])["visibility" if "visibility" in asked[0][2] else "private"] in (True, "private")
+    committed = [json.loads(line) for path, _, body in asked if "/commit/" in path for line in body.splitlines()]
+    assert committed[0]["value"]["summary"] == "Policy 3 of run tiny"
+    assert {line["value"]["path"] for line in committed[1:]} == {"config.json", "README.md"}
+
+
+def test_a_push_that_the_hub_refuses_says_that_the_directory_is_there_and_how_to_push_it(exported, monkeypatch):
+    with hub(refuses=True) as (url, _):
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+        with pytest.raises(EndpointDown, match=r"is written but not pushed: .*403.*`hf upload team/model"):
+            push_policy(exported, "team/model", token="hf_secret")
+
+
+def test_a_push_without_a_token_or_with_no_name_says_what_it_takes_and_writes_nothing(
+    reference, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    for name, expected in (
+        ("team/model", "expected a token that may write, in HF_TOKEN or kept by `hf auth login`, found none"),
+        ("a b", "expected a name on the Hub, such as team/my-model"),
+    ):
+        words = ["export-policy", "tiny", "--to", str(tmp_path / "out"), "--push", name]
+        assert main([*words, "--store", str(reference.store)]) == 2
+        assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
