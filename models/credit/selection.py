@@ -3,7 +3,7 @@
 Shapes: N completions, G groups in the order of their prompt rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +11,9 @@ import pyarrow as pa
 
 from models.algorithms.advantages import groups_that_differ, informative_groups
 from models.algorithms.experience import ScoredGroups
+from models.algorithms.ragged import group_statistics
 from models.config.algorithms import AlgorithmConfig
-from models.credit.inputs import TermColumns, scored_groups
+from models.credit.inputs import TermColumns, not_finite, read_estimates, scored_groups, unusable
 from models.credit.turns import WrittenTokens
 from models.records.columns import Integers, Mask
 from models.records.model_input import completion_lengths
@@ -87,6 +88,35 @@ def informative_prompts(
     scored = WrittenTokens.of(rollouts).of_groups(scored_groups(scores, completion_lengths(rollouts), terms))
     rows: list[int] = scored.prompts_G[informative_by(scored, algorithm, metric)].tolist()
     return rows
+
+
+def group_columns(
+    rollouts: pa.Table,
+    scores: pa.Table,
+    estimates: Sequence[pa.Table],
+    *,
+    terms: Sequence[TermColumns],
+    informative: Callable[[ScoredGroups], Mask] | None,
+) -> dict[str, pa.Array]:
+    """Describe the group of each completion as credit sees it, from the rewards of those that it can train.
+
+    `group_size` counts these, and `group_reward_mean` and `group_reward_std`, the population's, are theirs; null where
+    there is none. `group_informative` is what the function says; without one it is null.
+    """
+    lengths_N = completion_lengths(rollouts)
+    unusable_N = not_finite(rollouts["logprobs"], lengths_N) | unusable(read_estimates(estimates, lengths_N), lengths_N)
+    scored = scored_groups(scores, lengths_N, terms, unusable_N=unusable_N)
+    groups, group_N = group_statistics(scored.total_N, scored.group_N, scored.num_groups), scored.group_N
+    is_empty_N = groups.count_G[group_N] == 0
+    informative_G = None if informative is None else informative(WrittenTokens.of(rollouts).of_groups(scored))
+    return {
+        "group_size": pa.array(groups.count_G[group_N], pa.int32()),
+        "group_reward_mean": pa.array(groups.mean_G[group_N], pa.float64(), mask=is_empty_N),
+        "group_reward_std": pa.array(groups.std_G[group_N], pa.float64(), mask=is_empty_N),
+        "group_informative": pa.nulls(len(group_N), pa.bool_())
+        if informative_G is None
+        else pa.array(informative_G[group_N]),
+    }
 
 
 def _earliest(among_G: Mask, first_G: Integers, count: int) -> Mask:

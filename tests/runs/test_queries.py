@@ -10,6 +10,7 @@ from statistics import fmean
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import tasks.views.export
@@ -93,6 +94,19 @@ def test_scores_are_those_of_the_shards_with_the_verdicts_behind_them(asked):
     stored = shard_rows(asked, *(f"rescore/short/{key}" for key in keys))
     assert [row["value"] for row in again] == [row["reward_target"] for row in stored]
     assert {row["term"] for row in again} == {"target"} and all(row["verdicts"] is None for row in again)
+
+
+@pytest.mark.system
+def test_an_exported_rescoring_has_its_own_groups_and_no_advantages(asked):
+    ended = asked.command("export", "--scores", "short", "--json")
+    assert ended.code == 0, ended.output
+    for path in json.loads(ended.output):
+        rows = pq.read_table(path).to_pylist()
+        assert "advantages" not in rows[0]
+        for row in rows:
+            rewards = [other["reward"] for other in rows if other["prompt_row"] == row["prompt_row"]]
+            assert row["group_reward_mean"] == pytest.approx(fmean(rewards))
+            assert row["group_informative"] == (len({*rewards}) > 1)
 
 
 @pytest.mark.system
