@@ -2,6 +2,7 @@
 
 from prefect import flow
 
+from flows.endings import tell_endings
 from flows.measurement import measured
 from flows.preparation import fine_tuning, preference_learning
 from flows.session import hold
@@ -19,6 +20,7 @@ async def dpo(config: RunConfig, accept_change: bool = False) -> TrainedPolicy:
         config: The run.
         accept_change: Go on although code of targets, data files or libraries are not those of the run.
     """
+    tell_endings()
     require_part("dpo", config)
     async with hold(config, scope=measured_by_rules(config), accept_change=accept_change) as session:
         await begin(session)

@@ -5,6 +5,7 @@ from datetime import date
 from prefect import flow
 from prefect.runtime import flow_run
 
+from flows.endings import tell_endings
 from flows.evaluation import evaluate
 from flows.train import train
 from tasks.config.run import RunConfig
@@ -17,7 +18,13 @@ from tasks.promotion.promote import Retrained, conclude, mirrored, recorded
 from tasks.promotion.suites import contenders, opponent_of, suites_of
 
 
-@flow(name="retrain", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
+def _name() -> str:
+    """The name of the day's run, for the flow run that Prefect is about to begin."""
+    given = flow_run.parameters
+    return dated(given["config"], given["day"] or flow_run.scheduled_start_time).name
+
+
+@flow(name="retrain", flow_run_name=_name, persist_result=True, result_serializer="json")
 async def retrain(config: RunConfig, accept_change: bool = False, day: date | None = None) -> Retrained:
     """Train a policy under the configured name and the day that the run is scheduled for, such as `run-20261123`.
 
@@ -30,6 +37,7 @@ async def retrain(config: RunConfig, accept_change: bool = False, day: date | No
         accept_change: Go on although code of targets, data files or libraries are not those of the run.
         day: In whose name it is done; none takes the one that it is scheduled for, in UTC.
     """
+    tell_endings()
     config = dated(config, day or flow_run.scheduled_start_time)
     draft = draft_retrain(config)
     begun = draft.begin(config)

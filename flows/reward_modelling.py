@@ -2,6 +2,7 @@
 
 from prefect import flow
 
+from flows.endings import tell_endings
 from flows.preparation import fine_tuning, preference_learning, reward_modelling
 from flows.session import hold
 from tasks.config.run import RunConfig, require_part
@@ -17,6 +18,7 @@ async def reward_model(config: RunConfig, accept_change: bool = False) -> Traine
         config: The run.
         accept_change: Go on although code of targets, data files or libraries are not those of the run.
     """
+    tell_endings()
     require_part("reward-model", config)
     async with hold(config, accept_change=accept_change) as session:
         await begin(session)

@@ -16,6 +16,7 @@ from prefect.states import Crashed
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from flows.controllers import controllers, serve
+from flows.endings import tell_endings
 from infra.errors import BadInput, HolderLost, first_cause
 from infra.store.chain import linked_parts
 from infra.store.dependencies import check_dependencies, record_dependencies
@@ -151,6 +152,7 @@ async def _joined(ref: RunRef) -> AsyncIterator[Session]:
 
 async def _begin() -> None:
     """Take keys from Prefect, and let our reports through to handlers, such as Prefect's, which shows them."""
+    tell_endings()
     await _take_secrets()
     for room in ("flows", "tasks", "models", "placement", "infra"):
         logging.getLogger(room).setLevel(logging.INFO)

@@ -106,4 +106,4 @@ def test_a_proposal_is_approved_in_its_form_by_a_person_at_the_browser(asking, p
     assert asking.goes_on().state.name == "Completed"
     proposal, promoted = asking.registry.records()
     assert (proposal.kind, promoted.kind, promoted.policy) == ("proposal", "promote", proposal.policy)
-    assert (promoted.reason, promoted.who) == ("read fifty answers", "Ann, by the form of tiny")
+    assert (promoted.reason, promoted.who) == ("read fifty answers", "Ann, by the form of tiny-20261102")

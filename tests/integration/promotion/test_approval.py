@@ -92,12 +92,12 @@ def test_an_approved_proposal_is_champion_and_no_worker_works_again(asking, hear
     assert kinds(asking) == ["proposal", "promote"]
     champion = asking.registry.champion()
     assert (champion.policy, champion.gate, champion.reason) == (proposal.policy, proposal.gate, "read fifty")
-    assert champion.who == "Ann, by the form of tiny"
+    assert champion.who == "Ann, by the form of tiny-20261102"
     assert wait_for(lambda: heard, seconds=60)
     (event,) = heard
     assert (event.event, event.resource.id) == ("rheostat.registry.promote", "rheostat.registry.assistant")
     told = {name: event.payload[name] for name in ("number", "policy", "run", "who")}
-    assert told == {"number": 2, "policy": proposal.policy, "run": RUN, "who": "Ann, by the form of tiny"}
+    assert told == {"number": 2, "policy": proposal.policy, "run": RUN, "who": "Ann, by the form of tiny-20261102"}
     flow_run = f"prefect.flow-run.{asking.flow_run.id}"
     assert flow_run in [related.id for related in event.related], "the feed of the flow run has it"
     page = asking.page()

@@ -103,7 +103,7 @@ def test_a_nightly_proposal_is_approved_in_its_form_and_each_step_is_told(server
         },
         {
             "subject": "assistant: promote of nightly-20261102",
-            "body": "record 2, by Ann, by the form of nightly: read fifty answers",
+            "body": "record 2, by Ann, by the form of nightly-20261102: read fifty answers",
         },
     ]
     page = server.artifacts(run)["nightly-20261102-gate"]["data"]
