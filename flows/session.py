@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Final, cast
 
@@ -24,6 +24,7 @@ from infra.store.garbage import tag_run
 from infra.store.runs import create_run, open_run
 from placement.measurements import Role
 from tasks.config.run import RunConfig, parse_config
+from tasks.events import emit_of_run
 from tasks.placement.stage import place_alone
 from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
@@ -68,7 +69,24 @@ async def hold(
             over = last in linked_parts(run)
             opening = open_session(run, scope or config, store=config.store, whole=True, over=over)
             async with opening as session, controllers(session):
-                yield session
+                with _telling(session):
+                    yield session
+
+
+@contextmanager
+def _telling(session: Session) -> Iterator[None]:
+    """Tell Prefect that a run is taken, after how many iterations, and that it is let go."""
+    run = session.run
+    emit_of_run(run.name, "run.started", iterations=next_iteration(run) - 1)
+    how = "stopped"
+    try:
+        yield
+        how = "done"
+    except Exception as error:
+        how = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        emit_of_run(run.name, "run.ended", how=how)
 
 
 @asynccontextmanager

@@ -3,12 +3,11 @@
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from prefect.events import emit_event
-
 from infra.costs import Cost, total
 from infra.errors import BudgetSpent
 from infra.store.manifests import Manifest
 from tasks.auxiliary import auxiliary_of
+from tasks.events import emit_of_run
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
 from tasks.run.keys import reward_model_role
@@ -36,8 +35,7 @@ def check_budget(session: Session) -> None:
     reached = session.settings.budget.reached(session.account.spent)
     if reached is not None and done < session.settings.iterations:
         name, told = session.run.name, f"{reached} after iteration {done} of {session.settings.iterations}"
-        resource = {"prefect.resource.id": f"rheostat.run.{name}", "prefect.resource.name": name}
-        emit_event("rheostat.budget.spent", resource=resource, payload={"told": told})
+        emit_of_run(name, "budget.spent", told=told)
         raise BudgetSpent(f"run {name!r}: {told}; the same command with a larger limit goes on from there")
 
 

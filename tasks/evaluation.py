@@ -8,6 +8,7 @@ from infra.store.manifests import Manifest
 from infra.store.shards import read_shard
 from models.rewards.scores import problem_metrics
 from tasks.costs import costs_of, held_since
+from tasks.events import emit_of_run
 from tasks.preparation import FROM_STORE
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey
@@ -30,6 +31,9 @@ async def summarise_evaluation(session: Session, batch: Batch) -> Accuracy:
     session.account.take(costs)
     accuracy = _commit(session, batch, costs)
     finish(session, batch.key)
+    if not found:
+        told = accuracy.model_dump(include={"mean", "low", "high", "problems"})
+        emit_of_run(session.run.name, "evaluation.made", iterations=accuracy.number, **told)
     if accuracy.number == 0 or accuracy.number < session.settings.iterations:  # the last one is told in the summary
         of_before = FROM_STORE if found else ""
         logger.info("held-out accuracy after %d iterations: %s%s", accuracy.number, accuracy.line(), of_before)

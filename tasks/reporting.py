@@ -28,6 +28,7 @@ from infra.store.runs import Run
 from models.records.versions import directory_of, policy_of
 from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import Excerpts
+from tasks.events import emit_of_run
 from tasks.preparation import FROM_STORE, losses_of
 from tasks.report_link import publish_report
 from tasks.run.iteration import Iteration
@@ -87,9 +88,11 @@ async def report_iteration(session: Session, number: int) -> None:
     recent = [each.seconds["total"] for each in reports]
     line, eta = reports[-1].line(total), timedelta(seconds=round(sum(recent) / len(recent) * (total - number)))
     sealed = session.run.require(_seal_key(number))
-    logger.info(
-        "%s", f"{line}{FROM_STORE}" if sealed.provenance.epoch < session.run.epoch else line, extra={"eta": eta}
-    )
+    is_of_before = sealed.provenance.epoch < session.run.epoch
+    logger.info("%s", f"{line}{FROM_STORE}" if is_of_before else line, extra={"eta": eta})
+    if not is_of_before:
+        said_of = {"reward": reports[-1].reward, "kl": reports[-1].kl, "seconds": reports[-1].seconds["total"]}
+        emit_of_run(session.run.name, "iteration.sealed", iteration=number, iterations=total, **said_of)
     said = reports[-2].warnings if len(reports) > 1 else {}
     for metric, warning in reports[-1].warnings.items():
         if metric not in said:

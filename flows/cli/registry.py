@@ -175,7 +175,7 @@ def _tell_prefect(name: str, record: "RegistryRecord") -> None:
     with configured_api() as url:
         if url is None:
             return
-        from tasks.promotion.events import tell_record
+        from tasks.events import tell_record
 
         if (problem := tell_record(name, record)) is not None:
             sys.stderr.write(f"warning: the Prefect API at {url} was not told of record {record.number}: {problem}\n")

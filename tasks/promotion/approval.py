@@ -11,7 +11,7 @@ from pydantic import Field
 
 from infra.store.registry import Registry, RegistryRecord, open_registry
 from tasks.config.run import RunConfig
-from tasks.promotion.events import emit_record
+from tasks.events import emit_record
 from tasks.promotion.gate import GateResult
 from tasks.promotion.page import report_gate
 from tasks.promotion.registry import promote, refuse

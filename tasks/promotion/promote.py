@@ -12,8 +12,8 @@ from infra.store.shards import read_shard
 from models.config.promotion import PromotionConfig
 from models.records.versions import policy_of
 from tasks.config.run import RunConfig
+from tasks.events import emit_record
 from tasks.promotion.draft import Draft, learnt_key
-from tasks.promotion.events import emit_record
 from tasks.promotion.gate import GateResult
 from tasks.promotion.mirror import catch_up, mirror_address
 from tasks.promotion.registry import now, number_of, prune

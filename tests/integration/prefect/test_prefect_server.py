@@ -181,6 +181,23 @@ def test_a_triggered_run_completes_as_on_the_command_line_and_shows_what_it_did(
         json.loads(result)
 
 
+@pytest.mark.system
+@pytest.mark.timeout(900)
+def test_a_deployed_run_bears_its_name_and_a_retrain_its_day_and_a_slip_is_their_last_line(server, worker, tmp_path):
+    nowhere = {"policy": {"kind": "directory", "path": "/nowhere"}}
+    asked = {
+        "tiny": server.trigger("train/train", tiny(tmp_path, **nowhere)),
+        "tiny-20261102": server.trigger("retrain/weekly", {**tiny(tmp_path, **nowhere), "day": "2026-11-02"}),
+    }
+    for name, run in asked.items():
+        slip = "BadInput: policy /nowhere: no such directory"
+        assert server.ends(run).startswith(f"Failed: Flow run encountered an exception: {slip}")
+        assert server.get(f"/flow_runs/{run}")["name"] == name
+        logs = [entry["message"] for entry in server.find("logs", logs={"flow_run_id": {"any_": [run]}}, limit=200)]
+        assert slip in logs[-1] and not [line for line in logs if "Traceback" in line]
+    assert not (tmp_path / "tiny").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_cancelled_run_leaves_no_process_and_its_run_is_free(server, worker, reference, tmp_path):
@@ -191,6 +208,8 @@ def test_a_cancelled_run_leaves_no_process_and_its_run_is_free(server, worker, r
     server.cancel(run)
     assert server.ends(run) == "Cancelled"
     assert wait_for(lambda: not alive(family), seconds=30), alive(family)
+    logs = server.find("logs", logs={"flow_run_id": {"any_": [run, *(child["id"] for child in server.below(run))]}})
+    assert logs and not [entry["message"] for entry in logs if "Crash" in entry["message"]]
     open_run(str(tmp_path), "tiny").check_free()
 
     sealed = len(list(tmp_path.glob("tiny/manifests/it-*/seal.json")))

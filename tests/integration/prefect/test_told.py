@@ -10,7 +10,6 @@ from prefect.client.orchestration import get_client
 
 from flows.endings import CANCELLED, tell_endings
 from infra.errors import BadInput
-from tests.integration.prefect.test_prefect_server import server, tiny, worker  # noqa: F401
 from tests.support.in_process import prefect_at
 
 SLIP = "rollout.prompts 0: expected at least 1"
@@ -91,20 +90,3 @@ async def test_what_a_user_wrote_wrong_is_told_in_one_line_and_other_errors_with
         with pytest.raises(RuntimeError):
             await pipeline("a bug")
     assert any("Traceback" in line and "a bug" in line for _, line in told)
-
-
-@pytest.mark.system
-@pytest.mark.timeout(900)
-def test_a_deployed_run_bears_its_name_and_a_retrain_its_day_and_a_slip_is_their_last_line(server, worker, tmp_path):  # noqa: F811
-    nowhere = {"policy": {"kind": "directory", "path": "/nowhere"}}
-    asked = {
-        "tiny": server.trigger("train/train", tiny(tmp_path, **nowhere)),
-        "tiny-20261102": server.trigger("retrain/weekly", {**tiny(tmp_path, **nowhere), "day": "2026-11-02"}),
-    }
-    for name, run in asked.items():
-        slip = "BadInput: policy /nowhere: no such directory"
-        assert server.ends(run).startswith(f"Failed: Flow run encountered an exception: {slip}")
-        assert server.get(f"/flow_runs/{run}")["name"] == name
-        logs = [entry["message"] for entry in server.find("logs", logs={"flow_run_id": {"any_": [run]}}, limit=200)]
-        assert slip in logs[-1] and not [line for line in logs if "Traceback" in line]
-    assert not (tmp_path / "tiny").exists()

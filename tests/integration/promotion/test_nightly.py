@@ -8,15 +8,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
+import yaml
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
 from infra.store.registry import open_registry
+from tasks.events import emit_of_run
 from tests.support.deployments import Server, deployed_to, working
 from tests.support.in_process import prefect_at
 from tests.support.jobs import ROOT, TINY, prefect_server, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
+NOTIFICATIONS = ROOT / "infra/notifications.yaml"
 PROPOSING = """
 name = "nightly"
 evaluations = [{name = "sums", data = {kind = "arithmetic", heldout_problems = 40}, problems = 40}]
@@ -51,8 +54,8 @@ def told(server, tmp_path_factory) -> Iterator[list[dict[str, str]]]:
             )
             named = block.save("team")
         file = tmp_path_factory.mktemp("automations") / "notifications.yaml"
-        file.write_text((ROOT / "infra/notifications.yaml").read_text().replace("BLOCK_ID", str(named)))
-        assert "Created 3 automation(s)" in server.prefect("automation", "create", "--from-file", str(file))
+        file.write_text(NOTIFICATIONS.read_text().replace("BLOCK_ID", str(named)))
+        assert "Created 4 automation(s)" in server.prefect("automation", "create", "--from-file", str(file))
         yield received
 
 
@@ -132,5 +135,25 @@ def test_a_spent_budget_and_a_failed_retrain_are_told(server, told):
     assert "BudgetSpent" in server.ends(run)
     assert wait_for(lambda: len(told) == 2, seconds=60), told
     failed, spent = sorted(told, key=lambda each: each["subject"], reverse=True)
-    assert failed["subject"] == "retrain nightly: Failed" and "BudgetSpent" in failed["body"]
+    assert failed["subject"] == "retrain nightly-20261103: Failed" and "BudgetSpent" in failed["body"]
     assert spent["subject"] == "nightly-20261103: its budget is spent" and spent["body"].startswith("budget.tokens 1: ")
+
+
+def test_a_run_tells_what_it_does_and_an_hour_without_a_word_is_told(server, told, tmp_path):
+    """Of the run of the first test; the hour is ten seconds here."""
+    resource = {"resource": {"id": ["rheostat.run.nightly-20261102"]}}
+    found = [event["event"] for event in server.find("events", filter=resource | {"order": "ASC"})["events"]]
+    words = ("run.started", "evaluation.made", "iteration.sealed", "evaluation.made", "run.ended")
+    assert found[:5] == [f"rheostat.{word}" for word in words]
+    listed = {each["name"]: each for each in server.find("automations", limit=50)}
+    block = listed["no progress"]["actions"][0]["block_document_id"]
+    (stuck,) = [each for each in yaml.safe_load(NOTIFICATIONS.read_text()) if each["name"] == "no progress"]
+    hasty = json.dumps(stuck | {"name": "hasty", "trigger": stuck["trigger"] | {"within": 10}})
+    (tmp_path / "hasty.yaml").write_text(hasty.replace("BLOCK_ID", block))
+    server.prefect("automation", "create", "--from-file", str(tmp_path / "hasty.yaml"))
+    with prefect_at(server.api):
+        emit_of_run("stuck", "run.started", iterations=0)
+        emit_of_run("over", "iteration.sealed", iteration=1)
+        emit_of_run("over", "run.ended", how="done")
+    assert wait_for(lambda: "stuck: no progress" in subjects(told), seconds=90), told
+    assert "over: no progress" not in subjects(told)

@@ -10,7 +10,7 @@ from flows.cli.app import main
 from infra.errors import BadInput
 from infra.store.bundles import has_bundle
 from infra.store.registry import open_registry
-from tasks.promotion import events
+from tasks import events
 from tasks.promotion.registry import promote, prune, refuse, rollback
 from tests.support.champions import appended
 

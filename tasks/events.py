@@ -1,8 +1,18 @@
-"""What Prefect is told of a registry: an event for each new record, for its feed and for automations."""
+"""What Prefect is told as it happens, for its feed and for automations: events of runs, and of registries.
+
+    rheostat.run.started         of the resource rheostat.run.NAME: a process has taken the run, and says how far it is
+    rheostat.iteration.sealed    the same: an iteration exists
+    rheostat.evaluation.made     the same: a held-out accuracy
+    rheostat.run.ended           the same: the process lets the run go; one that is killed does not say so
+    rheostat.budget.spent        the same
+    rheostat.registry.KIND       of the resource rheostat.registry.NAME: a new record
+
+Events leave by a thread of Prefect's, in the order in which they come. Where nobody takes them, nothing waits or fails.
+"""
 
 from contextvars import copy_context
 from threading import Thread
-from typing import Final
+from typing import Final, Literal
 
 from prefect import get_client
 from prefect.events import Event, emit_event
@@ -11,6 +21,15 @@ from infra.store.registry import RegistryRecord
 
 TELL_SECONDS: Final = 5.0
 """How long a command waits for an API that it tells of a record."""
+
+
+RunEvent = Literal["run.started", "iteration.sealed", "evaluation.made", "run.ended", "budget.spent"]
+
+
+def emit_of_run(name: str, event: RunEvent, **payload: str | float | None) -> None:
+    """Have the flow that runs here tell of a run."""
+    resource = {"prefect.resource.id": f"rheostat.run.{name}", "prefect.resource.name": name}
+    emit_event(f"rheostat.{event}", resource=resource, payload=payload)
 
 
 def emit_record(registry: str, record: RegistryRecord) -> None:

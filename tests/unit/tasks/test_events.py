@@ -1,0 +1,99 @@
+"""What runs tell Prefect as it happens, and the automations that listen: read by Prefect's own models."""
+
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import yaml
+from prefect.events.clients import AssertingEventsClient
+from prefect.events.schemas.automations import AutomationCore, Posture
+from prefect.events.worker import EventsWorker
+from prefect.server.events.actions import SendNotification
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.session import _telling
+from infra.errors import BadInput
+from infra.store.registry import Kind
+from infra.store.runs import create_run
+from tasks.events import RunEvent, emit_of_run
+from tests.support.jobs import ROOT
+
+BLOCK = "5c1f0c5e-6b0e-4c5e-9d0c-2f8d5a3b7e11"
+
+
+@pytest.fixture
+def told():
+    """Events that are sent meanwhile, as (resource, event, payload)."""
+    EventsWorker.drain_all()
+    AssertingEventsClient.reset()
+    EventsWorker.set_client_override(AssertingEventsClient)
+
+    def events():
+        EventsWorker.drain_all()
+        sent = [event for client in AssertingEventsClient.all for event in client.events]
+        return [(event.resource.id, event.event, event.payload) for event in sent]
+
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}):  # that nobody calls
+        yield events
+        EventsWorker.drain_all()
+    EventsWorker.set_client_override(None)
+
+
+def test_a_run_that_is_held_tells_of_its_start_and_of_how_it_ended(tmp_path, told):
+    session = SimpleNamespace(run=create_run(str(tmp_path), "held", {}))
+    with pytest.raises(BadInput), _telling(session):
+        emit_of_run("held", "iteration.sealed", iteration=1, reward=0.5)
+        raise BadInput("a slip")
+    with _telling(session):
+        pass
+    with pytest.raises(KeyboardInterrupt), _telling(session):
+        raise KeyboardInterrupt
+    expected = [
+        ("run.started", {"iterations": 0}),
+        ("iteration.sealed", {"iteration": 1, "reward": 0.5}),
+        ("run.ended", {"how": "BadInput: a slip"}),
+        ("run.started", {"iterations": 0}),
+        ("run.ended", {"how": "done"}),
+        ("run.started", {"iterations": 0}),
+        ("run.ended", {"how": "stopped"}),
+    ]
+    assert told() == [("rheostat.run.held", f"rheostat.{event}", payload) for event, payload in expected]
+
+
+def automations(name):
+    found = yaml.safe_load((ROOT / "infra" / name).read_text().replace("BLOCK_ID", BLOCK))
+    return [AutomationCore.model_validate(each) for each in (found if isinstance(found, list) else [found])]
+
+
+def test_every_automation_is_one_that_prefect_reads_and_its_templates_are_ones_that_the_server_renders():
+    made = [*automations("automations.yaml"), *automations("notifications.yaml")]
+    assert len(made) == 5
+    sent = [action for each in made for action in each.actions if action.type == "send-notification"]
+    assert len(sent) == 4
+    for action in sent:
+        assert str(action.block_document_id) == BLOCK
+        SendNotification.model_validate(action.model_dump())
+
+
+def test_automations_listen_to_events_that_are_told():
+    told = {f"rheostat.{event}" for event in get_args(RunEvent)} | {
+        f"rheostat.registry.{kind}" for kind in get_args(Kind)
+    }
+    for each in automations("notifications.yaml"):
+        for event in each.trigger.expect | each.trigger.after:
+            is_told = event in told or event.removesuffix("*") in {name[: -len(name.split(".")[-1])] for name in told}
+            assert is_told or event.startswith("prefect.flow-run."), event
+
+
+def test_a_run_that_stands_still_is_one_that_told_of_itself_and_neither_went_on_nor_ended():
+    (stuck,) = [each for each in automations("notifications.yaml") if each.name == "no progress"]
+    trigger = stuck.trigger
+    assert (trigger.posture, trigger.threshold) == (Posture.Proactive, 1)
+    assert trigger.for_each == {"prefect.resource.id"}
+    assert trigger.expect - trigger.after == {"rheostat.run.ended"} and trigger.after < trigger.expect
+
+
+def test_whatever_is_deployed_tells_of_its_failure_but_controllers_whose_run_does():
+    (failed,) = [each for each in automations("notifications.yaml") if each.name == "run failed"]
+    deployed = {each["name"] for each in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
+    assert {*failed.trigger.match_related["prefect.resource.name"]} == deployed - {"controller"}
