@@ -1,10 +1,12 @@
 """The base of every configuration model, what tells two configurations apart, and that of the worker pools."""
 
 import hashlib
+import inspect
 import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -21,10 +23,25 @@ from pydantic_core import CoreSchema
 from infra.errors import BadInput
 
 
+def _title(model: type[BaseModel]) -> str:
+    """What forms call a model: of a variant its kind, and what it is."""
+    kind = model.model_fields.get("kind")
+    if kind is None:
+        return model.__name__
+    what = re.split(r"; | \(|\.(?: |$)", inspect.cleandoc(model.__doc__ or model.__name__).replace("\n", " "))[0]
+    return f"{', '.join(get_args(kind.annotation))}: {what.replace('`', '')}"
+
+
 class Settings(BaseModel):
     """Immutable settings: unknown keys are errors, field docstrings are the form's descriptions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        model_title_generator=_title,
+    )
 
 
 class WorkerRange(Settings):

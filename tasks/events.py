@@ -26,10 +26,16 @@ TELL_SECONDS: Final = 5.0
 RunEvent = Literal["run.started", "iteration.sealed", "evaluation.made", "run.ended", "budget.spent"]
 
 
+_newest: Final[dict[str, Event | None]] = {}
+"""What this process has told of each run last: Prefect's server looks at several events at once unless one follows
+another, and would find that a run which ended at once began thereafter."""
+
+
 def emit_of_run(name: str, event: RunEvent, **payload: str | float | None) -> None:
     """Have the flow that runs here tell of a run."""
     resource = {"prefect.resource.id": f"rheostat.run.{name}", "prefect.resource.name": name}
-    emit_event(f"rheostat.{event}", resource=resource, payload=payload)
+    before = _newest.get(name)
+    _newest[name] = emit_event(f"rheostat.{event}", resource=resource, payload=payload, follows=before)
 
 
 def emit_record(registry: str, record: RegistryRecord) -> None:

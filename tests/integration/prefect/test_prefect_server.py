@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import time
 import tomllib
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import yaml
 from prefect import flow, task
+from prefect.deployments.steps.core import run_steps
 
 from flows.retrain import dated
 from infra.errors import Damaged, WorkerFailed, WorkerLost
@@ -74,6 +76,12 @@ def test_the_form_tells_what_each_field_is_and_which_values_it_takes(server):
         if name != "kind" and "description" not in field and "$ref" not in field
     ]
     assert undescribed == []
+    titles = {
+        name: each["title"] for name, each in schema["definitions"].items() if "kind" in each.get("properties", {})
+    }
+    assert titles["Grpo"] == "grpo: Reward minus the group's mean, over its standard deviation"
+    for choice in schema["definitions"]["RunConfig"]["properties"]["algorithm"]["oneOf"]:
+        assert ": " in titles[choice["$ref"].rpartition("/")[2]]
 
 
 @pytest.mark.system
@@ -119,6 +127,23 @@ def test_a_whole_configuration_is_accepted_as_the_form_sends_it(server):
     run = server.trigger("train/demo", {"config": sent})
     server.cancel(run)
     assert server.ends(run) == "Cancelled"
+
+
+@pytest.mark.system
+async def test_a_run_works_where_a_variable_says_by_then_and_a_form_may_name_one(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    named = replace(server, environment=server.environment | {"RHEOSTAT_HOME": "{{ prefect.variables.rheostat_home }}"})
+    named.prefect("deploy", "--name", "evaluate/evaluate")
+    for name, value in {"rheostat_home": str(tmp_path / "later"), "rheostat_store": "s3://bucket/runs"}.items():
+        server.prefect("variable", "set", name, value)
+    (tmp_path / "later").mkdir()
+    with prefect_at(server.api):
+        await run_steps(server.deployment("evaluate/evaluate")["pull_steps"])
+    assert Path.cwd() == tmp_path / "later"
+    store = {"__prefect_kind": "workspace_variable", "variable_name": "rheostat_store"}
+    run = server.trigger("train/train", {"config": {"store": store, "name": "first"}})
+    assert server.get(f"/flow_runs/{run}")["parameters"]["config"] == {"store": "s3://bucket/runs", "name": "first"}
+    server.cancel(run)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The configuration: every fault in one line with the nearest name, and an identity of what matters alone."""
 
 import copy
+import re
 import tomllib
 from pathlib import Path
 
@@ -358,3 +359,19 @@ def test_what_is_wrong_with_a_file_that_is_extended_is_said_of_it(tmp_path, text
     with pytest.raises(BadInput, match=message) as raised:
         load_config(write_config(tmp_path / "own.toml", text))
     assert "\n" not in str(raised.value)
+
+
+def test_every_variant_has_a_title_of_its_kind_and_what_it_is_that_no_other_of_the_same_choice_has():
+    definitions = RunConfig.model_json_schema()["$defs"]
+    titles = {name: each["title"] for name, each in definitions.items() if "kind" in each.get("properties", {})}
+    assert titles["Grpo"] == "grpo: Reward minus the group's mean, over its standard deviation"
+    assert titles["KlPenalty"].startswith("k1, k2, k3: Penalty on")
+    for title in titles.values():
+        assert re.fullmatch(r"[a-z0-9_]+(, [a-z0-9_]+)*: [A-Z1].*[^.]", title), title
+    choices = [
+        [titles[each["$ref"].rpartition("/")[2]] for each in field["oneOf"]]
+        for definition in definitions.values()
+        for field in definition.get("properties", {}).values()
+        if "oneOf" in field and all("$ref" in each for each in field["oneOf"])
+    ]
+    assert len(choices) >= 5 and all(len({*choice}) == len(choice) for choice in choices)

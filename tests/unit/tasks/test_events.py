@@ -57,7 +57,8 @@ def test_a_run_that_is_held_tells_of_its_start_and_of_how_it_ended(tmp_path, tol
         ("run.started", {"iterations": 0}),
         ("run.ended", {"how": "stopped"}),
     ]
-    assert told() == [("rheostat.run.held", f"rheostat.{event}", payload) for event, payload in expected]
+    sent = told()
+    assert sent == [("rheostat.run.held", f"rheostat.{event}", payload) for event, payload in expected]
 
 
 def automations(name):

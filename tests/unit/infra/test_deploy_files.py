@@ -1,0 +1,148 @@
+"""infra/deploy/, read: no engine runs here, so what its files name must exist, and what they promise each other fit."""
+
+import json
+import re
+import shlex
+import sys
+import tomllib
+from fnmatch import fnmatch
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect.utilities.schema_tools.validation import is_valid_schema, validate
+from prefect.workers.base import BaseJobConfiguration
+
+from tests.support.jobs import ROOT
+
+DEPLOY = ROOT / "infra" / "deploy"
+KUBERNETES = json.loads((DEPLOY / "kubernetes.json").read_text())
+PLACEHOLDER = re.compile(r"{{ (\w+) }}")
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """Instructions of the Dockerfile, each with its words."""
+    text = re.sub(r"^#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(line.split()[0], shlex.split(line)[1:]) for line in text.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def compose():
+    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    return yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
+
+
+def test_the_image_copies_what_is_there_and_all_that_the_project_is_installed_from(steps):
+    copied = {source for step, words in steps if step == "COPY" for source in words[:-1]}
+    assert all((ROOT / source).exists() for source in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {f"{package}/" for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
+    assert copied >= packages | {"pyproject.toml", "constraints.txt", project["project"]["readme"], "prefect.yaml"}
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
+    assert sorted(kept) == sorted(source.rstrip("/") for source in copied | {"infra/"} if "/" not in source.rstrip("/"))
+    assert not [line for line in kept if fnmatch(line, "**/__pycache__")]
+
+
+def test_the_image_installs_extras_that_exist_at_the_pinned_versions_and_runs_as_nobody_special(steps):
+    (install,) = [words for step, words in steps if step == "RUN" and "install.sh" in words[0]]
+    script, _, *extras = install[: install.index("&&")]
+    assert (ROOT / script).stat().st_mode & 0o100 and "--constraint constraints.txt" in (ROOT / script).read_text()
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {*extras} == known.keys() - {"dev", "docs"}
+    (linked,) = [words for step, words in steps if step == "RUN" and words[0] == "ln"]
+    programs = {Path(word).name for word in linked[2:-1]}
+    assert programs and all((Path(sys.executable).parent / name).exists() for name in programs)
+    (user,) = [words for step, words in steps if step == "USER"]
+    order = [step for step, _ in steps]
+    assert user not in (["root"], ["0"]) and order.index("USER") > len(order) - 1 - order[::-1].index("RUN")
+    assert [words for step, words in steps if step == "FROM"] == [["python:3.11-slim"]]
+    assert "://" not in (DEPLOY / "Dockerfile").read_text(), "nothing is fetched from a place of ours"
+
+
+def test_every_service_waits_for_what_tells_that_it_is_ready_and_mounts_what_is_declared(compose):
+    services = compose["services"]
+    assert services.keys() == {"database", "server", "deploy", "worker"}
+    for service in services.values():
+        for other, waits in service.get("depends_on", {}).items():
+            needs = {"service_healthy": "healthcheck" in services[other]}
+            needs["service_completed_successfully"] = services[other].get("restart") == "no"
+            assert needs[waits["condition"]]
+        mounted = {mount.partition(":")[0] for mount in service.get("volumes", ())}
+        assert mounted <= compose["volumes"].keys()
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+    build = services["server"]["build"]
+    assert (DEPLOY / build["context"]).resolve() == ROOT and (ROOT / build["dockerfile"]).is_file()
+
+
+def test_no_password_is_written_in_the_compose_file_and_one_that_is_not_set_is_asked_for(compose):
+    text = (DEPLOY / "compose.yaml").read_text()
+    assert set(re.findall(r"\$\{(\w+)", text)) == {"RHEOSTAT_PASSWORD", "POSTGRES_PASSWORD"}
+    assert not re.search(r"\$\{\w+(?!\w|:\?)", text) and "$$" not in text
+    secret = [value for each in compose["services"].values() for name, value in each.get("environment", {}).items()
+              if re.search("PASSWORD|AUTH", name)]  # fmt: skip
+    assert len(secret) == 4 and all(value.startswith("${") for value in secret)
+
+
+def test_the_worker_serves_the_pool_of_the_deployments_from_where_they_look_for_runs(compose, steps):
+    pool = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["work_pool"]["name"]
+    worker, deploy = compose["services"]["worker"], compose["services"]["deploy"]
+    assert worker["command"][:5] == ["prefect", "worker", "start", "--pool", pool]
+    assert f"work-pool create {pool} " in deploy["command"][-1] and "deploy --all" in deploy["command"][-1]
+    home = next(word.partition("=")[2] for step, words in steps if step == "ENV" for word in words if "HOME=" in word)
+    assert worker["volumes"] == [f"store:{home}"]
+    assert ["install", "-d", "-o", "rheostat", home] == next(words for s, words in steps if "useradd" in words)[-5:]
+    assert deploy["working_dir"] == next(words[0] for step, words in steps if step == "WORKDIR")
+
+
+def test_every_placeholder_of_the_job_template_has_a_variable_and_every_variable_a_placeholder():
+    properties = KUBERNETES["variables"]["properties"]
+    placed = PLACEHOLDER.findall(json.dumps(KUBERNETES["job_configuration"]))
+    assert {*placed} == properties.keys()
+    assert all(each["title"] and each["description"].endswith(".") for each in properties.values())
+    assert is_valid_schema(KUBERNETES["variables"]) is None
+    defaults = {name: each["default"] for name, each in properties.items() if "default" in each}
+    assert validate(defaults, KUBERNETES["variables"]) == []
+
+
+async def test_the_job_template_makes_a_job_with_what_was_asked_for():
+    class Configuration(BaseJobConfiguration):
+        job_manifest: dict
+        namespace: str
+
+    asked = {"gpus": 2, "image": "team/rheostat", "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]}
+    made = await Configuration.from_template_and_values(KUBERNETES, asked, client=object())
+    job = made.job_manifest
+    assert (job["apiVersion"], job["kind"], job["spec"]["backoffLimit"]) == ("batch/v1", "Job", 0)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (pod["restartPolicy"], pod["tolerations"], made.namespace) == ("Never", asked["tolerations"], "default")
+    assert (container["image"], container["resources"]["limits"]["nvidia.com/gpu"]) == ("team/rheostat", 2)
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert PLACEHOLDER.findall(json.dumps(pod | {"containers": []})) == []
+
+
+def test_the_ray_cluster_has_what_its_definition_requires_and_the_version_of_ray_that_is_installed(cluster, compose):
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+    spec = cluster["spec"]
+    assert spec["rayVersion"] == version("ray")
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    for group in groups:
+        pod = group["template"]["spec"]
+        assert isinstance(group["rayStartParams"], dict)
+        (container,) = pod["containers"]
+        assert container["image"] == compose["services"]["worker"]["image"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    for group in spec["workerGroupSpecs"]:
+        assert group["groupName"] and group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    claim = groups[0]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"]
+    assert claim == KUBERNETES["variables"]["properties"]["store_claim"]["default"]
+    pages = (ROOT / "docs/deployments.md").read_text()
+    assert f"ray://{cluster['metadata']['name']}-head-svc:10001" in pages
