@@ -133,7 +133,7 @@ def test_a_whole_configuration_is_accepted_as_the_form_sends_it(server):
 async def test_a_run_works_where_a_variable_says_by_then_and_a_form_may_name_one(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     named = replace(server, environment=server.environment | {"RHEOSTAT_HOME": "{{ prefect.variables.rheostat_home }}"})
-    named.prefect("deploy", "--name", "evaluate/evaluate")
+    named.prefect("deploy", "--name", "evaluate")
     for name, value in {"rheostat_home": str(tmp_path / "later"), "rheostat_store": "s3://bucket/runs"}.items():
         server.prefect("variable", "set", name, value)
     (tmp_path / "later").mkdir()
