@@ -10,10 +10,12 @@ import pytest
 from infra.errors import BadInput
 from infra.store.runs import open_run
 from infra.store.shards import read_shard
+from models.records.model_input import RENDERED
 from models.records.turn_prompts import cut_at_prompts, turn_prompts
 from tasks.run.iteration import Iteration
 from tasks.verification.invariants import verify_run
 from tasks.verification.samples import check_samples
+from tasks.views.export import exported
 from tests.support import checker
 from tests.support.chaos import Strike, problems_after, run_once
 from tests.support.in_process import InProcessJob
@@ -73,6 +75,19 @@ def whole(tmp_path_factory, prefect_api, settings):
 def tables(run, number, stage):
     manifests = [each for each in run.manifests(f"it-{number:04d}") if f"/{stage}" in each.key]
     return [read_shard(run.store, shard) for each in manifests for shard in each.shards]
+
+
+def test_exported_advantages_are_of_the_tokens_that_are_no_prompt_of_a_turn(whole):
+    run = open_run(str(whole.store), "tiny")
+    several = 0
+    for number in (1, 2):
+        for table in exported(run, number):
+            for row in table.to_pylist():
+                prompts = [segment["tokens"] for segment in row["segments"] if segment["policy_version"] == RENDERED]
+                if row["advantages"] is not None:
+                    assert len(row["advantages"]) == len(row["completion_tokens"]) - sum(prompts)
+                    several += bool(prompts)
+    assert several > 0
 
 
 def test_a_run_that_is_killed_ends_with_the_same_bits(whole, tmp_path, prefect_api, settings):

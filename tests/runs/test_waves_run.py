@@ -2,8 +2,12 @@
 
 import json
 
+import pyarrow as pa
 import pytest
 
+from infra.store.runs import open_run
+from tasks.run.iteration import Iteration
+from tasks.views.export import exported
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import Fault, Job, manifests_of, shards_of
 
@@ -51,6 +55,18 @@ def test_groups_that_were_cut_go_on_first_in_the_next_iteration(waves):
 def test_an_iteration_short_of_informative_groups_has_another_wave(waves):
     plans = [path.parent.name for path in waves.run.glob("manifests/it-*/wave-*/plan.json")]
     assert "wave-2" in plans
+
+
+def test_an_export_marks_the_groups_that_credit_counted_and_those_that_it_trained(waves):
+    run = open_run(str(waves.store), "tiny")
+    for number in (1, 2, 3):
+        rows = pa.concat_tables(exported(run, number)).to_pylist()
+        marked = {row["prompt_row"] for row in rows if row["group_informative"]}
+        trained = {row["prompt_row"] for row in rows if row["advantages"] is not None}
+        before = {row for groups in Iteration(run, number).before.leftover_groups for row in groups.rows}
+        counted = seal(waves, number)["metrics"]
+        assert len(marked) + len(before) == counted["credit/informative_groups"]
+        assert trained <= marked and len(trained | before) >= counted["credit/trained_groups"]
 
 
 @pytest.mark.slow
