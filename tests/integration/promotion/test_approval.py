@@ -54,7 +54,7 @@ def heard(prefect_api):
 
     async def listen():
         ends.append(partial(asyncio.get_running_loop().call_soon_threadsafe, asyncio.current_task().cancel))
-        ours = EventFilter(event=EventNameFilter(prefix=["rheostat."]))
+        ours = EventFilter(event=EventNameFilter(prefix=["rheostat.registry.", "rheostat.budget."]))
         async with get_events_subscriber(filter=ours) as subscriber:
             listens.set()
             async for event in subscriber:
