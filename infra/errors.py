@@ -22,7 +22,9 @@ RheostatError
 └── BudgetSpent         a run has taken what its budget allows; with a larger one it goes on; exit code 3
 """
 
-from typing import ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar, Final
 
 
 class RheostatError(Exception):
@@ -36,6 +38,43 @@ class BadInput(RheostatError, ValueError):
     """What a user wrote is wrong; the message says what was expected, what came, and where."""
 
     exit_code = 2
+
+
+COMPLAINTS: Final = 6
+"""Different ones that are told together."""
+ALSO: Final = 3
+"""Further places of one that are named."""
+
+
+class Complaints:
+    """What is wrong at several places, such as lines of a file, kept until all is known and told in one line."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, list[str]] = {}
+        self._count = 0
+
+    @contextmanager
+    def kept(self, place: str) -> Iterator[None]:
+        """Keep what is wrong at a place, and go on behind the block."""
+        try:
+            yield
+        except BadInput as error:
+            self._count += 1
+            what = str(error).removeprefix(f"{place}: ")
+            if what in self._places or len(self._places) < COMPLAINTS:
+                places = self._places.setdefault(what, [])
+                places += [place] if len(places) <= ALSO else []
+
+    def check(self) -> None:
+        """Raise BadInput if anything is wrong: each complaint with its places, as far as a line can be read."""
+        if not self._count:
+            return
+        told = [
+            f"{place}: {what}" + (f" (also {', '.join(also)})" if also else "")
+            for what, (place, *also) in self._places.items()
+        ]
+        more = self._count - sum(map(len, self._places.values()))
+        raise BadInput("; ".join(told) + (f"; and {more} more" if more else ""))
 
 
 class RunHeld(BadInput):

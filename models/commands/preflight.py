@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from infra.config import PoolsConfig
-from infra.errors import BadInput, EndpointDown
+from infra.errors import BadInput, Complaints, EndpointDown
 from infra.runner import die_with
 from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
@@ -167,21 +167,25 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
             f"evaluation.problems {inputs.evaluation.problems} exceeds the {len(heldout)} held-out problems: "
             f"set evaluation.problems={len(heldout)}, or keep more back"
         )
-    known = {problem.identity for problem in train}
+    known, complaints = {problem.identity for problem in train}, Complaints()
     for problem in heldout:
-        if problem.identity in known:
-            raise BadInput(f"{problem.source}: this held-out problem is a training problem too; remove one of them")
+        with complaints.kept(problem.source):
+            if problem.identity in known:
+                raise BadInput(f"{problem.source}: this held-out problem is a training problem too; remove one of them")
+    complaints.check()
     if inputs.warmup is not None:
         warmup_examples(inputs.data, inputs.warmup.model_copy(update={"steps": 1}), inputs.seed)
     checking = [(rule.known_as, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
     checks: list[tuple[str, Callable[[str], object]]] = [(kind, partial(reward, "", "")) for kind, reward in checking]
     checks += [(reward.known_as, read_tests) for reward in inputs.scoring.code_rewards.values()]
     for problem in (*train, *heldout):
-        for kind, check_reference in checks:
-            try:
-                check_reference(problem.answer)
-            except ValueError as error:
-                raise BadInput(f"{problem.source}: the {kind} reward finds {error}") from error
+        with complaints.kept(problem.source):
+            for kind, check_reference in checks:
+                try:
+                    check_reference(problem.answer)
+                except ValueError as error:
+                    raise BadInput(f"{problem.source}: the {kind} reward finds {error}") from error
+    complaints.check()
 
 
 def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) -> None:
@@ -301,10 +305,14 @@ def _check_preferences(
         load_preferences(inputs.preferences, inputs.data, split=split, seed=inputs.seed)
         for split in ("train", "heldout")
     )
-    known = {problem.identity for problem in heldout}
+    known, complaints = {problem.identity for problem in heldout}, Complaints()
     for pair in train:
-        if identity(pair.prompt) in known:
-            raise BadInput(f"{pair.source}: this pair to learn from is about a held-out problem; remove one of them")
+        with complaints.kept(pair.source):
+            if identity(pair.prompt) in known:
+                raise BadInput(
+                    f"{pair.source}: this pair to learn from is about a held-out problem; remove one of them"
+                )
+    complaints.check()
     if inputs.dpo is not None:
         policy_pairs([*train, *kept], tokenizer, context=shape.context)
     trained = inputs.scoring.trained_reward_models

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol, cast
 
-from infra.errors import BadInput
+from infra.errors import BadInput, Complaints
 from infra.variants import implementation_of
 from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
 from models.config.training import WarmupConfig
@@ -130,7 +130,11 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
 def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
     """Read one file as it is, before template and split."""
     columns = [config.prompt_column, config.chosen_column, config.rejected_column]
-    pairs = [_pair(place, row, config) for place, row in read_rows(path, columns)]
+    pairs, complaints = list[Preference](), Complaints()
+    for place, row in read_rows(path, columns, complaints):
+        with complaints.kept(place):
+            pairs.append(_pair(place, row, config))
+    complaints.check()
     if not pairs:
         raise BadInput(f"{path}: no preferences, the file is empty")
     return pairs
@@ -159,7 +163,9 @@ def _completion(place: str, row: Mapping[str, object], column: str) -> str:
 
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:
-    known = {identity(pair.prompt) for pair in _read_pairs(config.path, config)}
+    known, complaints = {identity(pair.prompt) for pair in _read_pairs(config.path, config)}, Complaints()
     for pair in heldout:
-        if identity(pair.prompt) in known:
-            raise BadInput(f"{pair.source}: this held-out prompt is a training prompt too; remove one of them")
+        with complaints.kept(pair.source):
+            if identity(pair.prompt) in known:
+                raise BadInput(f"{pair.source}: this held-out prompt is a training prompt too; remove one of them")
+    complaints.check()

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import JsonValue
 
-from infra.errors import BadInput
+from infra.errors import BadInput, Complaints
 from infra.store.inputs import fetched, written
 from models.config.data import FileData
 from models.data.images import images_in
@@ -42,8 +42,11 @@ TEXTS: Final = (".jsonl", ".json", ".csv")
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> Iterator[FileRow]:
-    """Read one file in order; the columns must be there."""
+def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Iterator[FileRow]:
+    """Read one file in order; the columns must be there.
+
+    Rows that are none are kept among the complaints. Raises BadInput where the file cannot be read on.
+    """
     if format_of(path) not in SUFFIXES:
         packed = ", ".join(f"{suffix}.gz" for suffix in TEXTS)
         raise BadInput(f"{path}: unknown suffix {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, {packed}")
@@ -55,9 +58,10 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[FileRow]:
         if format_of(path) not in TEXTS:
             yield from _table_rows(here, columns, name=name)
             return
-        for place, row in text_rows(here, name=name):
-            _require_columns(place, columns, list(row))
-            yield place, row
+        for place, row in text_rows(here, complaints, name=name):
+            with complaints.kept(place):
+                _require_columns(place, columns, list(row))
+                yield place, row
     except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
@@ -68,31 +72,35 @@ def format_of(path: Path) -> str:
     return inner if path.suffix == ".gz" and inner in TEXTS else path.suffix
 
 
-def text_rows(path: Path, *, name: str) -> Iterator[FileRow]:
+def text_rows(path: Path, complaints: Complaints, *, name: str) -> Iterator[FileRow]:
     """Read a file of text; what is in a CSV is text, whatever it looks like."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as content:
         match format_of(path):
             case ".jsonl":
-                yield from _json_lines(content, name)
+                yield from _json_lines(content, name, complaints)
             case ".json":
-                yield from _json_array(content, name)
+                yield from _json_array(content, name, complaints)
             case _:
-                yield from _csv_rows(content, name)
+                yield from _csv_rows(content, name, complaints)
 
 
-def _json_lines(content: io.BufferedIOBase, name: str) -> Iterator[FileRow]:
+def _json_lines(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
     for number, line in enumerate(content, start=1):
         if not line.strip():
             continue
         place = f"{name}:{number}"
-        try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").strip())
-        except (ValueError, RecursionError) as error:
-            raise BadInput(f"{place}: not a JSON line: {error}") from error
-        yield place, _object(place, row)
+        with complaints.kept(place):
+            yield place, _object(place, _parsed(place, line, encoding="utf-8-sig" if number == 1 else "utf-8"))
 
 
-def _json_array(content: io.BufferedIOBase, name: str) -> Iterator[FileRow]:
+def _parsed(place: str, line: bytes, *, encoding: str) -> object:
+    try:
+        return json.loads(line.decode(encoding).strip())
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{place}: not a JSON line: {error}") from error
+
+
+def _json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
     try:
         rows = json.loads(content.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -101,7 +109,8 @@ def _json_array(content: io.BufferedIOBase, name: str) -> Iterator[FileRow]:
         raise BadInput(f"{name}: expected a JSON array of objects, found {type(rows).__name__}")
     for number, row in enumerate(rows):
         place = f"{name}[{number}]"
-        yield place, _object(place, row)
+        with complaints.kept(place):
+            yield place, _object(place, row)
 
 
 def _object(place: str, row: object) -> Mapping[str, object]:
@@ -110,16 +119,17 @@ def _object(place: str, row: object) -> Mapping[str, object]:
     return row
 
 
-def _csv_rows(content: io.BufferedIOBase, name: str) -> Iterator[FileRow]:
+def _csv_rows(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
     csv.field_size_limit(sys.maxsize)  # of 128 KiB
     rows = csv.reader(io.TextIOWrapper(cast(IO[bytes], content), encoding="utf-8-sig", newline=""), strict=True)
     try:
         header = next(rows, [])
         for row in filter(None, rows):
             place = f"{name}:{rows.line_num}"
-            if len(row) != len(header):
-                raise BadInput(f"{place}: expected {len(header)} columns, as in the first line, found {len(row)}")
-            yield place, dict(zip(header, row, strict=True))
+            with complaints.kept(place):
+                if len(row) != len(header):
+                    raise BadInput(f"{place}: expected {len(header)} columns, as in the first line, found {len(row)}")
+                yield place, dict(zip(header, row, strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
         raise BadInput(f"{name}:{rows.line_num}: not CSV in UTF-8: {error}") from error
 
@@ -235,11 +245,15 @@ def file_problems(data: FileData, split: str, seed: int) -> list[Problem]:
 
 
 def read_problems(path: Path, data: FileData) -> list[Problem]:
-    """Read one file as it is, before template and split."""
+    """Read one file as it is, before template and split. Raises BadInput with all that is wrong in it."""
     named = [data.prompt_column, data.answer_column, data.images_column, *data.environment_columns]
     columns = list(dict.fromkeys(filter(None, named)))
     root = data.images_root or path.parent
-    problems = [_problem(place, row, data, root=root) for place, row in islice(read_rows(path, columns), data.limit)]
+    problems, complaints = list[Problem](), Complaints()
+    for place, row in islice(read_rows(path, columns, complaints), data.limit):
+        with complaints.kept(place):
+            problems.append(_problem(place, row, data, root=root))
+    complaints.check()
     if not problems:
         raise BadInput(f"{path}: no problems, the file is empty")
     return problems

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.errors import BadInput
+from infra.errors import BadInput, Complaints
 from infra.store.inputs import fetched
 from models.config.data import FileData
 from models.data.files import format_of, text_rows
@@ -41,7 +41,7 @@ def _names(path: Path, column: str) -> Iterator[str]:
     """Read what a column says of paths; of images in the rows nothing is read."""
     match format_of(path):
         case ".jsonl" | ".json" | ".csv":
-            for _, row in text_rows(path, name=str(path)):
+            for _, row in text_rows(path, Complaints(), name=str(path)):
                 yield from _spelt(row.get(column))
         case ".parquet":
             file = pq.ParquetFile(path)

@@ -6,7 +6,7 @@ from typing import Final
 
 from PIL import Image
 
-from infra.errors import BadInput, WorkerFailed
+from infra.errors import BadInput, Complaints, WorkerFailed
 from models.config.data import PixelLimits
 from models.config.judges import EndpointJudge, JudgeReward, ScoreVerdict
 from models.config.rewards import ScoringConfig
@@ -28,20 +28,27 @@ SIDE: Final = 224
 def check_images(problems: Sequence[Problem], processor: VisionProcessor | None) -> None:
     """Read the pixels of each image once: its beginning does not tell whether its end is there.
 
-    `processor` is of the policy that sees them. Raises BadInput with the place of an image that cannot be seen.
+    `processor` is of the policy that sees them. Raises BadInput with the places of images that cannot be seen.
     """
     places = {
         encoded: f"{problem.source}: image {number}"
         for problem in problems
         for number, encoded in enumerate(problem.images, start=1)
     }
+    complaints = Complaints()
     for encoded, where in places.items():
-        check_pixels(encoded, where=where)
-        try:
-            if processor is not None:
-                processor.check(encoded)
-        except ValueError as error:
-            raise BadInput(f"{where}: {error}") from error
+        with complaints.kept(where):
+            _check_image(encoded, processor, where=where)
+    complaints.check()
+
+
+def _check_image(encoded: bytes, processor: VisionProcessor | None, *, where: str) -> None:
+    check_pixels(encoded, where=where)
+    try:
+        if processor is not None:
+            processor.check(encoded)
+    except ValueError as error:
+        raise BadInput(f"{where}: {error}") from error
 
 
 def check_seen(scoring: ScoringConfig, problems: Sequence[Problem]) -> None:

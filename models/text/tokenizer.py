@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput
+from infra.errors import BadInput, Complaints
 from models.config.policy import ScratchPolicy
 from models.data.images import ImageHeader, read_header
 from models.data.problems import Message, Problem, Prompt, check_places, identity, with_places
@@ -224,13 +224,17 @@ def takes_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 def require_room(problems: Sequence[Problem], prompts: Sequence[TokenizedPrompt], *, max_tokens: int) -> None:
-    """Refuse a prompt that is empty or leaves no room for a completion."""
+    """Refuse prompts that are empty or leave no room for a completion."""
+    complaints = Complaints()
     for problem, prompt in zip(problems, prompts, strict=True):
-        if not 0 < len(prompt.input) <= max_tokens:
-            raise BadInput(
-                f"{problem.source}: the prompt has {len(prompt.input)} tokens{_of_images(prompt)}, expected 1 to "
-                f"{max_tokens}: context less rollout.sampling.max_new_tokens; shorten it, remove it, or leave more room"
-            )
+        with complaints.kept(problem.source):
+            if not 0 < len(prompt.input) <= max_tokens:
+                raise BadInput(
+                    f"{problem.source}: the prompt has {len(prompt.input)} tokens{_of_images(prompt)}, expected 1 to "
+                    f"{max_tokens}: context less rollout.sampling.max_new_tokens; shorten it, remove it, or leave more "
+                    "room"
+                )
+    complaints.check()
 
 
 def _of_images(prompt: TokenizedPrompt) -> str:

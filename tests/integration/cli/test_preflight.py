@@ -242,6 +242,13 @@ def test_a_reference_without_a_number_is_found_before_a_completion_exists(tmp_pa
         check(inputs(data=data, rollout=RolloutConfig(prompts=8), scoring=ScoringConfig(rewards=(NumericReward(),))))
 
 
+def test_all_references_that_a_reward_cannot_read_are_told_together(tmp_path):
+    data = rows(tmp_path / "a.jsonl", *("#### 1",) * 80, "#### many", "#### few", "#### many")
+    with pytest.raises(BadInput, match=r"a.jsonl:8[123]: the numeric reward finds no number .*; .*a.jsonl:8[123]: ") as e:
+        check(inputs(data=data, rollout=RolloutConfig(prompts=8), scoring=ScoringConfig(rewards=(NumericReward(),))))
+    assert all(f"a.jsonl:{line}" in str(e.value) for line in (81, 82, 83))
+
+
 def test_a_reference_without_mathematics_is_found_before_a_completion_exists(tmp_path):
     data = rows(tmp_path / "a.jsonl", *(r"\$18.90",) * 80, "-$5")
     scoring = ScoringConfig(rewards=(MathReward(),))

@@ -357,3 +357,47 @@ def test_a_column_for_environments_that_is_not_there_or_no_json_is_bad_input(tmp
     for columns, message in ((("answer",), "'answer' is what an environment is told anyway"), (("a", "a"), "once")):
         with pytest.raises(ValueError, match=message):
             FileData(path=path, environment_columns=columns)
+
+
+# ---- all that is wrong with a file
+
+
+def refusal_of(path: Path, **settings: object) -> str:
+    with pytest.raises(BadInput) as refused:
+        load_problems(FileData(path=path, heldout_path=path, **settings), "train", 0)
+    return str(refused.value)
+
+
+def test_all_that_is_wrong_with_a_file_is_told_in_one_line(tmp_path):
+    lines = [*numbered(2), "{", {"prompt": "", "answer": "1"}, {"prompt": "a"}, {"prompt": " ", "answer": "1"}, [1]]
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    assert refusal_of(path) == (
+        f"{path}:3: not a JSON line: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); "
+        f"{path}:4: prompt: expected text, found none (also {path}:6); "
+        f"{path}:5: no column 'answer' (columns: prompt); "
+        f"{path}:7: expected a JSON object, found list"
+    )
+
+
+def test_of_very_many_faults_the_others_are_counted(tmp_path):
+    alike = write_lines(tmp_path / "a.jsonl", *({"prompt": None, "answer": "1"} for _ in range(1000)))
+    told = refusal_of(alike)
+    assert told.endswith(f" (also {alike}:2, {alike}:3, {alike}:4); and 996 more")
+    assert told.count("found NoneType") == 1
+    different = write_lines(tmp_path / "b.jsonl", *({"prompt": n, "answer": "1"} for n in range(1000)))
+    told = refusal_of(different)
+    assert f"{different}:6: prompt: expected text, found int 5; and 994 more" in told
+    assert len(told.split("; ")) == 7
+
+
+def test_faults_behind_the_limit_are_not_looked_for(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", *numbered(3), "{")
+    assert len(load_problems(FileData(path=path, heldout_path=path, limit=3), "train", 0)) == 3
+    assert refusal_of(path, limit=4).startswith(f"{path}:4: not a JSON line")
+
+
+def test_ragged_lines_of_a_csv_are_told_together(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer\nq,1,2\nq,1\nq\n")
+    told = refusal_of(tmp_path / "a.csv")
+    assert told.count("a.csv:") == 2
+    assert re.search(r"a.csv:2: expected 2 columns, .* found 3; .*a.csv:4: expected 2 columns, .* found 1$", told)
