@@ -6,19 +6,20 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Final, Literal, cast, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     JsonValue,
     model_serializer,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from infra.errors import BadInput
 
@@ -32,8 +33,41 @@ def _title(model: type[BaseModel]) -> str:
     return f"{', '.join(get_args(kind.annotation))}: {what.replace('`', '')}"
 
 
+def _no_integer(value: object) -> object:
+    if isinstance(value, bool):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def _no_float(value: object) -> object:
+    if isinstance(value, bool):
+        raise PydanticKnownError("float_type")
+    return value
+
+
+_BEFORE: Final = {"int": _no_integer, "float": _no_float}
+_WITHIN: Final = ("schema", "items_schema", "keys_schema", "values_schema", "choices", "fields")
+"""Keys of a core schema under which there are others."""
+
+
+def _without_booleans(schema: Any, model: type[BaseModel]) -> Any:  # noqa: ANN401 -- pydantic's, of many types
+    """Put a check before each number in the core schema of a model; those in it have their own."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(_without_booleans(each, model) for each in schema)
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")
+    if kind is None:  # fields or choices by name
+        return {name: _without_booleans(each, model) for name, each in schema.items()}
+    if kind in _BEFORE:
+        return core_schema.no_info_before_validator_function(_BEFORE[kind], cast(CoreSchema, schema))
+    if kind == "model" and schema["cls"] is not model:
+        return schema
+    return schema | {key: _without_booleans(schema[key], model) for key in _WITHIN if key in schema}
+
+
 class Settings(BaseModel):
-    """Immutable settings: unknown keys are errors, field docstrings are the form's descriptions."""
+    """Immutable settings: unknown keys are errors, field docstrings are the form's descriptions, true is no number."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -42,6 +76,14 @@ class Settings(BaseModel):
         allow_inf_nan=False,
         model_title_generator=_title,
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Take no boolean for a number, as pydantic does where it is not strict in everything."""
+        schema = handler(source)
+        whole: dict[str, Any] = handler.resolve_ref_schema(schema)  # type: ignore[assignment]
+        whole.update(_without_booleans(whole, cls))
+        return schema
 
 
 class WorkerRange(Settings):

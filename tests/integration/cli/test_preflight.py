@@ -244,9 +244,9 @@ def test_a_reference_without_a_number_is_found_before_a_completion_exists(tmp_pa
 
 def test_all_references_that_a_reward_cannot_read_are_told_together(tmp_path):
     data = rows(tmp_path / "a.jsonl", *("#### 1",) * 80, "#### many", "#### few", "#### many")
-    with pytest.raises(BadInput, match=r"a.jsonl:8[123]: the numeric reward finds no number .*; .*a.jsonl:8[123]: ") as e:
+    with pytest.raises(BadInput, match=r"the numeric reward finds no number .*; ") as refused:
         check(inputs(data=data, rollout=RolloutConfig(prompts=8), scoring=ScoringConfig(rewards=(NumericReward(),))))
-    assert all(f"a.jsonl:{line}" in str(e.value) for line in (81, 82, 83))
+    assert all(f"a.jsonl:{line}" in str(refused.value) for line in (81, 82, 83))
 
 
 def test_a_reference_without_mathematics_is_found_before_a_completion_exists(tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import re
 import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,28 @@ def test_a_union_says_which_kinds_there_are_and_whose_key_it_is(text, expected):
 )
 def test_a_bad_value_is_answered_with_what_was_expected_and_what_came(text, expected):
     assert complaint(text) == expected
+
+
+def numbers_of(document: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    """Dotted keys of the numbers in a document."""
+    for key, value in document.items():
+        if isinstance(value, dict):
+            yield from numbers_of(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{key}"
+
+
+def test_true_is_a_number_nowhere():
+    warmup = override_config({}, ["warmup.steps=3", "rollout.dynamic.margin=2"], source="run.toml")
+    document = warmup.model_dump(mode="json")
+    keys = list(numbers_of(document))
+    assert {"seed", "rollout.group_size", "update.learning_rate", "rollout.dynamic.margin", "pools.workers"} <= {*keys}
+    for key in keys:
+        with pytest.raises(BadInput, match=rf"run.toml: {key}[.\w]*: expected an? (integer|number), got True$"):
+            override_config(document, [f"{key}=true"], source="run.toml")
+    assert parse_config({"report": False}, source="run.toml").report is False
+    with pytest.raises(BadInput, match=r"placement.replicas.honest: expected an integer, got True$"):
+        override_config({}, ["placement.kind=adaptive", "placement.replicas={honest=true}"], source="run.toml")
 
 
 def test_several_faults_are_told_at_once_unknown_keys_first():
