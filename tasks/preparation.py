@@ -49,7 +49,12 @@ async def make_prompts(session: Session, base: Manifest, split: str) -> Manifest
         max_new_tokens=settings.rollout.sampling.max_new_tokens,
         environment=settings.rollout.environment,
     )
-    return await once(session, PROMPTS[split], role="preparation", method="make_prompts", work=work, parents=[base])
+    found = session.run.find(PROMPTS[split])
+    made = await once(session, PROMPTS[split], role="preparation", method="make_prompts", work=work, parents=[base])
+    if left_out := made.metrics.get("too_long"):
+        what = f"{left_out:,.0f} of {made.metrics['prompts'] + left_out:,.0f} problems left out, too long"
+        logger.info("prompts %s: %s (data.too_long)%s", split, what, "" if found is None else FROM_STORE)
+    return made
 
 
 def start_pools(session: Session) -> None:
@@ -104,7 +109,13 @@ async def fine_tune(session: Session) -> Manifest:
     settings = session.settings
     assert settings.warmup is not None, "fine_tune where is_fine_tuned"
     base = session.run.require(BASE)
-    work = WarmupWork(policy=policy_of(base), data=settings.data, warmup=settings.warmup, seed=settings.seed)
+    work = WarmupWork(
+        policy=policy_of(base),
+        data=settings.data,
+        warmup=settings.warmup,
+        seed=settings.seed,
+        max_new_tokens=settings.rollout.sampling.max_new_tokens,
+    )
     course = f"{settings.warmup.steps} steps of {settings.warmup.batch_size} examples"
     return await _train(session, SFT, "warm-up", course=course, method="warmup", work=work, parents=[base])
 

@@ -41,7 +41,8 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "iterations": f"{config.iterations}, {left} to do",
         "each": f"{prompts} prompts x {rollout.group_size} = {completions:,} completions in {shards} shards"
         f"{_waves(config)}",
-        "problems": f"{facts['train_problems']:,.0f} training, {facts['heldout_problems']:,.0f} held out",
+        "problems": f"{facts['train_problems']:,.0f} training, {facts['heldout_problems']:,.0f} held out"
+        + (f"; {facts['too_long']:,.0f} left out, too long" if facts["too_long"] else ""),
         "policy": f"{facts['parameters']:,.0f} parameters, context {facts['context']:,.0f} tokens",
         **_adapter(config, facts),
         "longest": f"{facts['longest_prompt_tokens']:,.0f} prompt + {rollout.sampling.max_new_tokens} new tokens",

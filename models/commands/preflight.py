@@ -93,6 +93,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     check_implementation(inputs.data, "data", "split", "seed", where="data")
     train = load_problems(inputs.data, "train", inputs.seed)
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
+    _check_sizes(inputs, train=len(train), heldout=len(heldout))
     _check_data(inputs, train, heldout)
     check_seen(inputs.scoring, [*train, *heldout])
     if inputs.checked is not None:
@@ -112,6 +113,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
         shown = [problem.digests for problem in (*train, *heldout)]
         facts = counts | remembered(cache, lambda: key_of(inputs, train, heldout, shown), find)
     check_judges_see(inputs.scoring)  # each time: another model may answer there by now
+    _check_sizes(inputs, train=int(facts["train_problems"]), heldout=int(facts["heldout_problems"]))
     return facts
 
 
@@ -156,17 +158,20 @@ def _check_rewards(inputs: Inputs) -> None:
             check_judge(term, served, inputs.data)
 
 
-def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> None:
-    if inputs.rollout.prompts > len(train):
+def _check_sizes(inputs: Inputs, *, train: int, heldout: int) -> None:
+    if inputs.rollout.prompts > train:
         raise BadInput(
-            f"rollout.prompts {inputs.rollout.prompts} exceeds the {len(train)} training problems: "
+            f"rollout.prompts {inputs.rollout.prompts} exceeds the {train} training problems: "
             "an iteration would ask one twice"
         )
-    if inputs.evaluation.problems > len(heldout):
+    if inputs.evaluation.problems > heldout:
         raise BadInput(
-            f"evaluation.problems {inputs.evaluation.problems} exceeds the {len(heldout)} held-out problems: "
-            f"set evaluation.problems={len(heldout)}, or keep more back"
+            f"evaluation.problems {inputs.evaluation.problems} exceeds the {heldout} held-out problems: "
+            f"set evaluation.problems={heldout}, or keep more back"
         )
+
+
+def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> None:
     known, complaints = {problem.identity for problem in train}, Complaints()
     for problem in heldout:
         with complaints.kept(problem.source):
@@ -205,7 +210,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     # Imported here: what is wrong with rewards and data is said before the second that transformers takes.
     from models.environments.scene import check_turns, tools_of
     from models.inspection.directory import inspect_policy
-    from models.text.tokenizer import problem_texts, require_room, tokenize_problems
+    from models.text.tokenizer import problem_texts, tokenize_problems, with_room
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
         check_implemented(engine, name=name)
@@ -226,9 +231,14 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
             f"rollout.sampling.max_new_tokens {new_tokens} leaves no room for a prompt: "
             f"the policy's context is {shape.context} tokens"
         )
-    require_room(problems, prompts, max_tokens=shape.context - new_tokens)
-    longest = max(len(prompt.input) for prompt in prompts)
+    pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.too_long
+    train_asked = with_room(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
+    heldout_asked = with_room(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
+    longest = max(len(prompt.input) for _, prompt in (*train_asked, *heldout_asked))
     return {
+        "train_problems": len(train_asked),
+        "heldout_problems": len(heldout_asked),
+        "too_long": len(problems) - len(train_asked) - len(heldout_asked),
         "parameters": shape.parameters,
         "context": shape.context,
         "longest_prompt_tokens": longest,

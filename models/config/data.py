@@ -32,6 +32,9 @@ class DataSource(Variant):
 
     without: Location | None = None
     """File with a prompt_id per line, of this machine or at s3://bucket/name: iterations leave these problems out."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """Problems whose prompt leaves a completion no room in the policy's context: end the run before it begins, or leave
+    them out of iterations, evaluations and warm-up; how many is in the record of the prompts."""
 
     @property
     def has_answers(self) -> bool:

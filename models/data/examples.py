@@ -3,7 +3,7 @@
 They are made from problems, or read from a file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -31,9 +31,15 @@ class Example(NamedTuple):
     """What follows in an episode: in turn what the environment says, and the next turn, which is imitated too."""
 
 
-def warmup_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[Example]:
-    """Draw the examples of all warm-up steps, in training order: the training problems, shuffled anew each pass."""
+def warmup_examples(
+    data: DataConfig, warmup: WarmupConfig, seed: int, *, among: Callable[[list[Problem]], list[Problem]] | None = None
+) -> list[Example]:
+    """Draw the examples of all warm-up steps, in training order: the training problems, shuffled anew each pass.
+
+    `among` chooses of these problems.
+    """
     problems = load_problems(data, "train", seed)
+    problems = problems if among is None else among(problems)
     if not data.has_answers:
         raise BadInput("warmup needs answers to imitate: set data.answer_column, or remove [warmup]")
     rng = Random(f"{seed}/warmup")

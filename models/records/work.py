@@ -219,6 +219,8 @@ class WarmupWork:
     data: DataConfig
     warmup: WarmupConfig
     seed: int
+    max_new_tokens: int = 0
+    """Room that completions need, where `data.too_long` is `drop`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from pydantic import JsonValue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -223,18 +223,38 @@ def takes_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
     return probe in spelt
 
 
-def require_room(problems: Sequence[Problem], prompts: Sequence[TokenizedPrompt], *, max_tokens: int) -> None:
-    """Refuse prompts that are empty or leave no room for a completion."""
-    complaints = Complaints()
-    for problem, prompt in zip(problems, prompts, strict=True):
+Asked = list[tuple[Problem, TokenizedPrompt]]
+"""Problems as they are asked."""
+
+
+def with_room(asked: Asked, *, max_tokens: int, too_long: Literal["refuse", "drop"], split: str) -> Asked:
+    """Refuse prompts that are empty or leave no room for a completion; or leave out those that are too long.
+
+    Raises BadInput with all that are refused, or where none is left.
+    """
+    complaints, kept = Complaints(), Asked()
+    for problem, prompt in asked:
+        if len(prompt.input) > max_tokens and too_long == "drop":
+            continue
         with complaints.kept(problem.source):
-            if not 0 < len(prompt.input) <= max_tokens:
-                raise BadInput(
-                    f"{problem.source}: the prompt has {len(prompt.input)} tokens{_of_images(prompt)}, expected 1 to "
-                    f"{max_tokens}: context less rollout.sampling.max_new_tokens; shorten it, remove it, or leave more "
-                    "room"
-                )
+            _require_room(problem, prompt, max_tokens=max_tokens)
+            kept.append((problem, prompt))
     complaints.check()
+    if not kept:
+        raise BadInput(
+            f"data.too_long = 'drop' leaves no {split} problem: all {len(asked)} have more than {max_tokens} tokens, "
+            "context less rollout.sampling.max_new_tokens; leave more room"
+        )
+    return kept
+
+
+def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int) -> None:
+    if not 0 < len(prompt.input) <= max_tokens:
+        raise BadInput(
+            f"{problem.source}: the prompt has {len(prompt.input)} tokens{_of_images(prompt)}, expected 1 to "
+            f"{max_tokens}: context less rollout.sampling.max_new_tokens; shorten it, remove it, leave more room, or "
+            "set data.too_long = 'drop'"
+        )
 
 
 def _of_images(prompt: TokenizedPrompt) -> str:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -14,6 +15,7 @@ from models.config.objectives import UpdateConfig
 from models.config.training import WarmupConfig
 from models.data.examples import Example, Preference, load_preferences, warmup_examples
 from models.data.images import digest_of
+from models.data.problems import Problem
 from models.environments.transcripts import user_examples
 from models.judges.prompts import judge_examples
 from models.modeling.critic import TokenValues, critic_from_policy
@@ -24,11 +26,12 @@ from models.records.media import Gallery, HeldImages
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, UserWarmupWork, WarmupWork
 from models.text.sequences import SequencePair, policy_pairs, reward_pairs
-from models.text.tokenizer import load_tokenizer
+from models.text.tokenizer import load_tokenizer, tokenize_problems, with_room
 from models.training.offline import Learnt, Listener, PairLearning, PairNumbers, imitate, learn_preferences
 from models.training.ranks import Ranks
 from models.training.trainer import Trainer
 from models.training.versions import Build, Learner
+from models.vision.processor import load_processor
 
 
 class OfflineTrainer:
@@ -46,7 +49,15 @@ class OfflineTrainer:
 
     def warmup(self, work: WarmupWork) -> Outcome:
         """Imitate worked examples."""
-        return self._imitate(work.policy, warmup_examples(work.data, work.warmup, work.seed), work.warmup)
+        among = partial(self._with_room, work) if work.data.too_long == "drop" else None
+        return self._imitate(work.policy, warmup_examples(work.data, work.warmup, work.seed, among=among), work.warmup)
+
+    def _with_room(self, work: WarmupWork, problems: list[Problem]) -> list[Problem]:
+        directory = fetch_bundle(self._store, work.policy.weights)
+        prompts = tokenize_problems(problems, load_tokenizer(directory), load_processor(directory))
+        room = _context(directory) - work.max_new_tokens
+        asked = with_room([*zip(problems, prompts, strict=True)], max_tokens=room, too_long="drop", split="train")
+        return [problem for problem, _ in asked]
 
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
         """Train a judge on right and wrong completions."""

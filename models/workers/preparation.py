@@ -35,7 +35,7 @@ from models.records.work import (
     TeacherWork,
     UserPreparation,
 )
-from models.text.tokenizer import TokenizedPrompt, load_tokenizer, require_room, tokenize_problems
+from models.text.tokenizer import TokenizedPrompt, load_tokenizer, tokenize_problems, with_room
 from models.vision.pixels import limit_pixels
 from models.vision.processor import load_processor
 
@@ -149,7 +149,10 @@ class PreparationWorker:
         prompts = tokenize_problems(problems, tokenizer, load_processor(directory), tools=tools)
         if work.split == "train" and work.data.without is not None:
             problems, prompts = _without(problems, prompts, fetched(work.data.without))
-        require_room(problems, prompts, max_tokens=context - work.max_new_tokens)
+        room, too_long = context - work.max_new_tokens, work.data.too_long
+        asked = with_room([*zip(problems, prompts, strict=True)], max_tokens=room, too_long=too_long, split=work.split)
+        left_out = {"too_long": len(problems) - len(asked)} if too_long == "drop" else {}
+        problems, prompts = [problem for problem, _ in asked], [prompt for _, prompt in asked]
         self._progress += 1
         metadata = {"run": self._run, "split": work.split, "weights_digest": work.policy.weights.digest}
         ref = write_shard(self._store, _table(problems, prompts), kind="prompts", metadata=metadata)
@@ -162,7 +165,7 @@ class PreparationWorker:
         seen = {"images": sum(shard.rows for shard in media)} if media else {}
         return Outcome(
             shards=(ref, *media),
-            metrics={"prompts": len(prompts), "tokens": sum(lengths), "longest": max(lengths), **seen},
+            metrics={"prompts": len(prompts), "tokens": sum(lengths), "longest": max(lengths), **left_out, **seen},
             timings={"make": time.perf_counter() - started},
         )
 

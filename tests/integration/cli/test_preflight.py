@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
+from string import ascii_letters
 
 import pytest
 
@@ -240,6 +242,22 @@ def test_a_reference_without_a_number_is_found_before_a_completion_exists(tmp_pa
     data = rows(tmp_path / "a.jsonl", *("#### 1",) * 80, "#### many")
     with pytest.raises(BadInput, match=r"a.jsonl:81: the numeric reward finds no number in the reference '#### many'"):
         check(inputs(data=data, rollout=RolloutConfig(prompts=8), scoring=ScoringConfig(rewards=(NumericReward(),))))
+
+
+def test_what_is_too_long_does_not_count_where_it_is_left_out(tmp_path):
+    random = Random(0)
+    for name in ("t", "h"):
+        texts = ["".join(random.choices(ascii_letters, k=99 if n % 4 == 0 else 9)) for n in range(12)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt": t, "answer": "1"}) for t in texts))
+    data = FileData(path=tmp_path / "t.jsonl", heldout_path=tmp_path / "h.jsonl", too_long="drop")
+    small = ScratchPolicy(vocab_size=300, context=128)
+    facts = check(inputs(data=data, policy=small, rollout=RolloutConfig(prompts=9)))
+    assert (facts["train_problems"], facts["heldout_problems"], facts["too_long"]) == (9, 9, 6)
+    with pytest.raises(BadInput, match=r"rollout.prompts 10 exceeds the 9 training problems"):
+        check(inputs(data=data, policy=small, rollout=RolloutConfig(prompts=10)))
+    refusing = data.model_copy(update={"too_long": "refuse"})
+    with pytest.raises(BadInput, match=r"t.jsonl:1: the prompt has \d+ tokens, .*; .*t.jsonl:5: .*; .*t.jsonl:9: "):
+        check(inputs(data=refusing, policy=small, rollout=RolloutConfig(prompts=9)))
 
 
 def test_all_references_that_a_reward_cannot_read_are_told_together(tmp_path):

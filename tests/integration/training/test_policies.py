@@ -24,10 +24,11 @@ from models.data.problems import Message, Problem, load_problems
 from models.inspection.directory import DecoderSizes
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, load_policy, save_policy
+from models.records.model_input import ModelInput
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import Outcome
 from models.records.work import PolicyWork, PromptWork
-from models.text.tokenizer import load_tokenizer, scratch_tokenizer, tokenize_problems
+from models.text.tokenizer import TokenizedPrompt, load_tokenizer, scratch_tokenizer, tokenize_problems, with_room
 from models.workers.preparation import PreparationWorker
 from tests.support.policies import DATA, TINY, make_policy
 from tests.support.processes import preload, process
@@ -277,6 +278,29 @@ def test_a_prompt_that_leaves_no_room_is_named_with_its_length(tmp_path):
     assert (
         make_prompts(tmp_path, made, FileData(path=path, heldout_path=path), max_new_tokens=24).metrics["longest"] == 40
     )
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted_where_that_is_asked_for(tmp_path):
+    lengths = (40, 5, 33, 32, 41)
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": "x" * length, "answer": str(length)}) for length in lengths))
+    made = make_policy(tmp_path, TINY)
+    data = FileData(path=path, heldout_path=path, too_long="drop")
+    outcome = make_prompts(tmp_path, made, data)
+    table = read_shard(open_store(f"{tmp_path}/run"), outcome.shards[0])
+    assert table["answer"].to_pylist() == ["5", "32"]
+    assert (outcome.metrics["prompts"], outcome.metrics["too_long"], outcome.metrics["longest"]) == (2, 3, 32)
+    with pytest.raises(
+        BadInput, match=r"data.too_long = 'drop' leaves no train problem: all 5 have more than 4 tokens"
+    ):
+        make_prompts(tmp_path, made, data, max_new_tokens=60)
+    assert "too_long" not in make_prompts(tmp_path, made).metrics, "what refuses is recorded as before"
+
+
+def test_an_empty_prompt_is_not_too_long():
+    asked = [(Problem("a:1", "", "1"), TokenizedPrompt("", ModelInput.given([])))]
+    with pytest.raises(BadInput, match=r"a:1: the prompt has 0 tokens, expected 1 to 9"):
+        with_room(asked, max_tokens=9, too_long="drop", split="train")
 
 
 def test_a_chat_without_a_chat_template_is_named(spoilt):

@@ -1,5 +1,6 @@
 """The update worker on real processes: same work, same bits; what is not finite changes nothing."""
 
+import json
 import threading
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from infra.errors import BadInput, Damaged
 from infra.store.bundles import delete_bundle, fetch_bundle, has_bundle, publish_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
+from models.config.data import FileData
 from models.config.objectives import NoKl, SequenceMean
 from models.config.training import WarmupConfig
 from models.data.problems import load_problems
@@ -320,6 +322,19 @@ def test_warmup_teaches_and_leaves_no_optimizer_state(uri, policy):
     once, again = (start(uri).warmup(brief).model for _ in range(2))
     assert policy.weights != once.weights
     assert once == again
+
+
+def test_warmup_leaves_out_what_iterations_leave_out(uri, policy, tmp_path):
+    rows = [json.dumps({"prompt": f"{n} + 1 =", "answer": f"#### {n + 1}"}) for n in range(6)]
+    long = json.dumps({"prompt": "7" * 60, "answer": "#### 7"})
+    learnt = []
+    for name, lines in (("few", rows), ("more", [rows[0], long, *rows[1:], long.replace("7", "8")])):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(lines))
+        data = FileData(path=path, heldout_path=path, too_long="drop")
+        task = WarmupWork(policy, data, WarmupConfig(steps=2, batch_size=8), seed=3, max_new_tokens=216)
+        learnt.append(start(uri).warmup(task).model)
+    assert learnt[0] == learnt[1] != policy
 
 
 def test_an_update_after_warmup_starts_as_in_a_new_process(uri, policy):

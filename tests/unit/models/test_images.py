@@ -17,7 +17,7 @@ from models.config.training import WarmupConfig
 from models.data.examples import Example, warmup_examples
 from models.data.images import check_pixels, digest_of, read_header
 from models.data.problems import ImagePlace, Message, Problem, identity, load_problems
-from models.text.tokenizer import require_room, tokenize_problems, train_tokenizer
+from models.text.tokenizer import tokenize_problems, train_tokenizer, with_room
 from tests.support.pictures import animation, claiming, picture
 
 RED, BLUE = picture("red"), picture("blue")
@@ -245,7 +245,7 @@ def test_a_prompt_that_is_too_long_says_what_its_images_take(seeing):
     with pytest.raises(
         BadInput, match=r"a:1: the prompt has \d+ tokens \(9 for image 1, 9 for image 2\), expected 1 to"
     ):
-        require_room(problems, prompts, max_tokens=12)
+        with_room([*zip(problems, prompts, strict=True)], max_tokens=12, too_long="refuse", split="train")
 
 
 def test_a_photograph_that_is_to_be_turned_has_the_size_that_is_shown():

@@ -310,7 +310,7 @@ def test_a_run_goes_on_with_its_min_or_with_as_many_slots_as_its_roles_need():
 @pytest.mark.parametrize(
     "override",
     [
-        "seed=1", "data.kind=arithmetic data.operations=3", "policy.kind=scratch policy.layers=3", "warmup.steps=9",
+        "seed=1", "data.kind=arithmetic data.operations=3", "data.too_long=drop", "policy.kind=scratch policy.layers=3", "warmup.steps=9",
         "rollout.prompts=65", "rollout.group_size=9", "rollout.shard_prompts=16", "rollout.sampling.top_p=0.9",
         "rollout.engine.kind=transformers rollout.engine.dtype=bfloat16", "scoring.timeout_seconds=9",
         'scoring.rewards=[{kind="math"}]',
