@@ -51,7 +51,8 @@ def plan_wave(session: Session, iteration: Iteration, wave: int, wanted: int) ->
     count = max(0, min(wanted, num_prompts - len(taken)))
     rows, after = tuple[int, ...](), cursor
     if count:
-        rows, after = take(cursor, count, taken=taken, num_prompts=num_prompts, seed=settings.seed)
+        parts, seed = iteration.parts, settings.seed
+        rows, after = take(cursor, count, taken=taken, num_prompts=num_prompts, seed=seed, parts=parts)
     plan = BatchPlan(
         key=iteration_key(iteration.number, wave),
         number=iteration.number,

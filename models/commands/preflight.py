@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm
 from models.commands.remembered import checks_directory, key_of, remembered
+from models.commands.sizes import check_sizes, count_problems
 from models.config.algorithms import AlgorithmConfig
 from models.config.data import DataConfig, PreferencesConfig
 from models.config.engines import BYTES
@@ -78,6 +79,8 @@ class Inputs(BaseModel):
     checked: SuiteCheck | None = None
     """Against what, where it is a suite of a retrain."""
     tracking: tuple[TrackerConfig, ...] = ()
+    giving_way: tuple[str, ...] = ()
+    """Keys that were not set: their defaults become as many as there are problems."""
 
 
 def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
@@ -93,12 +96,12 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     check_implementation(inputs.data, "data", "split", "seed", where="data")
     train = load_problems(inputs.data, "train", inputs.seed)
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
-    _check_sizes(inputs, train=len(train), heldout=len(heldout))
+    counts = count_problems(inputs.data, train, heldout)
+    _check_sizes(inputs, counts)
     _check_data(inputs, train, heldout)
     check_seen(inputs.scoring, [*train, *heldout])
     if inputs.checked is not None:
         _check_suite(inputs, inputs.checked, heldout)
-    counts = {"train_problems": len(train), "heldout_problems": len(heldout)}
 
     def find() -> dict[str, float]:
         return {
@@ -113,7 +116,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
         shown = [problem.digests for problem in (*train, *heldout)]
         facts = counts | remembered(cache, lambda: key_of(inputs, train, heldout, shown), find)
     check_judges_see(inputs.scoring)  # each time: another model may answer there by now
-    _check_sizes(inputs, train=int(facts["train_problems"]), heldout=int(facts["heldout_problems"]))
+    _check_sizes(inputs, facts)
     return facts
 
 
@@ -158,17 +161,9 @@ def _check_rewards(inputs: Inputs) -> None:
             check_judge(term, served, inputs.data)
 
 
-def _check_sizes(inputs: Inputs, *, train: int, heldout: int) -> None:
-    if inputs.rollout.prompts > train:
-        raise BadInput(
-            f"rollout.prompts {inputs.rollout.prompts} exceeds the {train} training problems: "
-            "an iteration would ask one twice"
-        )
-    if inputs.evaluation.problems > heldout:
-        raise BadInput(
-            f"evaluation.problems {inputs.evaluation.problems} exceeds the {heldout} held-out problems: "
-            f"set evaluation.problems={heldout}, or keep more back"
-        )
+def _check_sizes(inputs: Inputs, counts: Mapping[str, float]) -> None:
+    prompts, evaluated = inputs.rollout.prompts, inputs.evaluation.problems
+    check_sizes(inputs.data, counts, prompts=prompts, evaluated=evaluated, giving_way=inputs.giving_way)
 
 
 def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> None:
@@ -236,8 +231,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     heldout_asked = with_room(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
     longest = max(len(prompt.input) for _, prompt in (*train_asked, *heldout_asked))
     return {
-        "train_problems": len(train_asked),
-        "heldout_problems": len(heldout_asked),
+        **count_problems(inputs.data, [each for each, _ in train_asked], [each for each, _ in heldout_asked]),
         "too_long": len(problems) - len(train_asked) - len(heldout_asked),
         "parameters": shape.parameters,
         "context": shape.context,

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Positive
+from infra.config import Positive, Settings
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
 
@@ -45,6 +45,11 @@ class DataSource(Variant):
     def heldout_known(self) -> int | None:
         """How many held-out problems there are, where that is known before they are read or made."""
         return None
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """How much is drawn of each part of the training problems (`Problem.part`); none where all are one."""
+        return ()
 
     @property
     def pixels(self) -> PixelLimits:
@@ -127,13 +132,9 @@ class MeasuresData(DataSource):
         return self.heldout_problems
 
 
-class FileData(DataSource):
-    """Problems from a file of JSON, CSV, Parquet or Arrow."""
+class ProblemFile(Settings):
+    """A file of problems and how it is read."""
 
-    implementation = "models.data.files:file_problems"
-    beside = "models.data.image_files:image_files"
-
-    kind: Literal["file"] = "file"
     path: Location
     """Training problems: .jsonl, .json with an array, .csv, each of them also .gz, .parquet or .arrow, of this machine
     or at s3://bucket/name."""
@@ -195,12 +196,63 @@ class FileData(DataSource):
         return PixelLimits(self.min_pixels, self.max_pixels)
 
 
+class FileData(ProblemFile, DataSource):
+    """Problems from a file of JSON, CSV, Parquet or Arrow."""
+
+    implementation = "models.data.files:file_problems"
+    beside = "models.data.image_files:image_files"
+
+    kind: Literal["file"] = "file"
+
+
+class WeightedFile(ProblemFile):
+    """One file of a mixture, read as `kind = "file"` reads it."""
+
+    weight: Annotated[float, Field(gt=0)] = 1
+    """Its share of the prompts that iterations draw, relative to the other files' weights."""
+
+
+class MixtureData(DataSource):
+    """Problems from several files, of which iterations draw by weight, however many problems each has.
+
+    Each file is gone through in an order of its own, again and again. Warm-up shows every problem equally often.
+    """
+
+    implementation = "models.data.mixture:mixed_problems"
+    beside = "models.data.mixture:mixed_image_files"
+
+    kind: Literal["mixture"] = "mixture"
+    sources: Annotated[tuple[WeightedFile, ...], Field(min_length=1)]
+    """The files, each with its weight. Held-out problems of all are mixed by the same weights."""
+
+    @model_validator(mode="after")
+    def _are_seen_alike(self) -> Self:
+        if len({source.pixels for source in self.sources}) > 1:
+            raise ValueError("min_pixels and max_pixels are the policy's: expected the same in all sources")
+        return self
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether every file has a column of them."""
+        return all(source.has_answers for source in self.sources)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """As configured, file by file."""
+        return tuple(source.weight for source in self.sources)
+
+    @property
+    def pixels(self) -> PixelLimits:
+        """Those of every file."""
+        return self.sources[0].pixels
+
+
 class TargetData(Target):
     """A source of your own: a subclass of `models.config.data.DataSource` (see "Extending")."""
 
 
 DataConfig = Annotated[
-    DataSource, OneOf((ArithmeticData, PicturesData, CalculationsData, MeasuresData, FileData, TargetData))
+    DataSource, OneOf((ArithmeticData, PicturesData, CalculationsData, MeasuresData, FileData, MixtureData, TargetData))
 ]
 
 

@@ -1,15 +1,20 @@
 """Which prompts an iteration gets, and how many: pure functions of the seed and of what the last seal left.
 
-The stream is endless: epoch after epoch, each a new order of all rows. Dynamic sampling (DAPO, arXiv 2503.14476,
+The stream is endless: epoch after epoch, each a new order of all rows; or, where the problems have several parts with
+weights, a mixture of such streams, one of each part. Dynamic sampling (DAPO, arXiv 2503.14476,
 section 3.2) takes of it in waves, as many prompts as a target of informative groups is likely to cost.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from itertools import count as counted
 from typing import Annotated, Final
 
 import numpy as np
-from pydantic import Field
+from numpy.typing import NDArray
+from pydantic import Field, JsonValue
 
 from infra.config import Settings
 from models.records.seeds import derive_seed
@@ -24,12 +29,21 @@ class Cursor(Settings):
     """Rows that come before the stream goes on, in order; a row may wait here for more than one epoch."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Successive rows of the prompts, and how much of the stream is of them."""
+
+    rows: range
+    weight: float
+
+
 def take(
-    cursor: Cursor, count: int, *, taken: Collection[int], num_prompts: int, seed: int
+    cursor: Cursor, count: int, *, taken: Collection[int], num_prompts: int, seed: int, parts: Sequence[Part] = ()
 ) -> tuple[tuple[int, ...], Cursor]:
     """Return the next `count` different rows and the cursor after them; none is of `taken`, the iteration's others.
 
-    A row of the stream that the iteration has already comes at the end of `returned`: later, but not never.
+    With `parts` the stream draws of each by its weight. A row of the stream that the iteration has already comes at the
+    end of `returned`: later, but not never.
     """
     others = frozenset(taken)
     if not 0 <= count <= num_prompts - len(others):
@@ -42,7 +56,11 @@ def take(
         else:
             waiting.append(row)
     position = cursor.position
-    stream = _stream(position, num_prompts=num_prompts, seed=seed)
+    drawn = [part for part in parts if part.rows]
+    if len(drawn) > 1:
+        stream = _mixture(position, parts=drawn, seed=seed)
+    else:
+        stream = _stream(position, num_prompts=num_prompts, seed=seed)
     while len(rows) < count:
         row = next(stream)
         position += 1
@@ -69,6 +87,69 @@ def _permutation(epoch: int, *, num_prompts: int, seed: int) -> Sequence[int]:
     generator = np.random.Generator(np.random.Philox(derive_seed(seed, "epoch", epoch)))
     rows: list[int] = generator.permutation(num_prompts).tolist()
     return rows
+
+
+_GOLDEN: Final = (math.sqrt(5) - 1) / 2
+_BLOCK: Final = 2**16  # positions that are looked at together
+
+
+def _mixture(position: int, *, parts: Sequence[Part], seed: int) -> Iterator[int]:
+    """Go on with the stream of several parts.
+
+    Place p of the stream is of the part in whose interval the fractional part of u + p (sqrt(5) - 1) / 2 lies; u in
+    [0, 1) follows from the seed, and the intervals, each as long as the part's share of all weights, fill [0, 1) in
+    order. So over seeds a place is of a part with the probability of its share, and among the first n places a part's
+    count is off its share of n by O(log n), since this sequence is of low discrepancy (Niederreiter, Random Number
+    Generation and Quasi-Monte Carlo Methods, 1992, chapter 3). A part's own places go through its rows epoch after
+    epoch, each in a new order.
+    """
+    drawn = np.zeros(len(parts), dtype=np.int64)
+    for start in range(0, position, _BLOCK):
+        places = _parts_at(range(start, min(start + _BLOCK, position)), parts=parts, seed=seed)
+        drawn += np.bincount(places, minlength=len(parts))
+    streams = [
+        _stream(int(before), num_prompts=len(part.rows), seed=derive_seed(seed, "part", number))
+        for number, (part, before) in enumerate(zip(parts, drawn, strict=True))
+    ]
+    for start in counted(position, _BLOCK):
+        for number in _parts_at(range(start, start + _BLOCK), parts=parts, seed=seed).tolist():
+            yield parts[number].rows[next(streams[number])]
+
+
+def _parts_at(places: range, *, parts: Sequence[Part], seed: int) -> NDArray[np.int64]:
+    """Return the number of the part that each place of the stream is of."""
+    ends = np.cumsum([part.weight for part in parts])
+    first = derive_seed(seed, "mixture") / 2**64
+    points = (first + np.asarray(places, dtype=np.float64) * _GOLDEN) % 1.0
+    return np.minimum(np.searchsorted(ends / ends[-1], points, side="right"), len(parts) - 1)
+
+
+def parts_of(detail: Mapping[str, JsonValue]) -> tuple[Part, ...]:
+    """Read the parts that a prompts' manifest tells of; none where all its rows are one."""
+    found = _Parts.model_validate(detail.get("parts", {}))
+    ends = [*accumulate(found.rows)]
+    return tuple(
+        Part(range(end - rows, end), weight) for end, rows, weight in zip(ends, found.rows, found.weights, strict=True)
+    )
+
+
+class _Parts(Settings):
+    """As a manifest spells them."""
+
+    rows: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+
+
+def most_prompts(rows: Sequence[int], weights: Sequence[float]) -> tuple[int, int]:
+    """Return the most prompts of an iteration that ask no part for more different rows than it has, and that part.
+
+    >>> most_prompts([1000, 5], [9, 1])
+    (50, 1)
+    """
+    most = [
+        math.floor(round(have * sum(weights) / weight, _DIGITS)) for have, weight in zip(rows, weights, strict=True)
+    ]
+    return min(most), most.index(min(most))
 
 
 _MAX_RATIO: Final = 10.0  # one iteration that teaches nothing must not make the next one endless

@@ -19,7 +19,7 @@ from pydantic import JsonValue
 
 from infra.errors import BadInput, Complaints
 from infra.store.inputs import fetched, written
-from models.config.data import FileData
+from models.config.data import ProblemFile
 from models.data.images import images_in
 from models.data.problems import (
     Content,
@@ -223,7 +223,7 @@ def text_of(place: str, value: object, column: str) -> str:
     return value
 
 
-def file_problems(data: FileData, split: str, seed: int) -> list[Problem]:
+def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
     """Read the split's problems, in file order."""
     if "{prompt}" not in data.template:
         raise BadInput(f"data.template {data.template!r} has no {{prompt}}: every prompt would be the same")
@@ -244,7 +244,7 @@ def file_problems(data: FileData, split: str, seed: int) -> list[Problem]:
     return [_templated(problem, data) for problem in problems]
 
 
-def read_problems(path: Path, data: FileData) -> list[Problem]:
+def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
     """Read one file as it is, before template and split. Raises BadInput with all that is wrong in it."""
     named = [data.prompt_column, data.answer_column, data.images_column, *data.environment_columns]
     columns = list(dict.fromkeys(filter(None, named)))
@@ -259,7 +259,7 @@ def read_problems(path: Path, data: FileData) -> list[Problem]:
     return problems
 
 
-def _problem(place: str, row: Mapping[str, object], data: FileData, *, root: Path) -> Problem:
+def _problem(place: str, row: Mapping[str, object], data: ProblemFile, *, root: Path) -> Problem:
     prompt = prompt_of(place, row, data.prompt_column)
     answer = _answer(place, row[data.answer_column], data.answer_column) if data.answer_column else ""
     images = images_in(row, data.images_column, place=place, root=root) if data.images_column else ()
@@ -275,6 +275,6 @@ def _answer(place: str, value: object, column: str) -> str:
     return text_of(place, value, column)
 
 
-def _templated(problem: Problem, data: FileData) -> Problem:
+def _templated(problem: Problem, data: ProblemFile) -> Problem:
     prompt = fill_prompt(problem.prompt, data.template)
     return replace(problem, prompt=prompt if data.system is None else with_system(prompt, data.system))

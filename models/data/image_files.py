@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from infra.errors import BadInput, Complaints
 from infra.store.inputs import fetched
-from models.config.data import FileData
+from models.config.data import ProblemFile
 from models.data.files import format_of, text_rows
 
 PATH, BYTES = "path", "bytes"
@@ -22,7 +22,7 @@ ROWS = 4096
 """Of a table that are looked at together."""
 
 
-def image_files(data: FileData) -> Iterator[Path]:
+def image_files(data: ProblemFile) -> Iterator[Path]:
     """Name the files, each once, in order of their first use."""
     if data.images_column is None:
         return

@@ -69,6 +69,8 @@ class Problem:
     """What the prompt shows, encoded as it came, in order."""
     columns: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
     """What an environment is told of it beside prompt and answer."""
+    part: int = 0
+    """Which of its source's parts it is of, where these are drawn from by weight (`DataSource.weights`)."""
 
     @property
     def digests(self) -> tuple[str, ...]:

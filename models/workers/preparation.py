@@ -163,8 +163,11 @@ class PreparationWorker:
             self._progress += 1
         lengths = [len(prompt.input) for prompt in prompts]
         seen = {"images": sum(shard.rows for shard in media)} if media else {}
+        weights = work.data.weights if work.split == "train" else ()
+        parts = [sum(problem.part == part for problem in problems) for part in range(len(weights))]
         return Outcome(
             shards=(ref, *media),
+            detail={"parts": {"rows": [*parts], "weights": [*weights]}} if parts else None,
             metrics={"prompts": len(prompts), "tokens": sum(lengths), "longest": max(lengths), **left_out, **seen},
             timings={"make": time.perf_counter() - started},
         )

@@ -15,7 +15,7 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef
 from models.config.rollout import DynamicSampling, RolloutConfig
-from models.data.curriculum import Cursor, DynamicSamplingState, give_back
+from models.data.curriculum import Cursor, DynamicSamplingState, Part, give_back, parts_of
 from models.records.work import ScoredShard
 from tasks.run.batch import Batch
 from tasks.run.keys import PROMPTS, StageKey, iteration_key
@@ -184,6 +184,11 @@ class Iteration:
     def prompts(self) -> Manifest:
         """All prompts that there are to learn from."""
         return self.run.require(PROMPTS["train"])
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Parts of these prompts that are drawn from by weight; none where all are one."""
+        return parts_of(self.prompts.detail)
 
     @property
     def media(self) -> tuple[ShardRef, ...]:

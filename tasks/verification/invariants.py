@@ -92,7 +92,9 @@ def _check_prompts(iteration: Iteration) -> Iterator[str]:
         if len(plan.rows) > num_prompts - len(set(taken)):
             yield f"{plan.plan_key}: {len(plan.rows)} prompts beside {len(taken)} are more than there are"
             return
-        rows, cursor = take(cursor, len(plan.rows), taken=set(taken), num_prompts=num_prompts, seed=iteration.seed)
+        parts, seed = iteration.parts, iteration.seed
+        count, others = len(plan.rows), set(taken)
+        rows, cursor = take(cursor, count, taken=others, num_prompts=num_prompts, seed=seed, parts=parts)
         if plan.rows != rows or plan.cursor != cursor:
             yield f"{plan.plan_key}: its prompts are not the {len(rows)} that follow those issued before"
             return

@@ -19,7 +19,9 @@ from models.config.data import (
     DataConfig,
     FileData,
     FilePreferences,
+    MixtureData,
     PreferencesConfig,
+    WeightedFile,
 )
 from models.config.engines import SamplingConfig, VllmEngine
 from models.config.judges import (
@@ -258,6 +260,20 @@ def test_what_is_too_long_does_not_count_where_it_is_left_out(tmp_path):
     refusing = data.model_copy(update={"too_long": "refuse"})
     with pytest.raises(BadInput, match=r"t.jsonl:1: the prompt has \d+ tokens, .*; .*t.jsonl:5: .*; .*t.jsonl:9: "):
         check(inputs(data=refusing, policy=small, rollout=RolloutConfig(prompts=9)))
+
+
+def test_a_file_that_its_weight_asks_for_more_problems_than_it_has_is_refused(tmp_path):
+    few, many = (rows(tmp_path / f"{name}.jsonl", *("1",) * count) for name, count in (("few", 4), ("many", 60)))
+    few.path.write_text(few.path.read_text().replace("question", "another question"))
+    kept = tmp_path / "h.jsonl"
+    kept.write_text(json.dumps({"prompt": "held out", "answer": "1"}))
+    weights = {few.path: 1, many.path: 4}
+    sources = tuple(WeightedFile(path=path, heldout_path=kept, weight=weight) for path, weight in weights.items())
+    data = MixtureData(sources=sources)
+    facts = check(inputs(data=data, rollout=RolloutConfig(prompts=20)))
+    assert (facts["train_problems"], facts["heldout_problems"], facts["most_prompts"]) == (64, 2, 20)
+    with pytest.raises(BadInput, match=r"\[0\]: its weight asks for 4.2 of rollout.prompts 21, it has 4 .* 20 prompts"):
+        check(inputs(data=data, rollout=RolloutConfig(prompts=21)))
 
 
 def test_all_references_that_a_reward_cannot_read_are_told_together(tmp_path):

@@ -18,7 +18,7 @@ from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
-from models.config.data import DataConfig, FileData
+from models.config.data import DataConfig, FileData, MixtureData, WeightedFile
 from models.config.policy import DirectoryPolicy
 from models.data.problems import Message, Problem, load_problems
 from models.inspection.directory import DecoderSizes
@@ -295,6 +295,21 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_where_that_is_asked_
     ):
         make_prompts(tmp_path, made, data, max_new_tokens=60)
     assert "too_long" not in make_prompts(tmp_path, made).metrics, "what refuses is recorded as before"
+
+
+def test_prompts_of_several_files_tell_which_rows_are_drawn_by_which_weight(tmp_path):
+    for name, lengths in (("a", (3, 40, 5)), ("b", (4, 4))):
+        lines = [
+            json.dumps({"prompt": f"{name}{n}" + "x" * length, "answer": name}) for n, length in enumerate(lengths)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    sources = tuple(WeightedFile(path=path, heldout_path=path, weight=n + 0.5) for n, path in enumerate(paths))
+    data = MixtureData(sources=sources, too_long="drop")
+    made = make_prompts(tmp_path, make_policy(tmp_path, TINY), data)
+    answers = read_shard(open_store(f"{tmp_path}/run"), made.shards[0])["answer"].to_pylist()
+    assert answers == ["a", "a", "b", "b"]
+    assert made.detail == {"parts": {"rows": [2, 2], "weights": [0.5, 1.5]}}
 
 
 def test_an_empty_prompt_is_not_too_long():

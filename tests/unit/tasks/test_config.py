@@ -122,8 +122,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
         ),
         (
             "[data]\nkind = 'files'",
-            "data.kind: expected 'arithmetic' or 'pictures' or 'calculations' or 'measures' or 'file' or 'target', got "
-            "'files'; did you mean 'file'?",
+            "data.kind: expected 'arithmetic' or 'pictures' or 'calculations' or 'measures' or 'file' or 'mixture' or "
+            "'target', got 'files'; did you mean 'file'?",
         ),
         ("[policy]\nlayers = 2", "policy.kind: missing, expected 'scratch' or 'seeing_scratch' or 'directory'"),
         (
@@ -310,7 +310,8 @@ def test_a_run_goes_on_with_its_min_or_with_as_many_slots_as_its_roles_need():
 @pytest.mark.parametrize(
     "override",
     [
-        "seed=1", "data.kind=arithmetic data.operations=3", "data.too_long=drop", "policy.kind=scratch policy.layers=3", "warmup.steps=9",
+        "seed=1", "data.kind=arithmetic data.operations=3",
+        "data.kind=arithmetic data.too_long=drop", "policy.kind=scratch policy.layers=3", "warmup.steps=9",
         "rollout.prompts=65", "rollout.group_size=9", "rollout.shard_prompts=16", "rollout.sampling.top_p=0.9",
         "rollout.engine.kind=transformers rollout.engine.dtype=bfloat16", "scoring.timeout_seconds=9",
         'scoring.rewards=[{kind="math"}]',

@@ -1,0 +1,46 @@
+"""How many problems there are, and whether they are enough for what a run asks."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from infra.errors import BadInput
+from models.config.data import DataConfig
+from models.data.curriculum import most_prompts
+from models.data.problems import Problem
+
+PROMPTS: Final = "rollout.prompts"
+EVALUATED: Final = "evaluation.problems"
+
+
+def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence[Problem]) -> dict[str, float]:
+    """Count problems, and the prompts that an iteration can have of them; `scarce_part` is what bounds a mixture's."""
+    counts: dict[str, float] = {"train_problems": len(train), "heldout_problems": len(heldout)}
+    if not data.weights:
+        return counts | {"most_prompts": len(train)}
+    parts = Counter(problem.part for problem in train)
+    most, part = most_prompts([parts[number] for number in range(len(data.weights))], data.weights)
+    return counts | {"most_prompts": most, "scarce_part": part, "scarce_problems": parts[part]}
+
+
+def check_sizes(
+    data: DataConfig, counts: Mapping[str, float], *, prompts: int, evaluated: int, giving_way: Collection[str]
+) -> None:
+    """Raise BadInput where there are fewer problems than a run asks and the key does not give way, or none at all."""
+    most, heldout = int(counts["most_prompts"]), int(counts["heldout_problems"])
+    if prompts > most and not (most and PROMPTS in giving_way):
+        if "scarce_part" not in counts:
+            raise BadInput(
+                f"{PROMPTS} {prompts} exceeds the {most} training problems: an iteration would ask one twice"
+            )
+        part, have = int(counts["scarce_part"]), counts["scarce_problems"]
+        share = data.weights[part] / sum(data.weights)
+        raise BadInput(
+            f"data.sources[{part}]: its weight asks for {share * prompts:.1f} of {PROMPTS} {prompts}, it has "
+            f"{have:.0f} problems: lower its weight, or have at most {most} prompts"
+        )
+    if evaluated > heldout and EVALUATED not in giving_way:
+        raise BadInput(
+            f"{EVALUATED} {evaluated} exceeds the {heldout} held-out problems: "
+            f"set {EVALUATED}={heldout}, or keep more back"
+        )
