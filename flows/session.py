@@ -30,8 +30,11 @@ from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_run, layout_of, next_iteration
 from tasks.run.orders import Shards
+from tasks.run.preflight import adopted, fitted
 from tasks.run.session import RunRef, Session, is_open, open_session, session_of
 from tasks.run.stages import recover, within
+
+logger = logging.getLogger(__name__)
 
 SECRETS: Final = "RHEOSTAT_SECRETS"
 """Names of Secret blocks of Prefect, separated by commas, where flows of deployments find keys."""
@@ -54,8 +57,11 @@ async def hold(
     """
     await _begin()
     with tags(config.name, *config.tags):
+        config = adopted(config)
         if deployment.id is not None:  # the command line has checked before it started anything
-            await check_inputs(config)
+            config, told = fitted(config, await check_inputs(config))
+            for line in told:
+                logger.info("%s", line)
         if config.controllers.where == "deployment":
             # Queues are in the controllers' own processes, so nobody can correct the placement inside a stage.
             config = config.model_copy(update={"placement": config.placement.standing()})

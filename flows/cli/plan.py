@@ -7,7 +7,7 @@ from infra.store.storage import open_store
 from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import find_run
-from tasks.run.preflight import preflight
+from tasks.run.preflight import adopted, fitted, preflight
 from tasks.views.metrics import sealed_iterations
 from tasks.views.placement import first_placement
 
@@ -19,17 +19,22 @@ class RunPlan(Settings):
     """For people."""
     facts: dict[str, float]
     """What the input check counted and estimated; bytes are per worker."""
+    notes: list[str] = []
+    """What is worth knowing beforehand: defaults that give way, and what will not be as it was asked for."""
 
     def text(self) -> str:
-        """The lines under each other."""
+        """The lines under each other, and the notes."""
         width = max(map(len, self.lines))
-        return "\n".join(f"{name.ljust(width)}  {value}" for name, value in self.lines.items())
+        lines = [f"{name.ljust(width)}  {value}" for name, value in self.lines.items()]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
     """Say what a run would do. Raises BadInput as the run itself would."""
+    config = adopted(config)
     run = find_run(config, accept_change=accept_change)
     facts = asyncio.run(preflight(config, part="plan"))
+    config, told = fitted(config, facts)
     sealed = 0 if run is None else len(sealed_iterations(run))
     pools, rollout, update = config.pools, config.rollout, config.update
     prompts, completions = rollout.prompts, rollout.prompts * rollout.group_size
@@ -64,7 +69,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "threads": f"{pools.threads} per worker",
         "fingerprint": config.fingerprint(),
     }
-    return RunPlan(lines=lines, facts=facts)
+    return RunPlan(lines=lines, facts=facts, notes=told)
 
 
 def _adapter(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:

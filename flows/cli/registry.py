@@ -74,7 +74,7 @@ def retrain(
 
 def retrain_here(config: "RunConfig", *, day: date, accept_change: bool = False) -> "Retrained":
     """Retrain in this process. Raises BadInput before anything is written or started."""
-    with watched(config, "flows.retrain"):
+    with watched(config, "flows.retrain") as config:
         from flows.retrain import retrain as retrain_flow
 
         return run_flow(retrain_flow(config, accept_change=accept_change, day=day))

@@ -182,7 +182,7 @@ def plan(config: Config, /, *overrides: Overrides, as_json: Json = False) -> Non
 
 def train_here(config: "RunConfig", *, accept_change: bool = False, port: int | None = None) -> "RunSummary":
     """Run or continue the job in this process. Raises BadInput before anything is written or started."""
-    with watched(config, "flows.train", accept_change=accept_change, port=port):
+    with watched(config, "flows.train", accept_change=accept_change, port=port) as config:
         from flows.train import train as train_flow
 
         return run_flow(train_flow(config, accept_change=accept_change))
@@ -195,7 +195,7 @@ def run_part(
     from tasks.config.run import require_part
 
     require_part(command, config)
-    with watched(config, f"flows.{PARTS[command]}", accept_change=accept_change, port=port):
+    with watched(config, f"flows.{PARTS[command]}", accept_change=accept_change, port=port) as config:
         match command:
             case "sft":
                 from flows.sft import sft as sft_flow
@@ -214,11 +214,11 @@ def run_part(
 
 def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
     """Measure a policy directory on held-out problems; nothing stays behind."""
-    from tasks.run.preflight import preflight
+    from tasks.run.preflight import fitted, preflight
 
     with guarded_directory("rheostat-evaluate-") as scratch:
         config = _evaluation_config(policy, config_path, overrides).model_copy(update={"store": str(scratch)})
-        asyncio.run(preflight(config))
+        config, _ = fitted(config, asyncio.run(preflight(config)))
         with prefect_api("flows.evaluation"):
             from flows.evaluation import evaluate as evaluate_flow
 
@@ -226,22 +226,27 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
 
 
 @contextmanager
-def watched(config: "RunConfig", flow: str, *, accept_change: bool = False, port: int | None = None) -> Iterator[None]:
+def watched(
+    config: "RunConfig", flow: str, *, accept_change: bool = False, port: int | None = None
+) -> Iterator["RunConfig"]:
     """Check a job, then have an API where it can be watched, and import its flow's module meanwhile.
 
-    Raises BadInput before anything is written or started.
+    Gives the job with the defaults that its inputs leave it. Raises BadInput before anything is written or started.
     """
     from tasks.run.dependencies import find_run
-    from tasks.run.preflight import preflight
+    from tasks.run.preflight import adopted, fitted, preflight
 
+    config = adopted(config)
     begun = find_run(config, accept_change=accept_change)
     if begun is not None:
         begun.check_free()
-    asyncio.run(preflight(config))
+    config, told = fitted(config, asyncio.run(preflight(config)))
     logger.info("run %s: %s, in %s", config.name, _what(config), config.store)
+    for line in told:
+        logger.info("%s", line)
     with prefect_api(flow, port=port) as url:
         logger.info("Prefect's UI: %s", url.removesuffix("/api"))
-        yield
+        yield config
 
 
 def _what(config: "RunConfig") -> str:

@@ -118,7 +118,7 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _sizes_fit(self) -> "RunConfig":
         asked, made = self.evaluation.problems, self.data.heldout_known
-        if made is not None and asked > made:
+        if made is not None and asked > made and "problems" in self.evaluation.model_fields_set:
             raise ValueError(f"evaluation.problems {asked} exceeds data.heldout_problems {made}")
         if self.rollout.sampling.temperature == 0:
             raise ValueError("rollout.sampling.temperature 0 makes every completion of a group the same: use above 0")

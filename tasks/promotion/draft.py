@@ -45,7 +45,7 @@ class Draft(Settings):
 
 def dated(config: RunConfig, day: date) -> RunConfig:
     """The configuration with the day at the end of the run's name."""
-    return RunConfig.model_validate({**config.model_dump(), "name": f"{config.name}-{day:%Y%m%d}"})
+    return config.model_copy(update={"name": RunConfig(name=f"{config.name}-{day:%Y%m%d}").name})
 
 
 def draft_retrain(config: RunConfig) -> Draft:

@@ -8,18 +8,80 @@ import asyncio
 import json
 import sys
 from asyncio.subprocess import PIPE
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
 
 import psutil
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from infra.processes.watch import LOOK_SECONDS, STILL_SECONDS, WatchedServer, apart
+from infra.store.runs import list_runs, open_run
 from infra.store.storage import open_store
 from models.config.promotion import SuiteCheck
 from tasks.config.run import RunConfig
 
 PREFLIGHT = (sys.executable, "-P", "-m", "models.commands.preflight")
 """`-P`: a user's models.py in the working directory is not ours."""
+
+
+GIVING_WAY: Final = ("rollout.prompts", "evaluation.problems")
+"""Keys whose defaults become as many as there are problems, where nobody has set them."""
+_MOST: Final = {"rollout.prompts": "most_prompts", "evaluation.problems": "heldout_problems"}
+_COUNTED: Final = {
+    "rollout.prompts": ("train_problems", "training problems"),
+    "evaluation.problems": ("heldout_problems", "held-out problems"),
+}
+FOLLOWING: Final = ("rollout.shard_prompts", "update.minibatches")
+"""Keys whose defaults are at most `rollout.prompts`, where that gave way."""
+
+
+def unset_keys(config: RunConfig, keys: Sequence[str] = GIVING_WAY) -> list[str]:
+    """Those of some keys that nobody has set."""
+    parts = {key: key.split(".") for key in keys}
+    return [key for key, (table, name) in parts.items() if name not in getattr(config, table).model_fields_set]
+
+
+def adopted(config: RunConfig) -> RunConfig:
+    """Take what the run recorded when it was begun for the keys that may give way and that nobody has set."""
+    unset = unset_keys(config, (*GIVING_WAY, *FOLLOWING))
+    if not unset or config.name not in list_runs(config.store):
+        return config
+    recorded = open_run(config.store, config.name).record.config
+    tables = {key: recorded.get(key.partition(".")[0]) for key in unset}
+    values = {key: table.get(key.partition(".")[2]) for key, table in tables.items() if isinstance(table, dict)}
+    return _with(config, {key: value for key, value in values.items() if isinstance(value, int)})
+
+
+def fitted(config: RunConfig, facts: Mapping[str, float]) -> tuple[RunConfig, list[str]]:
+    """Have defaults give way to what the check counted; return a line about each that does.
+
+    The run records what comes out of it, so it goes on with that whatever its files have by then.
+    """
+    values, told = dict[str, int](), list[str]()
+    for key in unset_keys(config):
+        most, default = int(facts[_MOST[key]]), _value(config, key)
+        if most < default:
+            values[key] = most
+            counted, split = _COUNTED[key]
+            why = ", of which their weights leave no more" if most < facts[counted] else ""
+            told.append(f"{key} is {most}, not its default {default}: there are {facts[counted]:.0f} {split}{why}")
+    if (prompts := values.get("rollout.prompts")) is not None:
+        values |= {key: prompts for key in unset_keys(config, FOLLOWING) if _value(config, key) > prompts}
+    return _with(config, values), told
+
+
+def _value(config: RunConfig, key: str) -> int:
+    table, _, name = key.partition(".")
+    value: int = getattr(getattr(config, table), name)
+    return value
+
+
+def _with(config: RunConfig, values: Mapping[str, int]) -> RunConfig:
+    for key, value in values.items():
+        table, _, name = key.partition(".")
+        part = getattr(config, table).model_copy(update={name: value})
+        config = config.model_copy(update={table: part})
+    return config
 
 
 async def preflight(
@@ -35,7 +97,9 @@ async def preflight(
     if part != "plan":
         await apart(open_store(config.store).check)
     document = config.model_dump(mode="json")
-    if checked is not None:
+    if checked is None:
+        document["giving_way"] = unset_keys(config)
+    else:
         document["checked"] = checked.model_dump(mode="json")
     command, given = [*PREFLIGHT, part], json.dumps(document).encode()
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)

@@ -158,6 +158,15 @@ def test_the_job_of_these_tests_is_good_as_it_stands(place):
     assert "8 training, 4 held out" in done.stdout
 
 
+def test_a_default_larger_than_the_data_gives_way_in_the_plan_that_a_dry_run_shows(place, capsys):
+    Path("job.toml").write_text(DOCUMENT.replace("prompts = 4\n", "").replace("problems = 2\n", ""))
+    assert main(["train", "job.toml", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "8 prompts x 8 = 64 completions in 1 shards" in shown
+    assert "note: rollout.prompts is 8, not its default 64: there are 8 training problems\n" in shown
+    assert "note: evaluation.problems is 4, not its default 256: there are 4 held-out problems\n" in shown
+
+
 @pytest.mark.parametrize("fault", DATA)
 def test_bad_data_is_told_by_file_and_line(fault, place):
     spoil, expected = DATA[fault]
