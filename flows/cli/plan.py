@@ -1,8 +1,11 @@
 """What a run would do: sizes, workers and memory, before anything is written."""
 
 import asyncio
+from collections.abc import Iterator
+from math import ceil
 
 from infra.config import PoolsConfig, Settings
+from infra.environments.find import num_gpus
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
@@ -38,6 +41,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
     sealed = 0 if run is None else len(sealed_iterations(run))
     pools, rollout, update = config.pools, config.rollout, config.update
     prompts, completions = rollout.prompts, rollout.prompts * rollout.group_size
+    steps = min(update.minibatches, prompts) * update.epochs
     shards = -(-prompts // rollout.shard_prompts)
     left = max(0, config.iterations - sealed)
     lines = {
@@ -53,7 +57,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "longest": f"{facts['longest_prompt_tokens']:,.0f} prompt + {rollout.sampling.max_new_tokens} new tokens",
         "warm-up": "none" if config.warmup is None else f"{config.warmup.steps:,} steps",
         **_preferences(config, facts),
-        "optimizer steps": f"{update.steps} per iteration, {left * update.steps:,} to do",
+        "optimizer steps": f"{steps} per iteration, {left * steps:,} to do",
         "evaluations": f"{_evaluations(config)}, {config.evaluation.problems:,} problems each{_samples(config)}",
         "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
         "worker slots": f"{_slots(pools)}{_sharing(config)}",
@@ -69,7 +73,24 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "threads": f"{pools.threads} per worker",
         "fingerprint": config.fingerprint(),
     }
-    return RunPlan(lines=lines, facts=facts, notes=told)
+    return RunPlan(lines=lines, facts=facts, notes=[*told, *_notes(config, facts)])
+
+
+def _notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
+    """What the run can do, but not as it was asked for, or hardly as it was meant."""
+    pools, minibatches, prompts = config.pools, config.update.minibatches, config.rollout.prompts
+    slots, ranks = pools.workers.fewest * pools.gpus_per_worker, pools.update_ranks * pools.gpus_per_update_rank
+    asked = slots + ranks if pools.update_apart else max(slots, ranks)
+    if asked and pools.ray_address is None and asked > (there := num_gpus()):
+        yield f"pools ask for {_count(ceil(asked), 'GPU')}, this machine has {there}: here the run would wait in vain"
+    if minibatches > prompts:
+        yield f"update.minibatches {minibatches}: {_count(prompts, 'prompt')} give {_count(prompts, 'optimizer step')} an epoch"
+    step = prompts * config.rollout.group_size // min(minibatches, prompts)
+    if pools.update_ranks > step:
+        yield f"pools.update_ranks {pools.update_ranks}: an optimizer step has {_count(step, 'completion')}, some idle"
+    if repeated := int(facts["repeated_problems"]):
+        others = "repeats another" if repeated == 1 else "repeat others"
+        yield f"{_count(repeated, 'training problem')} of {facts['train_problems']:,.0f} {others}"
 
 
 def _adapter(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:

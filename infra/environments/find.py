@@ -86,6 +86,20 @@ def platform_here() -> Platform:
     return "cuda" if DRIVER.exists() or _lists_gpus() else "cpu"
 
 
+def num_gpus() -> int:
+    """Count the GPUs of this machine that its driver lists, as far as `CUDA_VISIBLE_DEVICES` leaves them."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return 0
+    try:
+        listed = subprocess.run([command, "-L"], capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:  # a driver that does not answer
+        return 0
+    found = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else min(found, len([*filter(None, visible.split(","))]))
+
+
 def _lists_gpus() -> bool:
     """Where the driver shows no file, as under WSL, its own command tells."""
     command = shutil.which("nvidia-smi")

@@ -194,9 +194,16 @@ def open_store(uri: str) -> Store:
 
 
 def _local_store(root: Path) -> "LocalStore":
-    if root.exists() and not root.is_dir():
-        raise BadInput(f"store {str(root)!r}: expected a directory, found a file")
+    there = _nearest(root)
+    if not there.is_dir():
+        below = "" if there == root else f" at {there}"
+        raise BadInput(f"store {str(root)!r}: expected a directory, found a file{below}")
     return LocalStore(root)
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself, or the nearest directory above it that is there."""
+    return next(each for each in (path, *path.parents) if each.exists() or each == each.parent)
 
 
 def _moment(status: os.stat_result) -> datetime:
@@ -308,7 +315,12 @@ class LocalStore:
             return _moment(directory.stat())
 
     def check(self) -> None:
-        """Find nothing to complain of: a file system has links, or fails at the first put."""
+        """Find nothing to complain of but a place without room for us: a file system has links, or fails at a put."""
+        there = _nearest(self.root)
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise BadInput(
+                f"store {str(self.root)!r}: expected a directory that can be written, cannot write to {there}"
+            )
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()

@@ -16,6 +16,7 @@ EVALUATED: Final = "evaluation.problems"
 def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence[Problem]) -> dict[str, float]:
     """Count problems, and the prompts that an iteration can have of them; `scarce_part` is what bounds a mixture's."""
     counts: dict[str, float] = {"train_problems": len(train), "heldout_problems": len(heldout)}
+    counts["repeated_problems"] = len(train) - len({problem.identity for problem in train})
     if not data.weights:
         return counts | {"most_prompts": len(train)}
     parts = Counter(problem.part for problem in train)

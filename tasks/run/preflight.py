@@ -94,8 +94,9 @@ async def preflight(
     A store is asked to show that it keeps what stores promise. For a plan nothing is written, neither for that nor what
     the check would know the next time.
     """
-    if part != "plan":
-        await apart(open_store(config.store).check)
+    store = open_store(config.store)
+    if part != "plan" or not store.is_remote:  # a bucket shows what it promises by objects
+        await apart(store.check)
     document = config.model_dump(mode="json")
     if checked is None:
         document["giving_way"] = unset_keys(config)

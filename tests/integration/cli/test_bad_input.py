@@ -167,6 +167,32 @@ def test_a_default_larger_than_the_data_gives_way_in_the_plan_that_a_dry_run_sho
     assert "note: evaluation.problems is 4, not its default 256: there are 4 held-out problems\n" in shown
 
 
+def test_a_dry_run_notes_what_will_not_be_as_it_was_asked_for(place, capsys):
+    write_rows("train.jsonl", range(7))
+    append("train.jsonl", json.dumps({"prompt": "What is 6 + 1?", "answer": "#### 7"}))
+    asked = ("rollout.group_size=2", "update.minibatches=9", "pools.update_ranks=3", "pools.gpus_per_update_rank=16")
+    assert main(["train", "job.toml", *asked, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    notes = [line.removeprefix("note: ") for line in shown.splitlines() if line.startswith("note: ")]
+    assert notes[0].startswith("pools ask for 48 GPUs, this machine has ")
+    assert notes[1:] == [
+        "update.minibatches 9: 4 prompts give 4 optimizer steps",
+        "pools.update_ranks 3: an optimizer step has 2 completions, some idle",
+        "1 training problem of 8 repeats another",
+    ]
+    assert "4 per iteration, 96 to do" in shown
+    assert main(["train", "job.toml", "--dry-run"]) == 0
+    assert "note: 1 training problem of 8 repeats another\n" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.access("/proc/sys", os.W_OK), reason="needs a directory that even root cannot write to")
+def test_a_store_that_cannot_be_written_is_refused_by_a_dry_run_as_by_a_run(refused):
+    for arguments in ([], ["--dry-run"]):
+        assert refused("--store", "/proc/sys/runs", *arguments) == (
+            "store '/proc/sys/runs': expected a directory that can be written, cannot write to /proc/sys"
+        )
+
+
 @pytest.mark.parametrize("fault", DATA)
 def test_bad_data_is_told_by_file_and_line(fault, place):
     spoil, expected = DATA[fault]
@@ -203,6 +229,7 @@ def test_the_command_refuses_bad_settings_in_one_line(overrides, refused):
         (["--run", 'a"b\\'], "job.toml: name: should match pattern "),
         (["--store", "gs://bucket"], "store 'gs://bucket': expected a path, file:// or s3://bucket/prefix"),
         (["--store", "job.toml"], "store '"),
+        (["--store", "job.toml/runs", "--dry-run"], "store '"),
         (["data.path=nowhere.jsonl", "--dry-run"], "nowhere.jsonl: no such file (looked in "),
     ],
 )
