@@ -19,6 +19,7 @@ RheostatError
 │   └── NodeLost        the machine of a worker's slot has left the cluster; its work goes to other slots
 ├── WorkerAsleep        a worker of a fleet fell asleep before the work reached it; another does it
 ├── Quarantined         a stage refused its result (too many failures, nothing to learn from)
+├── RunsFailed          some runs of a sweep failed; the others are done
 └── BudgetSpent         a run has taken what its budget allows; with a larger one it goes on; exit code 3
 """
 
@@ -146,6 +147,10 @@ class WorkerAsleep(RheostatError):
 
 class Quarantined(RheostatError):
     """A stage refused its own result rather than pass it on."""
+
+
+class RunsFailed(RheostatError):
+    """Some runs of a sweep failed, each for a reason of its own; the same command goes on with them."""
 
 
 class BudgetSpent(RheostatError):

@@ -24,6 +24,7 @@ from flows.cli import (
     retention,
     runs,
     serving,
+    sweep,
     tracking,
     train,
 )
@@ -50,6 +51,7 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (serving.serve, "assistant --port 8000"),
     (serving.checkout, "assistant --to models/current --follow"),
     (lineage.lineage, "assistant@champion"),
+    (sweep.sweep, "configs/demo.toml update.learning_rate=1e-3,3e-3 seed=0,1 --limit 2"),
     (train.sft, "configs/rlhf.toml warmup.steps=2000"),
     (train.dpo, "configs/dpo.toml"),
     (train.reward_model, "configs/rlhf.toml"),

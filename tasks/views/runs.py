@@ -193,10 +193,11 @@ def described(run: Run) -> RunDescription:
 
 def describe_runs(store: str) -> list[RunLine]:
     """One line per run of a store; a damaged one does not hide the others."""
-    return [_line(store, name) for name in list_runs(store)]
+    return [run_line(store, name) for name in list_runs(store)]
 
 
-def _line(store: str, name: str) -> RunLine:
+def run_line(store: str, name: str) -> RunLine:
+    """Say how a run stands."""
     try:
         opened = open_known_run(store, name)
         run, holding = described(opened), opened.holding()

@@ -1,0 +1,250 @@
+"""The command that trains a configuration at several points: each a run as `rheostat train` makes it, by a process.
+
+`python -m flows.cli.sweep PID train …` is such a process: it ends with the one of that number, however that ends.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Final, TextIO
+
+from cyclopts import Parameter
+
+from flows.cli.options import Config, Named, StoredIn
+from flows.cli.prefect_api import prefect_api
+from flows.cli.train import AcceptChange, JobArguments
+from infra.errors import BadInput, RheostatError, RunsFailed
+from infra.processes.guard import guarded_directory
+from infra.runner import die_with
+from infra.terminal import Json, table, visible, wrapped, write
+
+if TYPE_CHECKING:
+    from tasks.config.run import RunConfig
+
+LOOK_SECONDS: Final = 0.2
+END_SECONDS: Final = 8.0
+"""How long runs may take to end in order when the sweep is interrupted; then they are killed, and resume as well."""
+
+Grid = Annotated[
+    str,
+    Parameter(
+        name="KEY=V1,V2", help="dotted keys and the values that each takes; one with a single value is an override"
+    ),
+]
+Listed = Annotated[
+    Path | None,
+    Parameter(name="--list", metavar="FILE", show_default="none", help="points: JSON Lines, or TOML with [[points]]"),
+]
+Limit = Annotated[int, Parameter(metavar="N", help="runs at a time")]
+Shown = Annotated[bool, Parameter(name="--table", help="start nothing, show how far its runs are")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Where a sweep's points come from, and how it goes about them."""
+
+    listed: Listed = None
+    limit: Limit = 1
+    accept_change: AcceptChange = False
+    shown: Shown = False
+
+
+AS_USUAL = Course()
+
+
+@dataclass(frozen=True, slots=True)
+class _Teller:
+    """Who says what runs say, behind their names."""
+
+    stream: TextIO
+
+    def tell(self, name: str, line: str) -> None:
+        """Write one line."""
+        self.stream.write(f"{wrapped(visible(f'{name}: {line}'))}\n")
+        self.stream.flush()
+
+
+def sweep(
+    config: Config,
+    /,
+    *grid: Grid,
+    course: Course = AS_USUAL,
+    run: Named = None,
+    store: StoredIn = None,
+    as_json: Json = False,
+) -> None:
+    """Train a configuration at every point of a grid, or of a list, as runs beside each other; given again, go on."""
+    from tasks.config.sweep import read_points, sweep_points, varied_keys
+    from tasks.views.sweep import swept_run
+
+    if course.limit < 1:
+        raise BadInput(f"--limit {course.limit}: expected at least 1 run at a time")
+    base = JobArguments(config, (), run, store).load()
+    points = sweep_points(base.name, grid, [] if course.listed is None else read_points(course.listed))
+    jobs = [
+        JobArguments(config, (*point.overrides, f"tags={json.dumps([*base.tags, base.name])}"), point.name, store)
+        for point in points
+    ]
+    loaded = [job.load() for job in jobs]  # what is wrong with a point is said before any of them is begun
+    teller = _Teller(sys.stderr if as_json else sys.stdout)
+    errors = {} if course.shown else _trained(jobs, loaded, course, teller)
+    runs = [
+        swept_run(each, point.values, error=errors.get(point.name, ""))
+        for each, point in zip(loaded, points, strict=True)
+    ]
+    if as_json:
+        write(json.dumps([each.model_dump(mode="json") for each in runs], indent=2))
+    else:
+        write(table([each.row(varied_keys([point.values for point in points])) for each in runs]))
+    if errors:
+        told = "; ".join(f"{name}: {error}" for name, error in errors.items())
+        raise RunsFailed(f"{len(errors)} of {len(points)} runs failed: {told}")
+
+
+@dataclass(slots=True)
+class _Training:
+    """A run that a process trains."""
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    log: BinaryIO
+    """What it writes, from where it was read to."""
+    last: str = ""
+    """The last line of it."""
+
+    def said(self, *, all_left: bool) -> list[str]:
+        """Lines that are new, whole ones unless no more come."""
+        place, content = self.log.tell(), self.log.read()
+        whole = len(content) if all_left else content.rfind(b"\n") + 1
+        self.log.seek(place + whole)
+        lines = [line for line in content[:whole].decode(errors="replace").splitlines() if line.strip()]
+        self.last = lines[-1] if lines else self.last
+        return lines
+
+    def failure(self, code: int) -> str:
+        """Why it failed: the last that it said, which is one line where we raise it."""
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return self.last.removeprefix("rheostat: ") or f"ended with code {code}"
+
+
+def _trained(
+    jobs: Sequence[JobArguments], loaded: Sequence["RunConfig"], course: Course, teller: _Teller
+) -> dict[str, str]:
+    """Train what is not done, so many runs at a time; return why those that failed did, by name."""
+    errors, waiting = dict[str, str](), list[tuple[str, JobArguments]]()
+    for job, config in zip(jobs, loaded, strict=True):
+        try:
+            if _is_done(config):
+                teller.tell(config.name, "done before")
+            else:
+                waiting.append((config.name, job))
+        except RheostatError as error:
+            errors[config.name] = str(error)
+    if not waiting:
+        return errors
+    running = list[_Training]()
+    with prefect_api() as url, guarded_directory("rheostat-sweep-") as folder:
+        teller.tell("sweep", f"{len(waiting)} of {len(jobs)} runs to train, Prefect's UI: {url.removesuffix('/api')}")
+        environment = _environment()
+        try:
+            while waiting or running:
+                while waiting and len(running) < course.limit:
+                    name, job = waiting.pop(0)
+                    teller.tell(name, "begins")
+                    running.append(_started(name, job, folder, environment, accept_change=course.accept_change))
+                time.sleep(LOOK_SECONDS)
+                errors |= _ended(running, teller)
+        finally:
+            _end([training.process for training in running])
+    return errors
+
+
+def _ended(running: list[_Training], teller: _Teller) -> dict[str, str]:
+    """Say what runs have said since, and take away those that have ended; return why any of these failed."""
+    errors = dict[str, str]()
+    for training in [*running]:
+        code = training.process.poll()  # before it is read: then nothing more comes
+        for line in training.said(all_left=code is not None):
+            teller.tell(training.name, line)
+        if code is not None:
+            running.remove(training)
+            errors |= {training.name: training.failure(code)} if code else {}
+    return errors
+
+
+def _is_done(config: "RunConfig") -> bool:
+    """Whether a run has nothing left to make. RunChanged if it was made by another configuration."""
+    from infra.store.chain import linked_parts
+    from infra.store.runs import list_runs, open_run
+    from tasks.config.run import LAYOUT
+    from tasks.run.keys import evaluation_key
+    from tasks.run.preflight import adopted
+
+    if config.name not in list_runs(config.store):
+        return False
+    run = open_run(config.store, config.name)
+    run.check_identity(adopted(config).identity(), besides=LAYOUT)
+    return evaluation_key(config.iterations) in linked_parts(run)
+
+
+def _started(
+    name: str, job: JobArguments, folder: Path, environment: Mapping[str, str], *, accept_change: bool
+) -> _Training:
+    """Begin to train a run, as the command of that name does."""
+    words = ["train", str(job.path), *job.overrides, "--run", name, "--json"]
+    words += ["--store", job.store] if job.store is not None else []
+    words += ["--accept-change"] if accept_change else []
+    log = folder / f"{name}.log"
+    with log.open("wb") as written:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "flows.cli.sweep", str(os.getpid()), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=written,
+            env={**os.environ, **environment},
+            start_new_session=True,  # Ctrl-C reaches the sweep, which ends it in order
+        )
+    return _Training(name, process, log.open("rb"))
+
+
+def _environment() -> dict[str, str]:
+    """Where Prefect's API is that the runs use together, and its password."""
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED
+
+    csrf = str(PREFECT_CLIENT_CSRF_SUPPORT_ENABLED.value()).lower()
+    told = {"PREFECT_API_URL": str(PREFECT_API_URL.value()), "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": csrf}
+    password = PREFECT_API_AUTH_STRING.value()
+    return told | {"PREFECT_API_AUTH_STRING": password} if password else told
+
+
+def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Have runs end in order, or be killed: what they have committed stays."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + END_SECONDS
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        process.kill()
+
+
+def main() -> int:
+    """Be the process that trains one run."""
+    parent, *words = sys.argv[1:]
+    die_with(int(parent))
+    from flows.cli.app import main as rheostat
+
+    return rheostat(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The points of a sweep: configurations that differ in some keys, each a run named from the sweep and its values."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from infra.errors import BadInput
+
+LONGEST: Final = 64
+"""Characters of a run's name."""
+OWN: Final = ("name", "store")
+"""Keys that no point has of its own: runs are named here, and lie in one store."""
+_QUOTES: Final = "\"'"
+DIGITS: Final = 8
+"""Of the digest behind a name that does not spell its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run of a sweep."""
+
+    name: str
+    """Of its run."""
+    values: dict[str, str]
+    """What it differs in: by dotted key, spelt as an override spells it."""
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """As `rheostat train` takes them."""
+        return tuple(f"{key}={value}" for key, value in self.values.items())
+
+
+def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str, str]]) -> tuple[Point, ...]:
+    """Make the product of grids, `KEY=V1,V2` each, and of what a list has; the last key changes fastest.
+
+    Raises BadInput where there is nothing to vary, a key comes twice, or two points are the same.
+    """
+    axes = [_axis(grid) for grid in grids]
+    keys = [key for key, _ in axes]
+    for key in keys:
+        if keys.count(key) > 1 or any(key in point for point in listed):
+            raise BadInput(f"sweep: {key!r} has values twice: expected one list of them")
+    found = [
+        {**point, **dict(zip(keys, values, strict=True))}
+        for point in (listed or [{}])
+        for values in product(*(values for _, values in axes))
+    ]
+    varied = varied_keys(found)
+    if not varied:
+        raise BadInput(
+            "sweep: expected a key with several values, such as seed=0,1, or different points in --list FILE"
+        )
+    points = tuple(Point(_name(sweep, point, varied), point) for point in found)
+    names = [point.name for point in points]
+    for point in points:
+        if names.count(point.name) > 1:
+            raise BadInput(f"sweep: expected different points, found {', '.join(point.overrides)} twice")
+    return points
+
+
+def varied_keys(points: Sequence[Mapping[str, str]]) -> list[str]:
+    """Name the keys that are not the same in all points, in order."""
+    keys = dict.fromkeys(key for point in points for key in point)
+    return [key for key in keys if len({point.get(key) for point in points}) > 1]
+
+
+def _axis(grid: str) -> tuple[str, tuple[str, ...]]:
+    key, equals, written = grid.partition("=")
+    values = tuple(_split(written))
+    if not equals or not all((*key.split("."), *values)):
+        raise BadInput(f"sweep {grid!r}: expected dotted.key=value,value, such as update.learning_rate=1e-6,3e-6")
+    _check_key(key, where=f"sweep {grid!r}")
+    return key, values
+
+
+def _check_key(key: str, *, where: str) -> None:
+    if key.partition(".")[0] in OWN:
+        raise BadInput(f"{where}: {key} is the sweep's own: runs are named after their values, in one store")
+
+
+def _split(written: str) -> Iterator[str]:
+    """Cut at commas that are outside of quotes, lists and tables.
+
+    >>> [*_split('1,{a = [2, 3]},"4,5"')]
+    ['1', '{a = [2, 3]}', '"4,5"']
+    """
+    depth, quote, start = 0, "", 0
+    for place, mark in enumerate(written):
+        if quote:
+            quote = "" if mark == quote else quote
+        elif mark in "\"'":
+            quote = mark
+        elif mark in "[{":
+            depth += 1
+        elif mark in "]}":
+            depth -= 1
+        elif mark == "," and not depth:
+            yield written[start:place].strip()
+            start = place + 1
+    yield written[start:].strip()
+
+
+def _name(sweep: str, point: Mapping[str, str], varied: Sequence[str]) -> str:
+    """Spell the values that differ between points; a digest stands for what a name cannot spell."""
+    last = [key.rpartition(".")[2] for key in varied]
+    labels = {key: key if last.count(short) > 1 else short for key, short in zip(varied, last, strict=True)}
+    spelt = (
+        ".".join(f"{label}-{point[key].strip(_QUOTES)}" for key, label in labels.items() if key in point) or "as-it-is"
+    )
+    safe = re.sub(r"[^a-z0-9]*\.[^a-z0-9]*", ".", re.sub(r"[^a-z0-9._-]+", "-", spelt.lower())).strip("-._")
+    name = f"{sweep}.{safe}"
+    if safe == spelt and len(name) <= LONGEST:
+        return name
+    digest = blake3(json.dumps(point, sort_keys=True).encode()).hexdigest()[:DIGITS]
+    return f"{name[: LONGEST - DIGITS - 1].rstrip('-._')}-{digest}"
+
+
+def read_points(path: Path) -> list[dict[str, str]]:
+    """Read a list of points: JSON Lines with an object each, or TOML with a `[[points]]` each.
+
+    Keys are dotted, or nested tables. Raises BadInput naming the place of what is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        documents = tomllib.loads(text) if path.suffix == ".toml" else None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadInput(f"--list {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if documents is None:
+        found = [
+            (f"{path}:{n}", _json(f"{path}:{n}", line)) for n, line in enumerate(text.splitlines(), 1) if line.strip()
+        ]
+    else:
+        points = documents.pop("points", [])
+        if documents or not isinstance(points, list):
+            raise BadInput(
+                f"--list {path}: expected [[points]] alone, found {', '.join(documents) or 'another points'}"
+            )
+        found = [(f"{path}: points[{n}]", point) for n, point in enumerate(points)]
+    if not found:
+        raise BadInput(f"--list {path}: expected points, found none")
+    return [_point(place, point) for place, point in found]
+
+
+def _json(place: str, line: str) -> object:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise BadInput(f"{place}: not a JSON line: {error}") from error
+
+
+def _point(place: str, point: object) -> dict[str, str]:
+    if not isinstance(point, dict) or not point:
+        raise BadInput(f"{place}: expected a table of keys and values, found {point!r:.60}")
+    values = dict(_dotted(point))
+    for key in values:
+        _check_key(key, where=place)
+    return values
+
+
+def _dotted(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", "" if value is None else _toml(value)
+
+
+def _toml(value: object) -> str:
+    """Spell a value as TOML in one line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(key)} = {_toml(part)}' for key, part in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value) if isinstance(value, str | bool | int | float) else str(value)
