@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from infra.errors import BadInput
+
 TEMPORARY = ".tmp-"
 """How names of temporary files begin; keys of a store cannot."""
 
@@ -261,6 +263,27 @@ def remove_empty(path: Path, *, root: Path) -> Path:
             return path
         path = path.parent
     return root
+
+
+def checked_directory(root: Path) -> Path:
+    """Return a store's directory. Raises BadInput where none can be: it is a file, or below one."""
+    there = _nearest(root)
+    if not there.is_dir():
+        below = "" if there == root else f" at {there}"
+        raise BadInput(f"store {str(root)!r}: expected a directory, found a file{below}")
+    return root
+
+
+def check_writable(root: Path) -> None:
+    """Raise BadInput where a store cannot be written that lies, or is to lie, in a directory; nothing is written."""
+    there = _nearest(root)
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise BadInput(f"store {str(root)!r}: expected a directory that can be written, cannot write to {there}")
+
+
+def _nearest(path: Path) -> Path:
+    """Return the path itself, or what is nearest above it and there."""
+    return next(each for each in (path, *path.parents) if each.exists() or each == each.parent)
 
 
 def make_directory(path: Path) -> None:

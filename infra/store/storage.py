@@ -18,6 +18,8 @@ from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.disk import (
     TEMPORARY,
     Holding,
+    check_writable,
+    checked_directory,
     hold_file,
     look_at_hold,
     make_directory,
@@ -180,7 +182,7 @@ def open_store(uri: str) -> Store:
         raise BadInput(f"store {uri!r}: {EXPECTED}, without '::' chains")
     scheme, separator, _ = uri.partition("://")
     if not separator:
-        return _local_store(Path(uri).expanduser().resolve())
+        return LocalStore(checked_directory(Path(uri).expanduser().resolve()))
     if scheme == "s3":
         from infra.store.s3 import open_s3  # what speaks S3 takes 0.1 s to import
 
@@ -190,20 +192,7 @@ def open_store(uri: str) -> Store:
         raise BadInput(f"store {uri!r}: {EXPECTED}")
     if parts.netloc not in ("", "localhost"):
         raise BadInput(f"store {uri!r}: file:// names no host: expected file:///absolute/path")
-    return _local_store(Path(url2pathname(parts.path)).resolve())
-
-
-def _local_store(root: Path) -> "LocalStore":
-    there = _nearest(root)
-    if not there.is_dir():
-        below = "" if there == root else f" at {there}"
-        raise BadInput(f"store {str(root)!r}: expected a directory, found a file{below}")
-    return LocalStore(root)
-
-
-def _nearest(path: Path) -> Path:
-    """The path itself, or the nearest directory above it that is there."""
-    return next(each for each in (path, *path.parents) if each.exists() or each == each.parent)
+    return LocalStore(checked_directory(Path(url2pathname(parts.path)).resolve()))
 
 
 def _moment(status: os.stat_result) -> datetime:
@@ -316,11 +305,7 @@ class LocalStore:
 
     def check(self) -> None:
         """Find nothing to complain of but a place without room for us: a file system has links, or fails at a put."""
-        there = _nearest(self.root)
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise BadInput(
-                f"store {str(self.root)!r}: expected a directory that can be written, cannot write to {there}"
-            )
+        check_writable(self.root)
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()

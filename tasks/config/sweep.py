@@ -23,7 +23,7 @@ DIGITS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """One run of a sweep."""
 
     name: str
@@ -37,7 +37,7 @@ class Point:
         return tuple(f"{key}={value}" for key, value in self.values.items())
 
 
-def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str, str]]) -> tuple[Point, ...]:
+def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str, str]]) -> tuple[SweepPoint, ...]:
     """Make the product of grids, `KEY=V1,V2` each, and of what a list has; the last key changes fastest.
 
     Raises BadInput where there is nothing to vary, a key comes twice, or two points are the same.
@@ -57,7 +57,7 @@ def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str,
         raise BadInput(
             "sweep: expected a key with several values, such as seed=0,1, or different points in --list FILE"
         )
-    points = tuple(Point(_name(sweep, point, varied), point) for point in found)
+    points = tuple(SweepPoint(_name(sweep, point, varied), point) for point in found)
     names = [point.name for point in points]
     for point in points:
         if names.count(point.name) > 1:
