@@ -84,7 +84,7 @@ def _notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     if asked and pools.ray_address is None and asked > (there := num_gpus()):
         yield f"pools ask for {_count(ceil(asked), 'GPU')}, this machine has {there}: here the run would wait in vain"
     if minibatches > prompts:
-        yield f"update.minibatches {minibatches}: {_count(prompts, 'prompt')} give {_count(prompts, 'optimizer step')} an epoch"
+        yield f"update.minibatches {minibatches}: {_count(prompts, 'prompt')} give {_count(prompts, 'optimizer step')}"
     step = prompts * config.rollout.group_size // min(minibatches, prompts)
     if pools.update_ranks > step:
         yield f"pools.update_ranks {pools.update_ranks}: an optimizer step has {_count(step, 'completion')}, some idle"
