@@ -1,7 +1,7 @@
-"""Write a policy as one directory for others: `python -m models.commands.export`.
+"""Write a policy, or a weighted sum of policies, as one directory for others: `python -m models.commands.export`.
 
-Reads an `ExportWork` as JSON on stdin; prints `{"error": ""}`, or the error in one line with exit code 2. A process of
-its own, since flows may not load what reads models.
+Reads an `ExportWork` or a `MergeWork` as JSON on stdin; prints `{"error": ""}`, or the error in one line with exit code
+2. A process of its own, since flows may not load what reads models.
 """
 
 import contextlib
@@ -12,15 +12,20 @@ import sys
 from pydantic import TypeAdapter
 
 from infra.errors import BadInput
+from models.records.merges import MergeWork
 from models.records.work import ExportWork
 
 
-def export(work: ExportWork) -> None:
+def export(work: ExportWork | MergeWork) -> None:
     """Merge and write, or copy where there is nothing to merge."""
     import torch
 
     from models.modeling.directory import copy_directory, write_merged
+    from models.modeling.weighted_sum import write_merge
 
+    if isinstance(work, MergeWork):
+        write_merge(work)
+        return
     if work.adapter is None and work.dtype is None:
         copy_directory(work.base, work.target)
         return
@@ -34,7 +39,7 @@ def main() -> int:
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print; the answer stands alone
         error = ""
         try:
-            export(TypeAdapter(ExportWork).validate_json(sys.stdin.read()))
+            export(TypeAdapter[ExportWork | MergeWork](ExportWork | MergeWork).validate_json(sys.stdin.read()))
         except BadInput as found:
             error = " ".join(str(found).split())
     with answer:

@@ -1,6 +1,7 @@
 """Configuration of the policy that a run starts from. Torch-free."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -130,7 +131,53 @@ class DirectoryPolicy(PolicySource):
     at s3://bucket/name."""
 
 
-PolicyConfig = Annotated[ScratchPolicy | SeeingScratchPolicy | DirectoryPolicy, Field(discriminator="kind")]
+SUM_ERROR: Final = 1e-6
+"""How far from 1 the sum of a merge's weights may be."""
+
+
+def reason_against_weights(weights: Sequence[float]) -> str | None:
+    """Say why weights make no merge; none where they do."""
+    total = math.fsum(weights)
+    if abs(total - 1) <= SUM_ERROR:
+        return None
+    shown = " + ".join(f"{weight:g}" for weight in weights)
+    return f"expected weights that sum to 1, found {shown} = {total:g}: all that the parents share would be scaled"
+
+
+class MergeParent(Settings):
+    """A policy that is merged, and its part in the sum."""
+
+    path: Location
+    """Its directory: of a model, or of an adapter, which counts as its base with the adapter added."""
+    weight: float
+    """Factor of its weights; negative ones are meant: with 1.75 and -0.75 the sum lies beyond the first."""
+
+
+class MergePolicy(PolicySource):
+    """The weighted sum of policies of one architecture and tokenizer, tensor by tensor, in float32."""
+
+    implementation = "models.modeling.initial:write_merged_policy"
+    inspection = "models.inspection.directory:inspect_merge"
+    brings_tokens = True
+
+    kind: Literal["merge"] = "merge"
+    parents: Annotated[tuple[MergeParent, ...], Field(min_length=1)]
+    """The policies; their weights sum to 1."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Precision of the sum, which is rounded once; none is that of the parents' files."""
+    unrelated: bool = False
+    """Also merge policies of runs that did not start from one policy."""
+
+    @model_validator(mode="after")
+    def _weights_sum_to_one(self) -> "MergePolicy":
+        if (reason := reason_against_weights([parent.weight for parent in self.parents])) is not None:
+            raise ValueError(f"parents: {reason}")
+        return self
+
+
+PolicyConfig = Annotated[
+    ScratchPolicy | SeeingScratchPolicy | DirectoryPolicy | MergePolicy, Field(discriminator="kind")
+]
 
 
 @dataclass(frozen=True, slots=True)

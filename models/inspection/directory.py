@@ -26,6 +26,7 @@ from models.admission.directory import admit
 from models.config.data import PixelLimits
 from models.config.policy import (
     DirectoryPolicy,
+    MergePolicy,
     ModelOutline,
     ModelShape,
     PolicySource,
@@ -192,6 +193,15 @@ def inspect_seeing_scratch(policy: SeeingScratchPolicy, texts: Iterable[str]) ->
 def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
     """Describe the directory."""
     return inspect_directory(fetched(policy.path))
+
+
+def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
+    """Compare the parents, and describe the first: the sum is as it is."""
+    from models.modeling.weighted_sum import compare_parents, parents_of
+
+    parents = parents_of(policy)
+    compare_parents(parents, unrelated=policy.unrelated, casts=policy.dtype is not None)
+    return inspect_directory(parents[0].path)
 
 
 def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -> Inspected:

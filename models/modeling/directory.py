@@ -65,7 +65,7 @@ def copy_directory(source: Path, target: Path) -> None:
     for path in (*weight_files(source), source / INDEX):
         if path.is_file():
             copyfile(path, target / path.name)
-    _copy_beside_weights(source, target)
+    copy_beside_weights(source, target)
 
 
 def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch.dtype) -> None:
@@ -74,10 +74,11 @@ def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch
     for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in float32
         parameter.data = parameter.data.to(dtype)
     model.save_pretrained(target)
-    _copy_beside_weights(base, target)
+    copy_beside_weights(base, target)
 
 
-def _copy_beside_weights(source: Path, target: Path) -> None:
+def copy_beside_weights(source: Path, target: Path) -> None:
+    """Copy configuration and tokenizer, where the target has not written its own."""
     for path in (path for pattern in KEPT for path in sorted(source.glob(pattern))):
         # A policy that lies in a run has its own list of contents, which the copy's replaces.
         written = path.name in (CONTENTS, INDEX) or (target / path.name).exists()

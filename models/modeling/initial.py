@@ -19,7 +19,7 @@ from models.config.judges import (
     ServedReward,
     TrainedJudge,
 )
-from models.config.policy import DirectoryPolicy, PolicySource, ScratchPolicy, SeeingScratchPolicy
+from models.config.policy import DirectoryPolicy, MergePolicy, PolicySource, ScratchPolicy, SeeingScratchPolicy
 from models.config.users import DirectoryUser, TrainedUser, UserModel
 from models.data.problems import Problem, load_problems
 from models.environments.transcripts import user_texts
@@ -28,6 +28,8 @@ from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, save_policy
 from models.modeling.reward_model import check_reward_model
 from models.modeling.seeing_scratch import build_seeing, save_seeing, seeing_tokenizer
+from models.modeling.weighted_sum import parents_of, write_merge
+from models.records.merges import MergeWork
 from models.records.seeds import derive_seed
 from models.text.tokenizer import problem_texts, train_tokenizer
 
@@ -69,6 +71,13 @@ def write_seeing_scratch(policy: SeeingScratchPolicy, directory: Path, *, texts:
 def write_import(policy: DirectoryPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Copy a directory from elsewhere."""
     return _copy(fetched(policy.path), directory)
+
+
+def write_merged_policy(policy: MergePolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
+    """Write the weighted sum of its parents."""
+    write_merge(MergeWork(parents_of(policy), directory, dtype=policy.dtype, unrelated=policy.unrelated))
+    _, _, parameters = check_directory(directory)
+    return parameters
 
 
 class ServedModelWriter(Protocol):

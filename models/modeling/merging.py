@@ -57,6 +57,7 @@ class Adapter:
     """A directory in peft's format, read and checked."""
 
     directory: Path
+    rank: int
     scale: float
     """alpha / rank."""
     deltas: dict[str, Delta]
@@ -108,6 +109,7 @@ def read_adapter(directory: Path) -> Adapter:
         raise BadInput(f"adapter {directory}: {lonely[0]} has A and no B")
     return Adapter(
         directory=directory,
+        rank=settings.r,
         scale=settings.lora_alpha / settings.r,
         deltas={name: Delta(a_RI=named[f"{name}{_A}"], b_OR=named[f"{name}{_B}"]) for name in layers},
         replaced={name: tensor for name, tensor in named.items() if not name.endswith((_A, _B))},
@@ -169,9 +171,26 @@ def _merged(model: PreTrainedModel, adapter: Adapter) -> Iterator[tuple[str, Ten
     for name, delta in adapter.deltas.items():
         layer = _layer(model, name)
         assert layer is not None, "an adapter that fits names layers"
-        delta_OI = adapter.scale * (delta.b_OR.float() @ delta.a_RI.float())
-        yield f"{name}.weight", layer.weight + (delta_OI.T if isinstance(layer, Conv1D) else delta_OI)
+        yield f"{name}.weight", layer.weight + _added(adapter, delta, layer)
     yield from adapter.replaced.items()
+
+
+def added_to(weight: Tensor, name: str, *, adapter: Adapter, model: PreTrainedModel) -> Tensor:
+    """A parameter of the base as the adapter makes it, in float32; the model may be on the `meta` device."""
+    layer = name.removesuffix(".weight")
+    if name in adapter.replaced:
+        return adapter.replaced[name]
+    if layer not in adapter.deltas:
+        return weight
+    found = _layer(model, layer)
+    assert found is not None, "an adapter that fits names layers"
+    return weight.float() + _added(adapter, adapter.deltas[layer], found)
+
+
+def _added(adapter: Adapter, delta: Delta, layer: nn.Linear | Conv1D) -> Tensor:
+    """What is added to a layer's weight, as the layer stores it."""
+    delta_OI = adapter.scale * (delta.b_OR.float() @ delta.a_RI.float())
+    return delta_OI.T if isinstance(layer, Conv1D) else delta_OI
 
 
 def _layer(model: PreTrainedModel, name: str) -> nn.Linear | Conv1D | None:

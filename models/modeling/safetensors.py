@@ -5,8 +5,10 @@ The library writes to paths or into memory alone; the bytes here are those that 
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +33,18 @@ _NAMES: Final = {
 }
 """What files call a precision, in the order in which tensors lie in them."""
 
+DTYPES: Final = {text: dtype for dtype, text in _NAMES.items()}
+"""Precisions by what files call them."""
+
 _SAVING = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOutline:
+    """A tensor of a file without its numbers."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 def save_tensors(
@@ -53,18 +66,30 @@ def tensor_pieces(
     tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """Yield a file of tensors piece by piece; from an accelerator they come one after another."""
+    outlines = {name: TensorOutline(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return streamed_pieces(outlines, tensors.__getitem__, metadata=metadata)
+
+
+def streamed_pieces(
+    outlines: Mapping[str, TensorOutline],
+    make: Callable[[str], Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> Iterator[bytes | memoryview]:
+    """Yield a file of tensors each of which is made when it is written, as its outline says."""
     order = list(_NAMES)
-    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name.encode()))
+    names = sorted(outlines, key=lambda name: (order.index(outlines[name].dtype), name.encode()))
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name in names:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        outline = outlines[name]
+        start, end = end, end + prod(outline.shape) * outline.dtype.itemsize
+        header[name] = {"dtype": _NAMES[outline.dtype], "shape": [*outline.shape], "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for tensor in (tensors[name] for name in names):
+    for name in names:
+        tensor = make(name)
         if tensor.numel():
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 

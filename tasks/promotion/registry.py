@@ -30,7 +30,7 @@ def promote(store: str, name: str, run: str, *, reason: str, who: str | None = N
                 f"registry {name!r}: {run!r} was compared with record {proposal.previous}, and record {current} is "
                 "champion now: retrain again, or `rheostat rollback` where it was champion before"
             )
-        signed = {"number": number, "kind": "promote", "reason": reason, "who": who or _here(), "when": now()}
+        signed = {"number": number, "kind": "promote", "reason": reason, "who": who or here(), "when": now()}
         return proposal.model_copy(update=signed)
 
     return _appended(registry, record)
@@ -49,7 +49,7 @@ def refuse(store: str, name: str, run: str, *, reason: str, who: str | None = No
                 f"registry {name!r}: the proposal of {run!r} was signed, by record {proposal.number}: "
                 "`rheostat rollback` takes it back"
             )
-        refused = {"number": number, "kind": "refuse", "reason": reason, "who": who or _here(), "when": now()}
+        refused = {"number": number, "kind": "refuse", "reason": reason, "who": who or here(), "when": now()}
         return proposal.model_copy(update=refused)
 
     made = registry.append(record)
@@ -88,7 +88,7 @@ def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[Reg
                 "kind": "rollback",
                 "previous": champion.number,
                 "reason": reason,
-                "who": _here(),
+                "who": here(),
                 "when": now(),
             }
         )
@@ -134,7 +134,7 @@ def _proposal(registry: Registry, run: str) -> RegistryRecord:
     return said[-1]
 
 
-def _here() -> str:
+def here() -> str:
     """Who runs this process, for people."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
 

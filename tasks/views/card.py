@@ -6,6 +6,7 @@ from typing import Final
 from pydantic import JsonValue
 
 from models.config.promotion import CardConfig
+from models.records.merges import Merge
 
 CARD: Final = "README.md"
 
@@ -29,6 +30,21 @@ def model_card(
     evaluations: Sequence[str],
 ) -> str:
     """Write the card of a policy: front matter in Hugging Face's terms, then text. `config` is its run's."""
+    body = "\n".join(_body(card, title, lineage, config, evaluations))
+    return _front(card, "reinforcement-learning") + body
+
+
+def merge_card(card: CardConfig, *, title: str, merge: Merge) -> str:
+    """Write the card of a weighted sum of policies."""
+    lines = [f"# {title}\n", "The weighted sum of these policies, tensor by tensor.\n", "## Parents\n"]
+    lines += [f"- {parent.weight:g} × {parent.name}: `{parent.digest}`" for parent in merge.parents]
+    if merge.soup is not None:
+        lines += ["\n## Soup\n", *_keys(merge.soup, "")]
+    return _front(card, "merge") + "\n".join([*lines, f"\nMade by {merge.who}, {merge.when}, with {merge.version}.\n"])
+
+
+def _front(card: CardConfig, tag: str) -> str:
+    """What stands before a card's text for programs, in Hugging Face's terms."""
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(
@@ -37,9 +53,9 @@ def model_card(
         datasets=[*card.datasets] or None,
         language=[*card.language] or None,
         pipeline_tag="text-generation",
-        tags=["rheostat", "reinforcement-learning"],
+        tags=["rheostat", tag],
     )
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(_body(card, title, lineage, config, evaluations))
+    return f"---\n{data.to_yaml()}\n---\n\n"
 
 
 def _body(

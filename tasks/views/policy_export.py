@@ -7,6 +7,7 @@ never left half copied. Base and adapter are merged in a process of its own: no 
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
@@ -23,6 +24,7 @@ from infra.store.runs import Run
 from infra.store.shards import is_retired
 from infra.store.tombstones import find_tombstone
 from models.config.promotion import CardConfig
+from models.records.merges import MergeWork
 from models.records.versions import ModelVersion, policy_of
 from models.records.work import ExportWork
 from tasks.run.keys import DPO, SFT, StageKey
@@ -58,20 +60,14 @@ def export_policy(
     The directory appears when it is whole, and never of a policy that retention deleted meanwhile: then the newest one
     is taken again, while of a named one nothing is written. Raises BadInput before anything is written.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BadInput(f"{target}: expected a directory that is not there yet or is empty, found one with files in it")
     for _ in range(1 if iteration is not None else ATTEMPTS):
-        sealed = len(sealed_iterations(run))
-        number = sealed if iteration is None else iteration
-        if not 0 <= number <= sealed:
-            raise BadInput(f"run {run.name!r}: no policy after iteration {number}, expected 0 to {sealed}")
-        policy = policy_of(_policy(run, number))
+        number, policy = policy_after(run, iteration)
         if _written(run, policy, target, number=number, dtype=dtype):
             merged = policy.adapter is not None
             return PolicyExport(run=run.name, iteration=number, digest=policy.digest, merged=merged, path=str(target))
     stone = find_tombstone(run)
     who = "retention" if stone is None else f"{stone.why} ({stone.who})"
-    kept = [each for each in range(sealed + 1) if _is_there(run, policy_of(_policy(run, each)))]
+    kept = [each for each in range(len(sealed_iterations(run)) + 1) if _is_there(run, policy_of(_policy(run, each)))]
     expected = f"expected {', '.join(map(str, kept))}" if kept else "and so were all others"
     raise BadInput(f"run {run.name!r}: {who} has deleted the files of the policy after iteration {number}, {expected}")
 
@@ -83,23 +79,41 @@ def _written(
 
     Deleting takes a bundle's list of contents first: where that is still there afterwards, every file was.
     """
+    try:
+        with new_directory(target) as written:
+            base = fetch_bundle(run.store, policy.weights)
+            adapter = None if policy.adapter is None else fetch_bundle(run.store, policy.adapter)
+            write_apart(ExportWork(base=base, adapter=adapter, target=written, dtype=dtype))
+            if not _is_there(run, policy):
+                raise Damaged("its files were deleted meanwhile")
+            (written / CARD).write_text(card_of(run, policy, number=number))
+    except (BadInput, Damaged, WorkerFailed, OSError):  # a file that went explains whatever was said of it
+        if _is_deleted(run, policy):
+            return False
+        raise
+    return True
+
+
+def policy_after(run: Run, iteration: int | None) -> tuple[int, ModelVersion]:
+    """Find a run's policy after an iteration, by default the last sealed one. Raises BadInput where there is none."""
+    sealed = len(sealed_iterations(run))
+    number = sealed if iteration is None else iteration
+    if not 0 <= number <= sealed:
+        raise BadInput(f"run {run.name!r}: no policy after iteration {number}, expected 0 to {sealed}")
+    return number, policy_of(_policy(run, number))
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """Have a directory filled that appears when it is whole. Raises BadInput where something lies there already."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadInput(f"{target}: expected a directory that is not there yet or is empty, found one with files in it")
     target.parent.mkdir(parents=True, exist_ok=True)
     with guarded_directory(f".{target.name}-", parent=target.parent) as scratch:
         written = scratch / "policy"
         written.mkdir()
-        try:
-            base = fetch_bundle(run.store, policy.weights)
-            adapter = None if policy.adapter is None else fetch_bundle(run.store, policy.adapter)
-            _ask(ExportWork(base=base, adapter=adapter, target=written, dtype=dtype))
-        except (BadInput, Damaged, WorkerFailed, OSError):  # a file that went explains whatever was said of it
-            if _is_deleted(run, policy):
-                return False
-            raise
-        if not _is_there(run, policy):
-            return False
-        (written / CARD).write_text(card_of(run, policy, number=number))
+        yield written
         written.replace(target)
-    return True
 
 
 def _is_there(run: Run, policy: ModelVersion) -> bool:
@@ -144,9 +158,11 @@ def _policy(run: Run, number: int) -> Manifest:
     return found[0] if found else run.require(keys[0])
 
 
-def _ask(work: ExportWork) -> None:
+def write_apart(work: ExportWork | MergeWork) -> None:
+    """Have a process of its own write a directory. Raises BadInput where it finds something wrong."""
     command = [sys.executable, "-P", "-m", "models.commands.export"]
-    code, answer, errors = await_answer("the export", command, TypeAdapter(ExportWork).dump_json(work))
+    asked = TypeAdapter[ExportWork | MergeWork](ExportWork | MergeWork).dump_json(work)
+    code, answer, errors = await_answer("the export", command, asked)
     try:
         error = json.loads(answer)["error"]
     except ValueError:

@@ -125,7 +125,10 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
             "data.kind: expected 'arithmetic' or 'pictures' or 'calculations' or 'measures' or 'file' or 'mixture' or "
             "'target', got 'files'; did you mean 'file'?",
         ),
-        ("[policy]\nlayers = 2", "policy.kind: missing, expected 'scratch' or 'seeing_scratch' or 'directory'"),
+        (
+            "[policy]\nlayers = 2",
+            "policy.kind: missing, expected 'scratch' or 'seeing_scratch' or 'directory' or 'merge'",
+        ),
         (
             "[[scoring.rewards]]\nkind = 'maths'",
             "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'target' or 'code' or 'environment' "

@@ -1,0 +1,300 @@
+"""Weighted sums of policies (model soups, arXiv 2203.05482), tensor by tensor: no model is ever loaded whole.
+
+θ = Σ λ_i θ_i in float32, in the order of the parents, then cast once. What is the same in all parents stays as it is,
+to the bit. An adapter counts as its base with `scale x B A` added; its factors are never averaged by themselves, for
+(Σ λ_i B_i)(Σ λ_i A_i) has products of one adapter's B with another's A. Shapes: R rank, I inputs and O outputs.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from infra.errors import BadInput
+from infra.store.bundles import CONTENTS, Contents, describe_pieces, write_hashed
+from infra.store.inputs import fetched, written
+from models.config.policy import MergePolicy
+from models.modeling.directory import INDEX, KEPT, check_directory, copy_beside_weights, meta_policy, weight_files
+from models.modeling.merging import SETTINGS, TENSORS, Adapter, added_to, base_of, is_adapter, read_adapter
+from models.modeling.safetensors import DTYPES, TensorOutline, save_tensors, streamed_pieces
+from models.records.merges import MERGE, Merge, MergedParent, MergeWork, Parent, start_of
+
+MEANING: Final = (
+    *("model_type", "tie_word_embeddings", "hidden_act", "hidden_activation", "activation_function"),
+    *("num_attention_heads", "num_key_value_heads", "n_head", "head_dim", "rms_norm_eps", "layer_norm_eps"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "partial_rotary_factor"),
+)
+"""Settings that say what weights of one shape compute."""
+CHUNK_BYTES: Final = 2**20
+"""Read at a time where a file is only digested."""
+
+
+def parents_of(policy: MergePolicy) -> tuple[Parent, ...]:
+    """The directories on this machine that a configured policy is the sum of."""
+    return tuple(
+        Parent(written(parent.path), fetched(parent.path), parent.weight, start_of(parent.path))
+        for parent in policy.parents
+    )
+
+
+# ---- what may be added up
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """All of a policy but its numbers."""
+
+    directory: Path
+    """Of its weights: its base, where it is an adapter."""
+    files: Mapping[str, tuple[Path, TensorOutline]]
+    """Where each tensor lies."""
+
+    @staticmethod
+    def of(directory: Path) -> "Outline":
+        """Read the headers of its weights."""
+        weights = base_of(directory) if is_adapter(directory) else directory
+        return Outline(weights, dict(_files_of(weights)))
+
+    def differences(self, expected: "Outline", *, casts: bool) -> Iterator[tuple[str, object, object]]:
+        """Name what is other than expected, with what is there and what was expected."""
+        for key in MEANING:
+            has, wanted = _setting(self.directory, key), _setting(expected.directory, key)
+            if has != wanted:
+                yield f"config.json: {key}", has, wanted
+        tokens, wanted_tokens = (_tokens(each.directory) for each in (self, expected))
+        if tokens != wanted_tokens:
+            yield "tokenizer.json", f"{len(tokens):,} other bytes", f"the same {len(wanted_tokens):,} bytes"
+        for name in sorted(self.files.keys() | expected.files.keys()):
+            if name not in self.files or name not in expected.files:
+                yield f"tensor {name}", *(("none", "one") if name in expected.files else ("one", "none"))
+                continue
+            has, wanted = self.files[name][1], expected.files[name][1]
+            if has.shape != wanted.shape:
+                yield f"tensor {name}: shape", has.shape, wanted.shape
+            if has.dtype != wanted.dtype and not casts:
+                yield f"tensor {name}: dtype", f"{has.dtype}; say which one the sum is to have (dtype)", wanted.dtype
+
+
+def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) -> None:
+    """Refuse parents whose sum would mean nothing: of other tensors, tokens, settings or starts. `casts` to one dtype.
+
+    Raises BadInput that names the first difference, also where a parent by itself is no policy.
+    """
+    for parent in parents:
+        check_directory(parent.path)
+    first, *others = parents
+    expected = Outline.of(first.path)
+    for other in others:
+        for what, has, wanted in Outline.of(other.path).differences(expected, casts=casts):
+            raise BadInput(f"merge: {other.name} against {first.name}: {what}: expected {wanted}, found {has}")
+    known = [parent for parent in parents if parent.start]
+    for other in known[1:]:
+        if other.start != known[0].start and not unrelated:
+            raise BadInput(
+                f"merge: {other.name} against {known[0].name}: the policy from which its run started: expected "
+                f"{known[0].start[:16]}, found {other.start[:16]}; a sum of policies trained from different ones means "
+                "little: --unrelated (`unrelated = true`) makes it all the same"
+            )
+
+
+# ---- the sum
+def write_merge(work: MergeWork) -> Merge:
+    """Write the sum into an empty directory, as the first parent's files lie, with merge.json; return what that says.
+
+    Raises BadInput before anything is written.
+    """
+    compare_parents(work.parents, unrelated=work.unrelated, casts=work.dtype is not None)
+    if work.adapters == "ranks":
+        _write_ranks(work)
+    else:
+        _write_full(work)
+    merge = Merge(
+        parents=tuple(
+            MergedParent(name=parent.name, weight=parent.weight, digest=policy_digest(parent.path), start=parent.start)
+            for parent in work.parents
+        ),
+        adapters=work.adapters,
+    )
+    (work.target / MERGE).write_text(merge.model_dump_json(indent=2))
+    return merge
+
+
+def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float], *, dtype: torch.dtype) -> Tensor:
+    """Add up in float32, in order, and cast once; what is the same in all stays, and what is no real number must be."""
+    first, *others = tensors
+    if all(_is_same(first, other) for other in others):
+        return first.to(dtype)
+    if not first.is_floating_point():
+        raise ValueError(f"numbers of {first.dtype} differ: expected the same ones in every parent")
+    total = torch.zeros(first.shape, dtype=torch.float32)
+    for tensor, weight in zip(tensors, weights, strict=True):
+        total += tensor.float() * weight
+    return total.to(dtype)
+
+
+def policy_digest(directory: Path) -> str:
+    """Digest of a policy as runs name it: of what a run copies of the directory, and of an adapter's base."""
+    paths = weight_files(directory) if not is_adapter(directory) else [directory / TENSORS]
+    kept = (path for pattern in KEPT for path in directory.glob(pattern) if path.is_file())
+    named = {path.name: path for path in (*paths, *kept) if path.name != CONTENTS and not path.name.startswith(".")}
+    files = {name: describe_pieces(_chunks(path)) for name, path in sorted(named.items())}
+    own = Contents(files=files).ref("").digest
+    return (
+        own if not is_adapter(directory) else blake3(f"{policy_digest(base_of(directory))}+{own}".encode()).hexdigest()
+    )
+
+
+@torch.no_grad()
+def _write_full(work: MergeWork) -> None:
+    dtype = None if work.dtype is None else DTYPES[{"float32": "F32", "bfloat16": "BF16"}[work.dtype]]
+    readers, weights = [_reader(parent.path) for parent in work.parents], [each.weight for each in work.parents]
+    first = Outline.of(work.parents[0].path)
+
+    def outline(name: str) -> TensorOutline:
+        stored = first.files[name][1]
+        casts = dtype is not None and stored.dtype.is_floating_point
+        return TensorOutline(dtype, stored.shape) if casts and dtype is not None else stored
+
+    def make(name: str) -> Tensor:
+        try:
+            return weighted_sum([read(name) for read in readers], weights, dtype=outline(name).dtype)
+        except ValueError as error:
+            raise BadInput(f"merge: tensor {name}: {error}") from error
+
+    for path in weight_files(first.directory):
+        outlines = {name: outline(name) for name, (file, _) in first.files.items() if file == path}
+        with safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata()
+        write_hashed(work.target / path.name, streamed_pieces(outlines, make, metadata=metadata))
+    if (first.directory / INDEX).is_file():
+        _write_index(first, work.target, [outline(name) for name in first.files])
+    if work.dtype is not None:
+        config = json.loads((first.directory / "config.json").read_text())
+        stale = {key: work.dtype for key in ("dtype", "torch_dtype") if key in config} or {"dtype": work.dtype}
+        (work.target / "config.json").write_text(json.dumps(config | stale, indent=2, sort_keys=True) + "\n")
+    copy_beside_weights(first.directory, work.target)
+
+
+def _write_index(first: Outline, target: Path, outlines: Sequence[TensorOutline]) -> None:
+    index = json.loads((first.directory / INDEX).read_text())
+    size = sum(outline.dtype.itemsize * torch.Size(outline.shape).numel() for outline in outlines)
+    index["metadata"] = {**index.get("metadata", {}), "total_size": size}
+    (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _reader(directory: Path) -> Callable[[str], Tensor]:
+    """What reads one tensor of a policy; an adapter's is added to its base, in float32.
+
+    A file is open for that tensor alone: pages of it that were read do not stay.
+    """
+    outline = Outline.of(directory)
+
+    def read(name: str) -> Tensor:
+        path, _ = outline.files[name]
+        with safe_open(path, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        return tensor
+
+    if not is_adapter(directory):
+        return read
+    adapter, model = read_adapter(directory), meta_policy(directory)
+    changed = [f"{layer}.weight" for layer in adapter.deltas] + [*adapter.replaced]
+    if lacking := [name for name in changed if name not in outline.files]:
+        raise BadInput(
+            f"merge: adapter {directory}: expected {lacking[0]} in the files of its base {outline.directory}, found "
+            "none; export it as one model first (`rheostat export-policy`)"
+        )
+    return lambda name: added_to(read(name), name, adapter=adapter, model=model)
+
+
+# ---- adapters over one base, as one adapter
+@torch.no_grad()
+def _write_ranks(work: MergeWork) -> None:
+    """Σ λ_i s_i B_i A_i = [λ_1 s_1 B_1, …] [A_1; …]: a rank of all ranks together, in float32, and a scale of 1."""
+    for parent in work.parents:
+        if not is_adapter(parent.path):
+            raise BadInput(f"merge: adapters 'ranks': expected adapters over one base, found the model {parent.name}")
+    bases = [base_of(parent.path) for parent in work.parents]
+    for parent, base in zip(work.parents, bases, strict=True):
+        if base != bases[0] and policy_digest(base) != policy_digest(bases[0]):
+            raise BadInput(f"merge: adapters 'ranks': {parent.name}: expected the base {bases[0]}, found {base}")
+    adapters, weights = [read_adapter(parent.path) for parent in work.parents], [each.weight for each in work.parents]
+    layers = sorted({name for adapter in adapters for name in adapter.deltas})
+    tensors = dict[str, Tensor]()
+    for name in layers:
+        a_RI, b_OR = _joined_factors(name, adapters, weights)
+        tensors |= {f"base_model.model.{name}.lora_A.weight": a_RI, f"base_model.model.{name}.lora_B.weight": b_OR}
+    for name in adapters[0].replaced:
+        if any(name not in adapter.replaced for adapter in adapters):
+            raise BadInput(
+                f"merge: adapters 'ranks': {name}: expected every parent to replace it, found one that does not"
+            )
+        tensors[f"base_model.model.{name}"] = weighted_sum(
+            [adapter.replaced[name] for adapter in adapters], weights, dtype=torch.float32
+        )
+    save_tensors(tensors, work.target / TENSORS, metadata={"format": "pt"})
+    settings = json.loads((work.parents[0].path / SETTINGS).read_text())
+    rank = sum(adapter.rank for adapter in adapters)
+    settings |= {"r": rank, "lora_alpha": rank, "target_modules": layers, "base_model_name_or_path": str(bases[0])}
+    (work.target / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True))
+
+
+def _joined_factors(name: str, adapters: Sequence[Adapter], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Both factors of a layer; of adapters that leave it as it is, zeros."""
+    shape = next(adapter.deltas[name] for adapter in adapters if name in adapter.deltas)
+    a_RI, b_OR = list[Tensor](), list[Tensor]()
+    for adapter, weight in zip(adapters, weights, strict=True):
+        delta = adapter.deltas.get(name)
+        if delta is None:
+            a_RI.append(torch.zeros(adapter.rank, shape.a_RI.shape[1]))
+            b_OR.append(torch.zeros(shape.b_OR.shape[0], adapter.rank))
+        else:
+            a_RI.append(delta.a_RI.float())
+            b_OR.append(delta.b_OR.float() * (weight * adapter.scale))
+    return torch.cat(a_RI), torch.cat(b_OR, dim=1)
+
+
+# ---- files
+def _files_of(directory: Path) -> Iterator[tuple[str, tuple[Path, TensorOutline]]]:
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                    found = opened.get_slice(name)
+                    dtype = DTYPES.get(found.get_dtype())
+                    if dtype is None:
+                        raise BadInput(
+                            f"merge: {path}: tensor {name}: expected real numbers, found {found.get_dtype()}"
+                        )
+                    yield name, (path, TensorOutline(dtype, tuple(found.get_shape())))
+        except SafetensorError as error:
+            raise BadInput(f"merge: {path} does not load: {error}") from error
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same to the bit."""
+    if one.dtype != other.dtype:
+        return False
+    bytes_of = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return bool(torch.equal(*bytes_of))
+
+
+def _setting(directory: Path, key: str) -> Any:  # noqa: ANN401 -- JSON
+    """A setting, of the part that reads text where a model has several."""
+    config = json.loads((directory / "config.json").read_text())
+    return config.get(key, (config.get("text_config") or {}).get(key))
+
+
+def _tokens(directory: Path) -> bytes:
+    path = directory / "tokenizer.json"
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk

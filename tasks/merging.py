@@ -1,0 +1,114 @@
+"""Weighted sums of policies, whether of runs or of directories, written as one directory. Needs no Prefect."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import JsonValue
+
+from infra.config import Settings
+from infra.errors import BadInput
+from infra.store.bundles import fetch_bundle
+from infra.store.inputs import fetched, has_run, is_remote, written
+from models.config.policy import reason_against_weights
+from models.config.promotion import CardConfig
+from models.records.merges import MERGE, Adapters, Merge, MergeWork, Parent, start_of, start_of_run
+from tasks.promotion.registry import here, now
+from tasks.run.dependencies import rheostat_version
+from tasks.views.card import CARD, merge_card
+from tasks.views.policy_export import new_directory, policy_after, write_apart
+from tasks.views.runs import open_known_run
+
+EXAMPLE: Final = "such as demo=0.7 longer@12=0.3"
+FACTORS: Final = (
+    "--adapters factors: a mean of A's and a mean of B's is no sum of adapters: its product has terms of one's B with "
+    "another's A; expected 'full', which adds them to their bases, or 'ranks', which joins their ranks: both are exact"
+)
+
+
+class MergedPolicy(Settings):
+    """A weighted sum that was written to a directory."""
+
+    path: str
+    """The directory, in Hugging Face format."""
+    merge: Merge
+    """Its merge.json."""
+
+    def text(self) -> str:
+        """What was added up, a line each."""
+        parents = (f"{parent.weight:+g} × {parent.name}  {parent.digest[:16]}" for parent in self.merge.parents)
+        kind = "adapter" if self.merge.adapters == "ranks" else "policy"
+        return "\n".join([f"{self.path}: {kind}, the sum of", *(f"  {line}" for line in parents)])
+
+
+def merge_policies(
+    store: str,
+    terms: Sequence[str],
+    target: Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    adapters: Literal["full", "ranks", "factors"] = "full",
+    unrelated: bool = False,
+) -> MergedPolicy:
+    """Write the sum of `NAME=WEIGHT` terms, each of a directory, a run, or a run after an iteration.
+
+    Raises BadInput before the directory is there.
+    """
+    if adapters == "factors":
+        raise BadInput(FACTORS)
+    weighed = [_term(term) for term in terms]
+    if not weighed:
+        raise BadInput(f"merge: expected policies with their weights, {EXAMPLE}, found none")
+    if (reason := reason_against_weights([weight for _, weight in weighed])) is not None:
+        raise BadInput(f"merge: {reason}")
+    parents = tuple(_parent(store, name, weight) for name, weight in weighed)
+    return write_merged(parents, target, dtype=dtype, adapters=adapters, unrelated=unrelated)
+
+
+def write_merged(
+    parents: tuple[Parent, ...],
+    target: Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    adapters: Adapters = "full",
+    unrelated: bool = False,
+    soup: JsonValue = None,
+) -> MergedPolicy:
+    """Write a sum, its merge.json and its card into a directory that appears when it is whole."""
+    with new_directory(target) as directory:
+        write_apart(MergeWork(parents, directory, dtype=dtype, adapters=adapters, unrelated=unrelated))
+        found = Merge.model_validate_json((directory / MERGE).read_text())
+        merge = found.model_copy(update={"who": here(), "when": now(), "version": rheostat_version(), "soup": soup})
+        (directory / MERGE).write_text(merge.model_dump_json(indent=2))
+        (directory / CARD).write_text(merge_card(CardConfig(), title=target.name, merge=merge))
+    return MergedPolicy(path=str(target), merge=merge)
+
+
+def _term(text: str) -> tuple[str, float]:
+    """Read NAME=WEIGHT."""
+    name, _, number = text.rpartition("=")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not name or not math.isfinite(weight):
+        raise BadInput(f"merge {text!r}: expected NAME=WEIGHT, {EXAMPLE}")
+    return name, weight
+
+
+def _parent(store: str, name: str, weight: float) -> Parent:
+    """Find what a name stands for: a directory, else a run of the store, maybe after an iteration."""
+    path = Path(name)
+    if is_remote(path) or path.is_dir():
+        if has_run(path):
+            raise BadInput(f"{written(path)} is a run, expected one of its policies: name it {path.name}, with --store")
+        return Parent(name, fetched(path), weight, start_of(path))
+    named, at, number = name.partition("@")
+    if at and not number.isdecimal():
+        raise BadInput(f"merge {name!r}: expected an iteration behind @, such as {named}@12")
+    run = open_known_run(store, named)
+    _, policy = policy_after(run, int(number) if at else None)
+    base = fetch_bundle(run.store, policy.weights)
+    directory = base if policy.adapter is None else fetch_bundle(run.store, policy.adapter)
+    return Parent(name, directory, weight, start_of_run(run))
