@@ -1,0 +1,62 @@
+"""Bone Soup (arXiv 2502.10762): rewards of the backbones, and the merge for a preference. Shapes: N rewards.
+
+Backbone j is trained on h_j = Σ_i B_ji r_i over standardised rewards r, where B has β on its diagonal and γ elsewhere.
+To first order a policy that is trained on Σ_i c_i r_i has moved by Σ_i c_i d_i; so the merge with weights λ has moved as
+for the preference B λ, and λ solves B λ = μ. With β = 1 that is λ = μ, Rewarded Soup (arXiv 2306.04488).
+"""
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+
+from infra.errors import BadInput
+from models.records.columns import Floats
+
+SUM_ERROR = 1e-6
+"""How far from 1 the sum of a preference may be."""
+
+
+def mixing_matrix(num_rewards: int, beta: float) -> Floats:
+    """B, N x N: β on the diagonal, γ = (1 − β) / (N − 1) elsewhere. Raises BadInput unless 1/N < β <= 1."""
+    if not 1 / num_rewards < beta <= 1:
+        why = "all backbones would be trained on one reward, and B is singular" if beta == 1 / num_rewards else ""
+        raise BadInput(
+            f"beta {beta:g}: expected above 1/{num_rewards} and at most 1 for {num_rewards} terms{why and f': {why}'}"
+        )
+    gamma = (1 - beta) / (num_rewards - 1)
+    return np.full((num_rewards, num_rewards), gamma) + np.eye(num_rewards) * (beta - gamma)
+
+
+def merge_weights(preference: Sequence[float], beta: float) -> tuple[float, ...]:
+    """Weights λ of the backbones for a preference μ: λ_i = (μ_i − γ) / (β − γ). Negative ones are meant.
+
+    >>> [round(weight, 6) for weight in merge_weights((1.0, 0.0), 0.7)]
+    [1.75, -0.75]
+    """
+    check_preference(preference, len(preference))
+    solved = np.linalg.solve(mixing_matrix(len(preference), beta), np.array(preference, float))
+    return tuple(float(weight) for weight in solved)
+
+
+def check_preference(preference: Sequence[float], num_rewards: int) -> None:
+    """Refuse what is no preference among so many rewards. Raises BadInput."""
+    shown = ",".join(f"{share:g}" for share in preference)
+    if len(preference) != num_rewards:
+        raise BadInput(
+            f"preference {shown}: expected {num_rewards} numbers, one for each term, found {len(preference)}"
+        )
+    if min(preference) < 0 or not abs(sum(preference) - 1) <= SUM_ERROR:
+        raise BadInput(f"preference {shown}: expected numbers from 0 that sum to 1, found {sum(preference):g} together")
+
+
+def preference_grid(num_rewards: int, per_axis: int) -> list[tuple[float, ...]]:
+    """The simplex lattice with so many values of each share, corners included, the first share ascending."""
+    steps = per_axis - 1
+    counts = (each for each in product(range(steps + 1), repeat=num_rewards) if sum(each) == steps)
+    return [tuple(count / steps for count in each) for each in counts]
+
+
+def extrapolated(weights: Sequence[float], alpha: float) -> tuple[tuple[float, ...], float]:
+    """Weights of the backbones, and of the start, for (1 + α) θ − α θ_start."""
+    return tuple((1 + alpha) * weight for weight in weights), -alpha
