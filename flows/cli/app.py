@@ -26,6 +26,7 @@ from flows.cli import (
     runs,
     serving,
     sweep,
+    soup,
     tracking,
     train,
 )
@@ -70,6 +71,9 @@ COMMANDS: Final[tuple[tuple[Callable[..., int | None], str], ...]] = (
     (tracking.metrics, "--port 9464"),
     (runs.export_policy, "demo --to demo-policy"),
     (merging.merge, "demo@12=0.7 longer=0.3 --to merged"),
+    (soup.soup, "configs/soup.toml soup.method=rewarded"),
+    (soup.soup_front, "soup --to front.svg"),
+    (soup.soup_policy, "soup --preference 0.3,0.7 --to policy"),
     (runs.verify, "demo"),
     (runs.copy, "demo ./runs s3://bucket/runs"),
     (retention.gc, "--older-than 30d --keep 5 --tag paper --delete"),

@@ -33,6 +33,13 @@ class Term:
     """One number per completion; of a process term the aggregate of its spans."""
     spans: SpanColumns | None = None
     """What a process term says of steps or tokens."""
+    shift: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def standardised(self) -> Floats:
+        """The numbers that are weighed."""
+        return (self.rewards_N - self.shift) / self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,7 @@ class ScoredGroups:
         outcome_N = np.where(self.is_scored, 0.0, np.nan)
         for term in self.terms:
             if term.spans is None:
-                outcome_N += term.weight * term.rewards_N
+                outcome_N += term.weight * term.standardised
         return outcome_N
 
 

@@ -45,8 +45,8 @@ def grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
     array([ 1., -1.,  0.,  0.])
     """
     std_G = group_statistics(rewards_N, group_N, num_groups).std_G
-    standardised_N: Floats = dr_grpo(rewards_N, group_N, num_groups) / (std_G + EPSILON)[group_N]
-    return standardised_N
+    standardised: Floats = dr_grpo(rewards_N, group_N, num_groups) / (std_G + EPSILON)[group_N]
+    return standardised
 
 
 def rloo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
@@ -100,7 +100,7 @@ def _relative(algorithm: GroupRelative) -> Relative:
 def _sum_of_terms(scored: ScoredGroups, relative: Relative) -> Floats:
     sum_N = np.where(scored.is_scored, 0.0, np.nan)
     for term in scored.terms:
-        rewards_N = np.where(scored.is_scored, term.rewards_N, np.nan)  # who lacks another term has left the group
+        rewards_N = np.where(scored.is_scored, term.standardised, np.nan)  # who lacks another term has left the group
         sum_N += term.weight * relative(rewards_N, scored.group_N, scored.num_groups)
     return sum_N
 

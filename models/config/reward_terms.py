@@ -22,6 +22,10 @@ class RewardTerm(Variant):
     """Column name of this term; by default its kind."""
     weight: float = 1.0
     """Factor of this term in the total."""
+    shift: float = 0.0
+    """What is taken from its number before the factor; a soup takes the mean under the start."""
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """By what that is divided; a soup divides by the standard deviation under the start."""
 
     @property
     def valued(self) -> Valued:

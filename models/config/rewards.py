@@ -101,4 +101,7 @@ class ScoringConfig(Settings):
     def _terms_differ(self) -> "ScoringConfig":
         if len(set(self.terms)) < len(self.terms):
             raise ValueError(f"reward terms need different names, found {', '.join(self.terms)}: set `name`")
+        for term, reward in zip(self.terms, self.rewards, strict=True):
+            if reward.values_steps and (reward.shift, reward.scale) != (0, 1):
+                raise ValueError(f"reward {term!r} values steps: shift and scale are for a number per completion")
         return self

@@ -24,12 +24,16 @@ class TermColumns:
     name: str
     weight: float = 1.0
     is_process: bool = False
+    shift: float = 0.0
+    scale: float = 1.0
 
 
 def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:
     """Name the terms of a configuration."""
     pairs = zip(scoring.terms, scoring.rewards, strict=True)
-    return tuple(TermColumns(name, reward.weight, reward.values_steps) for name, reward in pairs)
+    return tuple(
+        TermColumns(name, reward.weight, reward.values_steps, reward.shift, reward.scale) for name, reward in pairs
+    )
 
 
 def scored_groups(
@@ -54,7 +58,7 @@ def scored_groups(
 
 def _term(scores: pa.Table, term: TermColumns, lengths_N: Integers, scored_N: Mask) -> Term:
     spans = _spans(scores, term.name, lengths_N, scored_N) if term.is_process else None
-    return Term(term.name, term.weight, floats(scores[f"reward_{term.name}"]), spans)
+    return Term(term.name, term.weight, floats(scores[f"reward_{term.name}"]), spans, term.shift, term.scale)
 
 
 def _spans(scores: pa.Table, term: str, lengths_N: Integers, scored_N: Mask) -> SpanColumns:

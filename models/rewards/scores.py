@@ -152,7 +152,9 @@ def _total(
     values: Sequence[float | None], error: str | None, scoring: ScoringConfig
 ) -> tuple[float | None, str | None]:
     weighted = [
-        reward.weight * value for reward, value in zip(scoring.rewards, values, strict=True) if value is not None
+        reward.weight * ((value - reward.shift) / reward.scale)
+        for reward, value in zip(scoring.rewards, values, strict=True)
+        if value is not None
     ]
     if len(weighted) < len(scoring.rewards):
         return None, error

@@ -24,7 +24,7 @@ class FrontMetrics(Settings):
     corners: tuple[float, ...]
     """R_i of the policy for reward i alone, by reward."""
     kendall_tau: float | None
-    """Mean over rewards of τ_b between μ_i and R_i, 1 where more preference always gives more; none where all are equal."""
+    """Mean over rewards of τ_b between μ_i and R_i, 1 where more always gives more; none where all R_i are equal."""
     non_dominated: int
     """Points that no other beats in one reward without losing in another."""
     sparsity: float

@@ -1,8 +1,8 @@
 """Bone Soup (arXiv 2502.10762): rewards of the backbones, and the merge for a preference. Shapes: N rewards.
 
 Backbone j is trained on h_j = Σ_i B_ji r_i over standardised rewards r, where B has β on its diagonal and γ elsewhere.
-To first order a policy that is trained on Σ_i c_i r_i has moved by Σ_i c_i d_i; so the merge with weights λ has moved as
-for the preference B λ, and λ solves B λ = μ. With β = 1 that is λ = μ, Rewarded Soup (arXiv 2306.04488).
+To first order a policy that is trained on Σ_i c_i r_i has moved by Σ_i c_i d_i; so the merge with weights λ has moved
+as for the preference B λ, and λ solves B λ = μ. With β = 1 that is λ = μ, Rewarded Soup (arXiv 2306.04488).
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 
 from infra.errors import BadInput
+from models.config.soup import reason_against_beta
 from models.records.columns import Floats
 
 SUM_ERROR = 1e-6
@@ -19,11 +20,8 @@ SUM_ERROR = 1e-6
 
 def mixing_matrix(num_rewards: int, beta: float) -> Floats:
     """B, N x N: β on the diagonal, γ = (1 − β) / (N − 1) elsewhere. Raises BadInput unless 1/N < β <= 1."""
-    if not 1 / num_rewards < beta <= 1:
-        why = "all backbones would be trained on one reward, and B is singular" if beta == 1 / num_rewards else ""
-        raise BadInput(
-            f"beta {beta:g}: expected above 1/{num_rewards} and at most 1 for {num_rewards} terms{why and f': {why}'}"
-        )
+    if (reason := reason_against_beta(beta, num_rewards)) is not None:
+        raise BadInput(reason)
     gamma = (1 - beta) / (num_rewards - 1)
     return np.full((num_rewards, num_rewards), gamma) + np.eye(num_rewards) * (beta - gamma)
 
@@ -36,7 +34,7 @@ def merge_weights(preference: Sequence[float], beta: float) -> tuple[float, ...]
     """
     check_preference(preference, len(preference))
     solved = np.linalg.solve(mixing_matrix(len(preference), beta), np.array(preference, float))
-    return tuple(float(weight) for weight in solved)
+    return tuple(round(float(weight), 12) + 0.0 for weight in solved)  # what should be 0 is
 
 
 def check_preference(preference: Sequence[float], num_rewards: int) -> None:

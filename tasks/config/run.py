@@ -21,6 +21,7 @@ from models.config.policy import PolicyConfig, ScratchPolicy
 from models.config.promotion import PromotionConfig, SuiteConfig
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
+from models.config.soup import SoupConfig
 from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import AdaptivePlacement, PlacementConfig
 from tasks.config.documents import overridden, read_document
@@ -31,7 +32,7 @@ LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage")
 _HOW: Final = (
     *("name", "store", "tags", "retention", "budget"),
     *("controllers", "pools", "placement", "tracking", "report", "report_every"),
-    *("evaluations", "promotion", "rehearsal"),
+    *("evaluations", "promotion", "soup", "rehearsal"),
 )
 """Under which name and how a run is done, and what is asked of it afterwards: no result of it depends on these."""
 
@@ -90,6 +91,8 @@ class RunConfig(Settings):
     """More held-out problems, on which `rheostat retrain` compares policies."""
     promotion: PromotionConfig | None = None
     """What becomes of a policy that `rheostat retrain` made; none leaves it in its run."""
+    soup: SoupConfig | None = None
+    """How `rheostat soup` makes a policy for every preference; `train` takes no notice of it."""
     rehearsal: tuple[tuple[str, ...], ...] = ()
     """What differs, as overrides, the second time and after in `rheostat retrain --times`."""
     retention: RetentionConfig = RetentionConfig()
@@ -176,6 +179,8 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _parts_fit_together(self) -> "RunConfig":
         for reason in reasons_against(self._job()):
+            raise ValueError(reason)
+        for reason in self.soup.reasons_against(self.scoring, self.update, self.data) if self.soup else ():
             raise ValueError(reason)
         return self
 

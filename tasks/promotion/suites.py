@@ -119,17 +119,18 @@ def opponent_of(config: RunConfig) -> Opponent:
     registry = open_registry(config.store, rules_of(config).registry)
     champion = registry.champion()
     if champion is None:
-        return Opponent(number=0, policy=_policy_after(config, 0))
+        return Opponent(number=0, policy=directory_after(config, 0))
     return Opponent(number=champion.number, policy=registry.locate(champion))
 
 
 def contenders(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]:
     """The two policies, by side."""
-    found = {opponent.side: opponent.policy, CHALLENGER: _policy_after(config, config.iterations)}
+    found = {opponent.side: opponent.policy, CHALLENGER: directory_after(config, config.iterations)}
     return {side: DirectoryPolicy(path=Path(directory)) for side, directory in found.items()}
 
 
-def _policy_after(config: RunConfig, iterations: int) -> str:
+def directory_after(config: RunConfig, iterations: int) -> str:
+    """Where the policy of a configured run after so many iterations lies, or its adapter."""
     run = open_run(config.store, config.name)
     policy = policy_of(run.require(StageKey.policy(iterations)))
     return directory_of(run, policy.adapter or policy.weights)

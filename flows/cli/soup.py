@@ -1,0 +1,108 @@
+"""Commands about soups: training one, its front, and the policy for a preference."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from flows.cli.options import DEFAULT_STORE, Config, Named, Overrides, Store, StoredIn, log_progress
+from flows.cli.prefect_api import run_flow
+from flows.cli.runs import PICTURES, NewDirectory, NewFile
+from flows.cli.train import AcceptChange, JobArguments, watched
+from infra.errors import BadInput
+from infra.terminal import Json, table, write
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tasks.soup.record import SoupRecord
+
+SoupName = Annotated[str, Parameter(name="NAME", help="name of the soup")]
+Preference = Annotated[
+    str, Parameter(metavar="SHARES", help="shares of the terms, in their order, which sum to 1, such as 0.3,0.7")
+]
+SoupMethod = Annotated[
+    Literal["bone", "rewarded", "oracle"] | None,
+    Parameter(show_default="that of the last record", help="how it was made"),
+]
+FrontPicture = Annotated[
+    NewFile | None, Parameter(metavar="FILE", show_default="no picture", help="a picture that is not there yet")
+]
+
+
+def soup(
+    config: Config,
+    /,
+    *overrides: Overrides,
+    run: Named = None,
+    store: StoredIn = None,
+    accept_change: AcceptChange = False,
+    as_json: Json = False,
+) -> None:
+    """Train backbones on mixes of rewards, merge them for every preference, and measure the front; or continue."""
+    from tasks.soup.parts import soup_of
+
+    job = JobArguments(config, overrides, run, store).load()
+    soup_of(job)
+    log_progress(quiet=as_json)
+    with watched(job, "flows.soup"):
+        from flows.soup import soup as soup_flow
+
+        record = run_flow(soup_flow(job, accept_change=accept_change))
+    _show([record], as_json=as_json)
+
+
+def soup_front(
+    name: SoupName, /, *, to: FrontPicture = None, store: Store = DEFAULT_STORE, as_json: Json = False
+) -> None:
+    """Show a soup's front, the last one of each method, as a table, and draw them over each other."""
+    from tasks.soup.record import latest_records
+    from tasks.views.soups import draw_fronts
+
+    records = latest_records(store, name)
+    if to is not None:
+        encoding = PICTURES.get(to.suffix.lower())
+        if encoding is None:
+            raise BadInput(f"--to {to}: expected a name that ends with .svg or .png")
+        if to.exists():
+            raise BadInput(f"{to}: expected a file that is not there yet, found one")
+        if len({record.terms for record in records}) > 1:
+            raise BadInput(f"soup {name!r}: its methods were given other terms: they have no picture together")
+        to.write_bytes(draw_fronts(records, encoding=encoding))
+    _show(records, as_json=as_json)
+
+
+def soup_policy(
+    name: SoupName,
+    /,
+    *,
+    preference: Preference,
+    to: NewDirectory,
+    method: SoupMethod = None,
+    store: Store = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Write the policy for any preference, a merge of a soup's backbones, as one model directory."""
+    from tasks.soup.record import soup_policy as write_policy
+
+    try:
+        shares = [float(share) for share in preference.split(",")]
+    except ValueError:
+        raise BadInput(f"--preference {preference!r}: expected numbers, such as 0.3,0.7") from None
+    made = write_policy(store, name, shares, Path(to), method=method)
+    write(made.model_dump_json(indent=2) if as_json else made.text())
+
+
+def _show(records: "Sequence[SoupRecord]", *, as_json: bool) -> None:
+    from tasks.views.soups import front_rows, metric_row
+
+    if as_json:
+        write(json.dumps([record.model_dump(mode="json") for record in records], indent=2))
+        return
+    for record in records:
+        write(f"\nsoup {record.name}, record {record.number}: {record.method}")
+        if record.candidates:
+            write("hypervolume after the search: " + ", ".join(f"β {b}: {v:.3f}" for b, v in record.candidates.items()))
+        write(table([*front_rows(record)]))
+    write("\n" + table([dict(metric_row(record)) for record in records]))

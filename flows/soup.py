@@ -1,0 +1,77 @@
+"""Soups: backbones trained from one start on mixes of rewards, merged for every preference, and measured."""
+
+from prefect import flow
+
+from flows.evaluation import evaluate
+from flows.train import train
+from tasks.config.run import RunConfig
+from tasks.soup.parts import (
+    PreferencePoint,
+    Statistics,
+    backbone_runs,
+    beta_of,
+    evaluation_run,
+    expert_runs,
+    is_done,
+    merge_points,
+    oracle_points,
+    oracle_runs,
+    search_iterations,
+    soup_of,
+    standardise,
+    start_run,
+    statistics_run,
+)
+from tasks.soup.record import SoupRecord, choose_beta, conclude
+
+
+@flow(name="soup", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
+async def soup(config: RunConfig, accept_change: bool = False) -> SoupRecord:
+    """Make a policy for every preference among a run's rewards; started again, it continues where the store ends.
+
+    Every part is a run of its own: the start, the backbones, and the evaluation of each merge on the same problems
+    with the same seeds.
+
+    Args:
+        config: The run, with `soup`.
+        accept_change: Go on although code of targets, data files or libraries are not those of the runs.
+    """
+    made = soup_of(config)
+    await _train([start_run(config)], accept_change)
+    await _evaluate_runs([statistics_run(config)])
+    statistics = standardise(config)
+    if made.method == "oracle":
+        await _train(oracle_runs(config, statistics), accept_change)
+        points = await _evaluate(config, [*oracle_points(config, statistics)])
+        return conclude(config, statistics, points, beta=1.0, candidates={})
+    candidates = await _search(config, statistics, accept_change)
+    beta = next(iter(candidates), beta_of(made))
+    await _train([*backbone_runs(config, statistics, beta), *expert_runs(config, statistics)], accept_change)
+    points = await _evaluate(config, [*merge_points(config, statistics, beta)])
+    return conclude(config, statistics, points, beta=beta, candidates=candidates)
+
+
+async def _search(config: RunConfig, statistics: Statistics, accept_change: bool) -> dict[float, float]:
+    """Train the backbones of every candidate for a part of the iterations; return what their fronts are worth."""
+    iterations, points = search_iterations(config), dict[float, list[PreferencePoint]]()
+    for beta in soup_of(config).candidates if soup_of(config).method == "bone" else ():
+        await _train(backbone_runs(config, statistics, beta, iterations=iterations), accept_change)
+        points[beta] = await _evaluate(config, [*merge_points(config, statistics, beta, search=True)])
+    return choose_beta(config, statistics, points)
+
+
+async def _train(runs: list[RunConfig], accept_change: bool) -> None:
+    for run in runs:
+        if not is_done(run):
+            await train.with_options(persist_result=False)(run, accept_change=accept_change)
+
+
+async def _evaluate(config: RunConfig, points: list[PreferencePoint]) -> list[PreferencePoint]:
+    await _evaluate_runs([evaluation_run(config, point) for point in points])
+    return points
+
+
+async def _evaluate_runs(runs: list[RunConfig]) -> None:
+    for run in runs:
+        if not is_done(run):
+            await evaluate.with_options(persist_result=False)(run)

@@ -1,0 +1,54 @@
+"""Lists of things to pack, for the demo of preferences: one reward wants many, another few. Torch-free.
+
+Ada packs for Oslo on Monday: pen cup map
+"""
+
+from random import Random
+from typing import Final
+
+from infra.config import Positive
+from infra.errors import BadInput
+from models.config.data import DataSource
+from models.data.problems import Problem, draw_problems
+
+NAMES: Final = (
+    *("Ada", "Ben", "Cleo", "Dan", "Eva", "Fay", "Gus", "Ida"),
+    *("Jan", "Kim", "Leo", "Max", "Ned", "Tom", "Uma", "Zoe"),
+)
+PLACES: Final = ("Bonn", "Bari", "Graz", "Kyiv", "Lima", "Nice", "Oslo", "Riga", "Rome", "York")
+DAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+THINGS: Final = ("bag", "cap", "cup", "hat", "jar", "key", "map", "net", "pad", "pen", "pin", "rug")
+FEWEST, MOST = 4, 12
+"""Things in a list that warm-up imitates."""
+
+
+class ListData(DataSource):
+    """Who packs for where."""
+
+    implementation = "models.data.lists:list_problems"
+
+    train_problems: Positive = 384
+    """Problems to learn from."""
+    heldout_problems: Positive = 64
+    """Problems kept for evaluation; a hash of the prompt decides which, so the two never meet."""
+
+    @property
+    def heldout_known(self) -> int | None:
+        """As many as are made."""
+        return self.heldout_problems
+
+
+def list_problems(data: ListData, split: str, seed: int) -> list[Problem]:
+    """Make a split's problems, each with a list of 4 to 12 things: the same for the same seed."""
+    wanted = data.train_problems if split == "train" else data.heldout_problems
+    rng = Random(f"{seed}/{split}/lists")
+    found = draw_problems(lambda source: _draw(rng, source), split=split, wanted=wanted)
+    if len(found) < wanted:
+        raise BadInput(f"data.{split}_problems = {wanted}: only {len(found)} different problems were found")
+    return found
+
+
+def _draw(rng: Random, source: str) -> Problem:
+    prompt = f"{rng.choice(NAMES)} packs for {rng.choice(PLACES)} on {rng.choice(DAYS)}:"
+    things = rng.choices(THINGS, k=rng.randint(FEWEST, MOST))
+    return Problem(source=source, prompt=prompt, answer="".join(f" {thing}" for thing in things))

@@ -1,0 +1,237 @@
+"""The runs that a soup consists of: its start, what standardises its rewards, its backbones, and its evaluations.
+
+Each is a run of its own in the soup's store, named after the soup and what it is: so each continues by itself, and what
+several methods share (the start, a backbone for one reward alone) is made once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import ceil, isnan
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from infra.config import Settings
+from infra.errors import BadInput
+from infra.store.runs import list_runs, open_run
+from models.config.policy import DirectoryPolicy, MergeParent, MergePolicy, PolicyConfig
+from models.config.soup import SoupConfig
+from models.config.training import EvaluationConfig
+from models.soup.mixing import extrapolated, merge_weights, mixing_matrix, preference_grid
+from tasks.config.run import LAYOUT, RunConfig, parse_config
+from tasks.promotion.evidence import problem_scores
+from tasks.promotion.suites import Suite, directory_after
+from tasks.run.batch import Batch
+from tasks.run.keys import StageKey, evaluation_key
+
+MIN_SPREAD: Final = 1e-9
+"""Standard deviation under which a term says the same of everything."""
+
+
+class Statistics(Settings):
+    """Of each reward under the start, in the order of the soup's terms."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def standardised(self, rewards: Sequence[float]) -> tuple[float, ...]:
+        """Rewards in standard deviations above the start's mean."""
+        parts = zip(rewards, self.mean, self.std, strict=True)
+        return tuple((reward - mean) / std for reward, mean, std in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePoint:
+    """A policy for a preference, and the run in which it is evaluated."""
+
+    preference: tuple[float, ...]
+    weights: tuple[float, ...]
+    """Of the backbones; none where it is a policy by itself."""
+    policy: PolicyConfig
+    side: str
+    """What it is, in the name of its evaluation."""
+
+
+def soup_of(config: RunConfig) -> SoupConfig:
+    """How the configured soup is made. Raises BadInput where there is none."""
+    if config.soup is None:
+        raise BadInput(f"run {config.name!r} is no soup: set [soup]")
+    return config.soup
+
+
+def beta_of(soup: SoupConfig) -> float:
+    """β where no candidates are searched."""
+    return 1.0 if soup.method == "rewarded" else soup.beta
+
+
+# ---- training
+def start_run(config: RunConfig) -> RunConfig:
+    """The run that makes the policy from which all backbones start: its warm-up alone."""
+    return _part(config, f"{config.name}.start", iterations=0)
+
+
+def backbone_run(
+    config: RunConfig, statistics: Statistics, mix: Sequence[float], *, iterations: int | None = None
+) -> RunConfig:
+    """The run that trains the start on a mix of standardised rewards, by default to its end."""
+    places, rewards = dict(zip(soup_of(config).terms, range(len(mix)), strict=True)), []
+    for term, reward in zip(config.scoring.terms, config.scoring.rewards, strict=True):
+        if (place := places.get(term)) is not None:
+            standard = {"shift": statistics.mean[place], "scale": statistics.std[place]}
+            reward = reward.model_copy(update={"weight": round(mix[place], 12), **standard})
+        rewards.append(reward)
+    return _part(
+        config,
+        f"{config.name}.for-{_shares(mix)}",
+        iterations=config.iterations if iterations is None else iterations,
+        policy=DirectoryPolicy(path=Path(directory_after(start_run(config), 0))),
+        scoring=config.scoring.model_copy(update={"rewards": tuple(rewards)}),
+        warmup=None,
+        dpo=None,
+        preferences=config.preferences if config.scoring.trained_reward_models else None,
+    )
+
+
+def backbone_runs(
+    config: RunConfig, statistics: Statistics, beta: float, *, iterations: int | None = None
+) -> list[RunConfig]:
+    """The backbones of a β, by reward."""
+    mixes = mixing_matrix(len(soup_of(config).terms), beta).tolist()
+    return [backbone_run(config, statistics, mix, iterations=iterations) for mix in mixes]
+
+
+def expert_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
+    """The runs for one reward each that stand at the corners beside the backbones; none where merges do."""
+    soup = soup_of(config)
+    return backbone_runs(config, statistics, 1.0) if soup.corners == "expert" and soup.method == "bone" else []
+
+
+def oracle_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
+    """A run for every preference."""
+    return [backbone_run(config, statistics, preference) for preference in grid_of(config)]
+
+
+def search_iterations(config: RunConfig) -> int:
+    """After how many iterations candidates are compared."""
+    return max(1, ceil(config.iterations * soup_of(config).search_share))
+
+
+def is_done(part: RunConfig) -> bool:
+    """Whether a run has gone as far as asked, or further, and was evaluated there.
+
+    Raises RunChanged where it was made by another configuration.
+    """
+    if part.name not in list_runs(part.store):
+        return False
+    run = open_run(part.store, part.name)
+    run.check_identity(part.identity(), besides=LAYOUT)
+    return run.has(StageKey.of(evaluation_key(part.iterations), "summary"))
+
+
+# ---- evaluation
+def grid_of(config: RunConfig) -> list[tuple[float, ...]]:
+    """The preferences that are evaluated."""
+    soup = soup_of(config)
+    return preference_grid(len(soup.terms), soup.grid)
+
+
+def merge_points(
+    config: RunConfig, statistics: Statistics, beta: float, *, search: bool = False
+) -> Iterator[PreferencePoint]:
+    """A merge for every preference; at the corners the experts where they stand there."""
+    iterations = search_iterations(config) if search else config.iterations
+    runs = backbone_runs(config, statistics, beta, iterations=iterations)
+    backbones = [directory_after(run, iterations) for run in runs]
+    experts = [] if search else [directory_after(run, iterations) for run in expert_runs(config, statistics)]
+    side = f"{soup_of(config).method}-{beta:g}{'-search' if search else ''}"
+    for preference in grid_of(config):
+        if experts and 1.0 in preference:
+            policy = DirectoryPolicy(path=Path(experts[preference.index(1.0)]))
+            yield PreferencePoint(preference, (), policy, "expert")
+            continue
+        weights = merge_weights(preference, beta)
+        parents = soup_parents(config, backbones, weights)
+        yield PreferencePoint(preference, weights, MergePolicy(parents=parents), side)
+
+
+def soup_parents(config: RunConfig, backbones: Sequence[str], weights: Sequence[float]) -> tuple[MergeParent, ...]:
+    """What is added up: the backbones, and the start where the merge is extrapolated away from it."""
+    alpha = soup_of(config).extrapolate
+    scaled, of_start = extrapolated(weights, alpha)
+    start = [(directory_after(start_run(config), 0), of_start)] if alpha else []
+    weighed = [*zip(backbones, scaled, strict=True), *start]
+    return tuple(MergeParent(path=Path(path), weight=weight) for path, weight in weighed if abs(weight) > 1e-12)
+
+
+def oracle_points(config: RunConfig, statistics: Statistics) -> Iterator[PreferencePoint]:
+    """The policy that was trained for each preference."""
+    for preference, run in zip(grid_of(config), oracle_runs(config, statistics), strict=True):
+        yield PreferencePoint(
+            preference, (), DirectoryPolicy(path=Path(directory_after(run, run.iterations))), "oracle"
+        )
+
+
+def statistics_suite(config: RunConfig) -> Suite:
+    """What the start is asked, so that rewards are standardised."""
+    soup, rollout = soup_of(config), config.rollout
+    asked = EvaluationConfig(
+        problems=soup.statistics_prompts, samples=rollout.group_size, temperature=rollout.sampling.temperature
+    )
+    return replace(point_suite(config, ()), name="statistics", evaluation=asked)
+
+
+def point_suite(config: RunConfig, preference: Sequence[float]) -> Suite:
+    """What the policy for a preference is asked: all the same problems, with the same seeds."""
+    alone, sampling = _part(config, config.name, preferences=None, dpo=None), config.rollout.sampling
+    return Suite(f"at-{_shares(preference)}", config.data, config.scoring, config.evaluation, sampling, alone)
+
+
+def evaluation_run(config: RunConfig, point: PreferencePoint) -> RunConfig:
+    """The run in which a point is evaluated."""
+    return point_suite(config, point.preference).config(point.side, point.policy)
+
+
+def statistics_run(config: RunConfig) -> RunConfig:
+    """The run in which the start is."""
+    start = DirectoryPolicy(path=Path(directory_after(start_run(config), 0)))
+    return statistics_suite(config).config("start", start)
+
+
+def standardise(config: RunConfig) -> Statistics:
+    """Mean and standard deviation of each reward under the start. Raises BadInput where one is always the same."""
+    scores = _scores(config, statistics_run(config))
+    for term, values in scores.items():
+        if not values or np.std(values) < MIN_SPREAD:
+            found = f"{values[0]:g} for all {len(values)}" if values else "none"
+            raise BadInput(f"soup.terms: {term!r}: expected scores that differ under the start, found {found}")
+    return Statistics(
+        mean=tuple(float(np.mean(values)) for values in scores.values()),
+        std=tuple(float(np.std(values)) for values in scores.values()),
+    )
+
+
+def rewards_of(config: RunConfig, evaluation: RunConfig) -> tuple[float, ...]:
+    """Mean of each reward in an evaluation, in the order of the soup's terms. Raises BadInput where none was scored."""
+    scores = _scores(config, evaluation)
+    if lacking := [term for term, values in scores.items() if not values]:
+        raise BadInput(f"run {evaluation.name!r}: expected scores of {lacking[0]!r}, found none")
+    return tuple(float(np.mean(values)) for values in scores.values())
+
+
+def _scores(config: RunConfig, evaluation: RunConfig) -> dict[str, list[float]]:
+    batch = Batch.read(open_run(evaluation.store, evaluation.name), evaluation_key(0))
+    found = problem_scores(batch, soup_of(config).terms)
+    return {term: [s for s in chain(*each.values()) if not isnan(s)] for term, each in found.items()}
+
+
+def _part(config: RunConfig, name: str, **changes: object) -> RunConfig:
+    """A run of the soup: the configured one but for its name and what is changed."""
+    alone = {"name": name, "soup": None, "promotion": None, "evaluations": (), "report": False}
+    document = config.model_copy(update={**alone, **changes}).model_dump(mode="json")
+    return parse_config(document, source=f"soup {config.name!r}")
+
+
+def _shares(preference: Sequence[float]) -> str:
+    return "-".join(f"{round(share, 3):g}" for share in preference)

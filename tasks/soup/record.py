@@ -1,0 +1,244 @@
+"""What came of a soup: a numbered record in its store that never changes, from which any preference is merged."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import JsonValue
+
+from infra.config import Settings, fingerprint_of
+from infra.errors import BadInput
+from infra.store.checksums import seal, unseal
+from infra.store.inputs import fetched
+from infra.store.runs import open_run
+from infra.store.storage import Store, open_store
+from models.records.merges import Parent, start_of
+from models.records.versions import policy_of
+from models.soup.front import FrontMetrics, measure_front
+from models.soup.mixing import check_preference, extrapolated, merge_weights, mixing_matrix
+from tasks.config.run import RunConfig
+from tasks.merging import MergedPolicy, write_merged
+from tasks.promotion.registry import now
+from tasks.promotion.suites import directory_after
+from tasks.run.keys import StageKey
+from tasks.soup.parts import (
+    PreferencePoint,
+    Statistics,
+    backbone_runs,
+    evaluation_run,
+    expert_runs,
+    oracle_runs,
+    rewards_of,
+    soup_of,
+    start_run,
+)
+
+SOUPS: Final = "soups"
+"""Folder of a store in which records of soups lie beside the runs."""
+Method = Literal["bone", "rewarded", "oracle"]
+
+
+class SoupPart(Settings):
+    """A trained policy of a soup."""
+
+    run: str
+    """Name of its run."""
+    path: str
+    """Directory of its last policy, or of its adapter."""
+    digest: str
+    """Of the policy."""
+
+
+class SoupPoint(Settings):
+    """The policy for a preference, as it was evaluated."""
+
+    preference: tuple[float, ...]
+    weights: tuple[float, ...]
+    """Of the backbones; none where it is an expert's or an oracle's."""
+    run: str
+    """Name of its evaluation."""
+    rewards: tuple[float, ...]
+    """Mean of each term on the held-out problems."""
+    standardised: tuple[float, ...]
+    """The same in standard deviations above the start's mean."""
+
+    @property
+    def value(self) -> float:
+        """Σ μ_i R_i."""
+        return sum(share * reward for share, reward in zip(self.preference, self.standardised, strict=True))
+
+
+class SoupRecord(Settings):
+    """What a soup consists of, and what it is worth."""
+
+    name: str
+    number: int
+    """Counted from 1 within the name."""
+    fingerprint: str
+    """Of the configured run, the soup's settings included."""
+    when: str
+    """UTC time in ISO format, for people."""
+    method: Method
+    terms: tuple[str, ...]
+    beta: float
+    matrix: tuple[tuple[float, ...], ...]
+    """B: row j is the mix of backbone j."""
+    candidates: dict[str, float]
+    """Hypervolume after the search by β; empty where none was searched."""
+    extrapolate: float
+    statistics: Statistics
+    start: SoupPart
+    backbones: tuple[SoupPart, ...]
+    """By reward; of an oracle, by point."""
+    experts: tuple[SoupPart, ...]
+    """Policies for one reward alone that stand at the corners; none where merges do."""
+    points: tuple[SoupPoint, ...]
+    metrics: FrontMetrics
+
+
+def choose_beta(
+    config: RunConfig, statistics: Statistics, points: dict[float, list[PreferencePoint]]
+) -> dict[float, float]:
+    """Hypervolume of each candidate after the search, the largest first; of equals, the first that was given."""
+    volumes = {beta: measured(config, statistics, each)[1].hypervolume for beta, each in points.items()}
+    return dict(sorted(volumes.items(), key=lambda item: -item[1]))
+
+
+def measured(
+    config: RunConfig, statistics: Statistics, points: Sequence[PreferencePoint]
+) -> tuple[tuple[SoupPoint, ...], FrontMetrics]:
+    """Read what the points earned, and measure their front."""
+    soup, found = soup_of(config), []
+    for point in points:
+        evaluation = evaluation_run(config, point)
+        rewards = rewards_of(config, evaluation)
+        found.append(
+            SoupPoint(
+                preference=point.preference,
+                weights=point.weights,
+                run=evaluation.name,
+                rewards=rewards,
+                standardised=statistics.standardised(rewards),
+            )
+        )
+    metrics = measure_front(
+        [each.preference for each in found],
+        [each.standardised for each in found],
+        [soup.reference] * len(soup.terms),
+    )
+    return tuple(found), metrics
+
+
+def conclude(
+    config: RunConfig,
+    statistics: Statistics,
+    points: Sequence[PreferencePoint],
+    *,
+    beta: float,
+    candidates: dict[float, float],
+) -> SoupRecord:
+    """Record a soup whose parts are all there; the same one is recorded once."""
+    soup, store = soup_of(config), _store(config.store, config.name)
+    whole: dict[str, JsonValue] = {
+        "run": config.identity(),
+        "iterations": config.iterations,
+        "soup": soup.model_dump(mode="json"),
+    }
+    fingerprint = fingerprint_of(whole)
+    found, metrics = measured(config, statistics, points)
+    oracle = soup.method == "oracle"
+    runs = oracle_runs(config, statistics) if oracle else backbone_runs(config, statistics, beta)
+    record = SoupRecord(
+        name=config.name,
+        number=1,
+        fingerprint=fingerprint,
+        when=now(),
+        method=soup.method,
+        terms=soup.terms,
+        beta=beta,
+        matrix=tuple(tuple(row) for row in mixing_matrix(len(soup.terms), beta).tolist()),
+        candidates={f"{each:g}": volume for each, volume in candidates.items()},
+        extrapolate=soup.extrapolate,
+        statistics=statistics,
+        start=_trained(start_run(config)),
+        backbones=tuple(map(_trained, runs)),
+        experts=tuple(map(_trained, expert_runs(config, statistics))),
+        points=found,
+        metrics=metrics,
+    )
+    while True:
+        known = records_of(store)
+        if (same := next((each for each in known if each.fingerprint == fingerprint), None)) is not None:
+            return same
+        made = record.model_copy(update={"number": len(known) + 1})
+        if store.put(_key(made.number), seal(made.model_dump(mode="json"))):
+            return made
+
+
+def latest_records(store: str, name: str) -> list[SoupRecord]:
+    """The last record of each method of a soup. Raises BadInput with the names of those that there are."""
+    names = open_store(store).children(SOUPS)
+    if name not in names:
+        raise BadInput(f"soup {name!r}: expected one in {store!r}, found {', '.join(names) or 'none'}")
+    return list({record.method: record for record in records_of(_store(store, name))}.values())
+
+
+def soup_policy(
+    store: str, name: str, preference: Sequence[float], target: Path, *, method: Method | None = None
+) -> MergedPolicy:
+    """Write the policy for a preference as one directory, by default of the soup that was recorded last."""
+    known = sorted(latest_records(store, name), key=lambda record: record.number)
+    chosen = [record for record in known if method in (None, record.method)]
+    if not chosen:
+        found = ", ".join(record.method for record in known)
+        raise BadInput(f"soup {name!r}: expected one made by {found}, found --method {method}")
+    record = chosen[-1]
+    check_preference(preference, len(record.terms))
+    described: JsonValue = {
+        "soup": record.name,
+        "method": record.method,
+        "terms": [*record.terms],
+        "preference": [*preference],
+        "beta": record.beta,
+        "matrix": [[*row] for row in record.matrix],
+        "statistics": record.statistics.model_dump(mode="json"),
+        "fingerprint": record.fingerprint,
+    }
+    parents = tuple(
+        Parent(part.run, fetched(Path(part.path)), weight, start_of(Path(part.path)))
+        for part, weight in _weighed(record, preference)
+        if abs(weight) > 1e-12
+    )
+    return write_merged(parents, target, soup=described)
+
+
+def _weighed(record: SoupRecord, preference: Sequence[float]) -> list[tuple[SoupPart, float]]:
+    """What is added up for a preference."""
+    if record.method == "oracle":
+        for point, part in zip(record.points, record.backbones, strict=True):
+            if max(abs(a - b) for a, b in zip(point.preference, preference, strict=True)) < 1e-6:
+                return [(part, 1.0)]
+        raise BadInput(f"soup {record.name!r}: an oracle has policies for the preferences of its grid alone")
+    if record.experts and max(preference) > 1 - 1e-6:
+        return [(record.experts[[*preference].index(max(preference))], 1.0)]
+    weights, of_start = extrapolated(merge_weights(preference, record.beta), record.extrapolate)
+    return [*zip(record.backbones, weights, strict=True), (record.start, of_start)]
+
+
+def records_of(store: Store) -> list[SoupRecord]:
+    """The records of a soup, in order."""
+    numbers = sorted(int(name.removesuffix(".json")) for name in store.children("records"))
+    return [SoupRecord.model_validate(unseal(store.read(_key(n)), where=f"{store.uri}: record {n}")) for n in numbers]
+
+
+def _trained(run: RunConfig) -> SoupPart:
+    policy = policy_of(open_run(run.store, run.name).require(StageKey.policy(run.iterations)))
+    return SoupPart(run=run.name, path=directory_after(run, run.iterations), digest=policy.digest)
+
+
+def _store(store: str, name: str) -> Store:
+    return open_store(f"{store.rstrip('/')}/{SOUPS}/{name}")
+
+
+def _key(number: int) -> str:
+    return f"records/{number:06d}.json"

@@ -1,0 +1,79 @@
+"""A soup's front as a table and as a picture."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
+from itertools import combinations
+from typing import TYPE_CHECKING, Final, Literal
+
+from tasks.soup.record import SoupPoint, SoupRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+METHODS: Final = {"bone": "Bone Soup", "rewarded": "Rewarded Soup", "oracle": "one run per preference"}
+MARKERS: Final = {"bone": "o", "rewarded": "s", "oracle": "^"}
+
+
+def front_rows(record: SoupRecord) -> Iterator[dict[str, str]]:
+    """Every preference with its merge and what that earned, in standard deviations above the start."""
+    for point in record.points:
+        yield {
+            "preference": _numbers(point.preference),
+            "weights": _numbers(point.weights) if point.weights else "trained",
+            **{term: f"{reward:+.3f}" for term, reward in zip(record.terms, point.standardised, strict=True)},
+            "μ·R": f"{point.value:+.3f}",
+        }
+
+
+def metric_row(record: SoupRecord) -> Mapping[str, str]:
+    """What a front is worth."""
+    found = record.metrics
+    return {
+        "method": METHODS[record.method] + (f", β {record.beta:g}" if record.method == "bone" else ""),
+        "hypervolume": f"{found.hypervolume:.3f}",
+        "mean μ·R": f"{found.mean:.3f}",
+        "inside": "–" if found.inside is None else f"{found.inside:.3f}",
+        **{f"corner {term}": f"{corner:.3f}" for term, corner in zip(record.terms, found.corners, strict=True)},
+        "τ": "–" if found.kendall_tau is None else f"{found.kendall_tau:.2f}",
+        "non-dominated": f"{found.non_dominated} of {len(record.points)}",
+        "sparsity": f"{found.sparsity:.3f}",
+        "spacing": f"{found.spacing:.3f}",
+    }
+
+
+def draw_fronts(records: Sequence[SoupRecord], *, encoding: Literal["png", "svg"]) -> bytes:
+    """Draw the rewards of every preference against each other, a panel for each pair of terms."""
+    from matplotlib.figure import Figure
+
+    terms = records[0].terms
+    pairs = list(combinations(range(len(terms)), 2))
+    figure = Figure(figsize=(5.5 * len(pairs), 4.5), layout="constrained")
+    for axes, (across, up) in zip(figure.subplots(1, len(pairs), squeeze=False)[0], pairs, strict=True):
+        for record in records:
+            _draw(axes, record, across=across, up=up)
+        axes.set(xlabel=f"{terms[across]}, standard deviations", ylabel=f"{terms[up]}, standard deviations")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best")
+    content = BytesIO()
+    figure.savefig(content, format=encoding, metadata={"Date": None} if encoding == "svg" else None)
+    return content.getvalue()
+
+
+def _draw(axes: "Axes", record: SoupRecord, *, across: int, up: int) -> None:
+    """A line through the preferences of two rewards; of three it would cross itself, so points alone."""
+    rows = [point.standardised for point in record.points]
+    line = "-" if len(record.terms) == 2 else ""
+    x, y = [row[across] for row in rows], [row[up] for row in rows]
+    axes.plot(x, y, linestyle=line, marker=MARKERS[record.method], label=METHODS[record.method])
+    for point in record.points:
+        if _is_corner(point):
+            spot = (point.standardised[across], point.standardised[up])
+            axes.annotate(_numbers(point.preference), spot, fontsize=7, xytext=(4, 4), textcoords="offset points")
+
+
+def _is_corner(point: SoupPoint) -> bool:
+    return max(point.preference) == 1
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.3g}" for value in values)

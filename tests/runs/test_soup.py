@@ -1,0 +1,209 @@
+"""Soups: what stands in their records is what was trained and evaluated, and a killed one goes on where it was."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from flows.cli.app import main
+from flows.cli.train import run_flow
+from infra.errors import BadInput
+from infra.store.bundles import fetch_bundle
+from infra.store.runs import list_runs, open_run
+from infra.store.shards import read_shard
+from models.soup.front import measure_front
+from tasks.config.run import RunConfig, load_config
+from tasks.run.batch import Batch
+from tasks.run.keys import StageKey, evaluation_key
+from tasks.soup.record import SoupRecord, soup_policy
+from tests.support.in_process import InProcessJob
+from tests.support.jobs import ROOT
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
+WEIGHTS = "model.safetensors"
+
+
+def tiny(store: str, *overrides: str) -> RunConfig:
+    """The demo in its smallest form."""
+    small = ("iterations=2", "warmup.steps=20", "rollout.prompts=4", "rollout.shard_prompts=4", "evaluation.problems=4")
+    soup = ("soup.grid=3", "soup.statistics_prompts=4", f"store={json.dumps(store)}")
+    return load_config(ROOT / "configs/soup.toml", [*small, *soup, *overrides])
+
+
+class Killed(Exception):
+    """What stands for the end of the process."""
+
+
+@dataclass
+class Made:
+    """A soup, and what was evaluated for it, in order."""
+
+    job: InProcessJob
+    evaluated: list[str]
+    record: SoupRecord
+    again: SoupRecord
+    """What the same command says afterwards."""
+
+    @property
+    def store(self) -> str:
+        return str(self.job.store)
+
+
+@pytest.fixture(scope="module")
+def soup(tmp_path_factory, prefect_api) -> Made:
+    """One that searches for β and has experts at its corners, and is killed once, within the search."""
+    import flows.soup
+
+    job, evaluated, whole = InProcessJob(tmp_path_factory.mktemp("soup"), prefect_api), [], flows.soup.evaluate
+    config = tiny(str(job.store), "soup.candidates=[0.6, 0.8]", "soup.corners='expert'")
+
+    class Counted:
+        """`evaluate`, before whose fifth run the process ends, once."""
+
+        def with_options(self, **_):
+            async def evaluate(run):
+                if len(evaluated) == 4:
+                    evaluated.append("killed")
+                    raise Killed
+                evaluated.append(run.name.removeprefix("soup."))
+                return await whole.with_options(persist_result=False)(run)
+
+            return evaluate
+
+    with job.prefect(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flows.soup, "evaluate", Counted())
+        with pytest.raises(Killed):
+            run_flow(flows.soup.soup(config))
+        record = run_flow(flows.soup.soup(config))
+        done = len(evaluated)
+        again = run_flow(flows.soup.soup(config))
+        assert len(evaluated) == done
+    return Made(job, evaluated, record, again)
+
+
+def test_a_soup_that_was_killed_goes_on_and_does_nothing_twice(soup):
+    assert soup.again == soup.record
+    assert soup.evaluated[:5] == [
+        "statistics.start",
+        *(f"at-{p}.bone-0.6-search" for p in ("0-1", "0.5-0.5", "1-0")),
+        "killed",
+    ]
+    assert len(set(soup.evaluated)) == len(soup.evaluated) == 1 + 3 + 1 + 3 + 3
+
+
+def test_the_candidate_with_the_largest_hypervolume_goes_on_and_the_others_stop(soup):
+    chosen, other = sorted(soup.record.candidates, key=lambda beta: -soup.record.candidates[beta])
+    assert soup.record.beta == float(chosen) and {chosen, other} == {"0.6", "0.8"}
+    mixes = ("0.6-0.4", "0.4-0.6", "0.8-0.2", "0.2-0.8", "1-0", "0-1")
+    assert {name for name in list_runs(soup.store) if ".for-" in name} == {f"soup.for-{mix}" for mix in mixes}
+    for beta, trained in ((chosen, True), (other, False)):
+        run = open_run(soup.store, f"soup.for-{beta}-{1 - float(beta):.1f}")
+        assert run.has(StageKey.policy(1)) and run.has(StageKey.policy(2)) == trained
+
+
+def test_rewards_are_standardised_by_the_start_and_mixed_by_rows_of_b(soup):
+    record, statistics = soup.record, soup.record.statistics
+    start = open_run(soup.store, "soup.statistics.start")
+    tables = [read_shard(start.store, made.shards[0]) for made in Batch.read(start, evaluation_key(0)).stage("scoring")]
+    for place, term in enumerate(record.terms):
+        values = [value for table in tables for value in table[f"reward_{term}"].to_pylist()]
+        assert len(values) == 4 * 8
+        assert (statistics.mean[place], statistics.std[place]) == pytest.approx((np.mean(values), np.std(values)))
+    for part, mix in zip(record.backbones, record.matrix, strict=True):
+        run = open_run(soup.store, part.run)
+        scores = read_shard(run.store, run.require(StageKey.parse("it-0001/scoring/0000")).shards[0])
+        raw_NR = np.array([scores[f"reward_{term}"].to_pylist() for term in record.terms]).T
+        mixed_N = ((raw_NR - np.array(statistics.mean)) / np.array(statistics.std)) @ np.array(mix)
+        np.testing.assert_allclose(scores["reward"].to_pylist(), mixed_N, rtol=0, atol=1e-9)
+
+
+def test_backbones_start_from_one_policy_and_their_merge_is_what_was_evaluated(soup, tmp_path):
+    record = soup.record
+    starts = {
+        open_run(soup.store, part.run).require(StageKey.policy(0)).bundles["weights"].digest
+        for part in record.backbones
+    }
+    assert starts == {record.start.digest}
+    made = soup_policy(soup.store, "soup", (0.5, 0.5), tmp_path / "middle")
+    assert made.merge.soup["beta"] == record.beta
+    assert made.merge.soup["statistics"] == record.statistics.model_dump(mode="json")
+    backbones = [load_file(Path(part.path) / WEIGHTS) for part in record.backbones]
+    for name, tensor in load_file(tmp_path / "middle" / WEIGHTS).items():
+        expected = sum(0.5 * each[name].double() for each in backbones)
+        np.testing.assert_allclose(tensor.double(), expected, rtol=0, atol=1e-6)
+    middle = open_run(soup.store, record.points[1].run)
+    merged = fetch_bundle(middle.store, middle.require(StageKey.policy(0)).bundles["weights"])
+    assert (merged / WEIGHTS).read_bytes() == (tmp_path / "middle" / WEIGHTS).read_bytes()
+
+
+def test_at_a_corner_stands_the_policy_for_that_reward_alone(soup, tmp_path):
+    soup_policy(soup.store, "soup", (1, 0), tmp_path / "corner")
+    expert = Path(soup.record.experts[0].path)
+    assert (tmp_path / "corner" / WEIGHTS).read_bytes() == (expert / WEIGHTS).read_bytes()
+    assert soup.record.experts[0].run == "soup.for-1-0" and soup.record.points[-1].run == "soup.at-1-0.expert"
+
+
+def test_the_front_is_measured_shown_and_drawn(soup, tmp_path, capsys):
+    points = soup.record.points
+    expected = measure_front([point.preference for point in points], [point.standardised for point in points], (-2, -2))
+    assert soup.record.metrics == expected
+    picture = tmp_path / "front.svg"
+    assert main(["soup-front", "soup", "--to", str(picture), "--store", soup.store]) == 0
+    shown = capsys.readouterr().out
+    assert "<svg" in picture.read_text() and f"{expected.hypervolume:.3f}" in shown and "0.5, 0.5" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--preference", "0.5,0.6"], "expected numbers from 0 that sum to 1, found 1.1 together"),
+        (["--preference", "1"], "expected 2 numbers, one for each term, found 1"),
+        (["--preference", "1,0", "--method", "oracle"], "expected one made by bone, found --method oracle"),
+    ],
+)
+def test_what_is_no_preference_is_refused(soup, tmp_path, capsys, words, said):
+    target = tmp_path / "policy"
+    assert main(["soup-policy", "soup", *words, "--to", str(target), "--store", soup.store]) == 2
+    assert said in " ".join(capsys.readouterr().err.split()) and not target.exists()
+
+
+def test_a_soup_of_the_same_name_with_other_runs_is_refused(soup):
+    import flows.soup
+
+    with soup.job.prefect(), pytest.raises(BadInput, match="was made by another configuration"):
+        run_flow(flows.soup.soup(tiny(soup.store, "warmup.steps=21")))
+
+
+def test_a_term_that_says_the_same_of_everything_is_refused(tmp_path, prefect_api):
+    import flows.soup
+
+    job = InProcessJob(tmp_path, prefect_api)
+    rewards = 'scoring.rewards=[{kind="target",name="thorough",target="models.rewards.list_length:near",options={items=14,factor=1}},'
+    rewards += '{kind="regex",name="brief",pattern="^"}]'
+    with (
+        job.prefect(),
+        pytest.raises(BadInput, match="'brief': expected scores that differ under the start, found 1 for"),
+    ):
+        run_flow(flows.soup.soup(tiny(str(job.store), rewards)))
+
+
+def test_three_rewards_have_three_backbones_and_a_lattice(tmp_path, prefect_api):
+    import flows.soup
+
+    job = InProcessJob(tmp_path, prefect_api)
+    terms = {"thorough": 14, "brief": 2, "middling": 8}
+    rewards = [
+        f'{{kind="target",name="{name}",target="models.rewards.list_length:near",options={{items={items},factor=1}}}}'
+        for name, items in terms.items()
+    ]
+    changes = (f"scoring.rewards=[{','.join(rewards)}]", f"soup.terms={[*terms]}", "soup.beta=0.6", "iterations=1")
+    with job.prefect():
+        record = run_flow(flows.soup.soup(tiny(str(job.store), *changes)))
+    assert len(record.backbones) == 3 and len(record.points) == 6
+    assert record.points[-1].preference == (1, 0, 0) and record.points[-1].weights == pytest.approx((2, -0.5, -0.5))
+    soup_policy(str(job.store), "soup", (0.2, 0.2, 0.6), tmp_path / "policy")
+    expert = Path(record.backbones[2].path)  # 0.6, 0.2, 0.2 is the mix of a backbone
+    assert (tmp_path / "policy" / WEIGHTS).read_bytes() == (expert / WEIGHTS).read_bytes()
