@@ -1,5 +1,7 @@
 """Soups: backbones trained from one start on mixes of rewards, merged for every preference, and measured."""
 
+import logging
+
 from prefect import flow
 
 from flows.evaluation import evaluate
@@ -23,6 +25,8 @@ from tasks.soup.parts import (
     statistics_run,
 )
 from tasks.soup.record import SoupRecord, choose_beta, conclude
+
+logger = logging.getLogger(__name__)
 
 
 @flow(name="soup", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
@@ -63,6 +67,7 @@ async def _search(config: RunConfig, statistics: Statistics, accept_change: bool
 async def _train(runs: list[RunConfig], accept_change: bool) -> None:
     for run in runs:
         if not is_done(run):
+            logger.info("run %s: training", run.name)
             await train.with_options(persist_result=False)(run, accept_change=accept_change)
 
 
@@ -74,4 +79,5 @@ async def _evaluate(config: RunConfig, points: list[PreferencePoint]) -> list[Pr
 async def _evaluate_runs(runs: list[RunConfig]) -> None:
     for run in runs:
         if not is_done(run):
+            logger.info("run %s: evaluation", run.name)
             await evaluate.with_options(persist_result=False)(run)

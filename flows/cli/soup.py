@@ -24,7 +24,7 @@ Preference = Annotated[
 ]
 SoupMethod = Annotated[
     Literal["bone", "rewarded", "oracle"] | None,
-    Parameter(show_default="that of the last record", help="how it was made"),
+    Parameter(show_default="the only one", help="how it was made"),
 ]
 FrontPicture = Annotated[
     NewFile | None, Parameter(metavar="FILE", show_default="no picture", help="a picture that is not there yet")

@@ -20,6 +20,7 @@ from tasks.config.run import RunConfig
 from tasks.merging import MergedPolicy, write_merged
 from tasks.promotion.registry import now
 from tasks.promotion.suites import directory_after
+from tasks.run.dependencies import dependencies_of
 from tasks.run.keys import StageKey
 from tasks.soup.parts import (
     PreferencePoint,
@@ -86,6 +87,10 @@ class SoupRecord(Settings):
     candidates: dict[str, float]
     """Hypervolume after the search by β; empty where none was searched."""
     extrapolate: float
+    rewards: JsonValue
+    """The terms as configured."""
+    code: dict[str, dict[str, str]]
+    """Digests of the modules of users' rewards and other targets."""
     statistics: Statistics
     start: SoupPart
     backbones: tuple[SoupPart, ...]
@@ -159,6 +164,8 @@ def conclude(
         matrix=tuple(tuple(row) for row in mixing_matrix(len(soup.terms), beta).tolist()),
         candidates={f"{each:g}": volume for each, volume in candidates.items()},
         extrapolate=soup.extrapolate,
+        rewards=config.scoring.model_dump(mode="json")["rewards"],
+        code=dependencies_of(config).code,
         statistics=statistics,
         start=_trained(start_run(config)),
         backbones=tuple(map(_trained, runs)),
@@ -186,13 +193,13 @@ def latest_records(store: str, name: str) -> list[SoupRecord]:
 def soup_policy(
     store: str, name: str, preference: Sequence[float], target: Path, *, method: Method | None = None
 ) -> MergedPolicy:
-    """Write the policy for a preference as one directory, by default of the soup that was recorded last."""
+    """Write the policy for a preference as one directory; which method's is to be said where there are several."""
     known = sorted(latest_records(store, name), key=lambda record: record.number)
     chosen = [record for record in known if method in (None, record.method)]
-    if not chosen:
-        found = ", ".join(record.method for record in known)
-        raise BadInput(f"soup {name!r}: expected one made by {found}, found --method {method}")
-    record = chosen[-1]
+    if len(chosen) != 1:
+        found = " or ".join(record.method for record in known)
+        raise BadInput(f"soup {name!r}: expected --method {found}, found {method or 'none'}")
+    record = chosen[0]
     check_preference(preference, len(record.terms))
     described: JsonValue = {
         "soup": record.name,
@@ -201,6 +208,8 @@ def soup_policy(
         "preference": [*preference],
         "beta": record.beta,
         "matrix": [[*row] for row in record.matrix],
+        "rewards": record.rewards,
+        "code": {name: {**modules} for name, modules in record.code.items()},
         "statistics": record.statistics.model_dump(mode="json"),
         "fingerprint": record.fingerprint,
     }

@@ -129,6 +129,7 @@ def test_backbones_start_from_one_policy_and_their_merge_is_what_was_evaluated(s
     assert starts == {record.start.digest}
     made = soup_policy(soup.store, "soup", (0.5, 0.5), tmp_path / "middle")
     assert made.merge.soup["beta"] == record.beta
+    assert [reward["name"] for reward in made.merge.soup["rewards"]] == ["thorough", "brief"]
     assert made.merge.soup["statistics"] == record.statistics.model_dump(mode="json")
     backbones = [load_file(Path(part.path) / WEIGHTS) for part in record.backbones]
     for name, tensor in load_file(tmp_path / "middle" / WEIGHTS).items():
@@ -161,7 +162,7 @@ def test_the_front_is_measured_shown_and_drawn(soup, tmp_path, capsys):
     [
         (["--preference", "0.5,0.6"], "expected numbers from 0 that sum to 1, found 1.1 together"),
         (["--preference", "1"], "expected 2 numbers, one for each term, found 1"),
-        (["--preference", "1,0", "--method", "oracle"], "expected one made by bone, found --method oracle"),
+        (["--preference", "1,0", "--method", "oracle"], "expected --method bone, found oracle"),
     ],
 )
 def test_what_is_no_preference_is_refused(soup, tmp_path, capsys, words, said):
@@ -181,8 +182,8 @@ def test_a_term_that_says_the_same_of_everything_is_refused(tmp_path, prefect_ap
     import flows.soup
 
     job = InProcessJob(tmp_path, prefect_api)
-    rewards = 'scoring.rewards=[{kind="target",name="thorough",target="models.rewards.list_length:near",options={items=14,factor=1}},'
-    rewards += '{kind="regex",name="brief",pattern="^"}]'
+    thorough = 'kind="target", name="thorough", target="models.rewards.list_length:near", options={items=14, factor=1}'
+    rewards = f'scoring.rewards=[{{{thorough}}}, {{kind="regex", name="brief", pattern="^"}}]'
     with (
         job.prefect(),
         pytest.raises(BadInput, match="'brief': expected scores that differ under the start, found 1 for"),
@@ -199,7 +200,13 @@ def test_three_rewards_have_three_backbones_and_a_lattice(tmp_path, prefect_api)
         f'{{kind="target",name="{name}",target="models.rewards.list_length:near",options={{items={items},factor=1}}}}'
         for name, items in terms.items()
     ]
-    changes = (f"scoring.rewards=[{','.join(rewards)}]", f"soup.terms={[*terms]}", "soup.beta=0.6", "iterations=1")
+    changes = (
+        f"scoring.rewards=[{','.join(rewards)}]",
+        f"soup.terms={[*terms]}",
+        "soup.beta=0.6",
+        "soup.corners='merge'",
+        "iterations=1",
+    )
     with job.prefect():
         record = run_flow(flows.soup.soup(tiny(str(job.store), *changes)))
     assert len(record.backbones) == 3 and len(record.points) == 6
