@@ -1,7 +1,7 @@
 """Configuration of soups: several policies, each for a mix of rewards, merged for any preference. Torch-free."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,9 @@ from infra.validation_errors import nearest
 from models.config.data import DataSource
 from models.config.objectives import UpdateConfig
 from models.config.rewards import ScoringConfig
+
+SOUPS: Final = "soups"
+"""Folder of a store in which records of soups lie beside the runs."""
 
 
 def reason_against_beta(beta: float, num_rewards: int) -> str | None:

@@ -21,7 +21,7 @@ from models.config.policy import PolicyConfig, ScratchPolicy
 from models.config.promotion import PromotionConfig, SuiteConfig
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
-from models.config.soup import SoupConfig
+from models.config.soup import SOUPS, SoupConfig
 from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import AdaptivePlacement, PlacementConfig
 from tasks.config.documents import overridden, read_document
@@ -114,8 +114,9 @@ class RunConfig(Settings):
     def _name_stays_in_the_store(cls, name: str) -> str:
         if ".." in name:
             raise ValueError(f"expected a name without '..', got {name!r}")
-        if name == REGISTRIES:
-            raise ValueError(f"{name!r} is where registries lie: expected another name")
+        if name in (REGISTRIES, SOUPS):
+            what = "registries" if name == REGISTRIES else "records of soups"
+            raise ValueError(f"{name!r} is where {what} lie: expected another name")
         return name
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from pydantic import JsonValue
 
@@ -12,6 +12,7 @@ from infra.store.checksums import seal, unseal
 from infra.store.inputs import fetched
 from infra.store.runs import open_run
 from infra.store.storage import Store, open_store
+from models.config.soup import SOUPS
 from models.records.merges import Parent, start_of
 from models.records.versions import policy_of
 from models.soup.front import FrontMetrics, measure_front
@@ -34,8 +35,6 @@ from tasks.soup.parts import (
     start_run,
 )
 
-SOUPS: Final = "soups"
-"""Folder of a store in which records of soups lie beside the runs."""
 Method = Literal["bone", "rewarded", "oracle"]
 
 

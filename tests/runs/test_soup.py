@@ -178,6 +178,30 @@ def test_a_soup_of_the_same_name_with_other_runs_is_refused(soup):
         run_flow(flows.soup.soup(tiny(soup.store, "warmup.steps=21")))
 
 
+def test_other_methods_share_the_start_and_the_policies_for_one_reward(soup, tmp_path):
+    import flows.soup
+
+    before = {name for name in list_runs(soup.store) if ".at-" not in name}
+    with soup.job.prefect():
+        rewarded = run_flow(flows.soup.soup(tiny(soup.store, "soup.method='rewarded'")))
+        assert {name for name in list_runs(soup.store) if ".at-" not in name} == before
+        oracle = run_flow(flows.soup.soup(tiny(soup.store, "soup.method='oracle'")))
+    assert {name for name in list_runs(soup.store) if ".at-" not in name} == before | {"soup.for-0.5-0.5"}
+    assert rewarded.backbones == soup.record.experts and oracle.start == rewarded.start == soup.record.start
+    assert [point.weights for point in rewarded.points] == [point.preference for point in rewarded.points]
+    # Each corner is one policy, whoever evaluates it: the same problems, the same seeds.
+    for corner in (0, -1):
+        rewards = {record.points[corner].rewards for record in (soup.record, rewarded, oracle)}
+        assert len(rewards) == 1
+    soup_policy(soup.store, "soup", (0.5, 0.5), tmp_path / "policy", method="oracle")
+    own = Path(oracle.backbones[1].path) / WEIGHTS
+    assert (tmp_path / "policy" / WEIGHTS).read_bytes() == own.read_bytes()
+    with pytest.raises(BadInput, match="an oracle has policies for the preferences of its grid alone"):
+        soup_policy(soup.store, "soup", (0.3, 0.7), tmp_path / "other", method="oracle")
+    with pytest.raises(BadInput, match="expected --method bone or rewarded or oracle, found none"):
+        soup_policy(soup.store, "soup", (0.3, 0.7), tmp_path / "other")
+
+
 def test_a_term_that_says_the_same_of_everything_is_refused(tmp_path, prefect_api):
     import flows.soup
 

@@ -20,6 +20,7 @@ TERMS = 'soup.terms=["numeric", "math"]'
     ("overrides", "said"),
     [
         ([REWARDS, TERMS, "soup.beta=0.5"], "beta 0.5: expected above 1/2 and at most 1 for 2 terms: .* B is singular"),
+        (["name=soups"], "'soups' is where records of soups lie: expected another name"),
         ([REWARDS, TERMS, "soup.beta=1.2"], "beta 1.2: expected above 1/2 and at most 1 for 2 terms$"),
         ([REWARDS, TERMS, "soup.candidates=[0.6, 0.4]"], "beta 0.4: expected above 1/2"),
         ([REWARDS, TERMS, "soup.method=bones"], "soup.method: expected 'bone', 'rewarded' or 'oracle', got 'bones'"),
