@@ -25,8 +25,8 @@ from flows.cli import (
     retention,
     runs,
     serving,
-    sweep,
     soup,
+    sweep,
     tracking,
     train,
 )
