@@ -38,7 +38,7 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Write the weighted sum of policies as one model directory; negative weights are meant."""
-    from tasks.merging import merge_policies
+    from tasks.soup.merging import merge_policies
 
     made = merge_policies(store, terms, Path(to), dtype=dtype, adapters=adapters, unrelated=unrelated)
     write(made.model_dump_json(indent=2) if as_json else made.text())

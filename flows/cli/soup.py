@@ -58,7 +58,7 @@ def soup_front(
 ) -> None:
     """Show a soup's front, the last one of each method, as a table, and draw them over each other."""
     from tasks.soup.record import latest_records
-    from tasks.views.soups import draw_fronts
+    from tasks.soup.views import draw_fronts
 
     records = latest_records(store, name)
     if to is not None:
@@ -95,7 +95,7 @@ def soup_policy(
 
 
 def _show(records: "Sequence[SoupRecord]", *, as_json: bool) -> None:
-    from tasks.views.soups import front_rows, metric_row
+    from tasks.soup.views import front_rows, metric_row
 
     if as_json:
         write(json.dumps([record.model_dump(mode="json") for record in records], indent=2))

@@ -18,11 +18,11 @@ from models.records.versions import policy_of
 from models.soup.front import FrontMetrics, measure_front
 from models.soup.mixing import check_preference, extrapolated, merge_weights, mixing_matrix
 from tasks.config.run import RunConfig
-from tasks.merging import MergedPolicy, write_merged
 from tasks.promotion.registry import now
 from tasks.promotion.suites import directory_after
 from tasks.run.dependencies import dependencies_of
 from tasks.run.keys import StageKey
+from tasks.soup.merging import MergedPolicy, write_merged
 from tasks.soup.parts import (
     PreferencePoint,
     Statistics,

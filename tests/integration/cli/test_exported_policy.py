@@ -66,7 +66,7 @@ def while_copied(monkeypatch, *, before=lambda: None, after=lambda: None):
         then()
 
     with monkeypatch.context() as patched:
-        patched.setattr(policy_export, "_ask", copy)
+        patched.setattr(policy_export, "write_apart", copy)
         yield
 
 
