@@ -59,6 +59,8 @@ def _without_booleans(schema: Any, model: type[BaseModel]) -> Any:  # noqa: ANN4
     kind = schema.get("type")
     if kind is None:  # fields or choices by name
         return {name: _without_booleans(each, model) for name, each in schema.items()}
+    if kind == "function-before" and schema["function"]["function"] in _BEFORE.values():
+        return schema  # pydantic gives a schema that it has made before
     if kind in _BEFORE:
         return core_schema.no_info_before_validator_function(_BEFORE[kind], cast(CoreSchema, schema))
     if kind == "model" and schema["cls"] is not model:

@@ -248,8 +248,9 @@ class LocalStore:
                     raise
                 # Its folder was empty, and has been removed meanwhile.
                 return self.put(key, data, durable=durable)
-            if durable:
-                sync(path.parent)  # also for the loser: what it is told exists must survive a power cut
+            if durable:  # also for the loser: what it is told exists must survive a power cut
+                with suppress(FileNotFoundError):  # another has taken it already, and its empty folder
+                    sync(path.parent)
             return won
 
     def sync(self, key: str) -> None:

@@ -249,6 +249,18 @@ def test_what_is_deleted_leaves_no_empty_folder_and_what_is_there_stays(tmp_path
     assert store.put("policies/a/config.json", b"again") and store.read("policies/a/config.json") == b"again"
 
 
+def test_what_another_takes_as_soon_as_it_is_there_was_written(tmp_path, monkeypatch):
+    store, link = open_store(str(tmp_path)), os.link
+
+    def taken(source, target):
+        link(source, target)
+        store.delete("orders/1/a")
+
+    monkeypatch.setattr(os, "link", taken)
+    assert store.put("orders/1/a", b"a")
+    assert not (tmp_path / "orders").exists()
+
+
 def test_a_folder_that_is_removed_while_something_is_written_to_it_is_made_again(tmp_path, monkeypatch):
     store = open_store(str(tmp_path))
     store.put("policies/a/old", b"x")

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from prefect.utilities.callables import parameter_schema
+from pydantic import TypeAdapter
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
@@ -190,6 +192,20 @@ def numbers_of(document: Mapping[str, object], prefix: str = "") -> Iterator[str
             yield from numbers_of(value, f"{prefix}{key}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{prefix}{key}"
+
+
+def test_the_schema_of_a_configuration_is_the_same_however_often_forms_are_made_of_it():
+    def flow(config: RunConfig) -> None: ...
+
+    def checks(schema: object) -> int:
+        parts = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list | tuple) else ()
+        return sum(map(checks, parts)) + (isinstance(schema, dict) and schema.get("type") == "function-before")
+
+    found = set()
+    for _ in range(3):
+        parameter_schema(flow)
+        found.add(checks(TypeAdapter(RunConfig).core_schema))
+    assert len(found) == 1
 
 
 def test_true_is_a_number_nowhere():
