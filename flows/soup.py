@@ -7,6 +7,7 @@ from prefect import flow
 from flows.evaluation import evaluate
 from flows.train import train
 from tasks.config.run import RunConfig
+from tasks.run.preflight import is_done
 from tasks.soup.parts import (
     PreferencePoint,
     Statistics,
@@ -14,7 +15,6 @@ from tasks.soup.parts import (
     beta_of,
     evaluation_run,
     expert_runs,
-    is_done,
     merge_points,
     oracle_points,
     oracle_runs,

@@ -1,4 +1,4 @@
-"""Commands about soups: training one, its front, and the policy for a preference."""
+"""Commands about sums of policies: merging some, training a soup, its front, and the policy for a preference."""
 
 import json
 from pathlib import Path
@@ -18,6 +18,23 @@ if TYPE_CHECKING:
 
     from tasks.soup.record import SoupRecord
 
+Terms = Annotated[
+    str,
+    Parameter(
+        name="NAME=WEIGHT",
+        help="policies and their weights, which sum to 1: a directory, RUN, or RUN@N after N iterations",
+    ),
+]
+SumDtype = Annotated[
+    Literal["float32", "bfloat16"] | None, Parameter(show_default="the parents'", help="of the written weights")
+]
+AdapterSum = Annotated[
+    Literal["full", "ranks", "factors"],
+    Parameter(
+        help="write a whole model, or of adapters over one base an adapter of all ranks; factors are never averaged"
+    ),
+]
+Unrelated = Annotated[bool, Parameter(help="also merge policies of runs that did not start from one policy")]
 SoupName = Annotated[str, Parameter(name="NAME", help="name of the soup")]
 Preference = Annotated[
     str, Parameter(metavar="SHARES", help="shares of the terms, in their order, which sum to 1, such as 0.3,0.7")
@@ -29,6 +46,22 @@ SoupMethod = Annotated[
 FrontPicture = Annotated[
     NewFile | None, Parameter(metavar="FILE", show_default="no picture", help="a picture that is not there yet")
 ]
+
+
+def merge(
+    *terms: Terms,
+    to: NewDirectory,
+    dtype: SumDtype = None,
+    adapters: AdapterSum = "full",
+    unrelated: Unrelated = False,
+    store: Store = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Write the weighted sum of policies as one model directory; negative weights are meant."""
+    from tasks.soup.merging import merge_policies
+
+    made = merge_policies(store, terms, Path(to), dtype=dtype, adapters=adapters, unrelated=unrelated)
+    write(made.model_dump_json(indent=2) if as_json else made.text())
 
 
 def soup(
@@ -46,7 +79,7 @@ def soup(
     job = JobArguments(config, overrides, run, store).load()
     soup_of(job)
     log_progress(quiet=as_json)
-    with watched(job, "flows.soup"):
+    with watched(job, "flows.soup") as job:
         from flows.soup import soup as soup_flow
 
         record = run_flow(soup_flow(job, accept_change=accept_change))

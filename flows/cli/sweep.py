@@ -140,10 +140,12 @@ def _trained(
     jobs: Sequence[JobArguments], loaded: Sequence["RunConfig"], course: Course, teller: _Teller
 ) -> dict[str, str]:
     """Train what is not done, so many runs at a time; return why those that failed did, by name."""
+    from tasks.run.preflight import is_done
+
     errors, waiting = dict[str, str](), list[tuple[str, JobArguments]]()
     for job, config in zip(jobs, loaded, strict=True):
         try:
-            if _is_done(config):
+            if is_done(config):
                 teller.tell(config.name, "done before")
             else:
                 waiting.append((config.name, job))
@@ -179,21 +181,6 @@ def _ended(running: list[_Training], teller: _Teller) -> dict[str, str]:
             running.remove(training)
             errors |= {training.name: training.failure(code)} if code else {}
     return errors
-
-
-def _is_done(config: "RunConfig") -> bool:
-    """Whether a run has nothing left to make. RunChanged if it was made by another configuration."""
-    from infra.store.chain import linked_parts
-    from infra.store.runs import list_runs, open_run
-    from tasks.config.run import LAYOUT
-    from tasks.run.keys import evaluation_key
-    from tasks.run.preflight import adopted
-
-    if config.name not in list_runs(config.store):
-        return False
-    run = open_run(config.store, config.name)
-    run.check_identity(adopted(config).identity(), besides=LAYOUT)
-    return evaluation_key(config.iterations) in linked_parts(run)
 
 
 def _started(

@@ -15,10 +15,12 @@ import psutil
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from infra.processes.watch import LOOK_SECONDS, STILL_SECONDS, WatchedServer, apart
+from infra.store.chain import linked_parts
 from infra.store.runs import list_runs, open_run
 from infra.store.storage import open_store
 from models.config.promotion import SuiteCheck
-from tasks.config.run import RunConfig
+from tasks.config.run import LAYOUT, RunConfig
+from tasks.run.keys import evaluation_key
 
 PREFLIGHT = (sys.executable, "-P", "-m", "models.commands.preflight")
 """`-P`: a user's models.py in the working directory is not ours."""
@@ -50,6 +52,18 @@ def adopted(config: RunConfig) -> RunConfig:
     tables = {key: recorded.get(key.partition(".")[0]) for key in unset}
     values = {key: table.get(key.partition(".")[2]) for key, table in tables.items() if isinstance(table, dict)}
     return _with(config, {key: value for key, value in values.items() if isinstance(value, int)})
+
+
+def is_done(config: RunConfig) -> bool:
+    """Whether a run has gone as far as asked, or further, and was evaluated there.
+
+    Raises RunChanged where it was made by another configuration.
+    """
+    if config.name not in list_runs(config.store):
+        return False
+    run = open_run(config.store, config.name)
+    run.check_identity(adopted(config).identity(), besides=LAYOUT)
+    return evaluation_key(config.iterations) in linked_parts(run)
 
 
 def fitted(config: RunConfig, facts: Mapping[str, float]) -> tuple[RunConfig, list[str]]:

@@ -15,16 +15,16 @@ import numpy as np
 
 from infra.config import Settings
 from infra.errors import BadInput
-from infra.store.runs import list_runs, open_run
+from infra.store.runs import open_run
 from models.config.policy import DirectoryPolicy, MergeParent, MergePolicy, PolicyConfig
 from models.config.soup import SoupConfig
 from models.config.training import EvaluationConfig
 from models.soup.mixing import extrapolated, merge_weights, mixing_matrix, preference_grid
-from tasks.config.run import LAYOUT, RunConfig, parse_config
+from tasks.config.run import RunConfig, parse_config
 from tasks.promotion.evidence import problem_scores
 from tasks.promotion.suites import Suite, directory_after
 from tasks.run.batch import Batch
-from tasks.run.keys import StageKey, evaluation_key
+from tasks.run.keys import evaluation_key
 
 MIN_SPREAD: Final = 1e-9
 """Standard deviation under which a term says the same of everything."""
@@ -116,18 +116,6 @@ def oracle_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
 def search_iterations(config: RunConfig) -> int:
     """After how many iterations candidates are compared."""
     return max(1, ceil(config.iterations * soup_of(config).search_share))
-
-
-def is_done(part: RunConfig) -> bool:
-    """Whether a run has gone as far as asked, or further, and was evaluated there.
-
-    Raises RunChanged where it was made by another configuration.
-    """
-    if part.name not in list_runs(part.store):
-        return False
-    run = open_run(part.store, part.name)
-    run.check_identity(part.identity(), besides=LAYOUT)
-    return run.has(StageKey.of(evaluation_key(part.iterations), "summary"))
 
 
 # ---- evaluation

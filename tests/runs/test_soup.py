@@ -24,13 +24,13 @@ from tests.support.jobs import ROOT
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 WEIGHTS = "model.safetensors"
+SMALL = ("iterations=2", "warmup.steps=20", "rollout.prompts=4", "rollout.shard_prompts=4", "evaluation.problems=4")
+SMALL_SOUP = ("soup.grid=3", "soup.statistics_prompts=4")
 
 
 def tiny(store: str, *overrides: str) -> RunConfig:
     """The demo in its smallest form."""
-    small = ("iterations=2", "warmup.steps=20", "rollout.prompts=4", "rollout.shard_prompts=4", "evaluation.problems=4")
-    soup = ("soup.grid=3", "soup.statistics_prompts=4", f"store={json.dumps(store)}")
-    return load_config(ROOT / "configs/soup.toml", [*small, *soup, *overrides])
+    return load_config(ROOT / "configs/soup.toml", [*SMALL, *SMALL_SOUP, f"store={json.dumps(store)}", *overrides])
 
 
 class Killed(Exception):
@@ -202,17 +202,18 @@ def test_other_methods_share_the_start_and_the_policies_for_one_reward(soup, tmp
         soup_policy(soup.store, "soup", (0.3, 0.7), tmp_path / "other")
 
 
-def test_a_term_that_says_the_same_of_everything_is_refused(tmp_path, prefect_api):
-    import flows.soup
-
+def test_a_term_that_says_the_same_of_everything_is_refused_and_defaults_give_way_before(tmp_path, prefect_api, capfd):
     job = InProcessJob(tmp_path, prefect_api)
     thorough = 'kind="target", name="thorough", target="models.rewards.list_length:near", options={items=14, factor=1}'
     rewards = f'scoring.rewards=[{{{thorough}}}, {{kind="regex", name="brief", pattern="^"}}]'
-    with (
-        job.prefect(),
-        pytest.raises(BadInput, match="'brief': expected scores that differ under the start, found 1 for"),
-    ):
-        run_flow(flows.soup.soup(tiny(str(job.store), rewards)))
+    demo, unset = (ROOT / "configs/soup.toml").read_text(), tmp_path / "soup.toml"
+    assert demo.count("\nproblems = 64\n") == 1
+    unset.write_text(demo.replace("\nproblems = 64\n", "\n"))
+    with job.prefect():
+        assert main(["soup", str(unset), *SMALL[:-1], *SMALL_SOUP, rewards, "--store", str(job.store)]) == 2
+    assert "'brief': expected scores that differ under the start, found 1 for" in capfd.readouterr().err
+    evaluation = open_run(str(job.store), "soup.start").record.config["evaluation"]
+    assert isinstance(evaluation, dict) and evaluation["problems"] == 64
 
 
 def test_three_rewards_have_three_backbones_and_a_lattice(tmp_path, prefect_api):
