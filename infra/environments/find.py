@@ -83,35 +83,27 @@ class Stamp(Settings):
 
 def platform_here() -> Platform:
     """Choose by the driver, as infra/environments/install.sh does: nothing made for CUDA is of use without one."""
-    return "cuda" if DRIVER.exists() or _lists_gpus() else "cpu"
+    # Where the driver shows no file, as under WSL, its own command tells.
+    return "cuda" if DRIVER.exists() or _listed() is not None else "cpu"
 
 
 def num_gpus() -> int:
     """Count the GPUs of this machine that its driver lists, as far as `CUDA_VISIBLE_DEVICES` leaves them."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return 0
-    try:
-        listed = subprocess.run([command, "-L"], capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
-    except subprocess.TimeoutExpired:  # a driver that does not answer
-        return 0
-    found = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    found = sum(line.startswith("GPU ") for line in (_listed() or "").splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return found if visible is None else min(found, len([*filter(None, visible.split(","))]))
 
 
-def _lists_gpus() -> bool:
-    """Where the driver shows no file, as under WSL, its own command tells."""
+def _listed() -> str | None:
+    """What the driver's own command lists; none where there is none, it fails, or does not answer."""
     command = shutil.which("nvidia-smi")
-    return command is not None and _succeeds([command, "-L"])
-
-
-def _succeeds(command: list[str]) -> bool:
-    """A driver that does not answer is none."""
+    if command is None:
+        return None
     try:
-        return subprocess.run(command, capture_output=True, check=False, timeout=ANSWER_SECONDS).returncode == 0
+        listed = subprocess.run([command, "-L"], capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
-        return False
+        return None
+    return listed.stdout if listed.returncode == 0 else None
 
 
 def pins_path(engine: str, platform: Platform) -> Path:

@@ -45,8 +45,8 @@ def grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
     array([ 1., -1.,  0.,  0.])
     """
     std_G = group_statistics(rewards_N, group_N, num_groups).std_G
-    standardised: Floats = dr_grpo(rewards_N, group_N, num_groups) / (std_G + EPSILON)[group_N]
-    return standardised
+    standardised_N: Floats = dr_grpo(rewards_N, group_N, num_groups) / (std_G + EPSILON)[group_N]
+    return standardised_N
 
 
 def rloo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:

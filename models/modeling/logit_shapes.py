@@ -4,7 +4,7 @@ logits = cap · tanh(scale · raw / cap), with an infinite cap scale · raw; sof
 section 2). Shapes: T tokens, V vocabulary.
 """
 
-from math import inf
+from math import inf, isfinite
 from typing import Final, NamedTuple
 
 import torch
@@ -32,12 +32,12 @@ class LogitShape(NamedTuple):
 
 
 @torch.no_grad()
-def logit_shape(model: PreTrainedModel, head: nn.Module, tokens_1T: Tensor) -> LogitShape | None:
+def logit_shape(model: PreTrainedModel, head: nn.Linear, tokens_1T: Tensor) -> LogitShape | None:
     """Put chosen numbers in the place of what the head says, and look what the model makes of them.
 
     None where it is neither a scale nor a soft cap.
     """
-    size = model.config.get_text_config().vocab_size
+    size = head.out_features
     tried_V = torch.tensor(_TRIED, device=tokens_1T.device).repeat(-(-size // len(_TRIED)))[:size]
     put = head.register_forward_hook(lambda *_: tried_V.expand(*tokens_1T.shape, size))
     try:
@@ -45,6 +45,8 @@ def logit_shape(model: PreTrainedModel, head: nn.Module, tokens_1T: Tensor) -> L
     finally:
         put.remove()
     scale, last = float(found_V[0] / _TRIED[0]), float(found_V[len(_TRIED) - 1])
+    if not scale or not isfinite(scale):
+        return None
     exact = round(scale, 6)
     shape = LogitShape(exact if abs(exact / scale - 1) < 1e-6 else scale)
     if abs(last / (scale * _TRIED[-1]) - 1) > 0.5:

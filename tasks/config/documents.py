@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,3 +113,18 @@ def _near_file(path: Path) -> str:
     if "=" in path.name:
         return "; the configuration comes first: rheostat train CONFIG key=value"
     return f"; did you mean {found[near[0]]}?" if near else ""
+
+
+def toml_key(key: str) -> str:
+    """Spell a part of a dotted key, in quotes where TOML needs them."""
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
+
+
+def toml_value(value: object) -> str:
+    """A TOML value; its strings, numbers and booleans are written as JSON's."""
+    if isinstance(value, list):
+        return f"[{', '.join(toml_value(each) for each in value if each is not None)}]"
+    if isinstance(value, Mapping):
+        parts = (f"{toml_key(key)} = {toml_value(each)}" for key, each in value.items() if each is not None)
+        return f"{{ {', '.join(parts)} }}" if value else "{}"
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")  # which JSON leaves as it is

@@ -12,6 +12,7 @@ from typing import Final
 from blake3 import blake3
 
 from infra.errors import BadInput
+from tasks.config.documents import toml_value
 
 LONGEST: Final = 64
 """Characters of a run's name."""
@@ -95,7 +96,7 @@ def _split(written: str) -> Iterator[str]:
     for place, mark in enumerate(written):
         if quote:
             quote = "" if mark == quote else quote
-        elif mark in "\"'":
+        elif mark in _QUOTES:
             quote = mark
         elif mark in "[{":
             depth += 1
@@ -169,13 +170,4 @@ def _dotted(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
         if isinstance(value, dict) and value:
             yield from _dotted(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", "" if value is None else _toml(value)
-
-
-def _toml(value: object) -> str:
-    """Spell a value as TOML in one line."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{json.dumps(key)} = {_toml(part)}' for key, part in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value) if isinstance(value, str | bool | int | float) else str(value)
+            yield f"{prefix}{key}", "" if value is None else toml_value(value)

@@ -15,6 +15,7 @@ from typing import Final
 from pydantic import JsonValue
 
 from infra.config import Settings
+from tasks.config.documents import toml_key, toml_value
 from tasks.views.report.curves import DrawnChart, draw
 from tasks.views.report.numbers import ChartPlan, Columns
 from tasks.views.report.samples import BrowsedGroup
@@ -148,27 +149,13 @@ def browser() -> str:
 
 def toml(config: Mapping[str, JsonValue]) -> str:
     """Spell a configuration as TOML, a dotted key each line; what has no value is left out."""
-    return "\n".join(f"{key} = {_value(value)}" for key, value in _dotted(config) if value is not None)
+    return "\n".join(f"{key} = {toml_value(value)}" for key, value in _dotted(config) if value is not None)
 
 
 def _dotted(config: Mapping[str, JsonValue], prefix: str = "") -> Iterable[tuple[str, JsonValue]]:
     for key, value in config.items():
-        name = f"{prefix}{_key(key)}"
+        name = f"{prefix}{toml_key(key)}"
         if isinstance(value, Mapping) and value:
             yield from _dotted(value, f"{name}.")
         else:
             yield name, value
-
-
-def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
-
-
-def _value(value: JsonValue) -> str:
-    """A TOML value; its strings, numbers and booleans are written as JSON's."""
-    if isinstance(value, list):
-        return f"[{', '.join(_value(each) for each in value if each is not None)}]"
-    if isinstance(value, Mapping):
-        parts = (f"{_key(key)} = {_value(each)}" for key, each in value.items() if each is not None)
-        return f"{{ {', '.join(parts)} }}" if value else "{}"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON leaves as it is
