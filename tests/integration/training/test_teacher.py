@@ -1,6 +1,7 @@
 """Teachers score the policy's own tokens: from a directory exactly as the policy would, or over HTTP from a server."""
 
 import math
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -100,9 +101,13 @@ def test_an_endpoint_is_asked_with_token_ids_and_without_tempering(directory):
 
 
 def test_an_endpoint_is_asked_about_several_sequences_at_once(directory):
-    beats = []
+    beats, four = [], threading.Barrier(4)
     _, batches = passes(((2, 3),) * 12)
-    with teacher_server(directory) as server:
+
+    def faults(request, before):
+        four.wait(timeout=30)  # none is answered before four are asked
+
+    with teacher_server(directory, faults=faults) as server:
         asked(directory, server.url, concurrency=4, on_progress=lambda: beats.append(1))(batches)
     assert server.most_at_once == 4
     assert len(beats) == 12
