@@ -24,7 +24,7 @@ from infra.store.registry import open_registry
 from infra.store.runs import open_run
 from models.config.data import FileData
 from models.data.problems import Problem, load_problems
-from tests.support.in_process import InProcessJob
+from tests.support.in_process import InProcessJob, own_store
 from tests.support.jobs import SMALLEST, TINY, Job, family_of, files_of, manifests_of
 from tests.support.jobs import Fault as WorkerFault
 from tests.support.pictures import picture
@@ -176,7 +176,8 @@ def test_a_copy_in_a_bucket_goes_on_as_a_copy_on_disk_and_comes_back_to_the_byte
 ):
     place = s3_servers.start("moto").place()
     place.open()
-    assert main(["copy", "tiny", str(reference.store), place.uri, "--json"]) == 0
+    store = own_store(reference, tmp_path)
+    assert main(["copy", "tiny", store, place.uri, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["ok"], told["found"], told["problems"]) == (True, 0, [])
     assert main(["copy", "tiny", place.uri, str(tmp_path / "back/store")]) == 0
@@ -189,7 +190,7 @@ def test_a_copy_in_a_bucket_goes_on_as_a_copy_on_disk_and_comes_back_to_the_byte
         job.train("iterations=4")
     assert place.manifests() == manifests_of(on_disk.run)
     assert len(place.manifests()) > len(manifests_of(reference.run))
-    assert main(["copy", "tiny", str(reference.store), place.uri]) == 0
+    assert main(["copy", "tiny", store, place.uri]) == 0
 
 
 def test_data_and_a_policy_in_a_bucket_are_those_of_this_machine(s3_servers, reference, prefect_api, tmp_path):
@@ -249,7 +250,7 @@ def test_what_is_deleted_of_a_run_in_a_bucket_is_nowhere_in_it_nor_in_the_cache(
     place = s3_servers.start("moto").place()
     cache = tmp_path / "cache"
     store = replace(place, environment={**place.environment, "RHEOSTAT_CACHE": str(cache)}).open()
-    copy_run("tiny", str(reference.store), place.uri)
+    copy_run("tiny", own_store(reference, tmp_path), place.uri)
     job = InProcessJob(tmp_path, prefect_api, address=place.uri)
     assert job.command("export").code == 0 and job.command("verify").code == 0
     ids = chosen(reference)

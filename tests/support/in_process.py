@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import shutil
 import tempfile
 import tomllib
 from collections import Counter
@@ -132,3 +133,8 @@ def one_authority() -> IO[str]:
     file.write(Path(certifi.where()).read_text().partition(end)[0] + end)
     file.flush()
     return file
+
+
+def own_store(job: InProcessJob, home: Path) -> str:
+    """Copy a job's store, so that a command which holds its run meets no other test's; return where it lies."""
+    return str(shutil.copytree(job.store, home / "own-store"))

@@ -9,6 +9,7 @@ import pytest
 import s3fs
 
 from flows.cli.app import main
+from tests.support.in_process import own_store
 from tests.support.s3_servers import ACCESS_KEY, SECRET_KEY
 
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(600)]
@@ -21,7 +22,7 @@ def exported(s3_servers, reference, capsys, tmp_path, monkeypatch):
     for name, value in place.environment.items():
         monkeypatch.setenv(name, value)
     place.open()
-    assert main(["copy", "tiny", str(reference.store), place.uri]) == 0
+    assert main(["copy", "tiny", own_store(reference, tmp_path), place.uri]) == 0
     assert main(["export", "tiny", "--store", place.uri]) == 0
     capsys.readouterr()
     sql = "select count(*) as rows, sum(reward) as reward from rollouts"
