@@ -58,7 +58,7 @@ async def soup(config: RunConfig, accept_change: bool = False) -> SoupRecord:
 async def _search(config: RunConfig, statistics: Statistics, accept_change: bool) -> dict[float, float]:
     """Train the backbones of every candidate for a part of the iterations; return what their fronts are worth."""
     iterations, points = search_iterations(config), dict[float, list[PreferencePoint]]()
-    for beta in soup_of(config).candidates if soup_of(config).method == "bone" else ():
+    for beta in soup_of(config).candidates if soup_of(config).mixes else ():
         await _train(backbone_runs(config, statistics, beta, iterations=iterations), accept_change)
         points[beta] = await _evaluate(config, [*merge_points(config, statistics, beta, search=True)])
     return choose_beta(config, statistics, points)

@@ -1,6 +1,8 @@
 """Commands about sums of policies: merging some, training a soup, its front, and the policy for a preference."""
 
 import json
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,6 +14,7 @@ from flows.cli.runs import PICTURES, NewDirectory, NewFile
 from flows.cli.train import AcceptChange, JobArguments, watched
 from infra.errors import BadInput
 from infra.terminal import Json, table, write
+from models.config.soup import SoupMethod
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,13 +39,11 @@ AdapterSum = Annotated[
 ]
 Unrelated = Annotated[bool, Parameter(help="also merge policies of runs that did not start from one policy")]
 SoupName = Annotated[str, Parameter(name="NAME", help="name of the soup")]
+SoupNames = Annotated[str, Parameter(name="NAME", help="names of soups, such as one for each seed")]
 Preference = Annotated[
     str, Parameter(metavar="SHARES", help="shares of the terms, in their order, which sum to 1, such as 0.3,0.7")
 ]
-SoupMethod = Annotated[
-    Literal["bone", "rewarded", "oracle"] | None,
-    Parameter(show_default="the only one", help="how it was made"),
-]
+MethodOf = Annotated[SoupMethod | None, Parameter(show_default="the only one", help="how it was made")]
 FrontPicture = Annotated[
     NewFile | None, Parameter(metavar="FILE", show_default="no picture", help="a picture that is not there yet")
 ]
@@ -86,14 +87,14 @@ def soup(
     _show([record], as_json=as_json)
 
 
-def soup_front(
-    name: SoupName, /, *, to: FrontPicture = None, store: Store = DEFAULT_STORE, as_json: Json = False
-) -> None:
-    """Show a soup's front, the last one of each method, as a table, and draw them over each other."""
+def soup_front(*names: SoupNames, to: FrontPicture = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
+    """Show fronts of soups, the last one of each method, as a table, and draw them over each other."""
     from tasks.soup.record import latest_records
     from tasks.soup.views import draw_fronts
 
-    records = latest_records(store, name)
+    if not names:
+        raise BadInput("soup-front: expected names of soups, such as soup, found none")
+    records = [record for name in dict.fromkeys(names) for record in latest_records(store, name)]
     if to is not None:
         encoding = PICTURES.get(to.suffix.lower())
         if encoding is None:
@@ -101,7 +102,7 @@ def soup_front(
         if to.exists():
             raise BadInput(f"{to}: expected a file that is not there yet, found one")
         if len({record.terms for record in records}) > 1:
-            raise BadInput(f"soup {name!r}: its methods were given other terms: they have no picture together")
+            raise BadInput("soup-front: soups or methods of other terms have no picture together")
         to.write_bytes(draw_fronts(records, encoding=encoding))
     _show(records, as_json=as_json)
 
@@ -112,7 +113,7 @@ def soup_policy(
     *,
     preference: Preference,
     to: NewDirectory,
-    method: SoupMethod = None,
+    method: MethodOf = None,
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
@@ -133,9 +134,14 @@ def _show(records: "Sequence[SoupRecord]", *, as_json: bool) -> None:
     if as_json:
         write(json.dumps([record.model_dump(mode="json") for record in records], indent=2))
         return
-    for record in records:
+    names = list(dict.fromkeys(record.name for record in records))
+    for record in records if len(names) == 1 else ():
         write(f"\nsoup {record.name}, record {record.number}: {record.method}")
         if record.candidates:
             write("hypervolume after the search: " + ", ".join(f"β {b}: {v:.3f}" for b, v in record.candidates.items()))
         write(table([*front_rows(record)]))
-    write("\n" + table([dict(metric_row(record)) for record in records]))
+    if len(names) == 1:
+        write("\n" + table([dict(metric_row(record)) for record in records]))
+        return
+    by_method = groupby(sorted(records, key=attrgetter("method")), key=attrgetter("method"))
+    write(table([{"soup": each.name, **metric_row(each)} for _, group in by_method for each in group]))

@@ -11,6 +11,8 @@ from models.config.data import DataSource
 from models.config.objectives import UpdateConfig
 from models.config.rewards import ScoringConfig
 
+SoupMethod = Literal["bone", "direct", "rewarded", "oracle"]
+
 SOUPS: Final = "soups"
 """Folder of a store in which records of soups lie beside the runs."""
 
@@ -28,10 +30,11 @@ class SoupConfig(Settings):
 
     terms: Annotated[tuple[str, ...], Field(min_length=2, max_length=3)]
     """Names of the reward terms among which there are preferences; others keep their weight in every backbone."""
-    method: Literal["bone", "rewarded", "oracle"] = "bone"
-    """`bone` trains backbones on mixed rewards, `rewarded` on one reward each, `oracle` a policy per preference."""
+    method: SoupMethod = "bone"
+    """`bone` trains backbones on mixed rewards, `rewarded` on one reward each, `oracle` a policy per preference;
+    `direct` merges the backbones of `bone` by the preference itself, to compare with."""
     beta: float = 0.7
-    """Share of a backbone's own reward in its mix, above 1/N and at most 1; for `bone`."""
+    """Share of a backbone's own reward in its mix, above 1/N and at most 1; for `bone` and `direct`."""
     candidates: tuple[float, ...] = ()
     """Values of beta of which hypervolume chooses one after a part of the iterations; none takes `beta`."""
     search_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -49,12 +52,17 @@ class SoupConfig(Settings):
 
     @model_validator(mode="after")
     def _backbones_differ(self) -> "SoupConfig":
-        for beta in (self.beta, *self.candidates) if self.method == "bone" else ():
+        for beta in (self.beta, *self.candidates) if self.mixes else ():
             if (reason := reason_against_beta(beta, len(self.terms))) is not None:
                 raise ValueError(reason)
         if len({*self.terms}) < len(self.terms) or len({*self.candidates}) < len(self.candidates):
             raise ValueError("expected each term and each candidate once")
         return self
+
+    @property
+    def mixes(self) -> bool:
+        """Whether backbones are trained on mixes of rewards."""
+        return self.method in ("bone", "direct")
 
     def reasons_against(self, scoring: ScoringConfig, update: UpdateConfig, data: DataSource) -> Iterator[str]:
         """Yield what does not go together with the run's other parts."""

@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 
 from infra.errors import BadInput
-from models.config.soup import reason_against_beta
+from models.config.soup import SoupMethod, reason_against_beta
 from models.records.columns import Floats
 
 SUM_ERROR = 1e-6
@@ -35,6 +35,12 @@ def merge_weights(preference: Sequence[float], beta: float) -> tuple[float, ...]
     check_preference(preference, len(preference))
     solved = np.linalg.solve(mixing_matrix(len(preference), beta), np.array(preference, float))
     return tuple(round(float(weight), 12) + 0.0 for weight in solved)  # what should be 0 is
+
+
+def weights_of(method: SoupMethod, preference: Sequence[float], beta: float) -> tuple[float, ...]:
+    """Weights of the backbones as a method has them: `direct` takes the preference itself."""
+    solved = merge_weights(preference, beta)
+    return tuple(map(float, preference)) if method == "direct" else solved
 
 
 def check_preference(preference: Sequence[float], num_rewards: int) -> None:

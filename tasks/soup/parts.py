@@ -19,7 +19,7 @@ from infra.store.runs import open_run
 from models.config.policy import DirectoryPolicy, MergeParent, MergePolicy, PolicyConfig
 from models.config.soup import SoupConfig
 from models.config.training import EvaluationConfig
-from models.soup.mixing import extrapolated, merge_weights, mixing_matrix, preference_grid
+from models.soup.mixing import extrapolated, mixing_matrix, preference_grid, weights_of
 from tasks.config.run import RunConfig, parse_config
 from tasks.promotion.evidence import problem_scores
 from tasks.promotion.suites import Suite, directory_after
@@ -105,7 +105,7 @@ def backbone_runs(
 def expert_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
     """The runs for one reward each that stand at the corners beside the backbones; none where merges do."""
     soup = soup_of(config)
-    return backbone_runs(config, statistics, 1.0) if soup.corners == "expert" and soup.method == "bone" else []
+    return backbone_runs(config, statistics, 1.0) if soup.corners == "expert" and soup.mixes else []
 
 
 def oracle_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
@@ -139,7 +139,7 @@ def merge_points(
             policy = DirectoryPolicy(path=Path(experts[preference.index(1.0)]))
             yield PreferencePoint(preference, (), policy, "expert")
             continue
-        weights = merge_weights(preference, beta)
+        weights = weights_of(soup_of(config).method, preference, beta)
         parents = soup_parents(config, backbones, weights)
         yield PreferencePoint(preference, weights, MergePolicy(parents=parents), side)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from pydantic import JsonValue
 
@@ -12,11 +11,11 @@ from infra.store.checksums import seal, unseal
 from infra.store.inputs import fetched
 from infra.store.runs import open_run
 from infra.store.storage import Store, open_store
-from models.config.soup import SOUPS
+from models.config.soup import SOUPS, SoupMethod
 from models.records.merges import Parent, start_of
 from models.records.versions import policy_of
 from models.soup.front import FrontMetrics, measure_front
-from models.soup.mixing import check_preference, extrapolated, merge_weights, mixing_matrix
+from models.soup.mixing import check_preference, extrapolated, mixing_matrix, weights_of
 from tasks.config.run import RunConfig
 from tasks.promotion.registry import now
 from tasks.promotion.suites import directory_after
@@ -34,8 +33,6 @@ from tasks.soup.parts import (
     soup_of,
     start_run,
 )
-
-Method = Literal["bone", "rewarded", "oracle"]
 
 
 class SoupPart(Settings):
@@ -78,7 +75,7 @@ class SoupRecord(Settings):
     """Of the configured run, the soup's settings included."""
     when: str
     """UTC time in ISO format, for people."""
-    method: Method
+    method: SoupMethod
     terms: tuple[str, ...]
     beta: float
     matrix: tuple[tuple[float, ...], ...]
@@ -190,7 +187,7 @@ def latest_records(store: str, name: str) -> list[SoupRecord]:
 
 
 def soup_policy(
-    store: str, name: str, preference: Sequence[float], target: Path, *, method: Method | None = None
+    store: str, name: str, preference: Sequence[float], target: Path, *, method: SoupMethod | None = None
 ) -> MergedPolicy:
     """Write the policy for a preference as one directory; which method's is to be said where there are several."""
     known = sorted(latest_records(store, name), key=lambda record: record.number)
@@ -229,7 +226,7 @@ def _weighed(record: SoupRecord, preference: Sequence[float]) -> list[tuple[Soup
         raise BadInput(f"soup {record.name!r}: an oracle has policies for the preferences of its grid alone")
     if record.experts and max(preference) > 1 - 1e-6:
         return [(record.experts[[*preference].index(max(preference))], 1.0)]
-    weights, of_start = extrapolated(merge_weights(preference, record.beta), record.extrapolate)
+    weights, of_start = extrapolated(weights_of(record.method, preference, record.beta), record.extrapolate)
     return [*zip(record.backbones, weights, strict=True), (record.start, of_start)]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
-from itertools import combinations
+from itertools import combinations, product
 from typing import TYPE_CHECKING, Final, Literal
 
 from tasks.soup.record import SoupPoint, SoupRecord
@@ -10,8 +10,13 @@ from tasks.soup.record import SoupPoint, SoupRecord
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-METHODS: Final = {"bone": "Bone Soup", "rewarded": "Rewarded Soup", "oracle": "one run per preference"}
-MARKERS: Final = {"bone": "o", "rewarded": "s", "oracle": "^"}
+METHODS: Final = {
+    "bone": "Bone Soup",
+    "direct": "its backbones by μ itself",
+    "rewarded": "Rewarded Soup",
+    "oracle": "one run per preference",
+}
+MARKERS: Final = {"bone": "o", "direct": "D", "rewarded": "s", "oracle": "^"}
 
 
 def front_rows(record: SoupRecord) -> Iterator[dict[str, str]]:
@@ -29,7 +34,7 @@ def metric_row(record: SoupRecord) -> Mapping[str, str]:
     """What a front is worth."""
     found = record.metrics
     return {
-        "method": METHODS[record.method] + (f", β {record.beta:g}" if record.method == "bone" else ""),
+        "method": METHODS[record.method] + (f", β {record.beta:g}" if record.method in ("bone", "direct") else ""),
         "hypervolume": f"{found.hypervolume:.3f}",
         "mean μ·R": f"{found.mean:.3f}",
         "inside": "–" if found.inside is None else f"{found.inside:.3f}",
@@ -42,16 +47,19 @@ def metric_row(record: SoupRecord) -> Mapping[str, str]:
 
 
 def draw_fronts(records: Sequence[SoupRecord], *, encoding: Literal["png", "svg"]) -> bytes:
-    """Draw the rewards of every preference against each other, a panel for each pair of terms."""
+    """Draw the rewards of every preference against each other: soups side by side, pairs of terms below each other."""
     from matplotlib.figure import Figure
 
-    terms = records[0].terms
+    terms, names = records[0].terms, list(dict.fromkeys(record.name for record in records))
     pairs = list(combinations(range(len(terms)), 2))
-    figure = Figure(figsize=(5.5 * len(pairs), 4.5), layout="constrained")
-    for axes, (across, up) in zip(figure.subplots(1, len(pairs), squeeze=False)[0], pairs, strict=True):
+    figure = Figure(figsize=(5.5 * len(names), 4.5 * len(pairs)), layout="constrained")
+    panels = figure.subplots(len(pairs), len(names), squeeze=False)
+    for axes, ((across, up), name) in zip(panels.flat, product(pairs, names), strict=True):
         for record in records:
-            _draw(axes, record, across=across, up=up)
+            if record.name == name:
+                _draw(axes, record, across=across, up=up)
         axes.set(xlabel=f"{terms[across]}, standard deviations", ylabel=f"{terms[up]}, standard deviations")
+        axes.set_title(name if len(names) > 1 else "")
         axes.grid(alpha=0.3)
         axes.legend(loc="best")
     content = BytesIO()
