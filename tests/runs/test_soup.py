@@ -12,8 +12,10 @@ from flows.cli.app import main
 from flows.cli.train import run_flow
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
+from infra.store.checksums import seal
 from infra.store.runs import list_runs, open_run
 from infra.store.shards import read_shard
+from infra.store.storage import open_store
 from models.soup.front import measure_front
 from tasks.config.run import RunConfig, load_config
 from tasks.run.batch import Batch
@@ -155,6 +157,18 @@ def test_the_front_is_measured_shown_and_drawn(soup, tmp_path, capsys):
     assert main(["soup-front", "soup", "--to", str(picture), "--store", soup.store]) == 0
     shown = capsys.readouterr().out
     assert "<svg" in picture.read_text() and f"{expected.hypervolume:.3f}" in shown and "0.5, 0.5" in shown
+
+
+def test_fronts_of_several_soups_stand_side_by_side(soup, tmp_path, capsys):
+    other = {**soup.record.model_dump(mode="json"), "name": "other", "number": 1, "fingerprint": "0" * 64}
+    open_store(f"{soup.store}/soups/other").put("records/000001.json", seal(other))
+    picture = tmp_path / "fronts.svg"
+    assert main(["soup-front", "soup", "other", "--to", str(picture), "--store", soup.store]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["soup", "soup", "other"] and "hypervolume" in lines[0]
+    assert lines[1].split()[1:] == lines[2].split()[1:]
+    assert main(["soup-front", "--store", soup.store]) == 2
+    assert "expected names of soups, such as soup, found none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 
 from infra.errors import BadInput
 from models.soup.front import hypervolume, measure_front, non_dominated, spacing, sparsity
-from models.soup.mixing import extrapolated, merge_weights, mixing_matrix, preference_grid
+from models.soup.mixing import extrapolated, merge_weights, mixing_matrix, preference_grid, weights_of
 
 
 def points(*rows):
@@ -37,6 +37,13 @@ def test_the_weights_of_a_preference_solve_b_lambda_is_mu(preference, beta, expe
     found = merge_weights(preference, beta)
     assert found == pytest.approx(expected, abs=1e-12)
     assert sum(found) == pytest.approx(1) and mixing_matrix(len(preference), beta) @ found == pytest.approx(preference)
+
+
+def test_merged_directly_backbones_weigh_as_the_preference_says():
+    assert weights_of("direct", (0.3, 0.7), 0.7) == (0.3, 0.7)
+    assert weights_of("bone", (0.3, 0.7), 0.7) == pytest.approx((0, 1), abs=1e-12)
+    with pytest.raises(BadInput, match="B is singular"):
+        weights_of("direct", (0.3, 0.7), 0.5)
 
 
 def test_extrapolation_moves_away_from_the_start():

@@ -23,7 +23,10 @@ TERMS = 'soup.terms=["numeric", "math"]'
         (["name=soups"], "'soups' is where records of soups lie: expected another name"),
         ([REWARDS, TERMS, "soup.beta=1.2"], "beta 1.2: expected above 1/2 and at most 1 for 2 terms$"),
         ([REWARDS, TERMS, "soup.candidates=[0.6, 0.4]"], "beta 0.4: expected above 1/2"),
-        ([REWARDS, TERMS, "soup.method=bones"], "soup.method: expected 'bone', 'rewarded' or 'oracle', got 'bones'"),
+        (
+            [REWARDS, TERMS, "soup.method=bones"],
+            "expected 'bone', 'direct', 'rewarded' or 'oracle', got 'bones'",
+        ),
         ([REWARDS, 'soup.terms=["numeric", "maths"]'], "found 'maths'; did you mean 'math'"),
         ([REWARDS, 'soup.terms=["numeric"]'], "soup.terms"),
         ([REWARDS, TERMS, "soup.statistics_prompts=257"], "statistics_prompts 257 exceeds data.heldout_problems 256"),
