@@ -15,8 +15,8 @@ from tasks.run.keys import StageKey, iteration_key
 from tasks.views.metrics import evaluations_of
 
 SEEDS = (0, 1, 2)
-ITERATIONS = 12
-FIRST = 3
+ITERATIONS = 20
+FIRST = 5
 """Iterations that the table calls the first."""
 PLOT = Path(__file__).parents[1] / "docs" / "pictures" / "balanced.svg"
 DISTILLED, BALANCED = "distilled", "balanced"
@@ -59,8 +59,8 @@ def measure() -> Iterator[Table]:
 
 
 def _parents(stack: ExitStack, seed: int) -> dict[str, Path]:
-    """A policy that saw worked and bare answers; the same after more bare ones, and distilled from who works."""
-    pretrained = stack.enter_context(warmed_up(seed, "warmup.steps=600"))
+    """The demo's start, which saw worked and bare answers; the same after more bare ones, and distilled from who works."""
+    pretrained = stack.enter_context(warmed_up(seed))
     begun = (f"seed={seed}", f'policy={{kind="directory", path="{pretrained}"}}')
     bare = ("iterations=0", "warmup.steps=200", "warmup.learning_rate=1e-3", "warmup.worked_fraction=0")
     teacher = stack.enter_context(warmed_up(seed, "warmup.worked_fraction=1"))
