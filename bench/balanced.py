@@ -59,7 +59,7 @@ def measure() -> Iterator[Table]:
 
 
 def _parents(stack: ExitStack, seed: int) -> dict[str, Path]:
-    """The demo's start, which saw worked and bare answers; the same after more bare ones, and distilled from who works."""
+    """The demo's start, which saw worked and bare answers; it after more bare ones, and distilled from who works."""
     pretrained = stack.enter_context(warmed_up(seed))
     begun = (f"seed={seed}", f'policy={{kind="directory", path="{pretrained}"}}')
     bare = ("iterations=0", "warmup.steps=200", "warmup.learning_rate=1e-3", "warmup.worked_fraction=0")
