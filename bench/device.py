@@ -10,27 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-PEAKS = (
-    ("B200", 2250e12),
-    ("GH200", 989.4e12),
-    ("H200", 989.4e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989.4e12),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("A40", 149.7e12),
-    ("RTX A6000", 154.8e12),
-    ("RTX 6000 Ada", 364.2e12),
-    ("RTX 5090", 209.5e12),
-    ("RTX 4090", 165.2e12),
-    ("RTX 3090", 71.0e12),
-)
-"""Dense bfloat16 FLOP/s with float32 sums, by NVIDIA's data sheets; the first name that the device's holds counts."""
+from placement.roofline import ACCELERATORS
 
 SECONDS = 0.5
 """Each measurement is repeated so long."""
@@ -49,8 +29,8 @@ class Measured:
 
 
 def peak_flops(name: str) -> float | None:
-    """Look the peak up; none where the data sheet is not known here."""
-    return next((peak for part, peak in PEAKS if part in name), None)
+    """Look up the dense bfloat16 FLOP/s; none where the data sheet is not known here."""
+    return next((known.bfloat16 for known in ACCELERATORS if known.name in name), None)
 
 
 def has_gpu() -> bool:

@@ -22,11 +22,11 @@ from bench.drawn import DrawnLengths
 from bench.gpu_tables import Taken, against_limit, beside_trl, seconds_per_stage
 from bench.iterations import generated_by, iterations_of
 from bench.jobs import finished_job
-from bench.limits import Device, Generated, limit_of
 from bench.tables import Table
 from bench.trl_workload import ColocatedVllm, TrlIteration, Workload, running_trl
 from infra.environments.find import find_python
 from infra.errors import BadInput
+from placement.roofline import Device, Generated, limit_of
 
 SIZE_VARIABLE = "BENCH_GPU_SIZE"
 TRL_VARIABLE = "BENCH_TRL_PYTHON"

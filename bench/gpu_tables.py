@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from bench.decoders import Decoder
 from bench.device import Measured, peak_flops
 from bench.iterations import IterationSeconds
-from bench.limits import Generated, Limit, train_flops, utilisation
 from bench.tables import Cell, Table
 from bench.trl_workload import TrlIteration
+from placement.roofline import Generated, Limit, train_flops, utilisation
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from itertools import groupby
 from operator import itemgetter
 
 from bench.cycles import cycles_of
-from bench.limits import Generated
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import read_shard
 from models.records.model_input import rollout_inputs
+from placement.roofline import Generated
 from tasks.run.keys import iteration_key
 
 

@@ -6,11 +6,13 @@ from math import ceil
 
 from infra.config import PoolsConfig, Settings
 from infra.environments.find import num_gpus
+from infra.errors import BadInput
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import find_run
 from tasks.run.preflight import adopted, fitted, preflight
+from tasks.views.estimate import DeviceEstimate, accelerator, estimate
 from tasks.views.metrics import sealed_iterations
 from tasks.views.placement import first_placement
 
@@ -74,6 +76,19 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "fingerprint": config.fingerprint(),
     }
     return RunPlan(lines=lines, facts=facts, notes=[*told, *_notes(config, facts)])
+
+
+def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None) -> DeviceEstimate:
+    """Say what an iteration would take on such accelerators at best; completions are half as long as they may be.
+
+    Raises BadInput for a name that is not known, and as the run itself would.
+    """
+    kind, longest = accelerator(device), config.rollout.sampling.max_new_tokens
+    tokens = max(1, longest // 2) if completion_tokens is None else completion_tokens
+    if not 1 <= tokens <= longest:
+        raise BadInput(f"--tokens {tokens}: expected 1 to rollout.sampling.max_new_tokens, {longest}")
+    config, _ = fitted(config, facts := asyncio.run(preflight(config, part="plan")))
+    return estimate(config, facts, kind, completion_tokens=tokens)
 
 
 def _notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:

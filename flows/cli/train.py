@@ -35,6 +35,12 @@ AcceptChange = Annotated[
 ]
 DryRun = Annotated[bool, Parameter(help="check everything, print the plan, write nothing")]
 PolicyDirectory = Annotated[Path, Parameter(name="POLICY", help="model directory in Hugging Face format")]
+OnDevice = Annotated[
+    str | None, Parameter(metavar="GPU", show_default="the first placement here", help="such as h100, by data sheet")
+]
+MeanTokens = Annotated[
+    int | None, Parameter(metavar="N", show_default="half of the longest", help="of a completion, for --device")
+]
 Problems = Annotated[
     Path | None, Parameter(show_default="the run in which the policy lies", help="TOML file that names the problems")
 ]
@@ -164,20 +170,43 @@ def evaluate(policy: PolicyDirectory, /, *overrides: Overrides, config: Problems
     write(accuracy.model_dump_json(indent=2) if as_json else f"held-out accuracy {accuracy.line()}")
 
 
-def plan(config: Config, /, *overrides: Overrides, as_json: Json = False) -> None:
-    """Show which workers a run would begin with."""
+def plan(
+    config: Config, /, *overrides: Overrides, device: OnDevice = None, tokens: MeanTokens = None, as_json: Json = False
+) -> None:
+    """Show which workers a run would begin with, or what an iteration would take at best on GPUs that are not here."""
     from flows.cli.output import assumption_rows
     from tasks.config.run import load_config
     from tasks.views.placement import first_placement
 
     find_targets_in(config.parent)
-    first = first_placement(load_config(config, overrides))
+    loaded = load_config(config, overrides)
+    if device is not None:
+        _estimate(loaded, device, tokens, as_json=as_json)
+        return
+    first = first_placement(loaded)
     if as_json:
         write(first.model_dump_json(indent=2))
         return
     write(f"{first.decision.reason}\n")
     write(table(assumption_rows(first.inputs)))
     write("\nNothing is measured yet: lengths and step times are assumed, and replaced after the first iteration.")
+
+
+def _estimate(config: "RunConfig", device: str, tokens: int | None, *, as_json: bool) -> None:
+    from flows.cli.plan import plan_device
+    from tasks.views.estimate import NOT_COUNTED
+
+    found = plan_device(config, device, completion_tokens=tokens)
+    if as_json:
+        write(found.model_dump_json(indent=2))
+        return
+    write(f"{found.device}\n{found.rollout_devices} for rollout, {found.update_devices} for the update\n")
+    write(table(found.rows))
+    write("\n" + "\n".join(memory.text for memory in found.memory))
+    write(
+        f"\nAn iteration takes at least this, if completions have {found.completion_tokens} tokens (--tokens): what is "
+        f"measured is\nslower. {NOT_COUNTED}."
+    )
 
 
 def train_here(config: "RunConfig", *, accept_change: bool = False, port: int | None = None) -> "RunSummary":

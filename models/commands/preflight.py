@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
@@ -235,6 +236,11 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         "too_long": len(problems) - len(train_asked) - len(heldout_asked),
         "parameters": shape.parameters,
         "context": shape.context,
+        "matmul_parameters": policy.outline.matmul_parameters,
+        "layers": shape.layers,
+        "query_width": shape.heads * shape.head_size,
+        "kv_values_per_token": shape.cached_numbers,
+        "mean_prompt_tokens": fmean(len(prompt.input) for _, prompt in train_asked),
         "longest_prompt_tokens": longest,
         **inputs.rollout.engine.memory(
             shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker, name="rollout.engine"

@@ -187,6 +187,7 @@ class ModelShape:
     parameters: int
     context: int
     layers: int
+    heads: int
     kv_heads: int
     head_size: int
     sees: str = ""
@@ -209,3 +210,5 @@ class ModelOutline:
     """Linear layers that can have an adapter: inputs and outputs of each, together."""
     head: int = 0
     """Parameters of a classifier's head, which is trained in full beside adapters."""
+    matmul_parameters: int = 0
+    """Weights that multiply every token of text: linear layers and head; of experts, those that a token is sent to."""

@@ -80,6 +80,7 @@ class DecoderSizes:
             parameters=self.outline().parameters,
             context=self.context,
             layers=self.layers,
+            heads=self.heads,
             kv_heads=self.kv_heads,
             head_size=self.head_size,
         )
@@ -122,12 +123,13 @@ class DecoderSizes:
         return self.architecture == "qwen3"
 
     def _outlined(self, ending: str, weights: dict[str, Shape], *, head: int = 0) -> ModelOutline:
-        layers = {n.removesuffix(".weight"): sum(shape) for n, shape in weights.items() if n.endswith("_proj.weight")}
+        linear = {n.removesuffix(".weight"): shape for n, shape in weights.items() if n.endswith("_proj.weight")}
         return ModelOutline(
             kind=f"{CLASSES[self.architecture]}{ending}",
             parameters=sum(map(prod, weights.values())) + head,
-            layers=layers,
+            layers={name: sum(shape) for name, shape in linear.items()},
             head=head,
+            matmul_parameters=sum(map(prod, linear.values())) + (head or self.vocab_size * self.hidden_size),
         )
 
 

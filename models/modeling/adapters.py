@@ -102,7 +102,23 @@ def outline(model: PreTrainedModel) -> ModelOutline:
         parameters=model.num_parameters(),
         layers={name: sum(layer.weight.shape) for name, layer in _linear_layers(model).items()},
         head=0 if head is None else sum(weight.numel() for weight in head.parameters()),
+        matmul_parameters=_matmul_parameters(model),
     )
+
+
+def _matmul_parameters(model: PreTrainedModel) -> int:
+    """Weights that multiply every token of text; a token is sent to some of a layer's experts."""
+    text = model.config.get_text_config()
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    chosen = getattr(text, "num_experts_per_tok", None) or experts
+    head = model.get_output_embeddings() or getattr(model, _head_name(model) or "", None)
+    looked_up = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    apart = {id(weight) for module in (*looked_up, head) if module is not None for weight in module.parameters()}
+    total = 0 if head is None else sum(weight.numel() for weight in head.parameters() if weight.ndim > 1)
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and id(weight) not in apart and part_of(name) == "language":
+            total += weight.numel() * chosen // experts if ".experts." in name else weight.numel()
+    return total
 
 
 def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear | Conv1D]:

@@ -154,6 +154,7 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> M
         parameters=parameters,
         context=context,
         layers=text.num_hidden_layers,
+        heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
         sees=config.model_type if config.model_type in FAMILIES else "",

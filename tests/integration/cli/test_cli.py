@@ -353,6 +353,17 @@ def test_a_plan_says_which_workers_a_run_begins_with(capsys):
     assert "there is nothing to place" in capsys.readouterr().err
 
 
+def test_a_plan_reckons_an_iteration_on_gpus_that_are_not_here(capsys):
+    demo = str(ROOT / "configs" / "demo.toml")
+    assert main(["plan", demo, "--device", "h100", "--tokens", "20", "pools.update_ranks=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "H100: 989 TFLOP/s in bfloat16" in shown and "2 for rollout, 2 for the update" in shown
+    assert re.search(r"^decode +\S+ +10,240 +[\d,]+$", shown, re.MULTILINE)  # 64 prompts x 8 completions x 20
+    assert "if completions have 20 tokens" in shown and max(map(len, shown.splitlines())) <= WIDTH
+    assert main(["plan", demo, "--device", "h100", "--tokens", "33"]) == 2
+    assert "--tokens 33: expected 1 to rollout.sampling.max_new_tokens, 32" in capsys.readouterr().err
+
+
 def test_a_run_whose_roles_never_competed_has_no_placement_decision(ask):
     code, out, _ = ask("placement", "tiny")
     assert (code, out.startswith("run tiny: no decision yet")) == (0, True)

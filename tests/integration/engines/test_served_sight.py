@@ -112,7 +112,7 @@ def test_images_that_lie_in_no_file_are_not_for_servers(served):
 
 # ---- what is refused before a run begins
 
-SHAPE = ModelShape(parameters=100, context=96, layers=1, kv_heads=1, head_size=32, sees="idefics3")
+SHAPE = ModelShape(parameters=100, context=96, layers=1, heads=1, kv_heads=1, head_size=32, sees="idefics3")
 
 
 def memory(shape: ModelShape = SHAPE, *, gpus: float = 0, **settings: object) -> dict[str, float]:
@@ -121,7 +121,7 @@ def memory(shape: ModelShape = SHAPE, *, gpus: float = 0, **settings: object) ->
 
 def test_policies_that_see_are_served_if_vllm_was_compared_on_them():
     assert memory()["rollout_weights_bytes"] == 400
-    other = ModelShape(parameters=100, context=96, layers=1, kv_heads=1, head_size=32, sees="qwen2_5_vl")
+    other = ModelShape(parameters=100, context=96, layers=1, heads=1, kv_heads=1, head_size=32, sees="qwen2_5_vl")
     for gpus in (0, 1):
         with pytest.raises(BadInput, match=r"rollout\.engine\.kind 'vllm': .* idefics3; found qwen2_5_vl, .*='transf"):
             memory(other, gpus=gpus)

@@ -1,24 +1,100 @@
-"""What the hardware allows at best: seconds of one strictly on-policy iteration, and the arithmetic of its update.
+"""What accelerators allow at best: seconds of one strictly on-policy iteration, and the arithmetic of its update.
 
-The model is a roofline. Every decoding step reads all weights and the keys and values of every live sequence, and
-multiplies; whichever takes longer decides. All other stages are bound by multiplication, the optimizer by memory.
-Nothing is lost to launches, padding, scheduling or moving weights, so what is measured can only be slower.
+The model is a roofline (Williams et al., 2009). Every decoding step reads all weights and the keys and values of every
+live sequence, and multiplies; whichever takes longer decides. All other stages are bound by multiplication, the
+optimizer by memory. A group's prompt is computed once. Nothing is lost to launches, padding, scheduling or moving
+weights, so what is measured can only be slower.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
-
-from bench.decoders import Decoder
 
 ADAM_BYTES = 28
 """Per parameter and step: gradient, master weight and two moments are read, three of them written, in float32."""
 
 
+class Decoder(Protocol):
+    """What of a decoder decides how much it computes and reads."""
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        ...
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that multiply every token: projections, MLP and head; of experts, those that a token is sent to."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """Blocks."""
+        ...
+
+    @property
+    def query_width(self) -> int:
+        """Heads times the size of each."""
+        ...
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Keys and values that a token leaves in the cache, as a count of numbers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One GPU by its maker's data sheet."""
+
+    name: str
+    """Part of the name that its driver tells."""
+    bfloat16: float
+    """Dense FLOP/s with float32 sums."""
+    float32: float
+    """FLOP/s without tensor cores."""
+    bandwidth: float
+    """Bytes per second."""
+    memory: float
+    """Bytes."""
+
+    @property
+    def key(self) -> str:
+        """What it is called on the command line."""
+        return self.name.lower().replace(" ", "-")
+
+
+ACCELERATORS: Final = tuple(
+    Accelerator(name, bfloat16 * 1e12, float32 * 1e12, bandwidth * 1e9, memory * 1e9)
+    for name, bfloat16, float32, bandwidth, memory in (
+        ("B200", 2250, 75, 7700, 180),
+        ("GH200", 989.4, 67, 4000, 96),
+        ("H200", 989.4, 67, 4800, 141),
+        ("H100 PCIe", 756, 51, 2000, 80),
+        ("H100 NVL", 835, 60, 3900, 94),
+        ("H100", 989.4, 67, 3350, 80),
+        ("A100", 312, 19.5, 2039, 80),
+        ("L40S", 362, 91.6, 864, 48),
+        ("L40", 181, 90.5, 864, 48),
+        ("L4", 121, 30.3, 300, 24),
+        ("A10G", 70, 31.5, 600, 24),
+        ("A10", 125, 31.2, 600, 24),
+        ("A40", 149.7, 37.4, 696, 48),
+        ("RTX A6000", 154.8, 38.7, 768, 48),
+        ("RTX 6000 Ada", 364.2, 91.1, 960, 48),
+        ("RTX 5090", 209.5, 104.8, 1792, 32),
+        ("RTX 4090", 165.2, 82.6, 1008, 24),
+        ("RTX 3090", 71, 35.6, 936, 24),
+    )
+)
+"""TFLOP/s, GB/s and GB by NVIDIA's data sheets; the first whose name a device's holds is that device."""
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one accelerator was measured to do; `workers` of them share the work evenly."""
+    """What one accelerator does; `workers` of them share the work evenly."""
 
     flops: float
     """Dense multiply-adds per second count twice, at the precision of the run."""
@@ -39,6 +115,11 @@ class Generated:
     def contexts(self) -> list[tuple[int, int]]:
         """Prompt and completion tokens of each sequence."""
         return [(prompt, length) for prompt, group in zip(self.prompts, self.lengths, strict=True) for length in group]
+
+    @property
+    def learnt(self) -> int:
+        """Tokens of a pass over all sequences that computes each prompt once."""
+        return sum(self.prompts) + self.tokens
 
     @property
     def tokens(self) -> int:
@@ -67,13 +148,12 @@ def limit_of(made: Generated, decoder: Decoder, device: Device, *, bytes_per_wei
 
     Log-probs of the policy that generated are needed for every step but the first, whose own pass has them.
     """
-    sequences = [prompt + length for prompt, length in made.contexts]
     rate = device.flops * device.workers
     return Limit(
         prefill=2 * decoder.matmul_parameters * sum(made.prompts) / rate,
         decode=decode_seconds(made, decoder, device, bytes_per_weight=bytes_per_weight),
-        logprobs=(steps - 1) / steps * forward_flops(decoder, sequences) / rate,
-        train=train_flops(decoder, sequences) / rate,
+        logprobs=(steps - 1) / steps * shared_flops(decoder, made) / rate,
+        train=3 * shared_flops(decoder, made) / rate,
         optimizer=steps * ADAM_BYTES * decoder.parameters / device.bandwidth,
     )
 
@@ -102,6 +182,14 @@ def forward_flops(decoder: Decoder, sequences: Sequence[int]) -> float:
     """One pass over whole sequences: two per weight and token, and causal attention over half of each square."""
     attention = 2 * decoder.layers * decoder.query_width * sum(length**2 for length in sequences)
     return float(2 * decoder.matmul_parameters * sum(sequences) + attention)
+
+
+def shared_flops(decoder: Decoder, made: Generated) -> float:
+    """One forward pass that computes each prompt once, for all completions of its group."""
+    prompts = sum(prompt**2 for prompt in made.prompts) / 2
+    completions = sum(length * prompt + length**2 / 2 for prompt, length in made.contexts)
+    attention = 4 * decoder.layers * decoder.query_width * (prompts + completions)
+    return float(2 * decoder.matmul_parameters * made.learnt + attention)
 
 
 def train_flops(decoder: Decoder, sequences: Sequence[int]) -> float:

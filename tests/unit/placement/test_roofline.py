@@ -7,17 +7,18 @@ import pytest
 from bench.decoders import QWEN3_0_6B, QWEN3_1_7B, TINY, Decoder
 from bench.device import peak_flops
 from bench.gpu import SCALES, server_share
-from bench.limits import (
+from infra.errors import BadInput
+from placement.roofline import (
     ADAM_BYTES,
     Device,
     Generated,
     decode_seconds,
     forward_flops,
     limit_of,
+    shared_flops,
     train_flops,
     utilisation,
 )
-from infra.errors import BadInput
 
 # One layer of width 4, head of 2: projections 2·4·2·(2 + 1) = 48, MLP 3·4·8 = 96, head and embedding 10·4 = 40.
 SMALL = Decoder(
@@ -80,19 +81,25 @@ def test_two_workers_halve_keys_and_values_but_not_the_weights():
 
 def test_an_iteration_is_the_sum_of_its_stages():
     found = limit_of(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2, steps=4)
-    sequences = [5, 4, 7]
-    one_pass = (2 * 184 * 16 + 2 * 4 * (25 + 16 + 49)) / 1000
+    # Prompts of 3 and 5 once, and completions of 2, 1 and 2. Attention, 16 per pair of tokens: in the prompts
+    # 9/2 + 25/2, of the completions on their prompts 6 + 3 + 10, and among themselves 4/2 + 1/2 + 4/2.
+    one_pass = (2 * 184 * 13 + 16 * (17 + 19 + 4.5)) / 1000
     assert MADE.tokens == 5
     assert found.prefill == pytest.approx(2 * 184 * 8 / 1000)  # each prompt once, whatever its group's size
     assert found.logprobs == pytest.approx(0.75 * one_pass)
     assert found.train == pytest.approx(3 * one_pass)
-    assert found.train == pytest.approx(train_flops(SMALL, sequences) / 1000)
+    assert found.train == pytest.approx(3 * shared_flops(SMALL, MADE) / 1000)
     assert found.optimizer == pytest.approx(4 * ADAM_BYTES * 200 / 1e9)
     assert found.seconds == pytest.approx(found.prefill + found.decode + found.logprobs + found.train + found.optimizer)
 
 
 def test_one_optimizer_step_needs_no_log_probs_beside_its_own():
     assert limit_of(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2, steps=1).logprobs == 0
+
+
+def test_a_group_of_one_costs_what_its_sequence_costs():
+    alone = Generated(prompts=(3,), lengths=((2,),))
+    assert shared_flops(SMALL, alone) == forward_flops(SMALL, [5])
 
 
 def test_utilisation_is_a_share_of_the_peak():

@@ -1,0 +1,159 @@
+"""What an iteration would take at best on accelerators that are not here: a roofline, and the memory it asks for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from infra.config import Settings
+from infra.errors import BadInput
+from infra.validation_errors import nearest
+from models.config.engines import BYTES
+from placement.roofline import ACCELERATORS, Accelerator, Device, Generated, Limit, limit_of, shared_flops
+from tasks.config.run import RunConfig
+
+NOT_COUNTED: Final = "Launches, padding, moving weights, judges, a critic and environments are not counted"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedDecoder:
+    """A policy as the input check found it, a `placement.roofline.Decoder`."""
+
+    facts: Mapping[str, float]
+
+    @property
+    def parameters(self) -> int:
+        return int(self.facts["parameters"])
+
+    @property
+    def matmul_parameters(self) -> int:
+        return int(self.facts["matmul_parameters"])
+
+    @property
+    def layers(self) -> int:
+        return int(self.facts["layers"])
+
+    @property
+    def query_width(self) -> int:
+        return int(self.facts["query_width"])
+
+    @property
+    def kv_values_per_token(self) -> int:
+        return int(self.facts["kv_values_per_token"])
+
+
+class StageEstimate(Settings):
+    """A stage of an iteration."""
+
+    stage: str
+    seconds: float
+    """At least."""
+    tokens: int
+    """That it is about."""
+
+    @property
+    def row(self) -> dict[str, str]:
+        """As a line of a table."""
+        rate = f"{self.tokens / self.seconds:,.0f}" if self.seconds else "–"
+        return {"stage": self.stage, "seconds": f"{self.seconds:,.3g}", "tokens": f"{self.tokens:,}", "tokens/s": rate}
+
+
+class MemoryEstimate(Settings):
+    """What one worker asks of its accelerator."""
+
+    role: str
+    gigabytes: float
+    """Weights, cache, gradients and optimizer, without activations and libraries."""
+    of: float
+    """What the accelerator has."""
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        more = "" if self.gigabytes < self.of else ": it does not fit"
+        return f"{self.role} worker: {self.gigabytes:,.3g} GB of {self.of:,.0f} GB before activations{more}"
+
+
+class DeviceEstimate(Settings):
+    """An iteration on so many accelerators of a kind, at best."""
+
+    device: str
+    rollout_devices: int
+    update_devices: int
+    completion_tokens: int
+    """Of each completion: an assumption."""
+    stages: tuple[StageEstimate, ...]
+    memory: tuple[MemoryEstimate, ...]
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """Stages as a table."""
+        return [stage.row for stage in self.stages]
+
+
+def accelerator(name: str) -> Accelerator:
+    """Find a kind by the name that the command line gives it. Raises BadInput with the names that there are."""
+    known = {each.key: each for each in ACCELERATORS}
+    if name.lower() not in known:
+        raise BadInput(f"--device {name!r}: expected one of {', '.join(known)}{nearest(name.lower(), [*known])}")
+    return known[name.lower()]
+
+
+def estimate(
+    config: RunConfig, facts: Mapping[str, float], kind: Accelerator, *, completion_tokens: int
+) -> DeviceEstimate:
+    """Reckon an iteration whose completions are all so long, with a device for each worker and each update rank."""
+    rollout, update, pools = config.rollout, config.update, config.pools
+    decoder, prompt = CheckedDecoder(facts), round(facts["mean_prompt_tokens"])
+    made = Generated(
+        prompts=(prompt,) * rollout.prompts, lengths=((completion_tokens,) * rollout.group_size,) * rollout.prompts
+    )
+    minibatches = min(update.minibatches, rollout.prompts)
+
+    def limit(dtype: str, workers: int) -> Limit:
+        flops = kind.bfloat16 if dtype == "bfloat16" else kind.float32
+        device = Device(flops=flops, bandwidth=kind.bandwidth, workers=workers)
+        return limit_of(made, decoder, device, bytes_per_weight=BYTES[dtype], steps=minibatches)
+
+    generated = limit(getattr(rollout.engine, "dtype", update.dtype), pools.workers.max)
+    trained = limit(update.dtype, pools.update_ranks)
+    one_pass = trained.train / 3
+    backward = 1.0 if update.lora is None else 0.5  # of twice a forward pass: with adapters, activations' part alone
+    others = one_pass * (update.kl_penalty is not None) + _teacher_seconds(config, facts, decoder, made, one_pass)
+    stages = {
+        "prefill": (generated.prefill, sum(made.prompts)),
+        "decode": (generated.decode, made.tokens),
+        "log-probs before the update": (trained.logprobs, made.learnt),
+        "log-probs of reference and teacher": (others, made.learnt),
+        "forward and backward": (update.epochs * one_pass * (1 + 2 * backward), update.epochs * made.learnt),
+        "optimizer": (
+            update.epochs * trained.optimizer * facts["trained_parameters"] / decoder.parameters,
+            update.epochs * made.learnt,
+        ),
+    }
+    taken = {name: each for name, each in stages.items() if each[0]}
+    found = [StageEstimate(stage=name, seconds=seconds, tokens=tokens) for name, (seconds, tokens) in taken.items()]
+    whole = StageEstimate(stage="iteration", seconds=sum(stage.seconds for stage in found), tokens=made.tokens)
+    return DeviceEstimate(
+        device=f"{kind.name}: {kind.bfloat16 / 1e12:,.0f} TFLOP/s in bfloat16, {kind.float32 / 1e12:,.0f} in float32, "
+        f"{kind.bandwidth / 1e12:.2f} TB/s, {kind.memory / 1e9:,.0f} GB",
+        rollout_devices=pools.workers.max,
+        update_devices=pools.update_ranks,
+        completion_tokens=completion_tokens,
+        stages=(*found, whole),
+        memory=tuple(_memory(role, facts, kind) for role in ("rollout", "update")),
+    )
+
+
+def _teacher_seconds(
+    config: RunConfig, facts: Mapping[str, float], decoder: CheckedDecoder, made: Generated, one_pass: float
+) -> float:
+    """A pass of a teacher that every rank holds: as the policy's, by the number of its parameters."""
+    if config.algorithm.distillation is None or "teacher_parameters" not in facts:
+        return 0.0
+    arithmetic = 2 * facts["teacher_parameters"] * made.learnt
+    return one_pass * arithmetic / shared_flops(decoder, made)
+
+
+def _memory(role: str, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
+    held = sum(value for name, value in facts.items() if name.startswith(f"{role}_") and name.endswith("_bytes"))
+    return MemoryEstimate(role=role, gigabytes=held / 1e9, of=kind.memory / 1e9)

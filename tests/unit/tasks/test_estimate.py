@@ -1,0 +1,87 @@
+"""What `plan --device` reckons, against numbers worked by hand."""
+
+import pytest
+
+from infra.errors import BadInput
+from models.inspection.directory import DecoderSizes
+from placement.roofline import ADAM_BYTES, Accelerator
+from tasks.views.estimate import accelerator, estimate
+from tests.support.configurations import accepted
+
+GPU = Accelerator("G", bfloat16=4e6, float32=1e6, bandwidth=1e15, memory=1e3)
+"""Arithmetic decides everything on it."""
+FACTS = {
+    "parameters": 2000.0,
+    "trained_parameters": 2000.0,
+    "matmul_parameters": 1000.0,
+    "layers": 1.0,
+    "query_width": 0.0,  # no attention
+    "kv_values_per_token": 0.0,
+    "mean_prompt_tokens": 10.4,
+    "rollout_weights_bytes": 8000.0,
+    "update_weights_bytes": 400.0,
+    "update_gradient_bytes": 500.0,
+}
+"""A pass over a token takes 2 ms in float32."""
+JOB = ("rollout.prompts=4", "rollout.group_size=3", "rollout.shard_prompts=2", "update.minibatches=2")
+
+
+def reckoned(*overrides, **facts):
+    found = estimate(accepted(*JOB, *overrides), {**FACTS, **facts}, GPU, completion_tokens=5)
+    return {stage.stage: stage for stage in found.stages}, found
+
+
+def test_stages_take_what_their_tokens_cost():
+    stages, found = reckoned("pools.workers=1")
+    tokens = 4 * 10 + 4 * 3 * 5  # each prompt once, each completion
+    assert stages["prefill"].seconds == pytest.approx(4 * 10 * 2e-3) and stages["prefill"].tokens == 40
+    assert stages["decode"].seconds == pytest.approx(4 * 3 * 5 * 2e-3) and stages["decode"].tokens == 60
+    assert stages["log-probs before the update"].seconds == pytest.approx(tokens * 2e-3 / 2)  # of the second step
+    assert stages["forward and backward"].seconds == pytest.approx(3 * tokens * 2e-3)
+    assert stages["optimizer"].seconds == pytest.approx(2 * ADAM_BYTES * 2000 / 1e15)
+    assert stages["iteration"].seconds == pytest.approx(sum(stage.seconds for stage in found.stages[:-1]))
+    assert "log-probs of reference and teacher" not in stages
+
+
+def test_ranks_workers_precision_epochs_and_adapters_count():
+    plain, _ = reckoned("pools.workers=1")
+    stages, _ = reckoned("pools.workers=2", "update.dtype=bfloat16", "update.epochs=2", "update.kl.kind=k3")
+    assert stages["decode"].seconds == pytest.approx(plain["decode"].seconds / 2)
+    assert stages["forward and backward"].seconds == pytest.approx(2 * plain["forward and backward"].seconds / 4)
+    assert stages["log-probs of reference and teacher"].seconds == pytest.approx(100 * 2e-3 / 4)
+    adapted, _ = reckoned("pools.workers=1", "update.lora.rank=2", trained_parameters=20.0)
+    assert adapted["forward and backward"].seconds == pytest.approx(2 * 100 * 2e-3)
+    assert adapted["optimizer"].seconds == pytest.approx(plain["optimizer"].seconds / 100)
+
+
+def test_memory_that_is_not_there_is_told():
+    _, found = reckoned()
+    assert [memory.text for memory in found.memory] == [
+        "rollout worker: 8e-06 GB of 0 GB before activations: it does not fit",
+        "update worker: 9e-07 GB of 0 GB before activations",
+    ]
+
+
+def test_a_name_that_is_not_known_is_refused_with_those_that_are():
+    assert accelerator("H100-PCIe").bandwidth == 2e12
+    with pytest.raises(BadInput, match=r"--device 'h10': expected one of b200, .*; did you mean 'h100'"):
+        accelerator("h10")
+
+
+def test_weights_that_multiply_are_counted_alike_with_and_without_the_model():
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+    from transformers.initialization import no_init_weights
+
+    from models.modeling.adapters import outline
+
+    sizes = DecoderSizes("llama", 300, 16, 24, layers=2, heads=4, kv_heads=2, head_size=4, context=32)
+    shape = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    with no_init_weights():
+        llama = LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=True))
+        mixtral = MixtralForCausalLM(MixtralConfig(**shape, **heads, num_local_experts=4, num_experts_per_tok=2))
+    projections = 16 * 16 + 2 * 16 * 8 + 16 * 16
+    by_hand = 2 * (projections + 3 * 16 * 24) + 300 * 16
+    assert outline(llama).matmul_parameters == sizes.outline().matmul_parameters == by_hand
+    # Of four experts two, and the router that chooses them; the head is not the embedding.
+    assert outline(mixtral).matmul_parameters == 2 * (projections + 2 * 3 * 16 * 24 + 4 * 16) + 300 * 16
