@@ -7,10 +7,12 @@ That goes through the interface at which transformers looks attention up; no mod
 Shapes: L tokens of a pass, P places of its padded blocks, B rows of a block, T its width, H heads, D numbers of a head.
 """
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any, Final, cast
 
@@ -18,14 +20,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from models.modeling.layout import SharedRows, lay_out
 from models.records.model_input import ModelInput
 from models.vision.sight import reads_in_line
 
-_NAME: Final = "sdpa_of_shared_prompts"
-_OURS: Final = "sdpa"  # what attention is inside
+_ENDING: Final = "_of_shared_prompts"
+_INSIDE: Final = ("sdpa", "eager")
+"""What attention is inside: the latter of models with soft caps on it, or sinks, of which sdpa knows nothing."""
 
 _CLOSE: Final = {torch.float32: 1e-4}
 """How far states may be apart, relative to their greatest, in a model that shares: by the order of summation alone."""
@@ -85,7 +88,14 @@ def shared_states(
     return states_LH
 
 
+def _eager(module: nn.Module, *states: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+    """Attention as the module's own family writes it out."""
+    written_out = sys.modules[type(module).__module__].eager_attention_forward
+    return cast(tuple[Tensor, Tensor], written_out(module, *states, **options))
+
+
 def _attention(
+    inside: Callable[..., tuple[Tensor, object]],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -95,7 +105,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     shared = _READING.get()
     if shared is None:
-        said, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        said, _ = inside(module, query, key, value, attention_mask, **options)
         return said, None
     sizes = [rows * width for rows, width in shared.blocks]
     spread_PHD = [each[0].transpose(0, 1).index_select(0, shared.places_P) for each in (query, key, value)]
@@ -104,21 +114,28 @@ def _attention(
     for (rows, width), *states_PHD in parts:
         states_BHTD = [each.unflatten(0, (rows, width)).transpose(1, 2) for each in states_PHD]
         mask = None if attention_mask is None else attention_mask[..., :width, :width]
-        said_BTHD, _ = sdpa_attention_forward(module, *states_BHTD, mask, **options)
+        said_BTHD, _ = inside(module, *states_BHTD, mask, **options)
         said_PHD.append(said_BTHD.flatten(0, 1))
     whole_PHD = said_PHD[0] if len(said_PHD) == 1 else torch.cat(said_PHD)
     return whole_PHD.index_select(0, shared.collected_L)[None], None
 
 
-def _mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Tensor | None:  # noqa: ANN401
+def _mask(
+    inside: Callable[..., Tensor | None],
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    **options: Any,  # noqa: ANN401
+) -> Tensor | None:
     shared = _READING.get()
     if shared is not None:
         batch_size, q_length, kv_length, options["attention_mask"] = 1, shared.width, shared.width, None
-    return cast(Tensor | None, sdpa_mask(batch_size, q_length, kv_length, **options))
+    return inside(batch_size, q_length, kv_length, **options)
 
 
-AttentionInterface.register(_NAME, _attention)
-AttentionMaskInterface.register(_NAME, _mask)
+for _name, _inside, _masks in (("sdpa", sdpa_attention_forward, sdpa_mask), ("eager", _eager, eager_mask)):
+    AttentionInterface.register(_name + _ENDING, partial(_attention, _inside))
+    AttentionMaskInterface.register(_name + _ENDING, partial(_mask, _masks))
 
 
 def share_prompts(model: PreTrainedModel) -> bool:
@@ -131,11 +148,12 @@ def share_prompts(model: PreTrainedModel) -> bool:
     takes = signature(model.base_model.forward).parameters
     takes_positions = "position_ids" in takes and reads_in_line(model)
     convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
-    if model.config._attn_implementation != _OURS or not takes_positions or convolves:
+    inside = model.config._attn_implementation
+    if inside not in _INSIDE or not takes_positions or convolves:
         return False
-    model.set_attn_implementation(_NAME)
+    model.set_attn_implementation(inside + _ENDING)
     if not _says_the_same(model):
-        model.set_attn_implementation(_OURS)
+        model.set_attn_implementation(inside)
         return False
     return True
 

@@ -8,13 +8,16 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
+    GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     Qwen2Config,
@@ -46,10 +49,19 @@ FAMILIES = {
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE),
     "mixture": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "gemma": GemmaConfig(**SHAPE),
+    "gemma2": Gemma2Config(**SHAPE, sliding_window=5),
     "window": MistralConfig(**SHAPE, sliding_window=7),
     "windows and whole": Gemma3TextConfig(
         **SHAPE, sliding_window=5, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+    "sinks": GptOssConfig(
+        **SHAPE,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
     "olmo2": Olmo2Config(**SHAPE),
     "phi3": Phi3Config(**SHAPE),
@@ -95,6 +107,29 @@ def assert_says_the_same(module):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradients_are_those_of_padded_rows(family):
     assert_says_the_same(TokenLogprobs(build(FAMILIES[family]), temperature=0.8))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_double_precision_states_and_gradients_are_those_of_padded_rows(family, monkeypatch):
+    model = build(FAMILIES[family]).double()
+    if family in ("mixture", "mixtral", "sinks"):
+        model.set_experts_implementation("eager")  # grouped products know no double precision
+    module = TokenLogprobs(model, temperature=0.8)
+    for name in ("float32", "float"):  # what models cast to for norms, positions and softmax
+        monkeypatch.setattr(torch, name, torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    answers = []
+    for shares in (False, True):
+        module.zero_grad()
+        states_NH = module.states(ForwardInput.of(batch(), torch.device("cpu"), shares=shares))
+        (states_NH * torch.linspace(-1, 1, states_NH.numel(), dtype=torch.float64).view_as(states_NH)).sum().backward()
+        gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+        answers.append((states_NH.detach(), gradients))
+    (padded_NH, expected), (shared_NH, found) = answers
+    torch.testing.assert_close(shared_NH, padded_NH, rtol=0, atol=1e-11)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-10 * float(gradient.abs().max() + 1))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
