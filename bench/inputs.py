@@ -32,13 +32,17 @@ def write_inputs(
     max_new_tokens: int = 32,
     update_ranks: int = 1,
     answer: str = "x",
+    preamble: str = "",
 ) -> Inputs:
     """Write a random policy that ends its completions at different lengths, and problems of one or two dozen tokens.
 
+    `preamble` stands before each problem.
     Every problem has the same reference answer: payload that rollouts carry to the rewards.
     """
     write_policy(directory / "policy", changes=shape, eos_share=1 / max_new_tokens)
-    train = tuple(f"Ana has {row} pens, buys {row % 7} and sells {row % 5}. How many? " for row in range(PROMPTS))
+    train = tuple(
+        f"{preamble}Ana has {row} pens, buys {row % 7} and sells {row % 5}. How many? " for row in range(PROMPTS)
+    )
     _write_problems(directory / "train.jsonl", train, answer)
     _write_problems(directory / "heldout.jsonl", tuple(f"Held out: {row}. " for row in range(HELDOUT)), answer)
     config = directory / "config.toml"

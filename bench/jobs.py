@@ -1,5 +1,6 @@
 """The real job, started as a user starts it."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from infra.store.runs import Run, open_run
 
@@ -25,6 +28,22 @@ class Job:
 
     run: Run
     seconds: float
+
+
+class PeakMemory:
+    """Most resident memory of any single process of a job, looked up every second; give it to `finished_job`."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._next = 0.0
+
+    def __call__(self, pid: int, _run: Path) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + 1
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                self.bytes = max(self.bytes, process.memory_info().rss)
 
 
 @contextmanager

@@ -4,23 +4,25 @@ TRL takes one block of iterations before our job and one after it, so that a mac
 on both. TRL generates with transformers and has two threads, as it would take by itself; our job has two rollout
 workers and its update ranks of one thread each. Both generate with the policy that the last update left and take four
 optimizer steps; TRL computes old log-probs, ours takes the engine's, which are the same up to rounding. The first
-iterations of each block are not counted.
+iterations of each block are not counted. TRL has the best of its options that a CPU takes: sdpa, no checkpointing, the
+largest passes; Liger's kernels need a GPU, and its GRPO has no packing.
 """
 
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cycles import cycles_of
 from bench.inputs import GROUP, LEARNING_RATE, MINIBATCHES, PROMPTS, REWARD_PATTERN, Inputs, write_inputs
-from bench.jobs import Job, finished_job
+from bench.jobs import Job, PeakMemory, finished_job
 from bench.tables import Cell, Table
 from bench.trl_workload import TrlIteration, Workload, running_trl
 from infra.store.runs import Run
+from models.text.tokenizer import load_tokenizer
 from tasks.run.keys import iteration_key
 
 SETTLED = 2
@@ -36,6 +38,8 @@ class Size:
     update_ranks: int
     iterations: int
     """Counted iterations per block of TRL, of which there are two; our job takes twice as many."""
+    preamble: str = ""
+    """What stands before each problem."""
 
 
 SIZES = (
@@ -52,6 +56,14 @@ SIZES = (
         max_new_tokens=64,
         update_ranks=2,
         iterations=3,
+    ),
+    Size(
+        name="larger, prompts as long as completions",
+        shape={"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32},
+        max_new_tokens=64,
+        update_ranks=2,
+        iterations=3,
+        preamble="Please count them with care: ",
     ),
 )
 
@@ -78,20 +90,38 @@ def measure() -> Iterator[Table]:
     for size in SIZES:
         with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
             inputs = write_inputs(
-                Path(name), shape=size.shape, max_new_tokens=size.max_new_tokens, update_ranks=size.update_ranks
+                Path(name),
+                shape=size.shape,
+                max_new_tokens=size.max_new_tokens,
+                update_ranks=size.update_ranks,
+                preamble=size.preamble,
             )
-            with beside_trl(inputs, iterations=size.iterations) as (job, theirs):
+            peak = PeakMemory()
+            with beside_trl(inputs, iterations=size.iterations, peak=peak) as (job, theirs):
                 compared = medians_of(job.run), medians(theirs)
+            tokenizer = load_tokenizer(inputs.policy)
+            prompt = statistics.fmean(len(tokenizer(each)["input_ids"]) for each in inputs.prompts)
+            more = (
+                ("mean prompt, tokens", prompt, prompt, ""),
+                ("largest process, MiB", peak.bytes / 2**20, max(one.peak_bytes for one in theirs) / 2**20, ""),
+            )
         shape = size.shape
         model = f"{size.name} model: Llama-shaped, width {shape['hidden_size']}, {shape['num_hidden_layers']} layers"
-        yield table(model, *compared, max_new_tokens=size.max_new_tokens, iterations=size.iterations)
+        yield table(model, *compared, max_new_tokens=size.max_new_tokens, iterations=size.iterations, more=more)
 
 
 @contextmanager
 def beside_trl(
-    inputs: Inputs, *, iterations: int, images: tuple[Path, ...] = ()
+    inputs: Inputs,
+    *,
+    iterations: int,
+    images: tuple[Path, ...] = (),
+    peak: Callable[[int, Path], None] = lambda _pid, _run: None,
 ) -> Iterator[tuple[Job, list[TrlIteration]]]:
-    """Run our job between two blocks of TRL's iterations; yields the job and TRL's counted iterations."""
+    """Run our job between two blocks of TRL's iterations; yields the job and TRL's counted iterations.
+
+    `peak` is called while our job runs.
+    """
     workload = Workload(
         policy=inputs.policy,
         prompts=inputs.prompts,
@@ -107,7 +137,7 @@ def beside_trl(
     )
     with running_trl(Path(sys.executable), workload, inputs.config.with_name("workload.json")) as take_block:
         before = take_block()
-        with finished_job(inputs.config, [f"iterations={2 * iterations + SETTLED}"]) as job:
+        with finished_job(inputs.config, [f"iterations={2 * iterations + SETTLED}"], meanwhile=peak) as job:
             yield job, [*before[SETTLED:], *take_block()[SETTLED:]]
 
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import sys
 import time
 from dataclasses import asdict
@@ -65,6 +66,7 @@ class Blocks(TrainerCallback):
         _finish()
         current = self.trainer.iterations[-1]
         current.seconds = time.perf_counter() - current.started
+        current.peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         done, length = len(self.trainer.iterations), self.workload.block
         if done % length == 0:
             block = self.trainer.iterations[done - length :]

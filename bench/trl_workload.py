@@ -85,6 +85,8 @@ class TrlIteration:
     """Completion tokens."""
     images: int = 0
     """Times that the tower read an image, in generation and in the update."""
+    peak_bytes: int = 0
+    """Most resident memory of its process so far."""
 
 
 @contextmanager
