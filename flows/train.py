@@ -9,6 +9,7 @@ from flows.iteration import closing, generated, learning
 from flows.measurement import evaluation
 from flows.session import hold
 from flows.warmup import warmup
+from tasks.alarms import check_alarms, heed_alarms
 from tasks.commit import retire_policies, retire_rollouts
 from tasks.config.run import RunConfig
 from tasks.costs import account, check_budget
@@ -49,8 +50,10 @@ async def iterate(session: Session) -> None:
     config, (unclosed, left) = session.settings, resume_point(session)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="book-keeping") as thread:
         for number in unclosed:
+            heed_alarms(session, number)
             await closing(session, number, thread)
         check_budget(session)
+        check_alarms(session)
         start_pools(session)
         await warmup(session.ref)
         if config.evaluation.is_due(left.start - 1):
@@ -60,13 +63,15 @@ async def iterate(session: Session) -> None:
                 closed = None
                 async for number in generated(beside, session, left):
                     await learning(session, number)
-                    is_spent = await account(session, number)
+                    ends = heed_alarms(session, number)
+                    ends |= await account(session, number)
                     if closed is not None:
                         await closed
                     closed = beside.create_task(closing(session, number, thread))
-                    if is_spent:  # what is generated ahead is committed, and kept for who goes on
+                    if ends:  # what is generated ahead is committed, and kept for who goes on
                         break
                     if config.evaluation.is_due(number):
                         await evaluation(session, number)
             check_budget(session)
+            check_alarms(session)
     await evaluation(session, config.iterations)

@@ -20,7 +20,8 @@ RheostatError
 ├── WorkerAsleep        a worker of a fleet fell asleep before the work reached it; another does it
 ├── Quarantined         a stage refused its result (too many failures, nothing to learn from)
 ├── RunsFailed          some runs of a sweep failed; the others are done
-└── BudgetSpent         a run has taken what its budget allows; with a larger one it goes on; exit code 3
+├── BudgetSpent         a run has taken what its budget allows; with a larger one it goes on; exit code 3
+└── AlarmStopped        an alarm ended a run; with another bound it goes on; exit code 4
 """
 
 from collections.abc import Iterator
@@ -157,6 +158,12 @@ class BudgetSpent(RheostatError):
     """A run has reached a limit of its budget, after an iteration and before the next; a larger one lets it go on."""
 
     exit_code = 3
+
+
+class AlarmStopped(RheostatError):
+    """An alarm has ended a run, after an iteration and before the next; the run goes on when the alarm is changed."""
+
+    exit_code = 4
 
 
 def first_cause(error: BaseException) -> BaseException:

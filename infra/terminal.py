@@ -51,8 +51,8 @@ def command_app(name: str, summary: str, *, version: Callable[[], str] | None = 
 
 
 def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int:
-    """Run one command. Exit code 2 for what the user wrote, 3 for a spent budget, 1 for what else went wrong, 130
-    or 143 for a signal.
+    """Run one command. Exit code 2 for what the user wrote, 3 for a spent budget, 4 for an alarm that ends
+    a run, 1 for what else went wrong, 130 or 143 for a signal.
 
     `again` is said when it was interrupted.
     """

@@ -10,11 +10,13 @@ from infra.store.runs import Run
 from infra.store.shards import tombstone_key
 from infra.store.tombstones import Deleted, bury, deleted_parts
 from models.records.versions import policy_of
+from tasks.alarms import raised_alarms
 from tasks.auxiliary import auxiliary_of
 from tasks.costs import Held, iteration_costs
 from tasks.run.iteration import Iteration, carry_over_after, carry_over_before
 from tasks.run.keys import StageKey, iteration_key, iterations_among
 from tasks.run.rescorings import Derived, derived_of
+from tasks.run.returns import has_returned, policy_after
 from tasks.run.session import Session
 from tasks.run.stages import decided_here, finish, record
 from tasks.run.states import newest_with_state, way_to
@@ -41,20 +43,19 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
         **_waited(rollouts),
     }
     costs = session.account.unsealed.pop(iteration.number, None) or iteration_costs(session, iteration, Held())
+    policy = policy_after(session.run, iteration.number)  # the update's, or what an alarm put in its place
     sealed = record(
         session,
         iteration.stage_key("seal"),
-        parents=[*plans, *rollouts, *scores, *auxiliary, credit, update],
-        metrics={
-            "prompts": sum(len(batch.plan.rows) for batch in iteration.batches),
-            **{f"credit/{name}": value for name, value in credit.metrics.items()},
-            **{f"update/{name}": value for name, value in update.metrics.items()},
-        },
+        parents=[*plans, *rollouts, *scores, *auxiliary, credit, update, *([] if policy == update else [policy])],
+        metrics={"prompts": sum(len(batch.plan.rows) for batch in iteration.batches), **iteration.measured},
         detail={
-            "policy": policy_of(update).digest,
+            "policy": policy_of(policy).digest,
             **carry_over_after(iteration, session.settings.rollout.dynamic).detail(),
         },
-        provenance=decided_here(seconds=seconds, requests=session.requests(), costs=costs),
+        provenance=decided_here(
+            seconds=seconds, requests=session.requests(), costs=costs, alarms=raised_alarms(session, iteration)
+        ),
     )
     finish(session, iteration.key)
     return sealed
@@ -90,7 +91,7 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
             looked.kept |= bundles.keys()
         else:
             old |= bundles
-    loadable, _ = way_to(run, iteration.number - 1)  # the next update may have been asked before this one's state
+    loadable = _loadable(run, iteration.number)
     used = looked.kept | {bundle.key for version in (*newest, loadable) for bundle in _bundles(run, version)}
     gone = {newest.start - 1, newest_with_state(run, max(0, loadable - 1))} - {-1}
     newest_gone = {bundle.key for version in gone for bundle in _bundles(run, version)}
@@ -112,7 +113,7 @@ def retire_rollouts(session: Session, iteration: Iteration) -> None:
     run, looked, keep = session.run, session.retention, session.settings.retention.rollouts_keep_last
     if not keep:
         return
-    loadable, _ = way_to(run, iteration.number - 1)
+    loadable = _loadable(run, iteration.number)
     last = min(iteration.number - keep, loadable)
     while last > 0 and carry_over_before(run, last + 1).rows():
         last -= 1
@@ -144,8 +145,17 @@ def is_kept(version: int, *, keep_every: int) -> bool:
     return version == 0 or (keep_every > 0 and version % keep_every == 0)
 
 
+def _loadable(run: Run, number: int) -> int:
+    """The version that the update after an iteration may have to begin from, where no rank remembers.
+
+    It may have been asked before the iteration's own state was there, unless that was returned from.
+    """
+    return way_to(run, number if has_returned(run, number) else number - 1)[0]
+
+
 def _bundles(run: Run, version: int) -> list[BundleRef]:
-    """Bundles of a policy and its critic; the first critic has a manifest of its own."""
+    """Bundles of a policy and its critic, of what replaced it too; the first critic has a manifest of its own."""
     first_critic = run.find(StageKey.critic(0)) if version == 0 else None
-    manifests = [run.require(StageKey.policy(version)), *([] if first_critic is None else [first_critic])]
+    manifests = [run.require(StageKey.policy(version)), policy_after(run, version)]
+    manifests += [] if first_critic is None else [first_critic]
     return [bundle for manifest in manifests for bundle in manifest.bundles.values()]

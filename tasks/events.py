@@ -5,6 +5,8 @@
     rheostat.evaluation.made     the same: a held-out accuracy
     rheostat.run.ended           the same: the process lets the run go; one that is killed does not say so
     rheostat.budget.spent        the same
+    rheostat.alarm.raised        the same: a number of an iteration is beyond an alarm's bound, newly or with a return
+    rheostat.alarm.stopped       the same: an alarm ends the run
     rheostat.registry.KIND       of the resource rheostat.registry.NAME: a new record
 
 Events leave by a thread of Prefect's, in the order in which they come. Where nobody takes them, nothing waits or fails.
@@ -23,7 +25,9 @@ TELL_SECONDS: Final = 5.0
 """How long a command waits for an API that it tells of a record."""
 
 
-RunEvent = Literal["run.started", "iteration.sealed", "evaluation.made", "run.ended", "budget.spent"]
+RunEvent = Literal[
+    "run.started", "iteration.sealed", "evaluation.made", "run.ended", "budget.spent", "alarm.raised", "alarm.stopped"
+]
 
 
 _newest: Final[dict[str, Event | None]] = {}

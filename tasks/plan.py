@@ -6,7 +6,8 @@ from models.config.engines import SamplingConfig
 from models.data.curriculum import DynamicSamplingState, another_wave, take, wave_size
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
-from tasks.run.keys import PROMPTS, StageKey, evaluation_key, iteration_key
+from tasks.run.keys import PROMPTS, evaluation_key, iteration_key
+from tasks.run.returns import policy_key
 from tasks.run.session import Session
 from tasks.run.stages import record
 
@@ -71,7 +72,7 @@ def plan_wave(session: Session, iteration: Iteration, wave: int, wanted: int) ->
 
 def plan_evaluation(session: Session, number: int) -> Batch:
     """Take the first held-out problems for the policy after `number` iterations."""
-    return _plan_heldout(session, evaluation_key(number), number, policy=StageKey.policy(number))
+    return _plan_heldout(session, evaluation_key(number), number, policy=policy_key(session.run, number))
 
 
 def plan_measurement(session: Session, policy: str) -> Batch:

@@ -33,6 +33,7 @@ from tasks.preparation import FROM_STORE, losses_of
 from tasks.report_link import publish_report
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, artifact_key, iteration_key, iterations_among
+from tasks.run.returns import has_returned, policy_after
 from tasks.run.session import Session
 from tasks.run.stages import stage
 from tasks.views.diagnosis import summed_up
@@ -93,10 +94,12 @@ async def report_iteration(session: Session, number: int) -> None:
     if not is_of_before:
         said_of = {"reward": reports[-1].reward, "kl": reports[-1].kl, "seconds": reports[-1].seconds["total"]}
         emit_of_run(session.run.name, "iteration.sealed", iteration=number, iterations=total, **said_of)
-    said = reports[-2].warnings if len(reports) > 1 else {}
+    said = reports[-2].warnings if len(reports) > 1 and not has_returned(session.run, number) else {}
     for metric, warning in reports[-1].warnings.items():
         if metric not in said:
             logger.warning("iteration %d: %s", number, warning)
+            if metric in sealed.provenance.alarms and not is_of_before:
+                emit_of_run(session.run.name, "alarm.raised", iteration=number, alarm=metric, told=warning)
     session.pages.newest, session.pages.reported = (number, f"{line}  eta {eta}"), number
     every = session.settings.report_every
     if every and number % every == 0 and number < total:
@@ -185,7 +188,7 @@ async def report_run(session: Session) -> RunSummary:
     """Draw the learning curves and publish the summary, the full table and some rollouts."""
     session.pages.settle()
     run, reports, evaluations = session.run, _reports(session), evaluations_of(session.run)
-    last = policy_of(run.require(StageKey.policy(len(reports))))
+    last = policy_of(policy_after(run, len(reports)))
     png = learning_curves([Curves(run.name, reports, evaluations)])
     run.store.put(_plot_key(len(reports)), png)
     summary = RunSummary(

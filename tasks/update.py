@@ -1,6 +1,7 @@
 """The optimizer steps of an iteration: one task, all ranks.
 
-Coefficients of KL penalties are fixed, or adapted to what the iteration before measured: the store alone decides them.
+Coefficients of KL penalties are fixed, or adapted to what the iteration measured that made the policy: the store alone
+decides them.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from models.records.versions import critic_of, policy_of
 from models.records.work import UpdateWork
 from tasks.run.dependencies import moved_at
 from tasks.run.iteration import Iteration
+from tasks.run.returns import made_in
 from tasks.run.session import Session
 from tasks.run.stages import once, stage
 from tasks.run.states import STATES, is_due, states_of, way_to
@@ -34,9 +36,9 @@ def loss_coefficient(session: Session, iteration: Iteration) -> float:
 def _coefficient(
     iteration: Iteration, first: float, adaptive: AdaptiveKl | None, *, measured: Literal["credit", "update"]
 ) -> float:
-    if iteration.number == 1 or adaptive is None:
+    last = Iteration(iteration.run, made_in(iteration.run, iteration.number - 1))
+    if adaptive is None or not last.number:
         return first
-    last = iteration.previous
     return adapted(last.made(measured).metrics, adaptive=adaptive, discarded=last.update.metrics["quarantined"] > 0)
 
 

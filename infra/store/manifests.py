@@ -46,6 +46,8 @@ class Provenance(Settings):
     """Requests to the run's store by verb, where it is in a bucket."""
     costs: dict[str, Cost] = {}
     """What an iteration or an evaluation took, by role, in the manifest that ends it."""
+    alarms: dict[str, str] = Field(default={}, exclude_if=lambda alarms: not alarms)
+    """What of an iteration was beyond the bounds of alarms, by their names, in the manifest that ends it."""
 
 
 def provenance_here(
@@ -54,6 +56,7 @@ def provenance_here(
     seconds: Mapping[str, float] | None = None,
     requests: Mapping[str, int] | None = None,
     costs: Mapping[str, Cost] | None = None,
+    alarms: Mapping[str, str] | None = None,
 ) -> Provenance:
     """Return the provenance of what is made on this machine now."""
     created = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -64,6 +67,7 @@ def provenance_here(
         seconds=dict(seconds or {}),
         requests=dict(requests or {}),
         costs=dict(costs or {}),
+        alarms=dict(alarms or {}),
     )
 
 

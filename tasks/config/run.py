@@ -11,6 +11,7 @@ from infra.errors import BadInput
 from infra.store.registry import REGISTRIES
 from infra.trackers.config import TrackerConfig
 from infra.validation_errors import explain, nearest
+from models.config.alarms import Alarm, AlarmConfig, LengthCollapse, RewardDip, alarms_against
 from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.budget import BudgetConfig
 from models.config.data import ArithmeticData, DataConfig, PreferencesConfig
@@ -30,7 +31,7 @@ LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage")
 """What of its identity a run may change on its way, if that is accepted: over what sums are spread."""
 
 _HOW: Final = (
-    *("name", "store", "tags", "retention", "budget"),
+    *("name", "store", "tags", "retention", "budget", "alarms"),
     *("controllers", "pools", "placement", "tracking", "report", "report_every"),
     *("evaluations", "promotion", "soup", "rehearsal"),
 )
@@ -99,6 +100,9 @@ class RunConfig(Settings):
     """How long policies and rollouts keep their files."""
     budget: BudgetConfig = BudgetConfig()
     """What the run may take."""
+    alarms: tuple[AlarmConfig, ...] = (LengthCollapse(), RewardDip())
+    """Numbers that, beyond a bound, warn, end the run, or have it return to an earlier policy, beside the warnings that
+    every run has. Another list replaces them."""
     tracking: tuple[TrackerConfig, ...] = ()
     """Where its curves are mirrored; a key of a service is in an environment variable."""
     report_every: Annotated[int, Field(ge=0)] = 10
@@ -181,6 +185,8 @@ class RunConfig(Settings):
     def _parts_fit_together(self) -> "RunConfig":
         for reason in reasons_against(self._job()):
             raise ValueError(reason)
+        for reason in alarms_against(self.alarms, self._job()):
+            raise ValueError(reason)
         for reason in self.soup.reasons_against(self.scoring, self.update, self.data) if self.soup else ():
             raise ValueError(reason)
         return self
@@ -260,6 +266,11 @@ class RunConfig(Settings):
         slots = self._reward_slots()
         return max(1, slots if self.placement.takes_turns else slots + 1)
 
+    @property
+    def returns(self) -> tuple[Alarm, ...]:
+        """Alarms that have the run return: what it makes depends on them, though not on how often they may."""
+        return tuple(alarm for alarm in self.alarms if alarm.action == "return")
+
     def identity(self) -> dict[str, JsonValue]:
         """What results depend on: a run continues only under the same identity."""
         elsewhere: dict[str, bool | set[str]] = dict.fromkeys(_HOW, True)
@@ -267,6 +278,8 @@ class RunConfig(Settings):
         if self.update.schedule == "constant":
             elsewhere["iterations"] = True
         identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere)
+        if self.returns:
+            identity["alarms"] = [alarm.model_dump(mode="json", exclude={"returns"}) for alarm in self.returns]
         identity["pools"] = {"update_ranks": self.pools.update_ranks, "threads": self.pools.threads}
         return identity
 

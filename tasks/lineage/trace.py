@@ -18,6 +18,7 @@ from infra.store.tombstones import Needed, Tombstone, is_replacement, needed, to
 from models.config.rewards import ScoringConfig
 from models.records.versions import policy_of
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, iterations_among
+from tasks.run.returns import policy_key
 from tasks.run.states import STATES
 
 PartState = Literal["there", "deleted", "rewritten", "missing"]
@@ -104,10 +105,10 @@ def trace_run(run: Run, *, iteration: int | None = None) -> TracedRun:
     made = run.manifests()
     last = max((number for number in iterations_among(run.folders()) if run.has(_seal(number))), default=0)
     last = last if iteration is None else iteration
-    ends = [_seal(number) for number in range(1, last + 1)] + [StageKey.policy(last)]
+    ends = [_seal(number) for number in range(1, last + 1)] + [policy_key(run, last)]
     ends += [StageKey.of(evaluation_key(number), "summary") for number in range(last + 1)]
     behind = _behind(made, [each for each in made if each.key in ends])
-    policy, dependencies = run.find(StageKey.policy(last)), tuple(dependency_records(run))
+    policy, dependencies = run.find(policy_key(run, last)), tuple(dependency_records(run))
     return TracedRun(
         name=run.name,
         fingerprint=run.record.fingerprint,

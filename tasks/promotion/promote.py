@@ -19,7 +19,8 @@ from tasks.promotion.mirror import catch_up, mirror_address
 from tasks.promotion.registry import now, number_of, prune
 from tasks.promotion.suites import rules_of
 from tasks.run.dependencies import rheostat_version
-from tasks.run.keys import PROMPTS, StageKey
+from tasks.run.keys import PROMPTS
+from tasks.run.returns import policy_after
 from tasks.run.stages import stage
 from tasks.views.card import CARD, model_card
 from tasks.views.policy_export import export_policy
@@ -66,7 +67,7 @@ async def conclude(config: RunConfig, draft: Draft, found: GateResult) -> Regist
     bundle = None
     if kind in ("promote", "proposal") and number_of(registry.champion()) == found.opponent:
         bundle = _keep(registry, run, config, rules, found, draft)
-    policy = policy_of(run.require(StageKey.policy(config.iterations)))
+    policy = policy_of(policy_after(run, config.iterations))
 
     def record(number: int, champion: RegistryRecord | None) -> RegistryRecord | None:
         if number_of(champion) != found.opponent:

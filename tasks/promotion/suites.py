@@ -21,7 +21,7 @@ from models.config.training import EvaluationConfig
 from models.records.versions import directory_of, policy_of
 from placement.config import AdaptivePlacement
 from tasks.config.run import RunConfig, parse_config
-from tasks.run.keys import StageKey
+from tasks.run.returns import policy_after
 
 CHALLENGER: Final = "challenger"
 """The side of the policy that was retrained."""
@@ -132,5 +132,5 @@ def contenders(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]
 def directory_after(config: RunConfig, iterations: int) -> str:
     """Where the policy of a configured run after so many iterations lies, or its adapter."""
     run = open_run(config.store, config.name)
-    policy = policy_of(run.require(StageKey.policy(iterations)))
+    policy = policy_of(policy_after(run, iterations))
     return directory_of(run, policy.adapter or policy.weights)

@@ -19,6 +19,7 @@ from models.data.curriculum import Cursor, DynamicSamplingState, Part, give_back
 from models.records.work import ScoredShard
 from tasks.run.batch import Batch
 from tasks.run.keys import PROMPTS, StageKey, iteration_key
+from tasks.run.returns import critic_after, policy_after, policy_key
 
 
 class LeftoverGroups(Settings):
@@ -203,17 +204,17 @@ class Iteration:
     @property
     def behaviour(self) -> StageKey:
         """Key of the policy that generates here."""
-        return StageKey.policy(max(0, self.number - 1 - self.rollout.staleness))
+        return policy_key(self.run, max(0, self.number - 1 - self.rollout.staleness))
 
     @property
     def policy(self) -> Manifest:
         """The policy that learns here; without staleness it generates too."""
-        return self.run.require(StageKey.policy(self.number - 1))
+        return policy_after(self.run, self.number - 1)
 
     @property
     def critic(self) -> Manifest:
         """The critic beside it."""
-        return self.run.require(StageKey.critic(self.number - 1))
+        return critic_after(self.run, self.number - 1)
 
     @property
     def credit(self) -> Manifest:
@@ -224,6 +225,12 @@ class Iteration:
     def update(self) -> Manifest:
         """The policy that was learnt."""
         return self.made("update")
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """What credit and the update measured, as the seal names it."""
+        made = {"credit": self.credit, "update": self.update}
+        return {f"{stage}/{name}": value for stage, each in made.items() for name, value in each.metrics.items()}
 
     @property
     def surplus(self) -> list[SurplusGroups]:

@@ -154,7 +154,7 @@ def recover(run: Run) -> None:
 
 
 def _commit(session: Session, manifest: Manifest) -> Manifest:
-    committed = session.run.commit(manifest)
+    committed = session.run.commit(manifest, promised=STATES)
     session.commits.announce(manifest.key)
     return committed
 
@@ -201,9 +201,11 @@ def decided_here(
     seconds: Mapping[str, float] | None = None,
     requests: Mapping[str, int] | None = None,
     costs: Mapping[str, Cost] | None = None,
+    alarms: Mapping[str, str] | None = None,
 ) -> Provenance:
     """Return the provenance of what this process decides."""
-    return provenance_here(worker=f"controller pid {os.getpid()}", seconds=seconds, requests=requests, costs=costs)
+    worker = f"controller pid {os.getpid()}"
+    return provenance_here(worker=worker, seconds=seconds, requests=requests, costs=costs, alarms=alarms)
 
 
 def finish(session: Session, part: str) -> None:

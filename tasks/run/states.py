@@ -10,6 +10,7 @@ from infra.store.bundles import BundleRef, has_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from tasks.run.keys import StageKey
+from tasks.run.returns import policy_after, version_before
 
 STATES = ("state", "critic_state")
 """How manifests name the states of a policy and of its critic."""
@@ -27,8 +28,8 @@ def took_steps(update: Manifest) -> bool:
 
 def newest_with_state(run: Run, number: int) -> int:
     """The newest version up to a number that names a state; 0 if there is none."""
-    while number and not states_of(run.require(StageKey.policy(number))):
-        number -= 1
+    while number and not states_of(policy_after(run, number)):
+        number = version_before(run, number)
     return number
 
 
@@ -41,30 +42,37 @@ def way_to(run: Run, number: int) -> tuple[int, list[int]]:
     """The newest version whose state is in the store, and the iterations whose updates lead from there to a number."""
     way: list[int] = []
     while number:
-        version = run.require(StageKey.policy(number))
+        version = policy_after(run, number)
         states = states_of(version)
         if states and all(has_bundle(run.store, state) for state in states):
             break
         if took_steps(version):
             way.append(number)
-        number -= 1
+        number = version_before(run, number)
     return number, way[::-1]
 
 
 def coming_states(manifests: Iterable[Manifest], *, moved: int = 0) -> list[BundleRef]:
-    """States that may not be there: those of the newest version.
+    """States that may not be there: those of the newest version, and of those that an alarm had the run return from.
 
     Where the run was `moved` to other ranks in an iteration, those of the one before, too: if they were lost then,
     what was learnt again in their place is near them, and has another digest.
     """
+    made = list(manifests)
     updates = {
         StageKey.parse(manifest.key).iteration: manifest
-        for manifest in manifests
+        for manifest in made
         if manifest.key.startswith("it-") and manifest.key.endswith("/update")
     }
     named = {number: states for number, update in updates.items() if (states := states_of(update))}
     before = max((number for number in named if number < moved), default=0)
-    return [*(states_of(updates[max(updates)]) if updates else []), *named.get(before, [])]
+    returned = [StageKey.parse(each.key).iteration for each in made if _is_return(each)]
+    uncertain = [*returned, *([max(updates)] if updates else []), before]
+    return [state for number in uncertain for state in named.get(number, [])]
+
+
+def _is_return(manifest: Manifest) -> bool:
+    return manifest.key.startswith("it-") and manifest.key.endswith("/return")
 
 
 def state_every(run: Run) -> int:

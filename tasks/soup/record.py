@@ -20,7 +20,7 @@ from tasks.config.run import RunConfig
 from tasks.promotion.registry import now
 from tasks.promotion.suites import directory_after
 from tasks.run.dependencies import dependencies_of
-from tasks.run.keys import StageKey
+from tasks.run.returns import policy_after
 from tasks.soup.merging import MergedPolicy, write_merged
 from tasks.soup.parts import (
     PreferencePoint,
@@ -237,7 +237,7 @@ def records_of(store: Store) -> list[SoupRecord]:
 
 
 def _trained(run: RunConfig) -> SoupPart:
-    policy = policy_of(open_run(run.store, run.name).require(StageKey.policy(run.iterations)))
+    policy = policy_of(policy_after(open_run(run.store, run.name), run.iterations))
     return SoupPart(run=run.name, path=directory_after(run, run.iterations), digest=policy.digest)
 
 

@@ -20,7 +20,7 @@ from infra.trackers.feed import STUCK, Feed, MirrorOrder, MirrorReport, send
 from infra.trackers.records import Mirror, OpenMirror, Product
 from infra.variants import implementation_of
 from models.records.versions import policy_of
-from tasks.run.keys import StageKey
+from tasks.run.returns import policy_after
 from tasks.tracking.points import PointName, places_after, point_at, subject_of
 
 COMMAND: Final = (sys.executable, "-P", "-m", "tasks.tracking.mirror")
@@ -173,7 +173,7 @@ def product_of(run: Run) -> Product | None:
     places = [*places_after(run, None)]
     if not places or places[-1].series != "evaluation" or not places[-1].step:
         return None
-    policy = policy_of(run.require(StageKey.policy(places[-1].step)))
+    policy = policy_of(policy_after(run, places[-1].step))
     return Product(places[-1].step, policy.digest, f"{run.store.uri}/{(policy.adapter or policy.weights).key}")
 
 

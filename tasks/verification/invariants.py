@@ -17,11 +17,14 @@ from infra.store.verify import stray_files, verify_store
 from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, rewards_of
 from models.data.curriculum import DynamicSamplingState, give_back, take
+from models.records.versions import policy_of
+from tasks.alarms import ordered_return, recorded_returns
 from tasks.run.batch import Batch, without_rollouts
 from tasks.run.dependencies import moved_at
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key, reward_model_role
 from tasks.run.rescorings import Derived, derived_of, recredit_terms, rescored_batches, rescored_shards, rescoring_terms
+from tasks.run.returns import policy_after, return_key, returned_to
 from tasks.run.states import coming_states, is_due, state_every, states_of, took_steps
 from tasks.verification.samples import check_credit, check_rollouts, check_samples, finished_in
 from tasks.views.metrics import sealed_iterations
@@ -78,7 +81,7 @@ def check_invariants(run: Run) -> list[str]:
             continue
         problems += [f"{seal.key}: no manifest has the parent digest {p}" for p in seal.parents if p not in digests]
         row_by_row = () if number in gone else (check_rollouts, check_samples, check_credit)
-        for check in (_check_prompts, _check_carry_over, _check_sampling, *row_by_row, _check_state):
+        for check in (_check_prompts, _check_carry_over, _check_sampling, *row_by_row, _check_state, _check_return):
             problems += check(iteration)
     return [*problems, *check_derived(run)]
 
@@ -159,6 +162,17 @@ def _check_state(iteration: Iteration) -> Iterator[str]:
     elif bool(states_of(update)) != is_due(run, iteration.number, every=every):
         found = "names a state" if states_of(update) else "names no state"
         yield f"{update.key}: {found}, with update.state_every {every} after version {iteration.number - 1}"
+
+
+def _check_return(iteration: Iteration) -> Iterator[str]:
+    """The run returned where its alarms order it and nowhere else, to all that the last good version has."""
+    run, key = iteration.run, return_key(iteration.number)
+    ordered, made = ordered_return(iteration, recorded_returns(run)), run.find(key)
+    if (None if made is None else made.detail) != ordered:
+        found = "none" if made is None else made.detail
+        yield f"{key}: expected {'none' if ordered is None else ordered}, found {found}"
+    elif made is not None and policy_of(made).digest != policy_of(policy_after(run, returned_to(made))).digest:
+        yield f"{key}: its weights are not those of policy {returned_to(made)}"
 
 
 def check_derived(run: Run) -> Iterator[str]:

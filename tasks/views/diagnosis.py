@@ -92,13 +92,13 @@ SYMPTOMS: Final = (
     Symptom(
         "update/kl",
         1.0,
-        "the policy is {:.2g} nats per token away from where the run began: a higher update.kl_penalty.coefficient, or "
+        "the policy is {:.2g} nats per token away from where the run began: a higher update.kl.coefficient, or "
         "a lower update.learning_rate, holds it",
     ),
     Symptom(
         "credit/kl",
         1.0,
-        "the policy is {:.2g} nats per token away from where the run began: a higher algorithm.reward_kl.coefficient, "
+        "the policy is {:.2g} nats per token away from where the run began: a higher algorithm.kl.coefficient, "
         "or a lower update.learning_rate, holds it",
     ),
     Symptom(

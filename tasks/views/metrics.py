@@ -148,7 +148,7 @@ class IterationReport(Settings):
     quarantined: bool
     """Whether the update was refused because of NaN or Inf."""
     policy: str
-    """Digest of the weights after the update."""
+    """Digest of the weights after the update, or of those that an alarm had the run return to."""
     seconds: dict[str, float]
     """Seconds per stage, summed over workers of scoring, and in total; `scoring_after` is what scoring took after
     generation, `between` what no stage took: commits, weights on their way, the seal."""
@@ -159,7 +159,7 @@ class IterationReport(Settings):
     episodes: EpisodesReport | None = None
     """What became of its episodes; none where no environment answers."""
     warnings: dict[str, str] = {}
-    """What these numbers say is going wrong, by metric."""
+    """What these numbers say is going wrong, by metric, or by the name of an alarm."""
     requests: dict[str, int] = {}
     """What the process that drives the run asked its store in a bucket between the seal before and this one, by verb;
     workers ask besides."""
@@ -271,7 +271,7 @@ def report_of(sealed: Manifest, *, term: str, first: Manifest | None = None) -> 
         weights_seconds=seconds.pop("weights_seconds"),
         seconds=_with_the_rest(seconds),
         episodes=_episodes(metrics, told),
-        warnings=warnings_of(metrics | share, first=began, accuracy=accuracy),
+        warnings=warnings_of(metrics | share, first=began, accuracy=accuracy) | sealed.provenance.alarms,
         requests=sealed.provenance.requests,
         costs=sealed.provenance.costs,
     )

@@ -28,6 +28,7 @@ from models.records.merges import MergeWork
 from models.records.versions import ModelVersion, policy_of
 from models.records.work import ExportWork
 from tasks.run.keys import DPO, SFT, StageKey
+from tasks.run.returns import policy_key
 from tasks.views.card import CARD, model_card
 from tasks.views.metrics import evaluations_of, sealed_iterations
 
@@ -153,7 +154,7 @@ def _lineage(run: Run, policy: ModelVersion, number: int) -> Iterator[tuple[str,
 
 def _policy(run: Run, number: int) -> Manifest:
     """The policy's manifest. A run that was told to end after SFT or DPO has no initial policy yet, but that one."""
-    keys = [StageKey.policy(number)] if number else [StageKey.policy(0), DPO, SFT]
+    keys = [policy_key(run, number)] if number else [StageKey.policy(0), DPO, SFT]
     found = [manifest for key in keys if (manifest := run.find(key)) is not None]
     return found[0] if found else run.require(keys[0])
 

@@ -24,6 +24,7 @@ from models.rollouts.preview import RolloutPreview, read_samples
 from tasks.run.batch import check_rollouts_kept, rollouts_of
 from tasks.run.keys import PROMPTS, StageKey, evaluation_key, iteration_key, iterations_among
 from tasks.run.rescorings import Derived, DerivedLine, derived_of
+from tasks.run.returns import policy_key
 from tasks.views.metrics import (
     Accuracy,
     IterationReport,
@@ -295,7 +296,7 @@ def open_known_run(store: str, name: str) -> Run:
 
 def _last_policy(run: Run) -> tuple[str | None, str | None]:
     """Directory of the last policy or of its adapter, and of the adapter's base."""
-    committed = run.find(StageKey.policy(len(sealed_iterations(run))))
+    committed = run.find(policy_key(run, len(sealed_iterations(run))))
     if committed is None or find_tombstone(run) is not None:
         return None, None
     policy = policy_of(committed)

@@ -20,6 +20,7 @@ from models.records.versions import policy_of
 from tasks.run.batch import rollouts_of, without_rollouts
 from tasks.run.keys import StageKey, iteration_key, reward_model_role
 from tasks.run.rescorings import Derived, Kind, derived_of, rescoring_terms
+from tasks.run.returns import policy_after
 from tasks.views.metrics import sealed_iterations
 
 PLACE: Final = ("prompt_row", "sample")
@@ -65,7 +66,7 @@ def _policies(run: Run) -> Iterator[pa.Table]:
     """Every version of the policy, from the first."""
     rows: list[dict[str, object]] = []
     for number in range(len(sealed_iterations(run)) + 1):
-        policy = policy_of(run.require(StageKey.policy(number)))
+        policy = policy_of(policy_after(run, number))
         files = [bundle for bundle in (policy.adapter, policy.weights) if bundle is not None]
         rows.append(
             {

@@ -112,7 +112,8 @@ def check_parts(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
             elif pa.ipc.open_file(data).read_all().num_rows != shard["rows"]:
                 yield f"{key}: {shard['key']} has other rows"
         for name, bundle in manifest["bundles"].items():
-            if key == newest and name in STATES and not (run / bundle["key"] / "bundle.json").exists():
+            is_last = key == newest or f"{key.removesuffix('/update')}/return" in manifests
+            if is_last and name in STATES and not (run / bundle["key"] / "bundle.json").exists():
                 continue  # still on its way, or to be learnt again
             if bundle["digest"][:16] not in retired:
                 yield from (
@@ -175,7 +176,7 @@ def check_iterations(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
     lag = json.loads((run / "run.json").read_text())["config"]["rollout"]["staleness"]
     for number, part in enumerate(sealed, start=1):
         before, behaviour = (
-            manifests["policy/initial" if version <= 0 else f"it-{version:04d}/update"]
+            manifests["policy/initial" if version <= 0 else policy_key(manifests, version)]
             for version in (number - 1, number - 1 - lag)
         )
         credit, update = manifests[f"{part}/credit"], manifests[f"{part}/update"]
@@ -199,6 +200,7 @@ def check_iterations(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
 def check_states(records: dict[str, Record], manifests: dict[str, Record]) -> Iterator[str]:
     """Each update names its optimizer's state when it is time; one without a step has that of the version before."""
     every, last, before = records["run"]["config"]["update"]["state_every"], 0, {}
+    versions = {0: (last, before)}
     for number, key in enumerate(updates_of(manifests), start=1):
         named = {name: bundle["digest"] for name, bundle in manifests[key]["bundles"].items() if name in STATES}
         if not manifests[key]["metrics"]["steps"]:
@@ -206,12 +208,21 @@ def check_states(records: dict[str, Record], manifests: dict[str, Record]) -> It
                 yield f"{key}: took no step and names another state than the version before"
         elif bool(named) != (number - last >= every):
             yield f"{key}: {'names' if named else 'has no'} state; the one before is of version {last}"
-        last, before = number if named else last, named
+        last, before = versions[number] = number if named else last, named
+        if (returned := manifests.get(f"it-{number:04d}/return")) is not None:
+            last, before = versions[number] = versions[returned["detail"]["to"]]
+            versions[number] = last, before = (number if before else last), before
 
 
 def given_up(manifests: dict[str, Record]) -> tuple[str, ...]:
     """How the keys of manifests begin whose shards were deleted."""
     return tuple(below for manifest in manifests.values() for below in manifest["detail"].get("shards_below", ()))
+
+
+def policy_key(manifests: dict[str, Record], version: int) -> str:
+    """Key of a version: of what the run returned to, where it returned, or else of what was learnt."""
+    returned = f"it-{version:04d}/return"
+    return returned if returned in manifests else f"it-{version:04d}/update"
 
 
 def updates_of(manifests: dict[str, Record]) -> list[str]:

@@ -29,8 +29,8 @@ def test_an_iteration_that_goes_well_and_one_without_episodes_are_warned_of_noth
         (WAITED, 0.62, "wrote nothing in 62% of their seconds"),
         ("credit/truncated_fraction", 0.78, "78% of the completions were cut off at rollout.sampling.max_new_tokens"),
         ("update/kl_old", 5.04, "took the policy 5 nats per token away"),
-        ("update/kl", 3.0, "3 nats per token away from where the run began: a higher update.kl_penalty.coefficient"),
-        ("credit/kl", 3.0, "3 nats per token away from where the run began: a higher algorithm.reward_kl.coefficient"),
+        ("update/kl", 3.0, "3 nats per token away from where the run began: a higher update.kl.coefficient"),
+        ("credit/kl", 3.0, "3 nats per token away from where the run began: a higher algorithm.kl.coefficient"),
         ("update/mismatch_difference_mean", 0.35, "differ by 0.35 nats per token"),
     ],
 )
