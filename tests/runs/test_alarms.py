@@ -11,7 +11,7 @@ from models.records.versions import policy_of
 from tasks.run.iteration import Iteration
 from tasks.run.returns import policy_after
 from tasks.verification.invariants import verify_run
-from tests.support.chaos import Strike, problems_after, run_once, writes_of
+from tests.support.chaos import Strike, problems_after, run_once
 from tests.support.checker import problems_of
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import manifests_of, shards_of

@@ -68,9 +68,9 @@ def automations(name):
 
 def test_every_automation_is_one_that_prefect_reads_and_its_templates_are_ones_that_the_server_renders():
     made = [*automations("automations.yaml"), *automations("notifications.yaml")]
-    assert len(made) == 5
+    assert len(made) == 6
     sent = [action for each in made for action in each.actions if action.type == "send-notification"]
-    assert len(sent) == 4
+    assert len(sent) == 5
     for action in sent:
         assert str(action.block_document_id) == BLOCK
         SendNotification.model_validate(action.model_dump())
