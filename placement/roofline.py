@@ -16,7 +16,7 @@ ADAM_BYTES = 28
 """Per parameter and step: gradient, master weight and two moments are read, three of them written, in float32."""
 
 
-class Decoder(Protocol):
+class DecoderWork(Protocol):
     """What of a decoder decides how much it computes and reads."""
 
     @property
@@ -143,7 +143,7 @@ class Limit:
         return self.prefill + self.decode + self.logprobs + self.train + self.optimizer
 
 
-def limit_of(made: Generated, decoder: Decoder, device: Device, *, bytes_per_weight: int, steps: int) -> Limit:
+def limit_of(made: Generated, decoder: DecoderWork, device: Device, *, bytes_per_weight: int, steps: int) -> Limit:
     """Reckon an iteration of `steps` optimizer steps.
 
     Log-probs of the policy that generated are needed for every step but the first, whose own pass has them.
@@ -158,7 +158,7 @@ def limit_of(made: Generated, decoder: Decoder, device: Device, *, bytes_per_wei
     )
 
 
-def decode_seconds(made: Generated, decoder: Decoder, device: Device, *, bytes_per_weight: int) -> float:
+def decode_seconds(made: Generated, decoder: DecoderWork, device: Device, *, bytes_per_weight: int) -> float:
     """Sum the steps of all sequences side by side: a smaller batch reads the weights more often and never less."""
     prompt_S, length_S = np.array(made.contexts, dtype=np.float64).T
     order = np.argsort(length_S)
@@ -178,13 +178,13 @@ def decode_seconds(made: Generated, decoder: Decoder, device: Device, *, bytes_p
     return float(np.maximum(memory_T, compute_T).sum())
 
 
-def forward_flops(decoder: Decoder, sequences: Sequence[int]) -> float:
+def forward_flops(decoder: DecoderWork, sequences: Sequence[int]) -> float:
     """One pass over whole sequences: two per weight and token, and causal attention over half of each square."""
     attention = 2 * decoder.layers * decoder.query_width * sum(length**2 for length in sequences)
     return float(2 * decoder.matmul_parameters * sum(sequences) + attention)
 
 
-def shared_flops(decoder: Decoder, made: Generated) -> float:
+def shared_flops(decoder: DecoderWork, made: Generated) -> float:
     """One forward pass that computes each prompt once, for all completions of its group."""
     prompts = sum(prompt**2 for prompt in made.prompts) / 2
     completions = sum(length * prompt + length**2 / 2 for prompt, length in made.contexts)
@@ -192,7 +192,7 @@ def shared_flops(decoder: Decoder, made: Generated) -> float:
     return float(2 * decoder.matmul_parameters * made.learnt + attention)
 
 
-def train_flops(decoder: Decoder, sequences: Sequence[int]) -> float:
+def train_flops(decoder: DecoderWork, sequences: Sequence[int]) -> float:
     """Forward and backward: three times the forward pass; what is computed again counts as nothing."""
     return 3 * forward_flops(decoder, sequences)
 

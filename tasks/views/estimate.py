@@ -16,7 +16,7 @@ NOT_COUNTED: Final = "Launches, padding, moving weights, judges, a critic and en
 
 @dataclass(frozen=True, slots=True)
 class CheckedDecoder:
-    """A policy as the input check found it, a `placement.roofline.Decoder`."""
+    """A policy as the input check found it, a `placement.roofline.DecoderWork`."""
 
     facts: Mapping[str, float]
 
