@@ -44,6 +44,7 @@ def reasons_against(job: Job) -> Iterator[str]:
     """Yield one line per combination that cannot work; the first is what the user is told."""
     yield from job.algorithm.reasons_against(job)
     yield from job.update.loss.reasons_against(job)
+    yield from job.update.optimizer.reasons_against(job.update)
     yield from _against_staleness(job.update, job.rollout)
     yield from job.rollout.engine.reasons_against(job)
     if job.rollout.environment is not None:

@@ -1,6 +1,7 @@
 """Configuration of the update: losses, penalties, corrections, optimizer. Torch-free; defaults are our recipe."""
 
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
@@ -217,6 +218,73 @@ class MaskedImportance(Correction):
 CorrectionConfig = Annotated[NoCorrection | TruncatedImportance | MaskedImportance, Field(discriminator="kind")]
 
 
+# ---- optimizers
+
+
+class Optimizer(Variant):
+    """What all optimizers share. `implementation` is a `models.training.optimizers.OptimizerFunction`."""
+
+    highest_zero_stage: ClassVar[int] = 3
+    """From the next stage on, ranks hold parts of the state that it cannot step."""
+    package: ClassVar[tuple[str, str] | None] = None
+    """Module that it needs beside the default installation, and what installs it."""
+
+    def reasons_against(self, update: "UpdateConfig") -> Iterator[str]:
+        """Yield one line per setting of the update, or lack of a package, with which it cannot work."""
+        name, most = self.known_as, self.highest_zero_stage
+        if update.sharding_stage > most:
+            bfloat16 = update.zero_stage <= most
+            found = "dtype 'bfloat16', which ZeRO-2 holds" if bfloat16 else f"zero_stage {update.zero_stage}"
+            remedy = "use dtype = 'float32'" if bfloat16 else f"use at most {most}"
+            yield f"update.optimizer.kind {name!r} with update.{found}: {remedy}, or kind = 'adamw'"
+        if self.package is not None and find_spec(self.package[0]) is None:
+            yield (
+                f"update.optimizer.kind {name!r}: expected the package {self.package[0]}, found none; "
+                f"pip install '{self.package[1]}'"
+            )
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (arXiv 1711.05101)."""
+
+    implementation = "models.training.optimizers:adamw"
+
+    kind: Literal["adamw"] = "adamw"
+
+
+class Muon(Optimizer):
+    """Orthogonalised momentum for the matrices between embeddings and head, AdamW for all else, which is also where
+    experts are whose matrices lie in one tensor.
+
+    Its steps are scaled to AdamW's size, 0.2 sqrt(max(rows, columns)) (arXiv 2502.16982, section 2.2), so that learning
+    rates are AdamW's. It sees whole matrices: ZeRO stage 0, in float32.
+    """
+
+    implementation = "models.training.optimizers:muon"
+    highest_zero_stage = 0
+
+    kind: Literal["muon"] = "muon"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the momentum; Nesterov's."""
+
+
+class Adam8bit(Optimizer):
+    """AdamW whose moments are kept in 8 bits, by blocks of 256 (arXiv 2110.02861; `pip install 'rheostat[adam8bit]'`).
+
+    A state belongs to ranks of one number and, above stage 0, one ZeRO stage: blocks are cut where the ranks' parts
+    are.
+    """
+
+    implementation = "models.training.optimizers:adam8bit"
+    highest_zero_stage = 2
+    package = ("bitsandbytes", "bitsandbytes>=0.50,<1")
+
+    kind: Literal["adam8bit"] = "adam8bit"
+
+
+OptimizerConfig = Annotated[AdamW | Muon | Adam8bit, Field(discriminator="kind")]
+
+
 # ---- low-rank adapters
 
 
@@ -259,14 +327,16 @@ def _is_named(layer: str, target: str) -> bool:
 class UpdateConfig(Settings):
     """The optimizer steps of an iteration."""
 
+    optimizer: OptimizerConfig = AdamW()
+    """What makes steps of gradients, in warm-up and of critics and reward models too."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate over the run after its warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of linear warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """AdamW's first moment decay."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
@@ -314,6 +384,11 @@ class UpdateConfig(Settings):
     def steps(self) -> int:
         """Optimizer steps per iteration, where every minibatch has something to learn from."""
         return self.minibatches * self.epochs
+
+    @property
+    def sharding_stage(self) -> int:
+        """ZeRO stage that runs: at least 2 in bfloat16, since DeepSpeed sums gradients in float32 only from there."""
+        return self.zero_stage if self.dtype == "float32" else max(2, self.zero_stage)
 
     @property
     def trains_sight(self) -> bool:

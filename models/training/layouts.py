@@ -33,6 +33,8 @@ class StateLayout(Settings):
     """DeepSpeed's stage."""
     dtype: str
     """Precision of the weights."""
+    optimizer: str = "adamw"
+    """Whose state it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ known before: digests are of the bytes that will be written. A state that is los
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
@@ -108,6 +109,17 @@ def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: Update
     found = StateLayout.model_validate_json((fetch_part(store, ref, [_LAYOUT]) / _LAYOUT).read_bytes())
     if found.dtype != wanted.dtype:
         raise BadInput(f"optimizer state {ref.key}: expected one of {wanted.dtype} weights, found {found.dtype}")
+    if found.optimizer != wanted.optimizer:
+        raise BadInput(f"optimizer state {ref.key}: expected one of {wanted.optimizer}, found {found.optimizer}")
+    whole = found.zero_stage == wanted.zero_stage == 0  # every rank has all of it
+    if found != wanted and not whole and wanted.optimizer != "adamw":
+        raise BadInput(
+            f"optimizer state {ref.key}: {wanted.optimizer} continues on as many ranks, at the same ZeRO stage: "
+            f"expected {found.world_size} at stage {found.zero_stage}, found {wanted.world_size} at stage "
+            f"{wanted.zero_stage}"
+        )
+    if whole and found != wanted:
+        found, ranks = wanted, replace(ranks, rank=0)
     writers = [ranks.rank] if found == wanted else range(found.world_size)
     names = [_file_name(rank) for rank in writers]
     directory = fetch_part(store, ref, names)
@@ -128,11 +140,16 @@ def _copied(moments: Moments) -> HostCopy:
 
 
 def _layout(update: UpdateConfig, ranks: Ranks) -> StateLayout:
-    return StateLayout(world_size=ranks.world_size, zero_stage=zero_stage(update), dtype=update.dtype)
+    return StateLayout(
+        world_size=ranks.world_size,
+        zero_stage=zero_stage(update),
+        dtype=update.dtype,
+        optimizer=update.optimizer.known_as,
+    )
 
 
 def _encoded(layout: StateLayout) -> bytes:
-    return canonical_json(layout.model_dump())
+    return canonical_json(layout.model_dump(exclude_defaults=True))
 
 
 def _file_name(rank: int) -> str:

@@ -8,18 +8,20 @@ import gc
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 import torch
 from torch import Tensor
 
 from infra.errors import Damaged
 from infra.store.bundles import BundledFile
+from infra.variants import implementation_of
 from models.config.objectives import UpdateConfig
 from models.modeling.adapters import has_adapters, save_adapters, trained_parameters
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenModule
 from models.modeling.safetensors import save_pretrained
+from models.training.optimizers import OptimizerFunction
 from models.training.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -46,7 +48,10 @@ def learning_rate(
 
 
 Moments = dict[str, Tensor]
-"""A rank's optimizer state by name: `exp_avg.0`, `exp_avg_sq.0`, `step.0`, and in bfloat16 `master.0`."""
+"""A rank's optimizer state by name: of AdamW `exp_avg.0`, `exp_avg_sq.0`, `step.0`, and in bfloat16 `master.0`."""
+
+_LIKE_WEIGHTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
+"""Parts of an optimizer's state that have a value for every weight."""
 
 
 class Trainer:
@@ -61,13 +66,7 @@ class Trainer:
         module = module.to(ranks.device)
         self._module, self._model = module, module.model
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        optimizer = torch.optim.AdamW(
-            trained_parameters(module),
-            lr=0.0,
-            betas=(update.beta1, update.beta2),
-            weight_decay=update.weight_decay,
-            fused=True,
-        )
+        optimizer = cast(OptimizerFunction, implementation_of(update.optimizer))(module, update)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_engine_config(update))
         self._engine: DeepSpeedEngine = engine
         self._engine.eval()  # no dropout: log-probs must be those of the policy that generated
@@ -126,7 +125,7 @@ class Trainer:
             if self._stage and partition.dtype != next(self._model.parameters()).dtype:
                 found[f"master.{index}"] = partition.detach()
             for name, value in self._optimizer.state[partition].items():
-                found[f"{name}.{index}"] = value
+                found[f"{name}.{index}"] = value if isinstance(value, Tensor) else torch.tensor(value)
         return found
 
     def weights(self) -> list[Tensor]:
@@ -146,13 +145,14 @@ class Trainer:
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
         """Continue with what `moments` returned on this rank of an equal engine."""
         expected = 0
+        named: dict[int, dict[str, Tensor]] = {}
+        for key, value in moments.items():
+            name, _, place = key.rpartition(".")
+            if name != "master":
+                named.setdefault(int(place), {})[name] = value.clone()
         for index, partition in enumerate(self._partitions()):
-            state = {
-                name: moments[f"{name}.{index}"].clone()
-                for name in ("step", "exp_avg", "exp_avg_sq")
-                if f"{name}.{index}" in moments
-            }
-            for name in ("exp_avg", "exp_avg_sq"):
+            state = named.get(index, {})
+            for name in _LIKE_WEIGHTS:
                 if name in state and state[name].shape != partition.shape:
                     raise Damaged(
                         f"optimizer state {name}.{index}: expected shape {tuple(partition.shape)}, "
@@ -161,7 +161,10 @@ class Trainer:
             if (master := moments.get(f"master.{index}")) is not None:
                 partition.data.copy_(master)
                 expected += 1
-            self._optimizer.state[partition] = {name: value.to(partition.device) for name, value in state.items()}
+            self._optimizer.state[partition] = {
+                name: int(value) if value.dtype == torch.int64 else value.to(partition.device)  # counts of steps
+                for name, value in state.items()
+            }
             expected += len(state)
         if expected != len(moments):
             raise Damaged(f"optimizer state: expected {expected} tensors for this engine, found {len(moments)}")
@@ -189,8 +192,8 @@ class Trainer:
 
 
 def zero_stage(update: UpdateConfig) -> int:
-    """The stage that runs: at least 2 in bfloat16, since DeepSpeed sums gradients in float32 only from there on."""
-    return update.zero_stage if update.dtype == "float32" else max(2, update.zero_stage)
+    """The stage that runs."""
+    return update.sharding_stage
 
 
 @torch.no_grad()

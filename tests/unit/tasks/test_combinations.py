@@ -2,6 +2,7 @@
 
 import pytest
 
+from models.config.objectives import Adam8bit
 from tests.support.configurations import accepted, refusal
 
 KEEP = ("rollout.dynamic.surplus=keep",)
@@ -43,6 +44,22 @@ def test_penalties_have_no_place_among_terms_that_are_normalised_one_by_one(part
 
 def test_the_overlong_buffer_lies_inside_the_limit():
     assert "expected less than max_new_tokens 64" in refusal("algorithm.kind=grpo", "algorithm.overlong.buffer=64")
+
+
+def test_optimizers_that_need_whole_matrices_or_own_blocks_are_refused_where_ranks_hold_other_parts():
+    told = refusal("update.optimizer.kind=muon", "update.zero_stage=1")
+    assert "update.optimizer.kind 'muon' with update.zero_stage 1: use at most 0, or kind = 'adamw'" in told
+    told = refusal("update.optimizer.kind=muon", "update.dtype=bfloat16")
+    assert "'muon' with update.dtype 'bfloat16', which ZeRO-2 holds: use dtype = 'float32', or kind = 'adamw'" in told
+    assert "with update.zero_stage 3: use at most 2" in refusal("update.optimizer.kind=adam8bit", "update.zero_stage=3")
+    eight = accepted("update.optimizer.kind=adam8bit", "update.dtype=bfloat16")
+    assert eight.update.sharding_stage == 2
+
+
+def test_an_optimizer_whose_package_is_missing_is_refused_with_what_installs_it(monkeypatch):
+    monkeypatch.setattr(Adam8bit, "package", ("no_such_bits", "no-such-bits>=1"))
+    told = refusal("update.optimizer.kind=adam8bit")
+    assert "expected the package no_such_bits, found none; pip install 'no-such-bits>=1'" in told
 
 
 def test_a_plain_policy_gradient_takes_one_step():

@@ -1,0 +1,84 @@
+"""The optimizers of a model under training; settings name them as their implementations.
+
+Each steps the parameters that training changes, at a rate of 0 until it is set. What a parameter's state consists of is
+the optimizer's own, and saved as it is.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from models.config.objectives import Muon, UpdateConfig
+from models.modeling.adapters import trained_parameters
+from models.modeling.logprobs import TokenModule
+
+OptimizerFunction = Callable[[TokenModule, UpdateConfig], Optimizer]
+
+
+def adamw(module: TokenModule, update: UpdateConfig) -> Optimizer:
+    """Adam with decoupled weight decay (arXiv 1711.05101)."""
+    return _adamw(trained_parameters(module), update)
+
+
+def muon(module: TokenModule, update: UpdateConfig) -> Optimizer:
+    """Orthogonalised momentum for hidden matrices, AdamW for all else, as one optimizer."""
+    assert isinstance(update.optimizer, Muon), "an optimizer is made from its own settings"
+    hidden = hidden_matrices(module.model)
+    named = {id(parameter) for parameter in hidden}
+    others = [parameter for parameter in trained_parameters(module) if id(parameter) not in named]
+    parts: list[Optimizer] = []
+    if hidden:
+        orthogonal = torch.optim.Muon(
+            hidden,
+            lr=0.0,
+            weight_decay=update.weight_decay,
+            momentum=update.optimizer.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        parts.append(orthogonal)
+    if others:
+        parts.append(_adamw(others, update))
+    return _Parts(parts)
+
+
+def adam8bit(module: TokenModule, update: UpdateConfig) -> Optimizer:
+    """AdamW whose moments are kept in 8 bits, by blocks of 256 (arXiv 2110.02861)."""
+    from bitsandbytes.optim import AdamW8bit
+
+    made = AdamW8bit(
+        trained_parameters(module), lr=0.0, betas=(update.beta1, update.beta2), weight_decay=update.weight_decay
+    )
+    return cast(Optimizer, made)
+
+
+def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The trained matrices between a model's embeddings and its head."""
+    embedded = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    trunk = trained_parameters(model.base_model)
+    return [parameter for parameter in trunk if parameter.ndim == 2 and id(parameter) not in embedded]
+
+
+def _adamw(parameters: list[nn.Parameter], update: UpdateConfig) -> Optimizer:
+    return torch.optim.AdamW(
+        parameters, lr=0.0, betas=(update.beta1, update.beta2), weight_decay=update.weight_decay, fused=True
+    )
+
+
+class _Parts(Optimizer):
+    """Several optimizers as one: groups and state are theirs."""
+
+    def __init__(self, parts: list[Optimizer]) -> None:
+        super().__init__(list(chain.from_iterable(part.param_groups for part in parts)), {})
+        for part in parts:
+            part.state = self.state
+        self._parts = parts
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # DeepSpeed gives no closure
+        """Have each part take its step."""
+        for part in self._parts:
+            part.step()
