@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from models.inspection.directory import Inspected
 
 
-ADAM_BYTES = 8  # two float32 moments per parameter
 LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
 """What a policy loss is called with."""
 MASTER_BYTES = 4  # DeepSpeed's float32 copy beside bfloat16 weights
@@ -214,6 +213,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         check_implementation(inputs.update.loss, *LOSS, where="update.loss", named=LOSS_NAMED)
     policy = inspect_policy(inputs.policy, problem_texts(train))
     shape, tokenizer = policy.shape, policy.tokenizer
+    if inputs.update.router_loss is not None and not shape.experts:
+        raise BadInput("update.router_loss: expected a policy with experts and a router for them, found dense layers")
     problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)
     check_images(problems, processor)
     environment = inputs.rollout.environment
@@ -258,12 +259,12 @@ def _update_memory(inputs: Inputs, model: ModelOutline) -> dict[str, float]:
     update, ranks, parameters = inputs.update, inputs.pools.update_ranks, model.parameters
     trained = parameters if update.lora is None else update.lora.count_trained(model)
     held = parameters if update.lora is None else parameters + trained
-    state = ADAM_BYTES + (MASTER_BYTES if update.dtype == "bfloat16" else 0)
+    state = update.optimizer.state_bytes + (MASTER_BYTES if update.dtype == "bfloat16" else 0)
     return {
         "trained_parameters": trained,
         "update_weights_bytes": held * BYTES[update.dtype] // (ranks if update.zero_stage >= 3 else 1),
         "update_gradient_bytes": trained * BYTES[update.dtype] // (ranks if update.zero_stage >= 2 else 1),
-        "update_optimizer_bytes": trained * state // (ranks if update.zero_stage >= 1 else 1),
+        "update_optimizer_bytes": int(trained * state) // (ranks if update.zero_stage >= 1 else 1),
     }
 
 

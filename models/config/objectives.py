@@ -1,7 +1,6 @@
 """Configuration of the update: losses, penalties, corrections, optimizer. Torch-free; defaults are our recipe."""
 
 from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
@@ -10,6 +9,7 @@ from infra.config import Positive, Settings
 from infra.errors import BadInput
 from infra.plugins import nearest_name
 from infra.variants import OneOf, Target, Variant
+from models.config.optimizers import AdamW, OptimizerConfig
 from models.config.policy import ModelOutline
 
 if TYPE_CHECKING:
@@ -218,73 +218,6 @@ class MaskedImportance(Correction):
 CorrectionConfig = Annotated[NoCorrection | TruncatedImportance | MaskedImportance, Field(discriminator="kind")]
 
 
-# ---- optimizers
-
-
-class Optimizer(Variant):
-    """What all optimizers share. `implementation` is a `models.training.optimizers.OptimizerFunction`."""
-
-    highest_zero_stage: ClassVar[int] = 3
-    """From the next stage on, ranks hold parts of the state that it cannot step."""
-    package: ClassVar[tuple[str, str] | None] = None
-    """Module that it needs beside the default installation, and what installs it."""
-
-    def reasons_against(self, update: "UpdateConfig") -> Iterator[str]:
-        """Yield one line per setting of the update, or lack of a package, with which it cannot work."""
-        name, most = self.known_as, self.highest_zero_stage
-        if update.sharding_stage > most:
-            bfloat16 = update.zero_stage <= most
-            found = "dtype 'bfloat16', which ZeRO-2 holds" if bfloat16 else f"zero_stage {update.zero_stage}"
-            remedy = "use dtype = 'float32'" if bfloat16 else f"use at most {most}"
-            yield f"update.optimizer.kind {name!r} with update.{found}: {remedy}, or kind = 'adamw'"
-        if self.package is not None and find_spec(self.package[0]) is None:
-            yield (
-                f"update.optimizer.kind {name!r}: expected the package {self.package[0]}, found none; "
-                f"pip install '{self.package[1]}'"
-            )
-
-
-class AdamW(Optimizer):
-    """Adam with decoupled weight decay (arXiv 1711.05101)."""
-
-    implementation = "models.training.optimizers:adamw"
-
-    kind: Literal["adamw"] = "adamw"
-
-
-class Muon(Optimizer):
-    """Orthogonalised momentum for the matrices between embeddings and head, AdamW for all else, which is also where
-    experts are whose matrices lie in one tensor.
-
-    Its steps are scaled to AdamW's size, 0.2 sqrt(max(rows, columns)) (arXiv 2502.16982, section 2.2), so that learning
-    rates are AdamW's. It sees whole matrices: ZeRO stage 0, in float32.
-    """
-
-    implementation = "models.training.optimizers:muon"
-    highest_zero_stage = 0
-
-    kind: Literal["muon"] = "muon"
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the momentum; Nesterov's."""
-
-
-class Adam8bit(Optimizer):
-    """AdamW whose moments are kept in 8 bits, by blocks of 256 (arXiv 2110.02861; `pip install 'rheostat[adam8bit]'`).
-
-    A state belongs to ranks of one number and, above stage 0, one ZeRO stage: blocks are cut where the ranks' parts
-    are.
-    """
-
-    implementation = "models.training.optimizers:adam8bit"
-    highest_zero_stage = 2
-    package = ("bitsandbytes", "bitsandbytes>=0.50,<1")
-
-    kind: Literal["adam8bit"] = "adam8bit"
-
-
-OptimizerConfig = Annotated[AdamW | Muon | Adam8bit, Field(discriminator="kind")]
-
-
 # ---- low-rank adapters
 
 
@@ -363,6 +296,10 @@ class UpdateConfig(Settings):
     warm-up on worked examples trains them all."""
     loss: LossConfig = PpoClip()
     """The policy loss."""
+    router_loss: Annotated[float, Field(gt=0)] | None = None
+    """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961, eq. 4 to 6), the mean over its
+    layers, of the learnt tokens of a whole optimizer step; counting what they choose takes one forward pass more. None:
+    no such loss."""
     kl: Kl = NoKl()
     """Divergence from the initial policy."""
     correction: CorrectionConfig = TruncatedImportance()
@@ -371,6 +308,12 @@ class UpdateConfig(Settings):
     """The same for tokens that an earlier policy version wrote; none treats them alike."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Tokens written more versions ago have no weight in the loss; none keeps them all."""
+
+    @model_validator(mode="after")
+    def _routers_are_whole(self) -> "UpdateConfig":
+        if self.router_loss is not None and self.zero_stage == 3:
+            raise ValueError("router_loss and zero_stage 3: ranks hold parts of routers; use at most 2")
+        return self
 
     @model_validator(mode="after")
     def _trains_something(self) -> "UpdateConfig":

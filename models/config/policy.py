@@ -192,6 +192,8 @@ class ModelShape:
     head_size: int
     sees: str = ""
     """`model_type` of a model that reads images, empty of one that reads text alone."""
+    experts: int = 0
+    """Those that a token of a layer may be given; 0 where layers are dense."""
 
     @property
     def cached_numbers(self) -> int:

@@ -221,11 +221,14 @@ def _built(directory: Path) -> Inspected:
     from models.modeling.adapters import outline
     from models.modeling.critic import classifier_of
     from models.modeling.directory import check_directory, meta_policy
+    from models.modeling.experts import count_experts
     from models.modeling.policy import policy_shape
 
     config, tokenizer, parameters = check_directory(directory)
+    model = meta_policy(directory)
     shape = policy_shape(config, parameters=parameters, source=str(directory))
-    return Inspected(shape, outline(meta_policy(directory)), tokenizer, lambda: outline(classifier_of(config)))
+    shape = replace(shape, experts=count_experts(model))
+    return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(config)))
 
 
 # ---- what needs no modelling code

@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from infra.errors import BadInput
+from models.modeling.experts import ExpertRouting, watch_routers
 from models.modeling.layout import MicroBatch
 from models.modeling.logit_shapes import LogitShape, logit_shape
 from models.modeling.shared_prompts import SharedTokens, on_device, share_prompts, shared_states
@@ -56,6 +57,9 @@ class TokenModule(nn.Module):
 
     sight: Sight | None = None
     """Of a model that sees."""
+
+    routing: ExpertRouting | None = None
+    """Of a mixture of experts."""
 
     def read(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
         """Bring a pass to the device, with what its rows show."""
@@ -104,9 +108,12 @@ class TokenLogprobs(TokenModule):
         banned = () if sight is None else sight.banned
         self.head = _Head(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
         self.shares_prompts = share_prompts(model)
+        self.routing = watch_routers(model)
 
     def forward(self, read: ForwardInput) -> Tensor:
         """Return log π of each written token in float32."""
+        if self.routing is not None:
+            self.routing.begin(read.positions_N)
         return cast(Tensor, self.head(self.states(read), read.targets_N))
 
 

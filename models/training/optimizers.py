@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from models.config.objectives import Muon, UpdateConfig
+from models.config.objectives import UpdateConfig
+from models.config.optimizers import Muon
 from models.modeling.adapters import trained_parameters
 from models.modeling.logprobs import TokenModule
 

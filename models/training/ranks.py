@@ -64,6 +64,11 @@ def sum_and_max(sums: Tensor, maxima: Tensor) -> None:
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
 
 
+def sum_over_ranks(sums: Tensor) -> None:
+    """Replace it by its sum over the ranks."""
+    dist.all_reduce(sums, op=dist.ReduceOp.SUM)
+
+
 def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     """Bring every rank's bytes to rank 0, one rank after another; the others get an empty list."""
     size = torch.tensor([len(data)], device=ranks.device)

@@ -18,6 +18,7 @@ from infra.store.bundles import BundledFile
 from infra.variants import implementation_of
 from models.config.objectives import UpdateConfig
 from models.modeling.adapters import has_adapters, save_adapters, trained_parameters
+from models.modeling.experts import ExpertRouting
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenModule
 from models.modeling.safetensors import save_pretrained
@@ -98,6 +99,11 @@ class Trainer:
         if norm is None:
             norm = float(self._engine.get_global_grad_norm())
         return norm if norm >= 0 else float("nan")  # DeepSpeed writes -1 for a norm that is not finite
+
+    @property
+    def routing(self) -> ExpertRouting | None:
+        """What the routers of a mixture of experts said in the pass before."""
+        return self._module.routing
 
     @property
     def trains_adapters(self) -> bool:

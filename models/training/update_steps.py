@@ -5,8 +5,8 @@ policy's passes, with another loss. Shapes: N completion tokens of one pass, T o
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import isfinite
 from random import Random
@@ -41,6 +41,7 @@ from models.records.model_input import learnt_tokens, sample_inputs, sample_leng
 from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA
 from models.records.work import UpdateWork
 from models.training.ranks import Ranks, sum_and_max
+from models.training.routers import RouterTally
 from models.training.trainer import Trainer, frozen_forward, learning_rate
 from models.vision.families import ImageTokens
 
@@ -189,6 +190,8 @@ class StepsTaken:
     sums: dict[str, float]
     maxima: dict[str, float]
     grad_norms: tuple[float, ...]
+    router: Mapping[str, float] = field(default_factory=dict)
+    """Of a mixture of experts: how evenly its experts were used, over all passes."""
 
     @property
     def finite(self) -> bool:
@@ -244,10 +247,11 @@ def take_steps(
     on_progress: OnProgress,
 ) -> StepsTaken:
     """Take the steps; stops at the first whose gradients are not finite, which all ranks see alike."""
-    tally = MetricSums()
+    tally, routers = MetricSums(), RouterTally(trainer, coefficient=config.router_loss, ranks=ranks)
     norms: list[float] = []
     epoch = len(_first_epoch(steps))
     for index, step in enumerate(steps):
+        routers.begin([batch.reads for batch in step.batches], on_progress)
         old, reference = extras.old[step.minibatch], extras.reference[step.minibatch]
         for number, batch in enumerate(step.batches):
             tokens = _on_device(batch, old=old[number], reference=reference[number], device=ranks.device)
@@ -260,12 +264,13 @@ def take_steps(
             if step.computes_old:
                 old[number] = before_N  # of the first step, for the epochs after this one
             loss = update_loss(logprobs_N, tokens, config=config, kl_coefficient=kl_coefficient, tally=tally)
+            loss = loss + routers.loss()
             trainer.backward(loss, last=number + 1 == len(step.batches))
             on_progress()
         norms.append(trainer.step(step.learning_rate))
         if not isfinite(norms[-1]):
             break
-    return StepsTaken.over_ranks(tally, norms, ranks)
+    return replace(StepsTaken.over_ranks(tally, norms, ranks), router=routers.metrics(len(norms)))
 
 
 def _lay_out_step(

@@ -389,6 +389,7 @@ def _metrics(taken: StepsTaken, samples: TrainingSamples, steps: list[StepPasses
     return (
         metrics
         | maxima
+        | {**taken.router}
         | {
             "grad_norm_mean": sum(taken.grad_norms) / len(steps),
             "grad_norm_max": max(taken.grad_norms),

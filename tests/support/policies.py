@@ -7,7 +7,16 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from models.config.data import ArithmeticData
 from models.config.policy import DirectoryPolicy, ScratchPolicy
@@ -34,6 +43,11 @@ ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     "llama": (LlamaConfig, DECODER),
     "qwen3": (Qwen3Config, DECODER),
     "mistral": (MistralConfig, {**DECODER, "sliding_window": 12}),
+    "mixtral": (MixtralConfig, {**DECODER, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {**DECODER, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "initializer_range": 0.1},
+    ),
     "gpt2": (GPT2Config, {"n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT}),
 }
 
@@ -78,6 +92,9 @@ def write_policy(
         model.lm_head.weight[tokenizer.eos_token_id, 0] += math.log(eos_share * VOCABULARY) / math.sqrt(
             model.config.hidden_size
         )
+        for name, weight in model.named_parameters():
+            if name.endswith("gate.weight"):  # of a router, which would send every token where that direction leads
+                weight[:, 0] = 0
     save_policy(model, tokenizer, directory)
 
 

@@ -17,7 +17,7 @@ TOTAL: Final = "credit/term_"
 SEALED: Final = (
     "credit/term_", "credit/reward_std", "credit/group_reward_std_mean", "credit/truncated_fraction",
     "credit/missing_fraction", "credit/informative_groups", "credit/groups", "update/entropy", "update/kl",
-    "update/grad_norm", "update/clip_fraction", "update/learning_rate", "update/loss", "update/value",
+    "update/grad_norm", "update/clip_fraction", "update/learning_rate", "update/loss", "update/value", "update/router",
 )  # fmt: skip
 """Metrics of seals that have no name of their own in a run's description, by their beginnings."""
 

@@ -38,6 +38,7 @@ from models.config.judges import (
     TrainedRewardModel,
 )
 from models.config.objectives import LoraConfig, UpdateConfig
+from models.config.optimizers import Adam8bit
 from models.config.policy import DirectoryPolicy, PolicyConfig, ScratchPolicy
 from models.config.reward_terms import MathReward, NumericReward, TargetReward
 from models.config.rewards import ScoringConfig
@@ -49,6 +50,7 @@ from models.modeling.policy import build_scratch, save_policy
 from models.text.tokenizer import scratch_tokenizer
 from tests.support.environments import leave_vllm
 from tests.support.pictures import picture
+from tests.support.policies import write_policy
 
 GSM8K = Path(__file__).parents[3] / "configs" / "data" / "gsm8k"
 
@@ -314,6 +316,19 @@ def test_completions_as_long_as_the_context_are_refused():
     sampling = SamplingConfig(max_new_tokens=256)
     with pytest.raises(BadInput, match=r"max_new_tokens 256 leaves no room for a prompt: .* context is 256 tokens"):
         check(inputs(rollout=RolloutConfig(sampling=sampling)))
+
+
+def test_a_loss_for_routers_is_refused_where_layers_are_dense_and_taken_where_they_have_experts(tmp_path):
+    update = UpdateConfig(router_loss=1e-2)
+    with pytest.raises(BadInput, match=r"update.router_loss: expected a policy with experts and a router for them"):
+        check(inputs(update=update))
+    write_policy(tmp_path, "mixtral")
+    eight = update.model_copy(update={"optimizer": Adam8bit()})
+    found = [
+        check(inputs(policy=DirectoryPolicy(path=tmp_path), update=each))["update_optimizer_bytes"]
+        for each in (update, eight)
+    ]
+    assert found[1] < 0.26 * found[0]
 
 
 def test_warm_up_without_answers_is_refused(tmp_path):

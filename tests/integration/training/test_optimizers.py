@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
 from infra.store.storage import open_store
-from models.config.objectives import Adam8bit, Muon, UpdateConfig
+from models.config.objectives import UpdateConfig
+from models.config.optimizers import Adam8bit, Muon
 from models.data.problems import load_problems
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.policy import build_scratch

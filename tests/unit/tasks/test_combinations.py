@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.config.objectives import Adam8bit
+from models.config.optimizers import Adam8bit
 from tests.support.configurations import accepted, refusal
 
 KEEP = ("rollout.dynamic.surplus=keep",)
