@@ -14,7 +14,6 @@ from flows.cli.runs import PICTURES, NewDirectory, NewFile
 from flows.cli.train import AcceptChange, JobArguments, watched
 from infra.errors import BadInput
 from infra.terminal import Json, table, write
-from models.config.soup import SoupMethod
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,13 +36,25 @@ AdapterSum = Annotated[
         help="write a whole model, or of adapters over one base an adapter of all ranks; factors are never averaged"
     ),
 ]
+MergedTo = Annotated[
+    NewDirectory | None, Parameter(metavar="DIR", show_default="none", help="a directory that is not there yet")
+]
+MergekitFile = Annotated[
+    NewFile | None,
+    Parameter(
+        metavar="FILE", show_default="none", help="YAML of the sum for mergekit, which knows TIES, DARE and SLERP"
+    ),
+]
 Unrelated = Annotated[bool, Parameter(help="also merge policies of runs that did not start from one policy")]
 SoupName = Annotated[str, Parameter(name="NAME", help="name of the soup")]
 SoupNames = Annotated[str, Parameter(name="NAME", help="names of soups, such as one for each seed")]
 Preference = Annotated[
     str, Parameter(metavar="SHARES", help="shares of the terms, in their order, which sum to 1, such as 0.3,0.7")
 ]
-MethodOf = Annotated[SoupMethod | None, Parameter(show_default="the only one", help="how it was made")]
+MethodOf = Annotated[
+    Literal["bone", "direct", "rewarded", "oracle"] | None,
+    Parameter(show_default="the only one", help="how it was made"),
+]
 FrontPicture = Annotated[
     NewFile | None, Parameter(metavar="FILE", show_default="no picture", help="a picture that is not there yet")
 ]
@@ -51,7 +62,8 @@ FrontPicture = Annotated[
 
 def merge(
     *terms: Terms,
-    to: NewDirectory,
+    to: MergedTo = None,
+    write_mergekit: MergekitFile = None,
     dtype: SumDtype = None,
     adapters: AdapterSum = "full",
     unrelated: Unrelated = False,
@@ -59,9 +71,15 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Write the weighted sum of policies as one model directory; negative weights are meant."""
-    from tasks.soup.merging import merge_policies
+    from tasks.soup import merging
 
-    made = merge_policies(store, terms, Path(to), dtype=dtype, adapters=adapters, unrelated=unrelated)
+    if to is None and write_mergekit is None:
+        raise BadInput("merge: expected --to DIR, or --write-mergekit FILE, found neither")
+    if write_mergekit is not None:
+        merging.write_mergekit(store, terms, write_mergekit)
+    if to is None:
+        return
+    made = merging.merge_policies(store, terms, Path(to), dtype=dtype, adapters=adapters, unrelated=unrelated)
     write(made.model_dump_json(indent=2) if as_json else made.text())
 
 

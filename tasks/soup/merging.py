@@ -1,5 +1,6 @@
 """Weighted sums of policies, whether of runs or of directories, written as one directory. Needs no Prefect."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,13 @@ from tasks.views.policy_export import new_directory, policy_after, write_apart
 from tasks.views.runs import open_known_run
 
 EXAMPLE: Final = "such as demo=0.7 longer@12=0.3"
+MERGEKIT: Final = """\
+# mergekit-yaml THIS-FILE DIR writes this sum. Of the same models it makes, with other lines here:
+#   ties         merge_method: ties, and base_model: their common start; density: 0.5 beside each weight
+#   dare_ties    the same, with merge_method: dare_ties (dare_linear without the election of signs)
+#   slerp        merge_method: slerp of two models, with base_model: the first; parameters: {t: share of the second}
+# Weights of ties and dare are those of differences from base_model, of which it is no parent itself.
+# Results are float32; out_dtype: bfloat16 rounds them at last."""
 FACTORS: Final = (
     "--adapters factors: a mean of A's and a mean of B's is no sum of adapters: its product has terms of one's B with "
     "another's A; expected 'full', which adds them to their bases, or 'ranks', which joins their ranks: both are exact"
@@ -57,13 +65,46 @@ def merge_policies(
     """
     if adapters == "factors":
         raise BadInput(FACTORS)
+    parents = weighted_parents(store, terms)
+    return write_merged(parents, target, dtype=dtype, adapters=adapters, unrelated=unrelated)
+
+
+def write_mergekit(store: str, terms: Sequence[str], target: Path) -> None:
+    """Write the sum of `NAME=WEIGHT` terms as a configuration of mergekit, which has other ways to merge, too.
+
+    Raises BadInput before the file is there.
+    """
+    if target.exists():
+        raise BadInput(f"{target}: expected a file that is not there yet, found one")
+    target.write_text(mergekit_page(weighted_parents(store, terms)))
+
+
+def mergekit_page(parents: Sequence[Parent]) -> str:
+    """The sum as mergekit's `linear` merge of YAML, in float32, without a division by the sum of the weights."""
+    models = [(json.dumps(_mergekit_name(parent.path)), parent) for parent in parents]
+    lines = [MERGEKIT, "merge_method: linear", "models:"]
+    for name, parent in models:
+        lines += [f"  - model: {name}  # {parent.name}", "    parameters:", f"      weight: {parent.weight!r}"]
+    return "\n".join([*lines, "parameters:", "  normalize: false", "dtype: float32", ""])
+
+
+def _mergekit_name(directory: Path) -> str:
+    """What mergekit calls a policy: its directory, or that of its base with that of its adapter."""
+    settings = directory / "adapter_config.json"
+    if not settings.is_file():
+        return str(directory.resolve())
+    base = directory / str(json.loads(settings.read_text())["base_model_name_or_path"])
+    return f"{base.resolve()}+{directory.resolve()}"
+
+
+def weighted_parents(store: str, terms: Sequence[str]) -> tuple[Parent, ...]:
+    """What `NAME=WEIGHT` terms stand for. Raises BadInput where a policy is not there or weights do not sum to 1."""
     weighed = [_term(term) for term in terms]
     if not weighed:
         raise BadInput(f"merge: expected policies with their weights, {EXAMPLE}, found none")
     if (reason := reason_against_weights([weight for _, weight in weighed])) is not None:
         raise BadInput(f"merge: {reason}")
-    parents = tuple(_parent(store, name, weight) for name, weight in weighed)
-    return write_merged(parents, target, dtype=dtype, adapters=adapters, unrelated=unrelated)
+    return tuple(_parent(store, name, weight) for name, weight in weighed)
 
 
 def write_merged(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -314,6 +315,31 @@ def test_bad_merges_are_one_line_and_write_nothing(tmp_path, capsys, words, said
     assert main(["merge", *words, "--to", str(target), "--store", str(tmp_path / "runs")]) == 2
     shown = capsys.readouterr().err
     assert said in " ".join(shown.split()) and not target.exists()
+
+
+def test_mergekit_is_told_of_the_same_sum_in_its_own_terms(tmp_path, adapted, parents):
+    base, adapters = adapted
+    file, words = tmp_path / "sum.yaml", [f"{parents[0]}=1.75", f"{adapters[0]}=-0.75"]
+    assert main(["merge", *words, "--write-mergekit", str(file)]) == 0
+    assert yaml.safe_load(file.read_text()) == {
+        "merge_method": "linear",
+        "models": [
+            {"model": str(parents[0].resolve()), "parameters": {"weight": 1.75}},
+            {"model": f"{base.resolve()}+{adapters[0].resolve()}", "parameters": {"weight": -0.75}},
+        ],
+        "parameters": {"normalize": False},
+        "dtype": "float32",
+    }
+    comments = [line for line in file.read_text().splitlines() if line.startswith("#")]
+    assert all(any(method in line for line in comments) for method in ("ties", "dare_ties", "slerp"))
+
+
+def test_a_merge_that_goes_nowhere_or_over_a_file_is_refused(tmp_path, parents, capsys):
+    assert main(["merge", f"{parents[0]}=1"]) == 2
+    assert "expected --to DIR, or --write-mergekit FILE, found neither" in capsys.readouterr().err
+    (tmp_path / "there").write_text("")
+    assert main(["merge", f"{parents[0]}=1", "--write-mergekit", str(tmp_path / "there")]) == 2
+    assert "expected a file that is not there yet" in capsys.readouterr().err
 
 
 # ---- memory
