@@ -1,6 +1,9 @@
 """Soups: what stands in their records is what was trained and evaluated, and a killed one goes on where it was."""
 
 import json
+import os
+import signal
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +23,9 @@ from models.soup.front import measure_front
 from tasks.config.run import RunConfig, load_config
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey, evaluation_key
-from tasks.soup.record import SoupRecord, soup_policy
+from tasks.soup.record import SoupRecord, latest_records, soup_policy
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import ROOT
+from tests.support.jobs import PATIENCE, RHEOSTAT, ROOT, Job, manifests_of, wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 WEIGHTS = "model.safetensors"
@@ -94,6 +97,28 @@ def test_a_soup_that_was_killed_goes_on_and_does_nothing_twice(soup):
         "killed",
     ]
     assert len(set(soup.evaluated)) == len(soup.evaluated) == 1 + 3 + 1 + 3 + 3
+
+
+def test_a_soup_whose_process_is_killed_amid_the_backbones_ends_with_the_same_bits(tmp_path, prefect_api):
+    import flows.soup
+
+    job, store, words = Job(tmp_path, prefect_api), tmp_path / "store", (*SMALL, *SMALL_SOUP, "soup.corners='merge'")
+    with InProcessJob(tmp_path, prefect_api).prefect():
+        whole = run_flow(flows.soup.soup(load_config(ROOT / "configs/soup.toml", [*words, f"store='{store}'"])))
+    store.rename(tmp_path / "whole")  # runs name the directories of the policies that they begin as
+    command = [RHEOSTAT, "soup", str(ROOT / "configs/soup.toml"), *words, "--store", str(store)]
+    with subprocess.Popen(command, cwd=ROOT, env=job.environment(), start_new_session=True) as process:
+        amid = wait_for(lambda: [*store.glob("soup.for-*/manifests/it-0001/credit.json")], seconds=300)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert amid and process.wait() == -signal.SIGKILL and not [*store.glob("soup.at-*/manifests/eval-*/summary.json")]
+    again = subprocess.run(command, cwd=ROOT, env=job.environment(), capture_output=True, text=True, timeout=PATIENCE)
+    assert again.returncode == 0, again.stderr
+    (record,) = latest_records(str(store), "soup")
+    assert record.model_copy(update={"when": whole.when}) == whole
+    names = list_runs(str(store))
+    assert names == list_runs(str(tmp_path / "whole")) and len(names) > 6
+    for name in names:
+        assert manifests_of(store / name) == manifests_of(tmp_path / "whole" / name)
 
 
 def test_the_candidate_with_the_largest_hypervolume_goes_on_and_the_others_stop(soup):
