@@ -18,9 +18,14 @@ from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from tests.support.engines import MIXED, engine_of
 from tests.support.policies import write_policy
-from tests.support.update_workers import CONFIG, UNCLIPPED, gradients, start, work
+from tests.support.processes import preload
+from tests.support.update_workers import CONFIG, UNCLIPPED, gradients, read, start, together, work
+
+preload(__name__)
 
 KINDS = ["mixtral", "qwen3_moe"]
+
+EVEN = UNCLIPPED.model_copy(update={"router_loss": 0.5, "microbatch_tokens": 60})
 
 
 @pytest.fixture(params=KINDS)
@@ -126,3 +131,19 @@ def test_updates_bring_the_routers_loss_towards_its_least(uri):
 
 def test_dense_policies_have_no_routers_to_tell_of(uri, policy):
     assert not [name for name in start(uri).update(work(uri, policy)).metrics if "router" in name]
+
+
+def take_one(rank: int, ranks: int, port: int, uri: str, policy: ModelVersion) -> None:
+    """Update a policy once, in small passes; rank 0 notes the outcome."""
+    outcome = start(uri, EVEN, rank=rank, ranks=ranks, port=port).update(work(uri, policy))
+    torch.save([[outcome]], Path(uri, f"one-{rank}.pt"))
+
+
+@pytest.mark.system
+def test_two_ranks_learn_to_use_experts_evenly_as_one_does(uri):
+    policy = published(uri, "mixtral")
+    together(take_one, uri, policy)
+    [[found]] = read(uri, "one")
+    alone = start(uri, EVEN.model_copy(update={"microbatch_tokens": 9999})).update(work(uri, policy))
+    assert found.metrics == pytest.approx(alone.metrics, rel=1e-4, abs=1e-6)
+    np.testing.assert_allclose(gradients(uri, found), gradients(uri, alone), atol=2e-6)
