@@ -6,6 +6,7 @@ The base stays as it is; a classifier's head is trained in full beside the adapt
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -75,6 +76,21 @@ def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
 def has_adapters(model: PreTrainedModel) -> bool:
     """Whether adapters are what is trained of a model."""
     return hasattr(model, "peft_config")
+
+
+@contextmanager
+def adapters_off(model: PreTrainedModel) -> Iterator[None]:
+    """Have a model with adapters be its base alone inside the context."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # not before the ranks have joined, as above
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -6,7 +6,7 @@ save, nothing to lose on resume. Shapes: N written tokens of one pass.
 
 import gc
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
 
@@ -17,7 +17,7 @@ from infra.errors import Damaged
 from infra.store.bundles import BundledFile
 from infra.variants import implementation_of
 from models.config.objectives import UpdateConfig
-from models.modeling.adapters import has_adapters, save_adapters, trained_parameters
+from models.modeling.adapters import adapters_off, has_adapters, save_adapters, trained_parameters
 from models.modeling.experts import ExpertRouting
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenModule
@@ -48,6 +48,8 @@ def learning_rate(
     return peak * (floor + (1 - floor) * left)
 
 
+Forward = Callable[[MicroBatch], Tensor]
+"""What a model says of a pass's written tokens; every rank calls it as often."""
 Moments = dict[str, Tensor]
 """A rank's optimizer state by name: of AdamW `exp_avg.0`, `exp_avg_sq.0`, `step.0`, and in bfloat16 `master.0`."""
 
@@ -79,6 +81,12 @@ class Trainer:
         """What the module says of the batch's written tokens; every rank calls it as often."""
         found_N = self._engine(self._module.read(batch, self._ranks.device))
         return cast(Tensor, found_N)
+
+    @torch.no_grad()
+    def base_forward(self, batch: MicroBatch) -> Tensor:
+        """What the module says without the adapters that are trained, as `forward` does."""
+        with adapters_off(self._model):
+            return self.forward(batch)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of this rank's share of the loss; `last` ends the optimizer step's passes."""

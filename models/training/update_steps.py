@@ -25,7 +25,6 @@ from infra.store.storage import Store
 from models.config.objectives import UpdateConfig
 from models.modeling.batching import Rows, Sequences, StepPlan, plan_steps
 from models.modeling.layout import TrainingBatch, TrainingSample, lay_out_samples
-from models.modeling.logprobs import TokenLogprobs
 from models.objectives.importance import needs_old
 from models.objectives.loss_inputs import LossInputs, MetricSums
 from models.objectives.losses import (
@@ -42,7 +41,7 @@ from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA
 from models.records.work import UpdateWork
 from models.training.ranks import Ranks, sum_and_max
 from models.training.routers import RouterTally
-from models.training.trainer import Trainer, frozen_forward, learning_rate
+from models.training.trainer import Forward, Trainer, learning_rate
 from models.vision.families import ImageTokens
 
 
@@ -217,7 +216,7 @@ def prepare(
 
 
 def extra_logprobs(
-    trainer: Trainer, steps: Sequence[StepPasses], *, reference: TokenLogprobs | None, on_progress: OnProgress
+    trainer: Trainer, steps: Sequence[StepPasses], *, reference: Forward | None, on_progress: OnProgress
 ) -> Extras:
     """Compute old log-probs of all minibatches but the first, and the reference's of all, before anything is learnt."""
     old: list[list[Tensor | None]] = []
@@ -231,7 +230,7 @@ def extra_logprobs(
                     old[-1][number] = trainer.forward(batch.reads)
                 on_progress()
             if reference is not None:
-                against[-1][number] = frozen_forward(reference, batch.reads)
+                against[-1][number] = reference(batch.reads)
                 on_progress()
     return Extras(old=old, reference=against)
 

@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -24,7 +25,7 @@ from models.records.media import Gallery, ImageSource
 from models.records.versions import ModelVersion
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
 from models.training.states import StateWriter, load_state
-from models.training.trainer import Moments, Trainer
+from models.training.trainer import Forward, Moments, Trainer, frozen_forward
 from models.vision.families import ImageTokens
 from models.vision.processor import load_processor
 
@@ -222,8 +223,21 @@ class LoadedModels:
             self._images = (None if processor is None else processor.image_tokens,)
         return self._images[0]
 
-    def reference(self, version: ModelVersion) -> TokenLogprobs:
-        """A policy that is compared with and never trained; it has no adapter."""
+    def reference(self, version: ModelVersion, *, policy: ModelVersion) -> Forward:
+        """Ask a policy that is compared with and never trained; it has no adapter.
+
+        Where adapters of that very policy are trained, the one under training is asked, at `policy`, without them: in
+        the update's precision, and no second model is held.
+        """
+        if self.is_base(version, policy):
+            return self.policy.trainer.base_forward
+        return partial(frozen_forward, self._loaded_reference(version))
+
+    def is_base(self, version: ModelVersion, policy: ModelVersion) -> bool:
+        """Whether a version is the policy under training without its adapters."""
+        return self._update.lora is not None and version.adapter is None and version.weights == policy.weights
+
+    def _loaded_reference(self, version: ModelVersion) -> TokenLogprobs:
         if self._reference is None or self._reference[0] != version.digest:
             self._reference = None
             directory = fetch_bundle(self._store, version.weights)

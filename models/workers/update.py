@@ -28,7 +28,7 @@ from models.records.work import (
 )
 from models.training.auxiliary import ask_endpoint, ask_model, write_estimates
 from models.training.ranks import join_ranks
-from models.training.trainer import Trainer, frozen_forward
+from models.training.trainer import Forward, Trainer, frozen_forward
 from models.training.update_steps import (
     StepPasses,
     StepsTaken,
@@ -214,16 +214,17 @@ class UpdateWorker:
 
     def _asks(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryPass]:
         """Load the models that are asked; by column of the estimates."""
-        forwards = {}
-        if self._algorithm.distillation is not None:
-            forwards["policy"] = models.policy.asked_at(work.policy).forward
+        forwards, distillation = dict[str, Forward](), self._algorithm.distillation
+        if distillation is not None or (work.reference is not None and models.is_base(work.reference, work.policy)):
+            asked = models.policy.asked_at(work.policy)
+            forwards |= {} if distillation is None else {"policy": asked.forward}
         if work.reference is not None:
-            forwards["reference"] = partial(frozen_forward, models.reference(work.reference))
+            forwards["reference"] = models.reference(work.reference, policy=work.policy)
         if work.critic is not None:
             forwards["values"] = models.critic.asked_at(work.critic).forward
         asks = {column: ask_model(forward, self._on_progress) for column, forward in forwards.items()}
-        if self._algorithm.distillation is not None:
-            asks["teacher"] = self._teacher(work, self._algorithm.distillation.teacher, models)
+        if distillation is not None:
+            asks["teacher"] = self._teacher(work, distillation.teacher, models)
         return asks
 
     def _teacher(self, work: EstimateWork, teacher: Teacher, models: LoadedModels) -> AuxiliaryPass:
@@ -295,7 +296,7 @@ class UpdateWorker:
         models, config = self._joined(), self._update
         reference = None
         if config.kl_penalty is not None:
-            reference = models.reference(work.reference)
+            reference = models.reference(work.reference, policy=work.policy)
         laps.end("load")
         extras = extra_logprobs(trainer, steps, reference=reference, on_progress=self._on_progress)
         laps.end("logprobs")

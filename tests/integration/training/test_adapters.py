@@ -1,9 +1,11 @@
 """Adapters: what is trained, published, merged and served is base plus alpha / rank x B A, and nothing else."""
 
+import gc
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -22,15 +24,20 @@ from models.engines.protocol import Completion
 from models.modeling.adapters import load_trainable, put_adapters, save_adapters
 from models.modeling.critic import load_critic, write_critic
 from models.modeling.directory import check_directory, copy_directory, write_merged
+from models.modeling.layout import lay_out
 from models.modeling.merging import load_merged, merge, read_adapter
 from models.modeling.policy import load_policy
+from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
+from models.training.trainer import frozen_forward
+from models.training.versions import LoadedModels, load_teacher
 from models.workers.rollout import RolloutWorker
 from tests.support.critics import learn
 from tests.support.critics import start as start_critic
 from tests.support.engines import MIXED, POLICY
 from tests.support.policies import write_policy
 from tests.support.processes import preload
+from tests.support.training import publish_scratch
 from tests.support.update_workers import (
     CONFIG,
     UNCLIPPED,
@@ -223,6 +230,45 @@ def test_an_update_trains_an_adapter_and_never_the_base(uri, policy):
 def test_the_first_step_is_taken_from_the_bases_own_log_probs(uri, policy):
     config = ADAPTED.model_copy(update={"minibatches": 1})
     assert start(uri, config).update(work(uri, policy)).metrics["kl"] == 0  # the reference is the base without adapter
+
+
+def trained(uri, policy, config):
+    """A worker that has taken a step, and its version, whose adapter is not zero any more."""
+    worker = start(uri, config)
+    return worker, worker.update(work(uri, policy)).model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_policy_without_its_adapters_says_the_bits_of_a_second_base(uri, policy, dtype):
+    worker, version = trained(uri, policy, ADAPTED.model_copy(update={"dtype": dtype}))
+    base = load_teacher(
+        fetch_bundle(open_store(f"{uri}/run"), policy.weights), dtype=dtype, temperature=0.9, device=torch.device("cpu")
+    )
+    batch = lay_out([ModelInput.given([5, 6, 7]).continued([8, 9]), ModelInput.given([5, 6, 7]).continued([10])])
+    found = worker._models.reference(policy, policy=version)(batch)
+    assert torch.equal(found, frozen_forward(base, batch))
+    adapted = worker._models.policy.trainer.forward(batch)
+    assert adapted.requires_grad and not torch.equal(found, adapted)
+
+
+def test_no_second_base_is_held_beside_adapters_and_one_is_where_the_reference_is_another_policy(uri, policy):
+    def held() -> int:
+        gc.collect()
+        return sum(each.numel() for each in gc.get_objects() if isinstance(each, torch.nn.Parameter))
+
+    size, before = load_policy(fetch_bundle(open_store(f"{uri}/run"), policy.weights)).num_parameters(), held()
+    worker, version = trained(uri, policy, ADAPTED)
+    assert size < held() - before < 1.5 * size  # one base and the adapters
+    other = publish_scratch(f"{uri}/run", Path(uri, "other"), seed=1)
+    worker.update(work(uri, version, reference=other))
+    assert 2 * size < held() - before < 2.5 * size
+
+
+def test_an_update_ends_at_the_same_bits_as_with_a_second_base(uri, policy, monkeypatch):
+    second = work(uri, trained(uri, policy, ADAPTED)[1], reference=policy)
+    shared = start(uri, ADAPTED).update(second)
+    monkeypatch.setattr(LoadedModels, "is_base", lambda *_: False)
+    assert start(uri, ADAPTED).update(second) == replace(shared, timings=ANY)
 
 
 def test_optimizer_state_is_of_the_adapters_alone(uri, policy):
