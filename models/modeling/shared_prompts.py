@@ -9,7 +9,7 @@ Shapes: L tokens of a pass, P places of its padded blocks, B rows of a block, T 
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -70,6 +70,12 @@ def reading(shared: SharedTokens) -> Iterator[None]:
         yield
     finally:
         _READING.reset(token)
+
+
+def reading_again() -> Callable[[], AbstractContextManager[None]]:
+    """Return what enters the context that there is now once more, in a backward pass, wherever that runs."""
+    shared = _READING.get()
+    return nullcontext if shared is None else partial(reading, shared)
 
 
 def shared_states(

@@ -18,6 +18,7 @@ from infra.store.bundles import BundledFile
 from infra.variants import implementation_of
 from models.config.objectives import UpdateConfig
 from models.modeling.adapters import adapters_off, has_adapters, save_adapters, trained_parameters
+from models.modeling.checkpointing import checkpoint_layers
 from models.modeling.experts import ExpertRouting
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenModule
@@ -67,6 +68,8 @@ class Trainer:
         self._max_grad_norm = update.max_grad_norm
         self._stage = zero_stage(update)
         module = module.to(ranks.device)
+        if update.activation_checkpointing:
+            checkpoint_layers(module.model)
         self._module, self._model = module, module.model
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         optimizer = cast(OptimizerFunction, implementation_of(update.optimizer))(module, update)

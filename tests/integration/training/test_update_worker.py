@@ -140,6 +140,15 @@ def test_a_learning_rate_of_zero_leaves_the_weights_bit_identical(uri, policy):
     assert still.metrics["grad_norm_max"] > 0
 
 
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (3, "float32"), (2, "bfloat16")])
+def test_layers_that_are_computed_again_change_no_bit_of_an_update(uri, policy, stage, dtype):
+    kept, again = (
+        start(uri, staged(stage, dtype).model_copy(update={"activation_checkpointing": on})).update(work(uri, policy))
+        for on in (False, True)
+    )
+    assert (again.model, again.metrics) == (kept.model, kept.metrics)
+
+
 def test_without_samples_the_policy_stays_as_it_is(uri, policy):
     outcome = start(uri).update(work(uri, policy, prompts=0))
     assert outcome.model == ModelVersion(version=1, weights=policy.weights, state=None)

@@ -1,0 +1,97 @@
+"""Layers that are computed again in the backward pass teach the same to the bit, and keep less meanwhile."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, OPTConfig
+
+from infra.store.bundles import BundleRef
+from models.config.objectives import LoraConfig
+from models.modeling.adapters import put_adapters
+from models.modeling.checkpointing import checkpoint_layers, layers_to_recompute
+from models.modeling.layout import lay_out
+from models.modeling.logprobs import ForwardInput, TokenLogprobs
+from models.records.model_input import ModelInput
+
+SHAPE = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+WINDOWS = ["sliding_attention", "full_attention"] * 2
+FAMILIES = {
+    "llama": LlamaConfig(**SHAPE),
+    "windows": Gemma3TextConfig(**SHAPE, sliding_window=5, layer_types=WINDOWS),
+    "gpt2 with dropout": GPT2Config(vocab_size=300, n_embd=32, n_layer=4, n_head=4, n_positions=128),
+    "opt with dropout": OPTConfig(
+        vocab_size=300, hidden_size=32, ffn_dim=48, num_hidden_layers=4, num_attention_heads=4, word_embed_proj_dim=32
+    ),
+}
+
+
+def built(family, *, adapters=False, again=False):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family])).eval()
+    if adapters:
+        put_adapters(model, LoraConfig(rank=4), base=BundleRef(key="policies/base", digest="base", bytes=0))
+    if again:
+        checkpoint_layers(model)
+    return TokenLogprobs(model, temperature=0.9).double()
+
+
+def batch():
+    """Two groups, whose prompts are shared where a model can."""
+    rng, inputs = np.random.default_rng(0), []
+    for lengths in ((9, 1, 24, 13), (0, 30, 6)):
+        prompt = ModelInput.given(rng.integers(2, 300, 17))
+        inputs += [prompt.continued(rng.integers(2, 300, length)) for length in lengths]
+    return lay_out(inputs)
+
+
+def learnt(module, *, shares):
+    """Log-probs, gradients, and the bytes that were kept from the forward pass to the backward pass."""
+    kept = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        found_N = module(ForwardInput.of(batch(), torch.device("cpu"), shares=shares))
+    held = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    (found_N * torch.linspace(-1, 1, len(found_N))).sum().backward()
+    return found_N.detach(), {name: each.grad for name, each in module.named_parameters()}, held
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_layers_that_are_computed_again_are_the_same_bits(family, adapters, shares):
+    kept, again = (built(family, adapters=adapters, again=again) for again in (False, True))
+    if shares and not kept.shares_prompts:
+        pytest.skip("it takes padded passes alone")
+    assert len(layers_to_recompute(again.model)) == 4
+    (expected_N, gradients, much), (found_N, found, little) = (learnt(each, shares=shares) for each in (kept, again))
+    assert torch.equal(found_N, expected_N)
+    assert any(gradient is not None and gradient.any() for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        assert (found[name] is None) == (gradient is None), name
+        assert gradient is None or torch.equal(found[name], gradient), name
+    assert little < 0.6 * much
+
+
+def test_a_pass_without_gradients_is_the_plain_one():
+    module = built("llama", again=True)
+    with torch.no_grad():
+        said_N = module(ForwardInput.of(batch(), torch.device("cpu"), shares=True))
+    assert torch.equal(said_N, learnt(built("llama"), shares=True)[0])
