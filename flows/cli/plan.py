@@ -173,11 +173,11 @@ def _count(number: int, noun: str) -> str:
 
 
 def _megabytes(facts: dict[str, float], role: str) -> str:
-    """The estimate for one worker and what it is made of; activations come on top."""
+    """The estimate for one worker at its height, and what it is made of."""
     parts = {
         name.removeprefix(f"{role}_").removesuffix("_bytes"): value / 2**20
         for name, value in facts.items()
         if name.startswith(f"{role}_") and name.endswith("_bytes")
     }
     detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())
-    return f"{sum(parts.values()):,.1f} MiB ({detail}; activations and libraries not counted)"
+    return f"{sum(parts.values()):,.1f} MiB ({detail}; libraries not counted)"

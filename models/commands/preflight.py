@@ -24,7 +24,8 @@ from infra.errors import BadInput, Complaints, EndpointDown
 from infra.runner import die_with
 from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
-from models.algorithms.advantages import check_algorithm
+from models.algorithms.advantages import check_algorithm, required_models
+from models.commands.memory import PassSizes, held_bytes, pass_bytes
 from models.commands.remembered import checks_directory, key_of, remembered
 from models.commands.sizes import check_sizes, count_problems
 from models.config.algorithms import AlgorithmConfig
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
 
 LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
 """What a policy loss is called with."""
-MASTER_BYTES = 4  # DeepSpeed's float32 copy beside bfloat16 weights
 
 
 class Inputs(BaseModel):
@@ -246,7 +246,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **inputs.rollout.engine.memory(
             shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker, name="rollout.engine"
         ),
-        **_update_memory(inputs, policy.outline),
+        **_update_memory(inputs, policy.outline, longest_tokens=longest + new_tokens),
         **_check_critic(inputs, policy, longest_tokens=longest + new_tokens),
         **_check_teacher(inputs, problems, tokenizer, processor, longest_tokens=longest + new_tokens),
         **_check_preferences(inputs, tokenizer, heldout, shape=shape),
@@ -254,18 +254,21 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     }
 
 
-def _update_memory(inputs: Inputs, model: ModelOutline) -> dict[str, float]:
-    """What each rank holds of the policy; gradients and optimizer are of what is trained alone."""
-    update, ranks, parameters = inputs.update, inputs.pools.update_ranks, model.parameters
-    trained = parameters if update.lora is None else update.lora.count_trained(model)
-    held = parameters if update.lora is None else parameters + trained
-    state = update.optimizer.state_bytes + (MASTER_BYTES if update.dtype == "bfloat16" else 0)
-    return {
-        "trained_parameters": trained,
-        "update_weights_bytes": held * BYTES[update.dtype] // (ranks if update.zero_stage >= 3 else 1),
-        "update_gradient_bytes": trained * BYTES[update.dtype] // (ranks if update.zero_stage >= 2 else 1),
-        "update_optimizer_bytes": int(trained * state) // (ranks if update.zero_stage >= 1 else 1),
-    }
+def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) -> dict[str, float]:
+    """What each rank holds of the policy, of a reference beside it, and of the largest pass."""
+    update, ranks = inputs.update, inputs.pools.update_ranks
+    held = held_bytes(update, model, ranks=ranks)
+    if update.activation_checkpointing and not model.recomputes:
+        raise BadInput(
+            f"update.activation_checkpointing: transformers says of no layer of {model.kind} that it can be computed "
+            "again; remove the key, and lower update.microbatch_tokens where memory is short"
+        )
+    compared = update.kl_penalty is not None or required_models(inputs.algorithm).reference
+    reference = {"update_reference_bytes": model.parameters * 4} if compared and update.lora is None else {}
+    completions = inputs.rollout.prompts * inputs.rollout.group_size
+    sizes = PassSizes.of(update, longest=longest_tokens, completions=completions, ranks=ranks)
+    together = sum(value for name, value in held.items() if name.endswith("_bytes"))
+    return {**held, **reference, **pass_bytes(update, model, sizes, held=together)}
 
 
 def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -> dict[str, float]:
@@ -276,7 +279,7 @@ def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -
     if wanted is None:
         return {}
     critic = inspect_critic(wanted.path, policy, longest_tokens=longest_tokens)
-    held = _update_memory(inputs, critic)
+    held = held_bytes(inputs.update, critic, ranks=inputs.pools.update_ranks)
     return {
         "critic_parameters": critic.parameters,
         "update_critic_bytes": sum(value for name, value in held.items() if name.endswith("_bytes")),

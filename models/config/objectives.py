@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 MAX_LOG_RATIO: Final = 20.0
 """Log-ratios count as at most so far from 0 where they are exponentiated: e^20 is 4.9e8, and 0 times it is still 0."""
 
+CHUNK_ELEMENTS: Final = 1 << 26
+"""Float32 logits held at once: 256 MiB, and as much again for their gradient."""
+
 # ---- aggregation
 
 
@@ -289,9 +292,10 @@ class UpdateConfig(Settings):
     """DeepSpeed ZeRO stage; a run goes on with another one if that is accepted."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations; optimizer moments and master weights are float32."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | None = None
     """Have layers keep their inputs alone and compute the rest again in the backward pass: less memory, a third more
-    time, the same gradients."""
+    time, the same gradients; unset, where a pass would keep more than 1 GiB otherwise, and more than weights, gradients
+    and optimizer take."""
     lora: LoraConfig | None = None
     """Train adapters; none trains every weight."""
     freeze: tuple[Literal["vision", "projector", "language"], ...] = ()
@@ -332,8 +336,8 @@ class UpdateConfig(Settings):
         return self.minibatches * self.epochs
 
     @property
-    def sharding_stage(self) -> int:
-        """ZeRO stage that runs: at least 2 in bfloat16, since DeepSpeed sums gradients in float32 only from there."""
+    def running_stage(self) -> int:
+        """The ZeRO stage that runs: in bfloat16 2 or 3, since DeepSpeed sums gradients in float32 only from 2 on."""
         return self.zero_stage if self.dtype == "float32" else max(2, self.zero_stage)
 
     @property

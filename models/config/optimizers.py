@@ -25,7 +25,7 @@ class Optimizer(Variant):
     def reasons_against(self, update: "UpdateConfig") -> Iterator[str]:
         """Yield one line per setting of the update, or lack of a package, with which it cannot work."""
         name, most = self.known_as, self.highest_zero_stage
-        if update.sharding_stage > most:
+        if update.running_stage > most:
             bfloat16 = update.zero_stage <= most
             found = "dtype 'bfloat16', which ZeRO-2 holds" if bfloat16 else f"zero_stage {update.zero_stage}"
             remedy = "use dtype = 'float32'" if bfloat16 else f"use at most {most}"

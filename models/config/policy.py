@@ -214,3 +214,15 @@ class ModelOutline:
     """Parameters of a classifier's head, which is trained in full beside adapters."""
     matmul_parameters: int = 0
     """Weights that multiply every token of text: linear layers and head; of experts, those that a token is sent to."""
+    blocks: int = 0
+    """Blocks of the decoder."""
+    hidden_size: int = 0
+    """Numbers of a token's state between blocks."""
+    vocab_size: int = 0
+    """Outputs of the head."""
+    kept_numbers: int = 0
+    """Numbers of a token that a block keeps for its backward pass in float32, where all of it is trained."""
+    norm_numbers: int = 0
+    """Widths of a block's norms: so many are kept more in bfloat16, and fewer where a norm's weight is not trained."""
+    recomputes: bool = True
+    """Whether its blocks can be computed again in the backward pass."""

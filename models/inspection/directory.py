@@ -130,7 +130,29 @@ class DecoderSizes:
             layers={name: sum(shape) for name, shape in linear.items()},
             head=head,
             matmul_parameters=sum(map(prod, linear.values())) + (head or self.vocab_size * self.hidden_size),
+            blocks=self.layers,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            kept_numbers=self._kept,
+            norm_numbers=self._normed,
         )
+
+    @property
+    def _normed(self) -> int:
+        """Numbers of a token that go through a block's norms."""
+        width = (self.heads + self.kv_heads) * self.head_size if self._norms else 0
+        return 2 * self.hidden_size + width
+
+    @property
+    def _kept(self) -> int:
+        """Numbers of a token that autograd keeps of a block.
+
+        Of each norm its input, what is normalised and the output; queries, keys, values and what attention says, that
+        once more for its projection; of the MLP the gate, what SiLU makes of it, the other factor and the product.
+        """
+        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        norms = 6 * self.hidden_size + (2 * (queries + keys) if self._norms else 0)
+        return norms + 3 * queries + 2 * keys + 4 * self.intermediate_size
 
 
 R = TypeVar("R", bound="_Plain")

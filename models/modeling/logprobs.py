@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from infra.errors import BadInput
+from models.config.objectives import CHUNK_ELEMENTS
 from models.modeling.experts import ExpertRouting, watch_routers
 from models.modeling.layout import MicroBatch
 from models.modeling.logit_shapes import LogitShape, logit_shape
@@ -85,10 +86,6 @@ class TokenModule(nn.Module):
         if seen is not None and seen.nothing is not None:  # every rank's pass has gradients of the same parameters
             states_NH = states_NH + seen.nothing.to(states_NH.dtype)
         return states_NH
-
-
-CHUNK_ELEMENTS = 1 << 26
-"""Float32 logits held at once: 256 MiB, and as much again for their gradient."""
 
 
 class TokenLogprobs(TokenModule):

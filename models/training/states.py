@@ -30,7 +30,7 @@ from models.config.objectives import UpdateConfig
 from models.modeling.safetensors import tensor_pieces
 from models.training.layouts import StateLayout, respread
 from models.training.ranks import Ranks, any_rank, broadcast_bytes, gather_bytes
-from models.training.trainer import Moments, Trainer, zero_stage
+from models.training.trainer import Moments, Trainer
 
 _LAYOUT = "state.json"
 _FILE = TypeAdapter(BundledFile)
@@ -142,7 +142,7 @@ def _copied(moments: Moments) -> HostCopy:
 def _layout(update: UpdateConfig, ranks: Ranks) -> StateLayout:
     return StateLayout(
         world_size=ranks.world_size,
-        zero_stage=zero_stage(update),
+        zero_stage=update.running_stage,
         dtype=update.dtype,
         optimizer=update.optimizer.known_as,
     )

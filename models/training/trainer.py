@@ -66,7 +66,7 @@ class Trainer:
 
         self._ranks = ranks
         self._max_grad_norm = update.max_grad_norm
-        self._stage = zero_stage(update)
+        self._stage = update.running_stage
         module = module.to(ranks.device)
         if update.activation_checkpointing:
             checkpoint_layers(module.model)
@@ -208,11 +208,6 @@ class Trainer:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
-def zero_stage(update: UpdateConfig) -> int:
-    """The stage that runs."""
-    return update.sharding_stage
-
-
 @torch.no_grad()
 def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
     """What a module that is not trained says of the batch's written tokens."""
@@ -220,7 +215,7 @@ def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
 
 
 def _engine_config(update: UpdateConfig) -> dict[str, object]:
-    stage = zero_stage(update)
+    stage = update.running_stage
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": 1,  # accumulation is ours to end: see Trainer.backward
         "gradient_accumulation_steps": 1,

@@ -69,6 +69,8 @@ def is_done(config: RunConfig) -> bool:
 def fitted(config: RunConfig, facts: Mapping[str, float]) -> tuple[RunConfig, list[str]]:
     """Have defaults give way to what the check counted; return a line about each that does.
 
+    So does whether layers are computed again, which no result depends on and which is decided anew each time.
+
     The run records what comes out of it, so it goes on with that whatever its files have by then.
     """
     values, told = dict[str, int](), list[str]()
@@ -79,6 +81,11 @@ def fitted(config: RunConfig, facts: Mapping[str, float]) -> tuple[RunConfig, li
             counted, split = _COUNTED[key]
             why = ", of which their weights leave no more" if most < facts[counted] else ""
             told.append(f"{key} is {most}, not its default {default}: there are {facts[counted]:.0f} {split}{why}")
+    if config.update.activation_checkpointing is None and "recomputes" in facts:
+        values["update.activation_checkpointing"] = bool(facts["recomputes"])
+        if facts["recomputes"]:
+            kept = facts["kept_activations_bytes"] / 2**30
+            told.append(f"update.activation_checkpointing is true: a pass would keep {kept:,.1f} GiB otherwise")
     if (prompts := values.get("rollout.prompts")) is not None:
         values |= {key: prompts for key in unset_keys(config, FOLLOWING) if _value(config, key) > prompts}
     return _with(config, values), told

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
 from infra.store.bundles import BundleRef
-from models.config.objectives import LoraConfig
+from models.commands.memory import PassSizes, pass_bytes
+from models.config.objectives import LoraConfig, UpdateConfig
+from models.inspection.directory import DecoderSizes
 from models.modeling.adapters import put_adapters
 from models.modeling.checkpointing import checkpoint_layers, layers_to_recompute
 from models.modeling.layout import lay_out
@@ -57,17 +59,17 @@ def batch():
     return lay_out(inputs)
 
 
-def learnt(module, *, shares):
+def learnt(module, *, shares, read=None):
     """Log-probs, gradients, and the bytes that were kept from the forward pass to the backward pass."""
-    kept = {}
+    kept, weights = {}, {each.untyped_storage().data_ptr() for each in module.parameters()}
 
     def pack(tensor):
-        if not isinstance(tensor, torch.nn.Parameter):
+        if tensor.untyped_storage().data_ptr() not in weights:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        found_N = module(ForwardInput.of(batch(), torch.device("cpu"), shares=shares))
+        found_N = module(ForwardInput.of(read or batch(), torch.device("cpu"), shares=shares))
     held = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     (found_N * torch.linspace(-1, 1, len(found_N))).sum().backward()
     return found_N.detach(), {name: each.grad for name, each in module.named_parameters()}, held
@@ -88,6 +90,23 @@ def test_gradients_of_layers_that_are_computed_again_are_the_same_bits(family, a
         assert (found[name] is None) == (gradient is None), name
         assert gradient is None or torch.equal(found[name], gradient), name
     assert little < 0.6 * much
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_what_a_pass_keeps_is_foretold(architecture, adapters):
+    sizes = DecoderSizes(architecture, 300, 256, 768, 4, heads=8, kv_heads=4, head_size=32, context=128)
+    shape = SHAPE | {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "head_dim": 32}
+    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[architecture](**shape | {"num_key_value_heads": 4})
+    model, lora = AutoModelForCausalLM.from_config(config).eval(), LoraConfig(rank=2) if adapters else None
+    if lora is not None:
+        put_adapters(model, lora, base=BundleRef(key="policies/base", digest="base", bytes=0))
+    prompts, rng = [ModelInput.given([5, 6]), ModelInput.given([6, 5])] * 4, np.random.default_rng(0)
+    read = lay_out([prompt.continued(rng.integers(2, 300, 60)) for prompt in sorted(prompts, key=str)])
+    *_, held = learnt(TokenLogprobs(model, temperature=0.9), shares=False, read=read)
+    found = pass_bytes(UpdateConfig(lora=lora), sizes.outline(), PassSizes(read.tokens_BT.size), held=0)
+    head = 4 * 300 * len(read.targets_N)  # its log-softmax, which is counted with the head
+    assert found["kept_activations_bytes"] == pytest.approx(held - head, rel=0.1)
 
 
 def test_a_pass_without_gradients_is_the_plain_one():

@@ -53,7 +53,7 @@ def test_optimizers_that_need_whole_matrices_or_own_blocks_are_refused_where_ran
     assert "'muon' with update.dtype 'bfloat16', which ZeRO-2 holds: use dtype = 'float32', or kind = 'adamw'" in told
     assert "with update.zero_stage 3: use at most 2" in refusal("update.optimizer.kind=adam8bit", "update.zero_stage=3")
     eight = accepted("update.optimizer.kind=adam8bit", "update.dtype=bfloat16")
-    assert eight.update.sharding_stage == 2
+    assert eight.update.running_stage == 2
 
 
 def test_an_optimizer_whose_package_is_missing_is_refused_with_what_installs_it(monkeypatch):
