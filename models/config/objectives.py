@@ -296,6 +296,9 @@ class UpdateConfig(Settings):
     """Have layers keep their inputs alone and compute the rest again in the backward pass: less memory, a third more
     time, the same gradients; unset, where a pass would keep more than 1 GiB otherwise, and more than weights, gradients
     and optimizer take."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lies in the machine's memory and not the GPU's while it is not needed: the optimizer's state with its steps
+    (ZeRO 1 to 3), or the weights as well (ZeRO 3)."""
     lora: LoraConfig | None = None
     """Train adapters; none trains every weight."""
     freeze: tuple[Literal["vision", "projector", "language"], ...] = ()
@@ -326,6 +329,9 @@ class UpdateConfig(Settings):
     def _trains_something(self) -> "UpdateConfig":
         if self.freeze and self.lora is not None:
             raise ValueError("freeze and lora: adapters leave all other weights as they are; remove freeze")
+        least = {"none": 0, "optimizer": 1, "parameters": 3}[self.offload]
+        if self.running_stage < least:
+            raise ValueError(f"offload {self.offload!r} needs zero_stage {least} or more, found {self.zero_stage}")
         if len(set(self.freeze)) == 3:
             raise ValueError("freeze names vision, projector and language: nothing is left to train")
         return self

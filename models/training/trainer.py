@@ -220,10 +220,17 @@ def _engine_config(update: UpdateConfig) -> dict[str, object]:
         "train_micro_batch_size_per_gpu": 1,  # accumulation is ours to end: see Trainer.backward
         "gradient_accumulation_steps": 1,
         "steps_per_print": None,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **_offloaded(update)},
+        "zero_force_ds_cpu_optimizer": False,  # it would be compiled; torch's fused AdamW steps on a CPU as well
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": update.max_grad_norm if stage else 0.0,
     }
     if update.dtype == "bfloat16":
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     return config
+
+
+def _offloaded(update: UpdateConfig) -> dict[str, object]:
+    on_cpu = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    parts = {"none": (), "optimizer": ("optimizer",), "parameters": ("optimizer", "param")}[update.offload]
+    return {f"offload_{part}": on_cpu for part in parts}

@@ -276,6 +276,8 @@ class RunConfig(Settings):
         elsewhere: dict[str, bool | set[str]] = dict.fromkeys(_HOW, True)
         elsewhere["scoring"] = {"python", "sandbox"}
         elsewhere["update"] = {"activation_checkpointing"}  # the same bits, with less memory
+        if self.update.offload == "none":  # else a CPU takes steps, whose last bits may be others than a GPU's
+            elsewhere["update"] = {"activation_checkpointing", "offload"}
         if self.update.schedule == "constant":
             elsewhere["iterations"] = True
         identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere)

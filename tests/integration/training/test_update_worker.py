@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,7 +17,7 @@ from infra.store.bundles import delete_bundle, fetch_bundle, has_bundle, publish
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.data import FileData
-from models.config.objectives import NoKl, SequenceMean
+from models.config.objectives import NoKl, SequenceMean, UpdateConfig
 from models.config.training import WarmupConfig
 from models.data.problems import load_problems
 from models.modeling.policy import build_scratch, save_policy
@@ -36,6 +37,8 @@ from tests.support.update_workers import (
     same_after_restart,
     staged,
     start,
+    take_updates,
+    together,
     work,
 )
 
@@ -147,6 +150,40 @@ def test_layers_that_are_computed_again_change_no_bit_of_an_update(uri, policy, 
         for on in (False, True)
     )
     assert (again.model, again.metrics) == (kept.model, kept.metrics)
+
+
+OFFLOADED = [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")]
+
+
+@pytest.mark.parametrize(("stage", "offload"), OFFLOADED)
+def test_an_offloaded_update_is_the_same_bits_hot_and_loaded_anew(uri, policy, stage, offload):
+    config = staged(stage, "bfloat16")
+    plain, away = (start(uri, config.model_copy(update={"offload": part})) for part in ("none", offload))
+    first, expected = (worker.update(work(uri, policy)).model for worker in (away, plain))
+    assert first == expected
+    again = work(uri, first, reference=policy)
+    second = plain.update(again).model
+    assert away.update(again).model == second
+    assert start(uri, config.model_copy(update={"offload": offload})).update(again).model == second
+    zero = away._models.policy.trainer._engine._config.zero_config
+    assert zero.offload_optimizer.device == "cpu"
+    assert (zero.offload_param is not None) == (offload == "parameters")
+
+
+@pytest.mark.system
+def test_two_ranks_that_offload_end_at_the_same_bits(uri, policy):
+    pairs = [(staged(stage), staged(stage).model_copy(update={"offload": offload})) for stage, offload in OFFLOADED]
+    together(take_updates, uri, [config for pair in pairs for config in pair], [policy] * 2 * len(pairs), "hot")
+    last = [outcomes[-1].model for outcomes in read(uri, "hot")]
+    assert last[0::2] == last[1::2]
+
+
+@pytest.mark.parametrize(("given", "least"), [({"offload": "optimizer"}, 1), ({"offload": "parameters"}, 3)])
+def test_a_stage_that_cannot_offload_is_refused(given, least):
+    with pytest.raises(
+        ValidationError, match=f"offload '{given['offload']}' needs zero_stage {least} or more, found 0"
+    ):
+        UpdateConfig(**given)
 
 
 def test_without_samples_the_policy_stays_as_it_is(uri, policy):
