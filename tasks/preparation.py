@@ -28,6 +28,9 @@ from tasks.run.stages import once, record, stage
 
 logger = logging.getLogger(__name__)
 
+SHOWN_PROBLEMS: Final = 3
+"""Of those that a source leaves out, so many are named; the manifest has all."""
+
 
 @stage("initial policy", retries=2)
 async def make_policy(session: Session) -> Manifest:
@@ -54,6 +57,11 @@ async def make_prompts(session: Session, base: Manifest, split: str) -> Manifest
     if left_out := made.metrics.get("too_long"):
         what = f"{left_out:,.0f} of {made.metrics['prompts'] + left_out:,.0f} problems left out, too long"
         logger.info("prompts %s: %s (data.too_long)%s", split, what, "" if found is None else FROM_STORE)
+    if isinstance(dropped := made.detail.get("left_out"), dict):
+        shown = "; ".join(f"{place} {why}" for place, why in [*dropped.items()][:SHOWN_PROBLEMS])
+        more = "; …" if len(dropped) > SHOWN_PROBLEMS else ""
+        kind = settings.data.known_as
+        logger.info("prompts %s: %d problems left out (data.kind %r): %s%s", split, len(dropped), kind, shown, more)
     return made
 
 

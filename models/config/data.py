@@ -30,6 +30,10 @@ class DataSource(Variant):
     beside: ClassVar[str] = ""
     """`pkg.mod:function` that names the files which its own files name in turn; empty where they name none."""
 
+    left_out: ClassVar[str] = ""
+    """`pkg.mod:function` that says which training problems the source leaves out by itself, a
+    `models.data.problems.LeftOut`; empty where it leaves none out."""
+
     without: Location | None = None
     """File with a prompt_id per line, of this machine or at s3://bucket/name: iterations leave these problems out."""
     too_long: Literal["refuse", "drop"] = "refuse"
@@ -247,12 +251,49 @@ class MixtureData(DataSource):
         return self.sources[0].pixels
 
 
+class DeduplicatedData(DataSource):
+    """Problems from files, without training problems that a retriever takes for nearly a held-out one."""
+
+    implementation = "models.retrieval.deduplicated:deduplicated_problems"
+    beside = "models.retrieval.deduplicated:images_beside"
+    left_out = "models.retrieval.deduplicated:near_duplicates"
+
+    kind: Literal["deduplicated"] = "deduplicated"
+    source: Annotated[FileData | MixtureData, Field(discriminator="kind")]
+    """The problems."""
+    retriever: Location
+    """Directory of sentence-transformers, of this machine or at s3://bucket/name (docs/retrieval.md)."""
+    bound: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Cosine of two prompts from which the training problem is left out."""
+
+    @property
+    def has_answers(self) -> bool:
+        """As the source has them."""
+        return self.source.has_answers
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Those of the source."""
+        return self.source.weights
+
+    @property
+    def pixels(self) -> PixelLimits:
+        """Those of the source."""
+        return self.source.pixels
+
+
 class TargetData(Target):
     """A source of your own: a subclass of `models.config.data.DataSource` (see "Extending")."""
 
 
 DataConfig = Annotated[
-    DataSource, OneOf((ArithmeticData, PicturesData, CalculationsData, MeasuresData, FileData, MixtureData, TargetData))
+    DataSource,
+    OneOf(
+        (
+            *(ArithmeticData, PicturesData, CalculationsData, MeasuresData),
+            *(FileData, MixtureData, DeduplicatedData, TargetData),
+        )
+    ),
 ]
 
 

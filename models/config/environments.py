@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from infra.config import Positive
 from infra.processes.episodes import RunEnvironment
+from infra.store.inputs import Location
 from infra.variants import Variant
 from models.config.engines import SamplingConfig
 from models.config.users import UserModelConfig
@@ -185,6 +186,29 @@ class PythonEnvironment(EnvironmentSettings):
         return RunEnvironment("rollout.environment kind 'python'")
 
 
+class SearchEnvironment(EnvironmentSettings):
+    """The policy's tool `search(query)`: passages of a file by a retriever; a turn without a call ends the episode."""
+
+    implementation = "models.environments.search:SearchTool"
+
+    kind: Literal["search"] = "search"
+    retriever: Location
+    """Directory of sentence-transformers, of this machine or at s3://bucket/name (docs/retrieval.md)."""
+    corpus: Location
+    """The passages: .jsonl, .json with an array, .csv, each of them also .gz, .parquet or .arrow."""
+    text_column: str = "text"
+    """Column with a passage."""
+    passages: Annotated[int, Field(ge=1, le=100)] = 3
+    """So many are shown for a query, the most similar first."""
+    processes: Annotated[int, Field(ge=1, le=1024)] = 1
+    """How many episodes are answered at the same time, by one model in the rollout worker's own process."""
+
+    @property
+    def run(self) -> RunEnvironment:
+        """Nothing is imported."""
+        return RunEnvironment("rollout.environment kind 'search'")
+
+
 class McpEnvironment(EnvironmentSettings):
     """Tools of an MCP server (`pip install 'mcp>=2.3,<3'`); a turn without a call ends the episode.
 
@@ -297,6 +321,6 @@ class DialogueEnvironment(EpisodeSettings):
 
 
 EnvironmentConfig = Annotated[
-    TargetEnvironment | ToolsEnvironment | PythonEnvironment | McpEnvironment | DialogueEnvironment,
+    TargetEnvironment | ToolsEnvironment | PythonEnvironment | SearchEnvironment | McpEnvironment | DialogueEnvironment,
     Field(discriminator="kind"),
 ]

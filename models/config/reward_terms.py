@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from infra.config import Settings
 from infra.processes.functions import RunFunction
+from infra.store.inputs import Location
 from infra.variants import Variant
 
 Valued = Literal["completion", "step", "token", "turn"]
@@ -143,6 +144,16 @@ class RegexReward(BuiltInReward):
     """Regular expression searched for."""
 
 
+class SimilarityReward(BuiltInReward):
+    """Cosine between the completion and the reference answer, -1 to 1, by a retriever (docs/retrieval.md)."""
+
+    implementation = "models.rewards.similarity:similarity_reward"
+
+    kind: Literal["similarity"] = "similarity"
+    retriever: Location
+    """Directory of sentence-transformers, of this machine or at s3://bucket/name."""
+
+
 class TargetReward(RuleReward):
     """Any function `reward(prompt: str, completion: str, answer: str, **options)`.
 
@@ -188,7 +199,7 @@ class TargetReward(RuleReward):
         return self.aggregate
 
 
-BuiltInConfig = NumericReward | MathReward | RegexReward
+BuiltInConfig = NumericReward | MathReward | RegexReward | SimilarityReward
 
 RuleConfig = BuiltInConfig | TargetReward
 

@@ -9,6 +9,7 @@ from blake3 import blake3
 from pydantic import JsonValue
 
 from infra.errors import BadInput
+from infra.plugins import find_target
 from infra.variants import implementation_of
 from models.config.data import DataConfig
 from models.data.images import digest_of
@@ -89,6 +90,21 @@ class ProblemSource(Protocol):
     def __call__(self, data: Any, split: str, seed: int, /) -> Iterable[Problem]:  # noqa: ANN401 -- the source's own settings
         """Make or read the problems of a split, `train` or `heldout`."""
         ...
+
+
+class LeftOut(Protocol):
+    """Says which training problems a source leaves out by itself."""
+
+    def __call__(self, data: Any, seed: int, /) -> dict[str, str]:  # noqa: ANN401 -- the source's own settings
+        """Why, by where they came from."""
+        ...
+
+
+def left_out_of(data: DataConfig, seed: int) -> dict[str, str]:
+    """Say which training problems a source leaves out by itself, by where they came from, and why."""
+    if not data.left_out:
+        return {}
+    return cast(LeftOut, find_target(data.left_out, where=f"data {data.known_as!r}"))(data, seed)
 
 
 def is_heldout(text: str, share: float) -> bool:

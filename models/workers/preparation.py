@@ -8,6 +8,7 @@ import PIL
 import pyarrow as pa
 import torch
 from blake3 import blake3
+from pydantic import JsonValue
 from transformers import AutoConfig
 
 from infra.errors import BadInput
@@ -16,7 +17,7 @@ from infra.store.inputs import fetched
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.data.images import media_tables
-from models.data.problems import Problem, identity, load_problems, spelt_columns
+from models.data.problems import Problem, identity, left_out_of, load_problems, spelt_columns
 from models.environments.scene import tools_of
 from models.inspection.companions import check_teacher
 from models.modeling.critic import write_critic
@@ -165,9 +166,11 @@ class PreparationWorker:
         seen = {"images": sum(shard.rows for shard in media)} if media else {}
         weights = work.data.weights if work.split == "train" else ()
         parts = [sum(problem.part == part for problem in problems) for part in range(len(weights))]
+        dropped = left_out_of(work.data, work.seed) if work.split == "train" else {}
+        detail: dict[str, JsonValue] = {"parts": {"rows": [*parts], "weights": [*weights]}} if parts else {}
         return Outcome(
             shards=(ref, *media),
-            detail={"parts": {"rows": [*parts], "weights": [*weights]}} if parts else None,
+            detail=detail | ({"left_out": {**dropped}} if dropped else {}) or None,
             metrics={"prompts": len(prompts), "tokens": sum(lengths), "longest": max(lengths), **left_out, **seen},
             timings={"make": time.perf_counter() - started},
         )

@@ -20,6 +20,7 @@ from models.config.job import Job, reasons_against, reasons_against_preferences
 from models.config.objectives import UpdateConfig
 from models.config.policy import PolicyConfig, ScratchPolicy
 from models.config.promotion import PromotionConfig, SuiteConfig
+from models.config.retriever import RETRIEVERS
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.soup import SOUPS, SoupConfig
@@ -118,9 +119,9 @@ class RunConfig(Settings):
     def _name_stays_in_the_store(cls, name: str) -> str:
         if ".." in name:
             raise ValueError(f"expected a name without '..', got {name!r}")
-        if name in (REGISTRIES, SOUPS):
-            what = "registries" if name == REGISTRIES else "records of soups"
-            raise ValueError(f"{name!r} is where {what} lie: expected another name")
+        taken = {REGISTRIES: "registries", SOUPS: "records of soups", RETRIEVERS: "retrievers"}
+        if name in taken:
+            raise ValueError(f"{name!r} is where {taken[name]} lie: expected another name")
         return name
 
     @model_validator(mode="after")

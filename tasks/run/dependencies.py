@@ -58,12 +58,12 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     """Find what results depend on beside the configuration; `run` is the one that goes on, if it was begun before.
 
     The placement is left out, since no result depends on it, and so are directories with models, of which a run keeps
-    a copy.
+    a copy; of retrievers it keeps none.
     """
     records = [] if run is None else dependency_records(run)
     known = records[-1].dependencies.data if records else {}
-    places = (config.data, config.preferences, config.algorithm, config.update.loss)
-    paths = sorted({path for place in places for path in _files(place)})
+    places = (config.data, config.preferences, config.algorithm, config.update.loss, config.rollout.environment)
+    paths = sorted({path for place in (*places, *config.scoring.rules) for path in _files(place)})
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
     data = _contents({written(path): [path] for path in paths} | _beside(config.data), known)
@@ -73,7 +73,9 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
     """What scores depend on beside the rewards' configuration."""
-    return _dependencies({}, {name: engine for name, engine, _ in slot_engines(None, scoring)}, scoring)
+    engines = {name: engine for name, engine, _ in slot_engines(None, scoring)}
+    paths = sorted({path for rule in scoring.rules for path in _files(rule)})
+    return _dependencies({}, engines, scoring, data=_contents({written(path): [path] for path in paths}, {}))
 
 
 def recredit_dependencies(algorithm: Algorithm) -> Dependencies:
@@ -151,6 +153,8 @@ def _files(value: object) -> Iterator[Path]:
         case Path():
             if is_remote(value) or value.is_file():
                 yield value
+            elif (value / "modules.json").is_file():  # of sentence-transformers
+                yield from (path for path in value.rglob("*") if path.is_file())
         case BaseModel():
             for _, part in value:
                 yield from _files(part)

@@ -1,0 +1,39 @@
+"""The command that trains a retriever."""
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from flows.cli.options import Config, Named, Overrides, StoredIn, log_progress
+from flows.cli.prefect_api import prefect_api, run_flow
+from infra.plugins import find_targets_in
+from infra.terminal import Json, table, write
+
+if TYPE_CHECKING:
+    from models.records.retrievals import MadeRetriever
+
+logger = logging.getLogger(__name__)
+
+
+def retriever(
+    config: Config, /, *overrides: Overrides, run: Named = None, store: StoredIn = None, as_json: Json = False
+) -> None:
+    """Train a retriever from pairs of queries and passages, and measure it; or continue."""
+    from tasks.retriever import load_retriever_config
+
+    find_targets_in(config.parent)
+    named = {"name": run, "store": store}
+    given = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
+    loaded = load_retriever_config(config, [*overrides, *given])
+    log_progress(quiet=as_json, verbosity="verbose")  # its worker is a thread, which tells of its steps
+    with prefect_api("flows.retriever") as url:
+        logger.info("Prefect's UI: %s", url.removesuffix("/api"))
+        from flows.retriever import retriever as retriever_flow
+
+        made: MadeRetriever = run_flow(retriever_flow(loaded))
+    write(made.model_dump_json(indent=2) if as_json else _text(made))
+
+
+def _text(made: "MadeRetriever") -> str:
+    lines = [f"\n{table(made.rows())}", f"chosen     {made.method} ({made.decision})"]
+    return "\n".join([*lines, f"retriever  {made.path}", f"digest     {made.digest}"])

@@ -1,0 +1,152 @@
+"""Encoders of sentence-transformers: built from nothing or read from a directory, and what is asked of them."""
+
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infra.errors import BadInput
+from infra.store.inputs import fetched, written
+from models.admission.directory import admit, no_directory
+from models.config.retriever import EncoderConfig
+
+if TYPE_CHECKING:
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+
+Floats = NDArray[np.float32]
+
+INSTALL: Final = "pip install 'sentence-transformers>=6.2,<7'"
+MODULES: Final = "modules.json"
+"""What every directory of sentence-transformers has."""
+SAFELY: Final = {"use_safetensors": True}
+"""No pickles."""
+SPECIAL: Final = ("[PAD]", "[CLS]", "[SEP]")
+
+
+def require_library(where: str) -> None:
+    """Raise BadInput, which says how to install it, unless sentence-transformers is there."""
+    if importlib.util.find_spec("sentence_transformers") is None:
+        raise BadInput(f"{where}: expected the package sentence-transformers, found none; {INSTALL}")
+
+
+def build_scratch(start: EncoderConfig, directory: Path, *, texts: Iterable[str], max_tokens: int, seed: int) -> None:
+    """Write a BERT with random weights and a tokenizer of the texts; the same arguments give the same bytes."""
+    import torch
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    trained = Tokenizer(models.BPE())  # the trainer of WordPiece numbers its pieces anew each time
+    trained.normalizer = normalizers.BertNormalizer()
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    trained.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=start.vocab_size, special_tokens=[*SPECIAL], initial_alphabet=alphabet, show_progress=False
+    )
+    trained.train_from_iterator(texts, trainer)
+    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, model_max_length=max_tokens, **names)
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=start.hidden_size,
+        num_hidden_layers=start.layers,
+        num_attention_heads=start.heads,
+        intermediate_size=4 * start.hidden_size,
+        max_position_embeddings=max_tokens,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    BertModel(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def check_directory(path: Path, where: str) -> Path:
+    """Return the directory of this machine. Raises BadInput where it is none of an encoder, or names code."""
+    require_library(where)
+    here = fetched(path)
+    if not here.is_dir():
+        raise no_directory(where, path)
+    admit(here)
+    try:
+        kinds = [each["type"] for each in json.loads((here / MODULES).read_text())]
+    except FileNotFoundError:
+        kinds = []
+        if not (here / "config.json").is_file():
+            found = ", ".join(sorted(each.name for each in here.iterdir())[:5]) or "no file"
+            raise BadInput(
+                f"{where} {written(path)}: expected an encoder, with {MODULES} or config.json, found {found}"
+            ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BadInput(f"{where} {written(path)}: {MODULES} is no list of modules: {error}") from error
+    for kind in kinds:
+        if not str(kind).startswith("sentence_transformers."):
+            raise BadInput(f"{where} {written(path)}: expected modules of sentence_transformers, found {kind!r}")
+    return here
+
+
+def open_encoder(path: Path, where: str, *, max_tokens: int | None = None) -> "SentenceTransformer":
+    """Load a directory of sentence-transformers, or an encoder, whose first token then is the embedding.
+
+    Raises BadInput where it cannot be loaded.
+    """
+    here = check_directory(path, where)
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    with _loading(path, where):
+        if (here / MODULES).is_file():
+            found = SentenceTransformer(str(here), local_files_only=True, model_kwargs={**SAFELY})
+        else:
+            reader = Transformer(str(here), model_kwargs={**SAFELY})
+            pooling = Pooling(reader.get_embedding_dimension(), "cls")
+            found = SentenceTransformer(modules=[reader, pooling], similarity_fn_name="dot")
+    if max_tokens is not None:
+        found.max_seq_length = max_tokens
+    found.eval()
+    return found
+
+
+def open_cross_encoder(path: Path, where: str, *, max_tokens: int, seed: int) -> "CrossEncoder":
+    """Load a cross-encoder, or an encoder, which gets a head of one output. Raises BadInput where it cannot be."""
+    here = check_directory(path, where)
+    import torch
+    from sentence_transformers import CrossEncoder
+
+    torch.manual_seed(seed)
+    with _loading(path, where):
+        found = CrossEncoder(
+            str(here), num_labels=1, max_length=max_tokens, local_files_only=True, model_kwargs={**SAFELY}
+        )
+    found.eval()
+    return found
+
+
+@contextmanager
+def _loading(path: Path, where: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{where} {written(path)}: expected an encoder, it does not load: {reason}") from error
+
+
+class Retriever:
+    """A dual encoder that embeds texts; the same text has the same embedding, up to the batch that it is in."""
+
+    def __init__(self, path: Path, where: str) -> None:
+        self._model = open_encoder(path, where)
+
+    def embed(self, texts: Sequence[str]) -> Floats:
+        """Embed texts as vectors of length 1, a row each: their products are cosines."""
+        return self._model.encode([*texts], batch_size=64, normalize_embeddings=True, show_progress_bar=False)
+
+    def cosine(self, left: str, right: str) -> float:
+        """Compare two texts, each read by itself: -1 to 1."""
+        one, other = self.embed([left])[0], self.embed([right])[0]
+        return float(np.clip(one @ other, -1, 1))

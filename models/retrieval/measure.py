@@ -1,0 +1,64 @@
+"""What a retriever is worth on held-out queries: the rank of the right passage among all, or among a first few.
+
+B queries, N passages, D numbers of an embedding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.records.retrievals import Retrieval
+from models.retrieval.pairs import PairSet
+
+if TYPE_CHECKING:
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+
+Ranks = NDArray[np.int64]
+
+MRR_AT: Final = 10
+RECALL_AT: Final = 50
+"""So many passages of the student's are ranked again by the cross-encoder, which would take long for all."""
+RESAMPLES: Final = 2000
+
+
+def retrieval_of(ranks_B: Ranks, *, seed: int) -> Retrieval:
+    """Summarise ranks, from 1."""
+    found_B = np.where(ranks_B <= MRR_AT, 1 / ranks_B, 0.0)
+    drawn = np.random.default_rng(seed).integers(len(found_B), size=(RESAMPLES, len(found_B)))
+    low, high = np.quantile(found_B[drawn].mean(1), (0.025, 0.975))
+    recall = float((ranks_B <= RECALL_AT).mean())
+    return Retrieval(queries=len(ranks_B), mrr=float(found_B.mean()), low=float(low), high=float(high), recall=recall)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where a dual encoder finds the right passages, and which passages it finds first."""
+
+    ranks_B: Ranks
+    first: list[list[str]]
+
+
+def find(model: "SentenceTransformer", pairs: PairSet) -> Found:
+    """Rank all passages for each held-out query by the product of embeddings; of equals the right one comes last."""
+    passages, queries = pairs.passages, [pair.query for pair in pairs.heldout]
+    query_BD, passage_ND = (
+        model.encode([*texts], batch_size=64, show_progress_bar=False) for texts in (queries, passages)
+    )
+    scores_BN, places = query_BD @ passage_ND.T, {text: place for place, text in enumerate(passages)}
+    own_B = np.array([places[pair.passage] for pair in pairs.heldout])
+    ranks_B = (scores_BN >= np.take_along_axis(scores_BN, own_B[:, None], 1)).sum(1)
+    order_BN = np.argsort(-scores_BN, axis=1, kind="stable")[:, :RECALL_AT]
+    return Found(ranks_B, [[passages[place] for place in row] for row in order_BN.tolist()])
+
+
+def rerank(model: "CrossEncoder", pairs: PairSet, first: Sequence[Sequence[str]]) -> Ranks:
+    """Rank what a dual encoder found first by the cross-encoder; a right passage that is not there comes behind all."""
+    ranks = list[int]()
+    for pair, found in zip(pairs.heldout, first, strict=True):
+        scores = model.predict([(pair.query, text) for text in found], batch_size=64, show_progress_bar=False)
+        right = [score for score, text in zip(scores, found, strict=True) if text == pair.passage]
+        ranks.append(int((scores >= right[0]).sum()) if right else len(pairs.passages))
+    return np.array(ranks)
