@@ -4,6 +4,7 @@ B queries, N passages of the whole batch, K listed candidates of a query (its ow
 tokens of a query and a passage, D numbers of an embedding.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +32,11 @@ def dense_scores(query_BD: Tensor, passage_ND: Tensor) -> Tensor:
 
 
 def late_scores(query_BLD: Tensor, query_mask_BL: Tensor, passage_NMD: Tensor, passage_mask_NM: Tensor) -> Tensor:
-    """s_LI(q, p) = Σ_i max_j ⟨q_i, p_j⟩ over the tokens that are no padding, (B, N)."""
-    similar_BNLM = torch.einsum("bld,nmd->bnlm", query_BLD, passage_NMD)
+    """s_LI(q, p) = Σ_i max_j ⟨q_i, p_j⟩ / √D over the tokens that are no padding, (B, N).
+
+    The paper does not divide. Sums over tokens would then drown the one product of s_DE, and the student learns late.
+    """
+    similar_BNLM = torch.einsum("bld,nmd->bnlm", query_BLD, passage_NMD) / math.sqrt(query_BLD.shape[-1])
     similar_BNLM = similar_BNLM.masked_fill(~passage_mask_NM.bool()[None, :, None, :], FORBIDDEN)
     return (similar_BNLM.amax(-1) * query_mask_BL[:, None, :]).sum(-1)
 

@@ -148,6 +148,7 @@ def _train(
         optimizer, lambda step: min((step + 1) / warm, (steps - step) / max(1.0, steps - warm))
     )
     began, last = time.perf_counter(), list[dict[str, float]]()
+    torch.manual_seed(derive_seed(what, config.seed))  # dropout of encoders from elsewhere
     model.train()
     for step, batch in enumerate(batches, start=1):
         found = terms(batch)
