@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float32]
 
-INSTALL: Final = "pip install 'sentence-transformers>=6.2,<7'"
+INSTALL: Final = "pip install 'sentence-transformers==6.2.0'"
 MODULES: Final = "modules.json"
 """What every directory of sentence-transformers has."""
 SAFELY: Final = {"use_safetensors": True}

@@ -27,7 +27,7 @@ WARMING: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PairBatch:
     """Queries with their passages: of each query its own and then its negatives, query after query."""
 
     queries: list[str]
@@ -54,7 +54,7 @@ class Embedded:
     mask_BL: Tensor
 
 
-def batches(pairs: PairSet, learning: EncoderConfig, *, negatives: int, seed: int) -> Iterator[Batch]:
+def batches(pairs: PairSet, learning: EncoderConfig, *, negatives: int, seed: int) -> Iterator[PairBatch]:
     """Shuffle the training pairs again and again; hard negatives are drawn anew each time.
 
     A pair that has too few is given others of the corpus.
@@ -68,7 +68,7 @@ def batches(pairs: PairSet, learning: EncoderConfig, *, negatives: int, seed: in
         for pair in chosen:
             hard = rng.sample(pair.negatives, min(negatives, len(pair.negatives)))
             passages += [pair.passage, *hard, *(rng.choice(corpus) for _ in range(negatives - len(hard)))]
-        yield Batch([pair.query for pair in chosen], passages)
+        yield PairBatch([pair.query for pair in chosen], passages)
 
 
 def train_student(
@@ -82,7 +82,7 @@ def train_student(
 ) -> dict[str, float]:
     """Train the dual encoder; return the mean of each of its terms over the last tenth of the steps."""
 
-    def terms(batch: Batch) -> dict[str, Tensor]:
+    def terms(batch: PairBatch) -> dict[str, Tensor]:
         queries, passages = embed(model, batch.queries), embed(model, batch.passages)
         listed_BK = batch.listed().to(model.device)
         taught = None
@@ -108,7 +108,7 @@ def train_teacher(
 ) -> dict[str, float]:
     """Train the cross-encoder to find the right passage among the listed ones; return the mean of its last losses."""
 
-    def terms(batch: Batch) -> dict[str, Tensor]:
+    def terms(batch: PairBatch) -> dict[str, Tensor]:
         scores_BK = cross_scores(model, batch)
         return {"cross": functional.cross_entropy(scores_BK, scores_BK.new_zeros(len(scores_BK), dtype=torch.long))}
 
@@ -123,7 +123,7 @@ def embed(model: SentenceTransformer, texts: list[str]) -> Embedded:
     return Embedded(found["sentence_embedding"], found["token_embeddings"], found["attention_mask"])
 
 
-def cross_scores(model: CrossEncoder, batch: Batch) -> Tensor:
+def cross_scores(model: CrossEncoder, batch: PairBatch) -> Tensor:
     """s_CE of the listed candidates, (B, K), with gradients where they are asked for."""
     each = len(batch.passages) // len(batch.queries)
     asked = [(batch.queries[place // each], passage) for place, passage in enumerate(batch.passages)]
@@ -134,8 +134,8 @@ def cross_scores(model: CrossEncoder, batch: Batch) -> Tensor:
 def _train(
     model: nn.Module,
     learning: EncoderConfig,
-    batches: Iterator[Batch],
-    terms: Callable[[Batch], dict[str, Tensor]],
+    batches: Iterator[PairBatch],
+    terms: Callable[[PairBatch], dict[str, Tensor]],
     *,
     what: str,
     config: RetrieverConfig,

@@ -28,7 +28,7 @@ from models.text.tokenizer import scratch_tokenizer
 from tasks.config.run import load_config
 
 HOME = Path(__file__).parents[3]
-CONFIGS = sorted(HOME.glob("configs/*.toml"))
+CONFIGS = sorted({*HOME.glob("configs/*.toml")} - {HOME / "configs/retriever.toml"})
 KINDS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 LORA = LoraConfig(rank=3, targets=("q_proj", "down_proj"))
 

@@ -13,7 +13,7 @@ from models.config.retriever import EncoderConfig, PairFile, RetrieverConfig, Te
 from models.retrieval.loss import Taught, dense_scores, divergence, late_scores, loss_terms
 from models.retrieval.measure import retrieval_of
 from models.retrieval.pairs import WORDS, Pair, load_pairs
-from models.retrieval.training import Batch
+from models.retrieval.training import PairBatch
 from tasks.retriever import teaches
 
 THREE = log(3)
@@ -94,7 +94,7 @@ def test_a_cross_encoder_says_nothing_of_passages_that_are_not_listed():
 
 
 def test_a_copy_of_the_right_passage_is_no_wrong_one():
-    batch = Batch(["q", "r"], ["a", "b", "b", "a"])
+    batch = PairBatch(["q", "r"], ["a", "b", "b", "a"])
     assert batch.listed().tolist() == [[0, 1], [2, 3]]
     assert batch.candidates().tolist() == [[True, True, True, False], [True, False, True, True]]
     allowed = torch.tensor([[True, True, False]])

@@ -15,7 +15,9 @@ from infra.errors import BadInput
 from models.config.policy import SeeingScratchPolicy
 from tasks.config.run import RunConfig, load_config, override_config, parse_config
 
-CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
+RETRIEVER = Path(__file__).parents[3] / "configs/retriever.toml"
+"""Of no run."""
+CONFIGS = sorted({*RETRIEVER.parent.glob("*.toml")} - {RETRIEVER})
 
 
 def complaint(text: str, *overrides: str) -> str:

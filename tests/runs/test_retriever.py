@@ -1,0 +1,212 @@
+"""A retriever: killed anywhere it ends with the same bits, and what it is used for agrees with its embeddings."""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+
+from flows.cli.app import main
+from flows.cli.train import run_flow
+from infra.errors import BadInput, RheostatError, RunChanged
+from infra.processes.episodes import Asked
+from infra.store.runs import open_run
+from models.config.data import DeduplicatedData, FileData
+from models.config.environments import SearchEnvironment
+from models.config.reward_terms import SimilarityReward
+from models.data.problems import left_out_of, load_problems
+from models.environments.pool import started
+from models.retrieval.measure import find, retrieval_of
+from models.retrieval.pairs import load_pairs
+from models.rewards.rules import build_reward
+from tasks.retriever import CHOSEN, TEACHER, load_retriever_config
+from tests.support.in_process import InProcessJob
+from tests.support.jobs import ROOT
+
+SMALL = (
+    *("pairs.facts=120", "encoder.steps=8", "encoder.batch_size=4", "encoder.hidden_size=16"),
+    *("cross_encoder.steps=4", "cross_encoder.batch_size=4", "cross_encoder.hidden_size=16", "max_tokens=16"),
+)
+
+
+def small(store, *overrides):
+    return load_retriever_config(
+        ROOT / "configs/retriever.toml", [*SMALL, f"store={json.dumps(str(store))}", *overrides]
+    )
+
+
+@contextmanager
+def dying(after):
+    """Have the worker fail after so many steps."""
+    from models.workers.retriever import RetrieverWorker
+
+    with pytest.MonkeyPatch.context() as patch:
+        count = RetrieverWorker._count
+
+        def counted(worker):
+            count(worker)
+            if worker.progress() == after:
+                raise RuntimeError("killed")
+
+        patch.setattr(RetrieverWorker, "_count", counted)
+        yield
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, prefect_api):
+    return InProcessJob(tmp_path_factory.mktemp("retriever"), prefect_api)
+
+
+@pytest.fixture(scope="module")
+def made(job):
+    """One with all of its parts, never disturbed."""
+    from flows.retriever import retriever
+
+    with job.prefect():
+        return run_flow(retriever(small(job.store, "method=cascade")))
+
+
+def test_killed_in_any_part_it_ends_with_the_same_bits_and_does_nothing_twice(job, made, tmp_path):
+    from flows.retriever import retriever
+
+    config = small(tmp_path, "method=cascade")
+    with job.prefect():
+        for after in (3, 10, 6):  # in the student, in its teacher, and in the student that is taught
+            with dying(after), pytest.raises(RheostatError, match="killed"):
+                run_flow(retriever(config))
+        again = run_flow(retriever(config))
+    assert (again.digest, again.measured) == (made.digest, made.measured)
+    run, whole = (open_run(f"{store}/retrievers", "retriever") for store in (tmp_path, job.store))
+    keys = ("pairs", "self-distillation", TEACHER, "cascade", CHOSEN)
+    assert [run.require(key).digest for key in keys] == [whole.require(key).digest for key in keys]
+    assert [run.require(key).provenance.epoch for key in keys] == [1, 2, 3, 4, 4]
+
+
+def test_a_retriever_that_is_done_is_told_again_and_under_another_configuration_refused(job, made):
+    from flows.retriever import retriever
+
+    with job.prefect():
+        assert run_flow(retriever(small(job.store, "method=cascade", "report_steps=1"))) == made
+        with pytest.raises(RunChanged, match="max_tokens was 16, is 17"):
+            run_flow(retriever(small(job.store, "method=cascade", "max_tokens=17")))
+
+
+def test_its_directory_is_one_of_sentence_transformers_and_worth_what_was_measured(job, made):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+
+    pairs = load_pairs(small(job.store))
+    model = SentenceTransformer(made.path, local_files_only=True)
+    measure = InformationRetrievalEvaluator(
+        {str(number): pair.query for number, pair in enumerate(pairs.heldout)},
+        {text: text for text in pairs.passages},
+        {str(number): {pair.passage} for number, pair in enumerate(pairs.heldout)},
+        precision_recall_at_k=[50],
+        write_csv=False,
+    )
+    found = measure(model)
+    assert made.measured["cascade"].mrr == pytest.approx(found["dot_mrr@10"], abs=1e-6)
+    assert made.measured["cascade"].recall == pytest.approx(found["dot_recall@50"], abs=1e-6)
+    assert made.method == "cascade" and made.measured["cascade"].queries == len(pairs.heldout)
+    assert retrieval_of(find(model, pairs).ranks_B, seed=0).mrr == made.measured["cascade"].mrr
+
+
+def test_training_problems_that_are_nearly_held_out_ones_are_left_out_and_told(made, tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    def written(name, *prompts):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"prompt": prompt, "answer": "1"}) + "\n" for prompt in prompts))
+        return path
+
+    train = written("train.jsonl", "Red  DOG Forest", "blue cat river", "white horse house")
+    source = FileData(path=train, heldout_path=written("heldout.jsonl", "red dog forest", "green bird cave"))
+    model = SentenceTransformer(made.path)
+    heldout = model.encode(["red dog forest", "green bird cave"], normalize_embeddings=True)
+    farther = model.encode(["blue cat river", "white horse house"], normalize_embeddings=True) @ heldout.T
+    data = DeduplicatedData(source=source, retriever=made.path, bound=(1 + float(farther.max())) / 2)
+    assert [problem.prompt for problem in load_problems(data, "train", 0)] == ["blue cat river", "white horse house"]
+    assert load_problems(data, "heldout", 0) == load_problems(source, "heldout", 0)
+    assert left_out_of(data, 0) == {f"{train}:1": f"is near {tmp_path / 'heldout.jsonl'}:1, cosine 1.000"}
+    with pytest.raises(BadInput, match="bound 1e-09: every one of 3 training problems is near a held-out one"):
+        load_problems(data.model_copy(update={"bound": 1e-9}), "train", 0)
+
+
+def test_the_similarity_of_a_completion_is_the_cosine_of_its_embedding_and_the_answers(made):
+    from sentence_transformers import SentenceTransformer
+
+    reward = build_reward(SimilarityReward(retriever=made.path))
+    one, other = SentenceTransformer(made.path).encode(["red dog", "blue cat"], normalize_embeddings=True)
+    assert reward("", "red dog", "blue cat") == pytest.approx(float(one @ other), abs=1e-6)
+    assert reward("", "red dog", "RED dog") == pytest.approx(1, abs=1e-6)
+    with pytest.raises(ValueError, match="no reference answer"):
+        reward("", "red dog", " ")
+
+
+def test_the_policy_searches_a_file_and_is_told_what_is_nearest(made, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    texts = ["red dog forest", "blue cat river", "white horse house", "green bird cave"]
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tool = started(SearchEnvironment(retriever=made.path, corpus=corpus, passages=2), describes=True)
+    tool.ready()
+    assert tool.schemas[0]["function"]["name"] == "search"
+
+    def told(arguments):
+        call = {"name": "search", "arguments": arguments, "error": ""}
+        step, _ = tool.step(Asked("0", problem={}, seed=0, turns=({"text": "", "calls": [call]},)))
+        return step.messages[0].content
+
+    first, second = told({"query": "blue cat river"}).splitlines()
+    assert first == "1. blue cat river" and second.startswith("2. ") and second[3:] in texts
+    assert told({"query": " "}) == "Error: search: expected a text as query"
+    step, _ = tool.step(Asked("0", problem={}, seed=0, turns=({"text": "done", "calls": []},)))
+    assert step.done
+    corpus.with_name("empty.jsonl").write_text("")
+    with pytest.raises(BadInput, match=r"corpus .*empty.jsonl: expected passages, found none"):
+        started(SearchEnvironment(retriever=made.path, corpus=corpus.with_name("empty.jsonl")), describes=False).ready()
+
+
+def test_what_cannot_be_trained_is_refused_in_one_line_and_nothing_is_written(job, tmp_path, capsys, monkeypatch):
+    (tmp_path / "pairs.jsonl").write_text('{"query": "a", "text": "b"}\n')
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/modules.json").write_text('[{"type": "os.path.join"}]')
+    store = tmp_path / "store"
+
+    def said(*overrides):
+        with job.prefect():
+            code = main(["retriever", str(ROOT / "configs/retriever.toml"), *overrides, "--store", str(store)])
+        error = capsys.readouterr().err
+        assert (code, error.count("\n"), store.exists()) == (2, 1, False)
+        return error
+
+    pairs = (f"pairs.path={tmp_path / 'pairs.jsonl'}", "pairs.kind=file")
+    assert "pairs.jsonl:1: no column 'passage' (columns: query, text)" in said(*pairs)
+    folder = tmp_path / "folder"
+    assert f"encoder.path {folder}: expected an encoder, with modules.json or config.json, found no file" in said(
+        f"encoder.path={folder}"
+    )
+    code = tmp_path / "code"
+    assert "expected modules of sentence_transformers, found 'os.path.join'" in said(f"cross_encoder.path={code}")
+    assert "unknown key 'encoder.stepz'" in said("encoder.stepz=3")
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    assert "expected the package sentence-transformers, found none; pip install" in said()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_of_few_pairs_more_is_learnt_with_self_distillation(job, seed, tmp_path):
+    from flows.retriever import retriever
+
+    config = ROOT / "configs/retriever.toml"
+    with job.prefect():
+        found = [
+            run_flow(
+                retriever(
+                    load_retriever_config(config, [f"seed={seed}", f"method={method}", f"store={tmp_path / method}"])
+                )
+            )
+            for method in ("dual", "self-distillation")
+        ]
+    alone, taught = (made.measured[made.method] for made in found)
+    assert alone.mrr < taught.mrr
