@@ -266,6 +266,12 @@ class DeduplicatedData(DataSource):
     bound: Annotated[float, Field(gt=0, le=1)] = 0.95
     """Cosine of two prompts from which the training problem is left out."""
 
+    @model_validator(mode="after")
+    def _says_it_once(self) -> Self:
+        for key in {"without", "too_long"} & self.source.model_fields_set:
+            raise ValueError(f"source.{key}: expected it beside source, where it holds for what is left")
+        return self
+
     @property
     def has_answers(self) -> bool:
         """As the source has them."""
