@@ -127,6 +127,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
         (
             "[data]\nkind = 'files'",
             "data.kind: expected 'arithmetic' or 'pictures' or 'calculations' or 'measures' or 'file' or 'mixture' or "
+            "'deduplicated' or "
             "'target', got 'files'; did you mean 'file'?",
         ),
         (
@@ -135,8 +136,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
         ),
         (
             "[[scoring.rewards]]\nkind = 'maths'",
-            "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'target' or 'code' or 'environment' "
-            "or 'judge' or 'model', got 'maths'; "
+            "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'similarity' or 'target' or "
+            "'code' or 'environment' or 'judge' or 'model', got 'maths'; "
             "did you mean 'math'?",
         ),
         ("[data]\nkind = 'file'", "data.path: missing"),
