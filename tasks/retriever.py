@@ -18,9 +18,8 @@ from infra.store.manifests import Manifest, provenance_here
 from infra.store.runs import Run, create_run, list_runs, open_run
 from infra.validation_errors import explain
 from models.config.retriever import RETRIEVERS, RetrieverConfig, Terms
-from models.records.retrievals import MadeRetriever, Retrieval
+from models.records.retrievals import CrossEncoderWork, MadeRetriever, Retrieval, StudentWork
 from models.records.versions import Outcome
-from models.records.work import CrossEncoderWork, StudentWork
 from tasks.config.documents import overridden, read_document
 from tasks.run.stages import decided_here, stage
 

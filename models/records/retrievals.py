@@ -1,7 +1,28 @@
-"""What a retriever is worth, and what became of one. Torch-free."""
+"""What is asked of a retriever's worker, what a retriever is worth, and what became of one. Torch-free."""
+
+from dataclasses import dataclass
 
 from infra.config import Settings
+from infra.store.bundles import BundleRef
 from models.config.retriever import Terms
+
+
+@dataclass(frozen=True, slots=True)
+class StudentWork:
+    """Train a dual encoder."""
+
+    pairs: BundleRef
+    method: Terms
+    teacher: BundleRef | None = None
+    """The cross-encoder of a cascade."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEncoderWork:
+    """Train a cross-encoder, and rank again by it what a dual encoder finds first."""
+
+    pairs: BundleRef
+    student: BundleRef
 
 
 class Retrieval(Settings):

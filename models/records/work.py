@@ -13,7 +13,6 @@ from models.config.engines import SamplingConfig
 from models.config.environments import DialogueEnvironment, EnvironmentConfig
 from models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
 from models.config.policy import PolicyConfig
-from models.config.retriever import Terms
 from models.config.rollout import DynamicSampling, PartialRollout
 from models.config.teachers import TeacherDirectory
 from models.config.training import DpoConfig, WarmupConfig
@@ -389,21 +388,3 @@ class ExportWork:
     """An empty directory."""
     dtype: Literal["float32", "bfloat16"] | None
     """Precision of the written weights; none is float32 where something is added, and that of the files otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class StudentWork:
-    """Train a dual encoder."""
-
-    pairs: BundleRef
-    method: Terms
-    teacher: BundleRef | None = None
-    """The cross-encoder of a cascade."""
-
-
-@dataclass(frozen=True, slots=True)
-class CrossEncoderWork:
-    """Train a cross-encoder, and rank again by it what a dual encoder finds first."""
-
-    pairs: BundleRef
-    student: BundleRef

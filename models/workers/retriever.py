@@ -12,9 +12,9 @@ from transformers.utils import logging as transformers_logging
 from infra.store.bundles import BundleRef, fetch_bundle, fetch_file, publish_bundle
 from infra.store.storage import open_store
 from models.config.retriever import EncoderConfig, RetrieverConfig
+from models.records.retrievals import CrossEncoderWork, StudentWork
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion, Outcome
-from models.records.work import CrossEncoderWork, StudentWork
 from models.retrieval.encoders import build_scratch, check_directory, open_cross_encoder, open_encoder, require_library
 from models.retrieval.pairs import PairSet, load_pairs
 

@@ -84,7 +84,10 @@ def _words(node: ast.AST) -> list[str]:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("rheostat re", {"retrain", "registry", "refuse", "reward-model", "rescore", "recredit", "report"}),
+        (
+            "rheostat re",
+            {"retrain", "registry", "refuse", "reward-model", "rescore", "recredit", "report", "retriever"},
+        ),
         ("rheostat engine ", {"install", "check", "serve"}),
         ("rheostat engine install ", {"vllm"}),
         ("rheostat train job.toml --dr", {"--dry-run"}),
