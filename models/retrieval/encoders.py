@@ -120,7 +120,7 @@ def open_cross_encoder(path: Path, where: str, *, max_tokens: int, seed: int) ->
 
     torch.manual_seed(seed)
     with _loading(path, where):
-        found = CrossEncoder(
+        found: CrossEncoder = CrossEncoder(
             str(here), num_labels=1, max_length=max_tokens, local_files_only=True, model_kwargs={**SAFELY}
         )
     found.eval()
@@ -129,6 +129,9 @@ def open_cross_encoder(path: Path, where: str, *, max_tokens: int, seed: int) ->
 
 @contextmanager
 def _loading(path: Path, where: str) -> Iterator[None]:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
