@@ -4,23 +4,17 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-from pydantic import ValidationError
-
-from infra.errors import BadInput
 from infra.pools.cluster import RayCluster
 from infra.pools.pool import Pool
 from infra.pools.threads import ThreadCluster
 from infra.pools.worker import PoolSpec
 from infra.store.manifests import Manifest, provenance_here
 from infra.store.runs import Run, create_run, list_runs, open_run
-from infra.validation_errors import explain
 from models.config.retriever import RETRIEVERS, RetrieverConfig, Terms
 from models.records.retrievals import CrossEncoderWork, MadeRetriever, Retrieval, StudentWork
 from models.records.versions import Outcome
-from tasks.config.documents import overridden, read_document
 from tasks.run.stages import decided_here, stage
 
 logger = logging.getLogger(__name__)
@@ -71,14 +65,6 @@ async def hold_retriever(config: RetrieverConfig) -> AsyncIterator[Making]:
         run = create_run(store, config.name, config.identity())
         with run.hold():
             yield Making(config, run, pool)
-
-
-def load_retriever_config(path: Path, overrides: Sequence[str] = ()) -> RetrieverConfig:
-    """Read a TOML file, apply overrides and validate. Raises BadInput in one line."""
-    try:
-        return RetrieverConfig.model_validate(overridden(read_document(path), overrides))
-    except ValidationError as error:
-        raise BadInput(f"{path}: {explain(error, RetrieverConfig)}") from None
 
 
 def made_before(config: RetrieverConfig) -> MadeRetriever | None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from flows.cli.options import Config, Named, Overrides, StoredIn, log_progress
 from flows.cli.prefect_api import prefect_api, run_flow
-from infra.plugins import find_targets_in
 from infra.terminal import Json, table, write
 
 if TYPE_CHECKING:
@@ -19,9 +18,8 @@ def retriever(
     config: Config, /, *overrides: Overrides, run: Named = None, store: StoredIn = None, as_json: Json = False
 ) -> None:
     """Train a retriever from pairs of queries and passages, and measure it; or continue."""
-    from tasks.retriever import load_retriever_config
+    from tasks.config.run import load_retriever_config
 
-    find_targets_in(config.parent)
     named = {"name": run, "store": store}
     given = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
     loaded = load_retriever_config(config, [*overrides, *given])

@@ -20,7 +20,7 @@ from models.config.job import Job, reasons_against, reasons_against_preferences
 from models.config.objectives import UpdateConfig
 from models.config.policy import PolicyConfig, ScratchPolicy
 from models.config.promotion import PromotionConfig, SuiteConfig
-from models.config.retriever import RETRIEVERS
+from models.config.retriever import RETRIEVERS, RetrieverConfig
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.soup import SOUPS, SoupConfig
@@ -321,6 +321,14 @@ def parse_config(document: Mapping[str, object], *, source: str) -> RunConfig:
         return RunConfig.model_validate(document)
     except ValidationError as error:
         raise BadInput(f"{source}: {explain(error, RunConfig)}") from None
+
+
+def load_retriever_config(path: Path, overrides: Sequence[str] = ()) -> RetrieverConfig:
+    """Read a TOML file, apply overrides and validate. Raises BadInput in one line."""
+    try:
+        return RetrieverConfig.model_validate(overridden(read_document(path), overrides))
+    except ValidationError as error:
+        raise BadInput(f"{path}: {explain(error, RetrieverConfig)}") from None
 
 
 def measured_by_rules(config: RunConfig) -> RunConfig:

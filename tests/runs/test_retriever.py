@@ -18,7 +18,8 @@ from models.environments.pool import started
 from models.retrieval.measure import find, retrieval_of
 from models.retrieval.pairs import load_pairs
 from models.rewards.rules import build_reward
-from tasks.retriever import CHOSEN, TEACHER, load_retriever_config
+from tasks.config.run import load_retriever_config
+from tasks.retriever import CHOSEN, TEACHER
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import ROOT
 
