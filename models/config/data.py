@@ -268,8 +268,9 @@ class DeduplicatedData(DataSource):
 
     @model_validator(mode="after")
     def _says_it_once(self) -> Self:
-        for key in {"without", "too_long"} & self.source.model_fields_set:
-            raise ValueError(f"source.{key}: expected it beside source, where it holds for what is left")
+        for key in ("without", "too_long"):
+            if getattr(self.source, key) != DataSource.model_fields[key].default:
+                raise ValueError(f"source.{key}: expected it beside source, where it holds for what is left")
         return self
 
     @property
