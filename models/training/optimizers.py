@@ -6,7 +6,7 @@ the optimizer's own, and saved as it is.
 
 from collections.abc import Callable
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,21 +14,21 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from models.config.objectives import UpdateConfig
-from models.config.optimizers import Muon
+from models.config.optimizers import Adam8bit, AdamW, Muon
 from models.modeling.adapters import trained_parameters
 from models.modeling.logprobs import TokenModule
 
-OptimizerFunction = Callable[[TokenModule, UpdateConfig], Optimizer]
+OptimizerFunction = Callable[[TokenModule, UpdateConfig, Any], Optimizer]
+"""The module, how it learns, and the optimizer's own settings."""
 
 
-def adamw(module: TokenModule, update: UpdateConfig) -> Optimizer:
+def adamw(module: TokenModule, update: UpdateConfig, settings: AdamW) -> Optimizer:
     """Adam with decoupled weight decay (arXiv 1711.05101)."""
     return _adamw(trained_parameters(module), update)
 
 
-def muon(module: TokenModule, update: UpdateConfig) -> Optimizer:
+def muon(module: TokenModule, update: UpdateConfig, settings: Muon) -> Optimizer:
     """Orthogonalised momentum for hidden matrices, AdamW for all else, as one optimizer."""
-    assert isinstance(update.optimizer, Muon), "an optimizer is made from its own settings"
     hidden = hidden_matrices(module.model)
     named = {id(parameter) for parameter in hidden}
     others = [parameter for parameter in trained_parameters(module) if id(parameter) not in named]
@@ -38,7 +38,7 @@ def muon(module: TokenModule, update: UpdateConfig) -> Optimizer:
             hidden,
             lr=0.0,
             weight_decay=update.weight_decay,
-            momentum=update.optimizer.momentum,
+            momentum=settings.momentum,
             adjust_lr_fn="match_rms_adamw",
         )
         parts.append(orthogonal)
@@ -47,7 +47,7 @@ def muon(module: TokenModule, update: UpdateConfig) -> Optimizer:
     return _Parts(parts)
 
 
-def adam8bit(module: TokenModule, update: UpdateConfig) -> Optimizer:
+def adam8bit(module: TokenModule, update: UpdateConfig, settings: Adam8bit) -> Optimizer:
     """AdamW whose moments are kept in 8 bits, by blocks of 256 (arXiv 2110.02861)."""
     from bitsandbytes.optim import AdamW8bit
 

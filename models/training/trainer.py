@@ -72,7 +72,7 @@ class Trainer:
             checkpoint_layers(module.model)
         self._module, self._model = module, module.model
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        optimizer = cast(OptimizerFunction, implementation_of(update.optimizer))(module, update)
+        optimizer = cast(OptimizerFunction, implementation_of(update.optimizer))(module, update, update.optimizer)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_engine_config(update))
         self._engine: DeepSpeedEngine = engine
         self._engine.eval()  # no dropout: log-probs must be those of the policy that generated

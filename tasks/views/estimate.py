@@ -62,7 +62,7 @@ class MemoryEstimate(Settings):
 
     role: str
     gigabytes: float
-    """Weights, cache, gradients and optimizer, without activations and libraries."""
+    """Weights, cache, gradients, optimizer and the largest pass, without libraries."""
     of: float
     """What the accelerator has."""
 
@@ -70,7 +70,7 @@ class MemoryEstimate(Settings):
     def text(self) -> str:
         """In words."""
         more = "" if self.gigabytes < self.of else ": it does not fit"
-        return f"{self.role} worker: {self.gigabytes:,.3g} GB of {self.of:,.0f} GB before activations{more}"
+        return f"{self.role} worker: {self.gigabytes:,.3g} GB of {self.of:,.0f} GB without libraries{more}"
 
 
 class DeviceEstimate(Settings):

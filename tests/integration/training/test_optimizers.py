@@ -33,7 +33,7 @@ def module() -> TokenLogprobs:
 def stepped(make, config: UpdateConfig, *, steps: int = 3) -> tuple[TokenLogprobs, list[dict[str, torch.Tensor]]]:
     """A module after steps along gradients that are drawn at random; they are returned by name."""
     found, gradients = module(), []
-    optimizer, generator = make(found, config), torch.Generator().manual_seed(3)
+    optimizer, generator = make(found, config, config.optimizer), torch.Generator().manual_seed(3)
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate
     for _ in range(steps):

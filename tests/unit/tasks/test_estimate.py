@@ -57,8 +57,8 @@ def test_ranks_workers_precision_epochs_and_adapters_count():
 def test_memory_that_is_not_there_is_told():
     _, found = reckoned()
     assert [memory.text for memory in found.memory] == [
-        "rollout worker: 8e-06 GB of 0 GB before activations: it does not fit",
-        "update worker: 9e-07 GB of 0 GB before activations",
+        "rollout worker: 8e-06 GB of 0 GB without libraries: it does not fit",
+        "update worker: 9e-07 GB of 0 GB without libraries",
     ]
 
 
