@@ -5,23 +5,17 @@ anything follows from it: a run that is interrupted anywhere decides the same. W
 its newest iteration, by the alarms as they are now.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
-
-from pydantic import JsonValue, TypeAdapter
+from collections.abc import Iterator
 
 from infra.errors import AlarmStopped
-from infra.store.runs import Run
-from models.config.alarms import Alarm, AlarmConfig, Measured
 from tasks.events import emit_of_run
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey
+from tasks.run.ordered_returns import ordered_return, raised, version_to_return_to
 from tasks.run.returns import has_returned, policy_after, return_key, returned_to
 from tasks.run.session import Session
 from tasks.run.stages import record
 from tasks.views.metrics import sealed_iterations
-
-_ALARMS: Final = TypeAdapter(tuple[AlarmConfig, ...])
 
 
 def heed_alarms(session: Session, number: int) -> bool:
@@ -56,39 +50,18 @@ def check_alarms(session: Session) -> None:
 
 def raised_alarms(session: Session, iteration: Iteration) -> dict[str, str]:
     """Say what of an iteration is beyond the bounds of alarms, by their names, and what follows from that."""
-    raised = list(_raised(session.settings.alarms, iteration))
-    follows = {alarm.known_as: "; the run ends" for alarm, _ in raised if alarm.action == "stop"}
+    found = list(raised(session.settings.alarms, iteration))
+    follows = {alarm.known_as: "; the run ends" for alarm, _ in found if alarm.action == "stop"}
     if has_returned(session.run, iteration.number):
         returned = session.run.require(return_key(iteration.number))
         follows[str(returned.detail["alarm"])] = f"; the run returns to policy {returned_to(returned)}"
-    told = {alarm.known_as: f"alarm {alarm.known_as!r}: {said}" for alarm, said in raised}
+    told = {alarm.known_as: f"alarm {alarm.known_as!r}: {said}" for alarm, said in found}
     return {name: f"{line}{follows.get(name, '')}" for name, line in told.items()}
-
-
-def recorded_returns(run: Run) -> tuple[Alarm, ...]:
-    """The alarms that have a run return, as it was made."""
-    return _ALARMS.validate_python(run.record.config.get("alarms", ()))
-
-
-def ordered_return(iteration: Iteration, alarms: Iterable[Alarm]) -> dict[str, JsonValue] | None:
-    """What a return after an iteration consists of, by the first alarm that is raised; none where none is."""
-    for alarm, said in _raised(alarms, iteration):
-        to = version_to_return_to(iteration.run, iteration.number)
-        return {"version": iteration.number, "to": to, "alarm": alarm.known_as, "said": said}
-    return None
-
-
-def version_to_return_to(run: Run, number: int) -> int:
-    """The last good version: that which generated the newest iteration before this one without a return.
-
-    Of iteration k without a return that is version k - 1. After returns one after the other it stays the same.
-    """
-    return number - 1 if has_returned(run, number - 1) else max(0, number - 2)
 
 
 def _endings(session: Session, iteration: Iteration) -> Iterator[str]:
     """Say why alarms end the run after an iteration."""
-    for alarm, said in _raised([each for each in session.settings.alarms if each.action == "stop"], iteration):
+    for alarm, said in raised([each for each in session.settings.alarms if each.action == "stop"], iteration):
         yield f"alarm {alarm.known_as!r}: {said}; the same command with another bound, or without the alarm, goes on"
     if not has_returned(session.run, iteration.number):
         return
@@ -100,22 +73,4 @@ def _endings(session: Session, iteration: Iteration) -> Iterator[str]:
     for alarm in session.settings.returns:
         name, times = alarm.known_as, orders.count(alarm.known_as)
         if name == orders[-1] and times > alarm.returns:
-            yield f"alarm {name!r} had it return for the {times}. time; the same command with `returns` {times} goes on"
-
-
-def _raised(alarms: Iterable[Alarm], iteration: Iteration) -> Iterator[tuple[Alarm, str]]:
-    measured = _measured(iteration)
-    for alarm in alarms:
-        if (said := alarm.raised(iteration.number, measured)) is not None:
-            yield alarm, said
-
-
-def _measured(iteration: Iteration) -> Measured:
-    """What iterations measured up to one; those that the run returned from are not compared with."""
-
-    def measured(number: int) -> Mapping[str, float]:
-        if number == iteration.number:
-            return iteration.measured
-        return {} if has_returned(iteration.run, number) else Iteration(iteration.run, number).measured
-
-    return measured
+            yield f"alarm {name!r} had it return {times} times; the same command with `returns` {times} goes on"

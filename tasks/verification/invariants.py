@@ -18,11 +18,11 @@ from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, rewards_of
 from models.data.curriculum import DynamicSamplingState, give_back, take
 from models.records.versions import policy_of
-from tasks.alarms import ordered_return, recorded_returns
 from tasks.run.batch import Batch, without_rollouts
 from tasks.run.dependencies import moved_at
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key, reward_model_role
+from tasks.run.ordered_returns import ordered_return, recorded_returns
 from tasks.run.rescorings import Derived, derived_of, recredit_terms, rescored_batches, rescored_shards, rescoring_terms
 from tasks.run.returns import policy_after, return_key, returned_to
 from tasks.run.states import coming_states, is_due, state_every, states_of, took_steps

@@ -92,7 +92,7 @@ def test_a_run_that_returned_more_often_than_it_may_ends_and_goes_on_when_it_may
     home = tmp_path / "few"
     home.mkdir()
     assert run_once(home, prefect_api, None, fewer) == 1
-    assert "alarm 'always' had it return for the 2. time" in (home / "output").read_text()
+    assert "alarm 'always' had it return 2 times" in (home / "output").read_text()
     assert not [key for key in manifests_of(home / "store/tiny") if key.startswith("it-0005")]
     assert problems_after([], home, prefect_api, returned / "store/tiny", RETURNING, start=run_once) == []
 

@@ -26,7 +26,7 @@ def test_a_run_elsewhere_is_watched_live_until_it_ends(reference, tmp_path):
     pages = []
 
     def finish(sent: str) -> None:
-        if "3 of 3 iterations" in sent and not pages:
+        if "3 of 3 iterations" in sent and "held-out evaluation" in sent and not pages:
             pages.append(plain(screen(sent)))
             for part in parts:
                 shutil.move(tmp_path / part.name, part)

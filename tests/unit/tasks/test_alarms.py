@@ -10,11 +10,11 @@ from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
 from models.config.alarms import MEASURED
-from tasks.alarms import version_to_return_to
 from tasks.commit import retire_policies
 from tasks.config.run import override_config
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey
+from tasks.run.ordered_returns import version_to_return_to
 from tasks.run.returns import made_in, policy_after, return_key
 from tasks.run.session import Session
 from tasks.run.states import newest_with_state, way_to
