@@ -55,7 +55,7 @@ def told(server, tmp_path_factory) -> Iterator[list[dict[str, str]]]:
             named = block.save("team")
         file = tmp_path_factory.mktemp("automations") / "notifications.yaml"
         file.write_text(NOTIFICATIONS.read_text().replace("BLOCK_ID", str(named)))
-        assert "Created 4 automation(s)" in server.prefect("automation", "create", "--from-file", str(file))
+        assert "Created 5 automation(s)" in server.prefect("automation", "create", "--from-file", str(file))
         yield received
 
 
