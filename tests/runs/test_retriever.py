@@ -66,6 +66,7 @@ def made(job):
         return run_flow(retriever(small(job.store, "method=cascade")))
 
 
+@pytest.mark.system
 def test_killed_in_any_part_it_ends_with_the_same_bits_and_does_nothing_twice(job, made, tmp_path):
     from flows.retriever import retriever
 
@@ -82,6 +83,7 @@ def test_killed_in_any_part_it_ends_with_the_same_bits_and_does_nothing_twice(jo
     assert [run.require(key).provenance.epoch for key in keys] == [1, 2, 3, 4, 4]
 
 
+@pytest.mark.system
 def test_a_retriever_that_is_done_is_told_again_and_under_another_configuration_refused(job, made):
     from flows.retriever import retriever
 
@@ -91,6 +93,7 @@ def test_a_retriever_that_is_done_is_told_again_and_under_another_configuration_
             run_flow(retriever(small(job.store, "method=cascade", "max_tokens=17")))
 
 
+@pytest.mark.system
 def test_its_directory_is_one_of_sentence_transformers_and_worth_what_was_measured(job, made):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
@@ -111,6 +114,7 @@ def test_its_directory_is_one_of_sentence_transformers_and_worth_what_was_measur
     assert retrieval_of(find(model, pairs).ranks_B, seed=0).mrr == made.measured["cascade"].mrr
 
 
+@pytest.mark.system
 def test_training_problems_that_are_nearly_held_out_ones_are_left_out_and_told(made, tmp_path):
     from sentence_transformers import SentenceTransformer
 
@@ -135,6 +139,7 @@ def test_training_problems_that_are_nearly_held_out_ones_are_left_out_and_told(m
         load_problems(data.model_copy(update={"bound": 1e-9}), "train", 0)
 
 
+@pytest.mark.system
 def test_the_similarity_of_a_completion_is_the_cosine_of_its_embedding_and_the_answers(made):
     from sentence_transformers import SentenceTransformer
 
@@ -146,6 +151,7 @@ def test_the_similarity_of_a_completion_is_the_cosine_of_its_embedding_and_the_a
         reward("", "red dog", " ")
 
 
+@pytest.mark.system
 def test_the_policy_searches_a_file_and_is_told_what_is_nearest(made, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     texts = ["red dog forest", "blue cat river", "white horse house", "green bird cave"]
