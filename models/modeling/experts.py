@@ -1,4 +1,4 @@
-"""Mixtures of experts under training: what their routers say of the tokens of a pass, how evenly, and what is replayed.
+"""Mixtures of experts under training: what their routers say of the tokens of a pass, and how evenly they choose.
 
 A router gives each token K of a layer's experts, and each of these a weight. Shapes: L tokens that a pass reads, N
 written tokens, R routers of a model, E experts of each, K of them chosen.

@@ -1,6 +1,7 @@
 """A retriever: killed anywhere it ends with the same bits, and what it is used for agrees with its embeddings."""
 
 import json
+import subprocess
 from contextlib import contextmanager
 
 import pytest
@@ -21,7 +22,7 @@ from models.rewards.rules import build_reward
 from tasks.config.run import load_retriever_config
 from tasks.retriever import CHOSEN, TEACHER
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import ROOT
+from tests.support.jobs import RHEOSTAT, ROOT, Job
 
 SMALL = (
     *("pairs.facts=120", "encoder.steps=8", "encoder.batch_size=4", "encoder.hidden_size=16"),
@@ -191,7 +192,11 @@ def test_what_cannot_be_trained_is_refused_in_one_line_and_nothing_is_written(jo
         return line
 
     pairs = (f"pairs.path={tmp_path / 'pairs.jsonl'}", "pairs.kind=file")
-    assert "pairs.jsonl:1: no column 'passage' (columns: query, text)" in said(*pairs)
+    command = [RHEOSTAT, "retriever", str(ROOT / "configs/retriever.toml"), *pairs, "--store", str(store)]
+    environment = Job(tmp_path, job.api).environment()
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("\n"), store.exists()) == (2, 1, False), ended.stderr
+    assert "pairs.jsonl:1: no column 'passage' (columns: query, text)" in ended.stderr
     folder = tmp_path / "folder"
     assert f"encoder.path {folder}: expected an encoder, with modules.json or config.json, found no file" in said(
         f"encoder.path={folder}"
