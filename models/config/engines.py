@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -57,6 +57,9 @@ class EngineSettings(Variant):
     Whoever asks gives the name of the engine's key, for messages, and the GPUs that a worker of it has.
     """
 
+    notes_experts: ClassVar[bool] = False
+    """Whether it tells what routers chose: a `models.engines.protocol.NotesExperts`."""
+
     def reasons_against(self, job: "Job") -> Iterator[str]:
         """Yield one line per combination that cannot work where the policy's completions are its own."""
         yield from ()
@@ -97,6 +100,7 @@ class TransformersEngine(EngineSettings):
     """Generation inside the worker with a KV cache; rows that end leave the batch, and those that wait join it."""
 
     implementation = "models.engines.local.engine:HuggingFaceEngine"
+    notes_experts = True
 
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16"] = "float32"

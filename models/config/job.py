@@ -47,6 +47,8 @@ def reasons_against(job: Job) -> Iterator[str]:
     yield from job.update.optimizer.reasons_against(job.update)
     yield from _against_staleness(job.update, job.rollout)
     yield from job.rollout.engine.reasons_against(job)
+    if job.update.router_replay is not None:
+        yield from _against_replay(job.rollout)
     if job.rollout.environment is not None:
         yield from job.rollout.environment.reasons_against(job)
     elif job.scoring.environment_rewards:
@@ -86,6 +88,19 @@ def _against_staleness(update: UpdateConfig, rollout: RolloutConfig) -> Iterator
         yield (
             f"update.max_staleness {update.max_staleness} would drop every token of rollout.staleness "
             f"{rollout.staleness}"
+        )
+
+
+def _against_replay(rollout: RolloutConfig) -> Iterator[str]:
+    if not rollout.engine.notes_experts:
+        yield (
+            f"update.router_replay with rollout.engine.kind {rollout.engine.known_as!r}: it does not tell which "
+            "experts it chose; leave the key out, or use rollout.engine.kind='transformers'"
+        )
+    if rollout.environment is not None:
+        yield (
+            "update.router_replay with rollout.environment: what is read again in each turn has no one choice of "
+            "experts; leave one of them out"
         )
 
 

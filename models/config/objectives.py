@@ -310,6 +310,11 @@ class UpdateConfig(Settings):
     """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961, eq. 4 to 6), the mean over its
     layers, of the learnt tokens of a whole optimizer step; counting what they choose takes one forward pass more. None:
     no such loss."""
+    router_replay: Literal["rollout"] | None = None
+    """Have the routers of a mixture of experts choose for each token the experts that were chosen when it was rolled
+    out, or read there as part of a prompt (R3, arXiv 2510.11370), and weigh them by their own logits: wherever the
+    policy that learns is asked, for its steps and for its log-probs before them. Reference, critic and teacher choose
+    themselves. Rollouts and samples keep the choice. None: the policy chooses anew."""
     kl: Kl = NoKl()
     """Divergence from the initial policy."""
     correction: CorrectionConfig = TruncatedImportance()

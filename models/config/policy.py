@@ -194,6 +194,8 @@ class ModelShape:
     """`model_type` of a model that reads images, empty of one that reads text alone."""
     experts: int = 0
     """Those that a token of a layer may be given; 0 where layers are dense."""
+    replays_experts: bool = False
+    """Whether its routers can be given the experts that they are to choose."""
 
     @property
     def cached_numbers(self) -> int:

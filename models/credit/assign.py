@@ -20,9 +20,20 @@ from models.config.algorithms import AlgorithmConfig
 from models.credit.inputs import TermColumns, check_needed, not_finite, read_estimates, scored_groups, unusable
 from models.credit.selection import GroupQuota, Selection, select_groups
 from models.credit.turns import WrittenTokens
-from models.records.columns import Floats, Integers, Mask, emptied, flat, floats, integers, lengths_of, lists
+from models.records.columns import (
+    Floats,
+    Integers,
+    Mask,
+    concatenated_tables,
+    emptied,
+    flat,
+    floats,
+    integers,
+    lengths_of,
+    lists,
+)
 from models.records.model_input import ENVIRONMENT, ROLLOUT_INPUT, completion_lengths, sample_columns
-from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA, FinishReason
+from models.records.schemas import EXPERTS, PER_TOKEN, SAMPLE_SCHEMA, FinishReason
 from models.records.turn_prompts import cut_at_prompts, turn_prompts
 
 
@@ -54,7 +65,9 @@ def sample_table(
     if emptied_N[order_K].any():
         columns |= {name: emptied(rows[name], emptied_N[order_K]) for name in PER_TOKEN}
     columns |= sample_columns(rows, emptied_K=emptied_N[order_K])
-    return pa.table({name: columns[name] for name in SAMPLE_SCHEMA.names}, schema=SAMPLE_SCHEMA)
+    optional = [pa.field(EXPERTS, columns[EXPERTS].type)] if EXPERTS in columns else []
+    schema = pa.schema([*SAMPLE_SCHEMA, *optional])
+    return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 
 
 def staleness(
@@ -216,7 +229,7 @@ def credit_completions(
     if estimates:
         _check_paired(rollouts, estimates, "estimates")
     _check_apart(rollouts)
-    table, judged = pa.concat_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
+    table, judged = concatenated_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
     lengths_N, written = completion_lengths(table), WrittenTokens.of(table)
     models = read_estimates(estimates, lengths_N)
     check_needed(models, rule.algorithm)

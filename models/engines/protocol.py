@@ -1,7 +1,7 @@
 """What every rollout engine is: weights in, completions out; and how one is made of its settings. Torch-free."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -9,7 +9,7 @@ from infra.errors import BadInput
 from infra.variants import check_implementation, implementation_of
 from models.config.engines import EngineSettings, SamplingConfig
 from models.records.media import ImageSource
-from models.records.model_input import ModelInput
+from models.records.model_input import Experts, ModelInput
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
 
@@ -46,6 +46,8 @@ class Completion:
     text: str
     """Text of the whole completion without special tokens, of what it already had too."""
     finish_reason: FinishReason
+    experts: Experts | None = field(default=None, compare=False, repr=False)
+    """What routers chose for each token of prompt and completion but the last; none where nobody asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,14 @@ class SeeingEngine(Protocol):
 
     def show(self, images: ImageSource) -> None:
         """Say where the images of the prompts that follow are."""
+
+
+@runtime_checkable
+class NotesExperts(Protocol):
+    """An engine that can tell what the routers of a mixture of experts chose."""
+
+    def note_experts(self, wanted: bool, /) -> None:
+        """Say whether the completions that follow are to tell."""
 
 
 class WritesCompletions(Protocol):

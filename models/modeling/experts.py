@@ -1,19 +1,25 @@
 """Mixtures of experts under training: what their routers say of the tokens of a pass, and how evenly they choose.
 
 A router gives each token K of a layer's experts, and each of these a weight. Shapes: L tokens that a pass reads, N
-written tokens, R routers of a model, E experts of each, K of them chosen.
+written tokens, R routers of a model, E experts of each, K of them chosen, F chosen by all routers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Final, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from models.records.model_input import Experts
+
 Routed = tuple[Tensor, Tensor, Tensor]
 """What a router returns: logits of all experts, weights of the chosen ones, and which these are."""
+
+MOST_IN_8_BITS: Final = 256
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
@@ -77,6 +83,43 @@ def watch_routers(model: PreTrainedModel) -> ExpertRouting | None:
     for number, module in enumerate(found):
         module.register_forward_hook(partial(routing.hear, number))
     return routing if found else None
+
+
+@dataclass
+class ChosenExperts:
+    """Which experts the routers of a model chose in the pass that was run last."""
+
+    width: int
+    """Experts of a token in all layers."""
+    dtype: type[np.uint8] | type[np.uint16]
+    _chosen_LK: dict[int, Tensor] = field(default_factory=dict)
+
+    def of_pass(self) -> Experts:
+        """Return those of each token, router after router."""
+        chosen_LF = torch.cat([self._chosen_LK[number] for number in sorted(self._chosen_LK)], dim=1)
+        experts: Experts = chosen_LF.to(torch.int32).cpu().numpy().astype(self.dtype)
+        return experts
+
+    def hear(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
+        """Note what a router chose."""
+        self._chosen_LK[number] = output[2].flatten(0, -2)
+
+
+def hear_choices(model: nn.Module) -> ChosenExperts | None:
+    """Have a model's routers tell what they choose; none of a model without any."""
+    found = routers(model)
+    if not found:
+        return None
+    small = count_experts(model) <= MOST_IN_8_BITS
+    chosen = ChosenExperts(width=chosen_width(found), dtype=np.uint8 if small else np.uint16)
+    for number, router in enumerate(found):
+        router.register_forward_hook(partial(chosen.hear, number))
+    return chosen
+
+
+def chosen_width(found: Sequence[nn.Module]) -> int:
+    """Count the experts that a token is given by all of the routers."""
+    return sum(int(cast(int, router.top_k)) for router in found)
 
 
 def load_metrics(counts_RE: Tensor) -> dict[str, float]:

@@ -43,6 +43,8 @@ class SharedRows:
     """The tokens of a pass in one row, every prompt once, and where attention sees them: padded blocks of rows."""
 
     tokens_L: Indexes
+    places_L: Indexes
+    """Index of each token in the flattened B·T of the pass when it is padded; of a shared one in one of its rows."""
     positions_L: Indexes
     """Place of each token in its own sequence."""
     predicting_N: Indexes
@@ -127,12 +129,12 @@ def _share(
     holds_P = np.concatenate([holds_BT[block][:, part].ravel() for block, part in shown])
     places_P = np.concatenate([token_BT[block][:, part].ravel() for block, part in shown])
     _, first_L = np.unique(places_P[holds_P], return_index=True)
-    tokens_L, positions_L = np.zeros((2, num_tokens), np.int64)
-    tokens_L[token_BT[holds_BT]] = tokens_BT[holds_BT]
-    positions_L[token_BT[holds_BT]] = np.nonzero(holds_BT)[1]
+    places_L = np.zeros(num_tokens, np.int64)
+    places_L[token_BT[holds_BT]] = np.flatnonzero(holds_BT)
     return SharedRows(
-        tokens_L=tokens_L,
-        positions_L=positions_L,
+        tokens_L=tokens_BT.ravel()[places_L],
+        places_L=places_L,
+        positions_L=places_L % tokens_BT.shape[1],
         predicting_N=token_BT.ravel()[predicting_N],
         places_P=places_P,
         collected_L=np.flatnonzero(holds_P)[first_L],
@@ -142,16 +144,17 @@ def _share(
 
 
 def _numbered(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, int, tuple[ModelInput, ...]]:
-    """Number the tokens of a pass, those of a prompt once.
+    """Number the tokens of a pass, those of a prompt once; of one that was routed in two ways, of each way.
 
     Returns which stands where, how many there are, and an input of each prompt.
     """
     token_BT = np.zeros((max(1, len(inputs)), width), np.int64)
-    begins: dict[tuple[bytes, tuple[str, ...]], tuple[int, ModelInput]] = {}
+    begins: dict[tuple[bytes, tuple[str, ...], bytes], tuple[int, ModelInput]] = {}
     used = 0
     for token_T, each in zip(token_BT, inputs, strict=False):
         prompt, whole = each.num_prompt_tokens, len(each)
-        name = (each.prompt.tobytes(), each.images)
+        routed = b"" if each.experts is None else each.experts[:prompt].tobytes()
+        name = (each.prompt.tobytes(), each.images, routed)
         if name not in begins:
             begins[name], used = (used, each), used + prompt
         token_T[:prompt] = np.arange(begins[name][0], begins[name][0] + prompt)

@@ -17,6 +17,7 @@ from models.config.objectives import CHUNK_ELEMENTS
 from models.modeling.experts import ExpertRouting, watch_routers
 from models.modeling.layout import MicroBatch
 from models.modeling.logit_shapes import LogitShape, logit_shape
+from models.modeling.replayed_experts import ExpertReplay
 from models.modeling.shared_prompts import SharedTokens, on_device, share_prompts, shared_states
 from models.vision.sight import SeenRows, Sight, look, see, without
 
@@ -33,6 +34,8 @@ class ForwardInput(NamedTuple):
     """Where the one row of tokens stands in attention; none where rows are padded."""
     seen: SeenRows | None = None
     """What the rows show, of a model that sees."""
+    chosen_LF: Tensor | None = None
+    """Experts that routers are to choose for each token that is read, where they are replayed."""
 
     @classmethod
     def of(cls, batch: MicroBatch, device: torch.device, *, shares: bool, seen: SeenRows | None = None) -> Self:
@@ -62,6 +65,9 @@ class TokenModule(nn.Module):
     routing: ExpertRouting | None = None
     """Of a mixture of experts."""
 
+    replay: ExpertReplay | None = None
+    """Of one whose routers choose again what they chose in the rollout."""
+
     def read(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
         """Bring a pass to the device, with what its rows show."""
         seen = None
@@ -71,7 +77,10 @@ class TokenModule(nn.Module):
             seen = look(self.sight, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
             raise BadInput(f"{type(self.model).__name__} reads text alone, found prompts with images")
-        return ForwardInput.of(batch, device, shares=self.shares_prompts, seen=seen)
+        read = ForwardInput.of(batch, device, shares=self.shares_prompts, seen=seen)
+        if self.replay is None:
+            return read
+        return read._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
 
     def states(self, read: ForwardInput) -> Tensor:
         """Return the hidden state that predicts each written token."""
@@ -97,6 +106,7 @@ class TokenLogprobs(TokenModule):
         *,
         temperature: float,
         sight: Sight | None = None,
+        replays_experts: bool = False,
         chunk_elements: int = CHUNK_ELEMENTS,
     ) -> None:
         super().__init__()
@@ -106,11 +116,14 @@ class TokenLogprobs(TokenModule):
         self.head = _Head(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
         self.shares_prompts = share_prompts(model)
         self.routing = watch_routers(model)
+        self.replay = ExpertReplay(model) if replays_experts else None
 
     def forward(self, read: ForwardInput) -> Tensor:
         """Return log π of each written token in float32."""
         if self.routing is not None:
             self.routing.begin(read.positions_N)
+        if self.replay is not None:
+            self.replay.begin(read.chosen_LF)
         return cast(Tensor, self.head(self.states(read), read.targets_N))
 
 

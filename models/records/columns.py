@@ -28,6 +28,11 @@ def counted(table: pa.Table, rows: Sequence[int] | None) -> pa.Table:
     return table if rows is None else table.filter(pc.is_in(table["prompt_row"], pa.array(rows, pa.int32())))
 
 
+def concatenated_tables(tables: Sequence[pa.Table]) -> pa.Table:
+    """Put tables one after the other, without what each says of itself; a column that one lacks is null there."""
+    return pa.concat_tables([each.replace_schema_metadata(None) for each in tables], promote_options="default")
+
+
 def floats(column: pa.ChunkedArray) -> Floats:
     """Copy a column of numbers; null becomes NaN."""
     return np.array(column.to_numpy(), dtype=np.float64)

@@ -4,9 +4,9 @@ It is also the one place that knows in which columns of prompts, rollouts and sa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Final, Self
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
+from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ from models.records.columns import (
     lists,
     row_arrays,
 )
+from models.records.schemas import EXPERTS, experts_type
 
 COMPLETION_TOKENS: Final = "completion_tokens"
 ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS, "images", "segments")
@@ -36,6 +37,8 @@ RENDERED: Final = -2
 """The `policy_version` of a segment that is a turn's own prompt: nothing before it is read with what follows it."""
 
 Tokens = NDArray[np.int32]
+Experts = NDArray[np.unsignedinteger[Any]]
+"""Of 8 or 16 bits. T tokens x those of all routers, router after router."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +71,8 @@ class ModelInput:
     images: tuple[str, ...] = ()
     """Digests of the images that the prompt shows, in order. Its tokens have places for them: for each as many of the
     model's placeholder tokens as the model makes of it."""
+    experts: Experts | None = field(default=None, compare=False, repr=False)
+    """What routers chose when the completion was sampled, of every token but the last; none where nobody noted it."""
 
     @classmethod
     def given(cls, tokens: ArrayLike, images: Sequence[str] = ()) -> Self:
@@ -81,6 +86,10 @@ class ModelInput:
     def answered(self, tokens: ArrayLike) -> Self:
         """Append what an environment says inside the completion: it is given, as the prompt is."""
         return type(self)(self.chunks + _chunk(tokens, is_written=False), self.images)
+
+    def routed(self, experts: Experts) -> Self:
+        """Say what routers chose; whoever appends tokens has to say it anew."""
+        return replace(self, experts=experts)
 
     def __len__(self) -> int:
         """Count the tokens of all chunks."""
@@ -175,13 +184,14 @@ def prompt_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
 def rollout_inputs(rollouts: pa.Table) -> list[ModelInput]:
     """Read the inputs of a rollout table, completions as far as they are written."""
     prompts, completions = (row_arrays(rollouts[name], np.int32) for name in _HALVES)
-    return _inputs(prompts, completions, image_digests(rollouts), written_T=written_tokens(rollouts))
+    inputs = _inputs(prompts, completions, image_digests(rollouts), written_T=written_tokens(rollouts))
+    return routed(inputs, rollouts, range(rollouts.num_rows))
 
 
 def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
     """Spell inputs as the columns of a rollout table."""
     parts = ([each.prompt for each in inputs], [each.completion for each in inputs])
-    return dict(zip(_HALVES, map(_column, parts), strict=True)) | _image_column(inputs)
+    return dict(zip(_HALVES, map(_column, parts), strict=True)) | _image_column(inputs) | _expert_column(inputs)
 
 
 def written_tokens(rollouts: pa.Table) -> Mask:
@@ -215,7 +225,10 @@ def sample_columns(rollouts: pa.Table, *, emptied_K: Mask) -> dict[str, pa.Array
         completions = emptied(completions, emptied_K)
     counts = pa.array(lengths_of(prompts).astype(np.int32))
     tokens = concatenated(prompts, completions)
-    return {"tokens": tokens, "num_prompt_tokens": counts, "images": rollouts["images"]}
+    found = {"tokens": tokens, "num_prompt_tokens": counts, "images": rollouts["images"]}
+    if EXPERTS in rollouts.column_names:
+        found[EXPERTS] = _first_experts(rollouts[EXPERTS], lengths_of(pa.chunked_array([tokens])) - 1)
+    return found
 
 
 def sample_lengths(samples: pa.Table) -> tuple[Integers, Integers]:
@@ -224,11 +237,61 @@ def sample_lengths(samples: pa.Table) -> tuple[Integers, Integers]:
 
 
 def sample_inputs(samples: pa.Table) -> list[ModelInput]:
-    """Read the inputs of a sample table."""
+    """Read the inputs of a sample table, without what routers chose, which is not copied with some of its rows."""
     counts = samples["num_prompt_tokens"].to_pylist()
     rows = [*zip(row_arrays(samples["tokens"], np.int32), counts, strict=True)]
     prompts, completions = [tokens[:count] for tokens, count in rows], [tokens[count:] for tokens, count in rows]
     return _inputs(prompts, completions, image_digests(samples), written_T=learnt_tokens(samples))
+
+
+def with_experts(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Keep these columns, and what routers chose where that was noted."""
+    return table.select([*columns, *({EXPERTS} & {*table.column_names})])
+
+
+def routed(inputs: list[ModelInput], table: pa.Table, rows: Sequence[int]) -> list[ModelInput]:
+    """Give the inputs of some rows of a table what routers chose, where the table says it."""
+    if EXPERTS not in table.column_names:
+        return inputs
+    found = _expert_rows(table[EXPERTS])
+    for row, each in zip(rows, inputs, strict=True):
+        if len(found[row]) != len(each) - 1:
+            raise Damaged(f"row {row}: expected experts of {len(each) - 1} tokens, found those of {len(found[row])}")
+    return [each.routed(found[row]) for row, each in zip(rows, inputs, strict=True)]
+
+
+def _expert_rows(column: pa.ChunkedArray) -> list[Experts]:
+    """Cut what routers chose into rows, without a copy; where it is null it is of no token."""
+    found: list[Experts] = []
+    for array in column.chunks:
+        values: Experts = array.values.flatten().to_numpy().reshape(-1, array.type.value_type.list_size)
+        found += [values[begin:end] for begin, end in pairwise(array.offsets.to_pylist())]
+    return found
+
+
+def expert_lists(experts_TF: Experts, lengths_K: Integers) -> pa.LargeListArray:
+    """Cut what routers chose for the tokens of all rows into lists, one per row."""
+    numbers = pa.array(experts_TF.ravel())
+    kind = experts_type(numbers.type, experts_TF.shape[1])
+    offsets = pa.array(np.concatenate(([0], np.cumsum(lengths_K))), pa.int64())
+    values = pa.FixedSizeListArray.from_arrays(numbers, type=kind.value_type)
+    return pa.LargeListArray.from_arrays(offsets, values, type=kind)
+
+
+def zeroed_experts(column: pa.ChunkedArray, zeroed_K: Mask) -> pa.ChunkedArray:
+    """Name expert 0 for every choice of some rows."""
+    rows = zip(_expert_rows(column), zeroed_K, strict=True)
+    found = [np.zeros_like(experts) if zeroed else experts for experts, zeroed in rows]
+    return pa.chunked_array([expert_lists(np.concatenate(found), lengths_of(column))])
+
+
+def _first_experts(column: pa.ChunkedArray, kept_K: Integers) -> pa.ChunkedArray:
+    """Keep what routers chose for the first tokens of each row, so many."""
+    lengths_K = lengths_of(column)
+    if np.array_equal(lengths_K, kept_K):
+        return column
+    kept = [experts[:count] for experts, count in zip(_expert_rows(column), kept_K, strict=True)]
+    return pa.chunked_array([expert_lists(np.concatenate(kept), kept_K)])
 
 
 def _inputs(
@@ -271,6 +334,14 @@ def image_digests(table: pa.Table) -> list[tuple[str, ...]]:
 
 def _image_column(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
     return {"images": pa.array([each.images for each in inputs], pa.list_(pa.string()))}
+
+
+def _expert_column(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
+    noted = [each.experts for each in inputs if each.experts is not None]
+    if not noted:
+        return {}
+    assert len(noted) == len(inputs), "what routers chose is noted of all rows or of none"
+    return {EXPERTS: expert_lists(np.concatenate(noted), np.array([len(experts) for experts in noted], np.int64))}
 
 
 def _column(rows: Sequence[Tokens]) -> pa.Array:

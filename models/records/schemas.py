@@ -1,6 +1,7 @@
 """Schemas of the Arrow tables that stages exchange."""
 
 from enum import StrEnum
+from typing import Final
 
 import pyarrow as pa
 
@@ -92,6 +93,16 @@ ROLLOUT_SCHEMA = pa.schema(
     ]
 )
 """Completions, one row each, ordered by (prompt_row, sample)."""
+
+EXPERTS: Final = "experts"
+"""Column that rollouts and samples have beside these where routers are replayed: for each token of prompt and
+completion but the last, after which nothing was read, the experts that each router chose, router after router."""
+
+
+def experts_type(numbers: pa.DataType, width: int) -> pa.DataType:
+    """Say how the experts of a row are kept: `width` of a token, as 8 or 16 bits each, whatever a shard's tokens."""
+    return pa.large_list(pa.list_(numbers, width))
+
 
 SAMPLE_SCHEMA = pa.schema(
     [

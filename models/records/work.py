@@ -69,6 +69,8 @@ class RolloutWork:
     """Cut completions at its budget: finished groups come back as the first shard, the others as a second."""
     user: ModelVersion | None = None
     """The model that plays the user in dialogues, where the run holds one."""
+    notes_experts: bool = False
+    """Whether the shard says what the policy's routers chose."""
 
 
 @dataclass(frozen=True, slots=True)

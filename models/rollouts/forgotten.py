@@ -13,6 +13,8 @@ import pyarrow.compute as pc
 
 from models.judges.votes import CANARY
 from models.records.columns import Mask, lengths_of
+from models.records.model_input import zeroed_experts
+from models.records.schemas import EXPERTS
 
 _TEXTS_KEPT: Final = ("prompt_id", "finish_reason", "run", "role")
 _NUMBERS_KEPT: Final = ("staleness", "steps")
@@ -81,6 +83,8 @@ def _emptied(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.Chun
         return pa.chunked_array([[[] if gone else images for images, gone in rows]], field.type)
     if pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type):
         return _without_texts(column, field.type, is_gone)
+    if field.name == EXPERTS:
+        return zeroed_experts(column, is_gone)
     is_kept = field.name in _NUMBERS_KEPT or field.name.startswith(_SPANS)
     if pa.types.is_list(field.type) and not is_kept:
         return _zeroed(column, field.type, is_gone)

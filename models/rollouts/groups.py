@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any, TypedDict
 
+import numpy as np
 import pyarrow as pa
 from pydantic import JsonValue
 
@@ -19,7 +20,7 @@ from models.records.model_input import (
     rollout_columns,
     rollout_inputs,
 )
-from models.records.schemas import ROLLOUT_SCHEMA, FinishReason
+from models.records.schemas import EXPERTS, ROLLOUT_SCHEMA, FinishReason
 from models.records.seeds import sample_seed
 
 
@@ -74,10 +75,14 @@ class PartialCompletion:
     """Of an episode, by turn: what the policy wrote and what it read."""
 
     def continued(self, completion: Completion, version: int) -> "PartialCompletion":
-        """Append what policy `version` wrote."""
+        """Append what policy `version` wrote; tokens that were routed before keep their experts."""
+        read = self.input.continued(completion.tokens)
+        if completion.experts is not None:
+            before = completion.experts[:0] if self.input.experts is None else self.input.experts
+            read = read.routed(np.concatenate([before, completion.experts[len(before) :]]))
         return replace(
             self,
-            input=self.input.continued(completion.tokens),
+            input=read,
             logprobs=self.logprobs + completion.logprobs,
             text=self.text + completion.text if self.reads_anew else completion.text,
             finish_reason=completion.finish_reason,
@@ -235,7 +240,8 @@ def table_of(groups: Sequence[Group]) -> pa.Table:
             [*group.chat, *draft.messages] if draft.turns or draft.messages else None for group, _, draft in pairs
         ],
     }
-    return pa.table(columns, schema=ROLLOUT_SCHEMA)
+    optional = [pa.field(EXPERTS, columns[EXPERTS].type)] if EXPERTS in columns else []
+    return pa.table(columns, schema=pa.schema([*ROLLOUT_SCHEMA, *optional]))
 
 
 class _Row(TypedDict):

@@ -20,8 +20,8 @@ from models.config.teachers import TeacherEndpoint
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import Sequences, StepPlan, plan_step
 from models.modeling.layout import AuxiliaryPass, MicroBatch, lay_out
-from models.records.columns import Mask, counted, lists
-from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollout_inputs, written_tokens
+from models.records.columns import Mask, concatenated_tables, counted, lists
+from models.records.model_input import ROLLOUT_INPUT, completion_lengths, rollout_inputs, with_experts, written_tokens
 from models.records.schemas import ESTIMATE_SCHEMA
 from models.records.turn_prompts import cut_at_prompts
 from models.records.work import EstimateWork
@@ -86,8 +86,8 @@ def write_estimates(
 
     `images` is given where the tower of a model that is asked reads those of a pass anew.
     """
-    tables = [counted(read_shard(store, shard.rollouts, _COLUMNS), shard.rows) for shard in work.shards]
-    table = pa.concat_tables([part.replace_schema_metadata(None) for part in tables]).combine_chunks()
+    tables = [counted(with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows) for shard in work.shards]
+    table = concatenated_tables(tables).combine_chunks()
     completions, written_T = completion_lengths(table), written_tokens(table)
     read, _ = cut_at_prompts(table)
     inputs = rollout_inputs(read)

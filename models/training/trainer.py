@@ -21,7 +21,7 @@ from models.modeling.adapters import adapters_off, has_adapters, save_adapters, 
 from models.modeling.checkpointing import checkpoint_layers
 from models.modeling.experts import ExpertRouting
 from models.modeling.layout import MicroBatch
-from models.modeling.logprobs import TokenModule
+from models.modeling.logprobs import ForwardInput, TokenModule
 from models.modeling.safetensors import save_pretrained
 from models.training.optimizers import OptimizerFunction
 from models.training.ranks import Ranks
@@ -82,14 +82,16 @@ class Trainer:
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """What the module says of the batch's written tokens; every rank calls it as often."""
-        found_N = self._engine(self._module.read(batch, self._ranks.device))
-        return cast(Tensor, found_N)
+        return self._said(self._module.read(batch, self._ranks.device))
 
     @torch.no_grad()
     def base_forward(self, batch: MicroBatch) -> Tensor:
-        """What the module says without the adapters that are trained, as `forward` does."""
+        """What the module says without the adapters that are trained, as `forward` does; routers choose themselves."""
         with adapters_off(self._model):
-            return self.forward(batch)
+            return self._said(self._module.read(batch, self._ranks.device)._replace(chosen_LF=None))
+
+    def _said(self, read: ForwardInput) -> Tensor:
+        return cast(Tensor, self._engine(read))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of this rank's share of the loss; `last` ends the optimizer step's passes."""

@@ -35,8 +35,8 @@ from models.objectives.losses import (
     update_loss,
     value_loss,
 )
-from models.records.columns import Integers, Mask, flat, lengths_of, lists, row_arrays
-from models.records.model_input import learnt_tokens, sample_inputs, sample_lengths
+from models.records.columns import Integers, Mask, concatenated_tables, flat, lengths_of, lists, row_arrays
+from models.records.model_input import learnt_tokens, routed, sample_inputs, sample_lengths, with_experts
 from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA
 from models.records.work import UpdateWork
 from models.training.ranks import Ranks, sum_and_max
@@ -76,8 +76,8 @@ class TrainingSamples:
 
 def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
     """Open verified shards and check that every row's columns agree in length; a critic has seen all rows or none."""
-    tables = [read_shard(store, shard, SAMPLE_SCHEMA.names).replace_schema_metadata(None) for shard in shards]
-    table = pa.concat_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
+    tables = [with_experts(read_shard(store, shard), SAMPLE_SCHEMA.names) for shard in shards]
+    table = concatenated_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
     lengths, prompts = sample_lengths(table)
     completions = lengths - prompts
     critic = table["returns"].null_count < table.num_rows
@@ -117,8 +117,8 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
     """Read the given rows alone."""
     if not rows:
         return {}
-    taken = samples.table.take(pa.array(rows, pa.int64())).combine_chunks()
-    inputs, taken = sample_inputs(taken), _learnt_alone(taken)
+    taken = samples.table.select(SAMPLE_SCHEMA.names).take(pa.array(rows, pa.int64())).combine_chunks()
+    inputs, taken = routed(sample_inputs(taken), samples.table, rows), _learnt_alone(taken)
     staleness = row_arrays(taken["staleness"], np.int16)
     logprobs, advantages = (row_arrays(taken[name], np.float32) for name in ("logprobs", "advantages"))
     values, returns = (_rows_if_known(taken, name) for name in ("values", "returns"))

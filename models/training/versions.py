@@ -273,7 +273,8 @@ class LoadedModels:
         # The parts of weights that ranks of stage 3 hold are gathered for all ranks' passes alike.
         stays = self._update.zero_stage < 3 and not learns_to_see(model)
         sight = load_sight(fetch_bundle(self._store, version.weights), source=self.images, stays=stays)
-        return TokenLogprobs(model, temperature=self._temperature, sight=sight)
+        replays = self._update.router_replay is not None
+        return TokenLogprobs(model, temperature=self._temperature, sight=sight, replays_experts=replays)
 
     def _valuer(self, version: ModelVersion) -> TokenValues:
         return TokenValues(load_trainable(self._store, version, load=load_critic, lora=self._update.lora))

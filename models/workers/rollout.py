@@ -14,7 +14,7 @@ from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.engines import EngineConfig
 from models.config.environments import EnvironmentConfig
-from models.engines.protocol import SeeingEngine, build_engine
+from models.engines.protocol import NotesExperts, SeeingEngine, build_engine
 from models.environments.scene import Scene
 from models.records.media import Media
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
@@ -130,6 +130,10 @@ class RolloutWorker:
             if work.user is not None:
                 self._environment.load(fetch_bundle(self._store, work.user.weights), work.user)
             return self._environment.play(begun, self._engine, work, directory=directory)
+        if isinstance(self._engine, NotesExperts):
+            self._engine.note_experts(work.notes_experts)
+        elif work.notes_experts:
+            raise BadInput(f"engine {self._engine.producer()}: update.router_replay needs its method `note_experts`")
         requests = [group.request(work.policy.version, work.partial) for group in begun]
         answers = self._engine.generate(requests, work.sampling)
         return [group.continued(new, work.policy.version) for group, new in zip(begun, answers, strict=True)]

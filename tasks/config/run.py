@@ -276,9 +276,12 @@ class RunConfig(Settings):
         """What results depend on: a run continues only under the same identity."""
         elsewhere: dict[str, bool | set[str]] = dict.fromkeys(_HOW, True)
         elsewhere["scoring"] = {"python", "sandbox"}
-        elsewhere["update"] = {"activation_checkpointing"}  # the same bits, with less memory
+        same = {"activation_checkpointing"}  # the same bits, with less memory
         if self.update.offload == "none":  # else a CPU takes steps, whose last bits may be others than a GPU's
-            elsewhere["update"] = {"activation_checkpointing", "offload"}
+            same |= {"offload"}
+        if self.update.router_replay is None:  # runs from before there was the key are the same
+            same |= {"router_replay"}
+        elsewhere["update"] = same
         if self.update.schedule == "constant":
             elsewhere["iterations"] = True
         identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere)

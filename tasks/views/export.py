@@ -25,6 +25,7 @@ from models.config.rollout import RolloutConfig
 from models.credit.inputs import TermColumns, term_columns
 from models.credit.selection import group_columns, informative_by
 from models.records.columns import Mask, row_arrays
+from models.records.schemas import EXPERTS
 from tasks.run.batch import rollouts_of, with_rollouts
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key
@@ -85,6 +86,7 @@ def exported(run: Run, number: int, derived: Derived | None = None) -> Iterator[
 
     `advantages` are those that the update learnt from, of each of a completion's tokens but the prompts that turns have
     of their own; null where it did not learn from the completion. A re-scoring has its scores, and no advantages.
+    What routers chose, where that was noted, is left out.
     """
     iteration = Iteration(run, number)
     prefix = "" if derived is None else derived.prefix
@@ -95,6 +97,7 @@ def exported(run: Run, number: int, derived: Derived | None = None) -> Iterator[
     advantages = _advantages(iteration) if derived is None else None
     for rollouts in rollouts_of(run, number):
         table = read_shard(run.store, rollouts.shards[0])
+        table = table.select([name for name in table.column_names if name != EXPERTS])
         scores = _scores(run, rollouts, prefix)
         asked = [read_shard(run.store, estimates[rollouts.key])] if rollouts.key in estimates else []
         columns = {name: scores[name] for name in scores.column_names if name not in PLACE}

@@ -20,9 +20,11 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 from infra.errors import Quarantined
 from models.config.engines import SamplingConfig
 from models.engines.local.kv_cache import ROOM, hold_in_place, is_in_place, join_in_place, trim_in_place
+from models.engines.local.noted_experts import NotedExperts
 from models.engines.protocol import Completion
 from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
 from models.engines.sampling import draw, uniforms
+from models.modeling.experts import ChosenExperts
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.vision.sight import Sight, look, see, without
@@ -43,6 +45,8 @@ class LoadedPolicy:
     """Longest sequence in tokens; none where the architecture sets no limit."""
     sight: Sight | None = None
     """Of a policy that sees."""
+    chosen: ChosenExperts | None = None
+    """Of a mixture of experts."""
 
     @property
     def banned(self) -> tuple[int, ...]:
@@ -120,19 +124,21 @@ def decode(
     *,
     places: int,
     on_step: Callable[[int], None],
+    noted: NotedExperts | None = None,
 ) -> list[Completion]:
     """Return one completion per row, `places` of which are decoded together; rows of one prompt must be neighbours.
 
     Rows that wait are admitted, in their order, at the steps at which finished rows leave: what the rows before them
     wrote decides it. Where a layer of the cache does not grow by every token, they wait for the last of the batch.
     `on_step` is called after every forward with the number of sequences that it brought forward, 0 after a prefill.
+    With `noted`, completions say what routers chose.
     """
     written = _written(rows, device=policy.model.device)
     uniforms_RT = np.stack([uniforms(row.seed, written.tokens_RT.shape[1]) for row in rows])
     drawn_RT = torch.from_numpy(uniforms_RT).to(policy.model.device)
     widest = max(len(row.input) for row in rows) + max(row.limit - row.begun for row in rows)  # that one pass can be
     waiting = range(min(places, len(rows)), len(rows))
-    logits_BV, live = _prefill(policy, rows, range(waiting.start))
+    logits_BV, live = _prefill(policy, rows, range(waiting.start), noted)
     on_step(0)
     while True:
         _require_finite(logits_BV, live, policy, rows)
@@ -142,18 +148,21 @@ def decode(
         _end_rows(live, written, at_B, policy, sampling.stop)
         num_alive = int(live.alive_B.sum())
         if num_alive == 0 and not waiting:
-            return _completions(written, rows, policy, sampling.max_new_tokens)
+            return _completions(written, rows, policy, sampling.max_new_tokens, noted)
         leave = num_alive < _KEEP_SHARE * len(live.rows_B)
         if num_alive:
             if leave:
                 live.keep_alive()
             if live.width >= widest + ROOM:
                 live.trim()
-            logits_BV = _forward(policy, live, written.tokens_RT[live.rows_B, written.ends(live)])
+            at_B = written.ends(live)
+            logits_BV = _forward(policy, live, written.tokens_RT[live.rows_B, at_B])
+            if noted is not None:
+                noted.note_tokens(live.rows_B, at_B)
             on_step(num_alive)
         if waiting and leave and (num_alive == 0 or is_in_place(live.cache)):
             admitted, waiting = waiting[: places - num_alive], waiting[places - num_alive :]
-            new_logits_BV, new = _prefill(policy, rows, admitted)
+            new_logits_BV, new = _prefill(policy, rows, admitted, noted)
             if num_alive:
                 live.admit(new)
                 logits_BV = torch.cat([logits_BV, new_logits_BV])
@@ -178,7 +187,9 @@ def _written(rows: Sequence[CompletionRow], *, device: torch.device) -> _Written
     )
 
 
-def _prefill(policy: LoadedPolicy, rows: Sequence[CompletionRow], which: range) -> tuple[Tensor, _Live]:
+def _prefill(
+    policy: LoadedPolicy, rows: Sequence[CompletionRow], which: range, noted: NotedExperts | None
+) -> tuple[Tensor, _Live]:
     """Run each prompt once, padded on the left, and repeat what it left in the cache for each of its rows."""
     device = policy.model.device
     firsts = [index for index in which if index == which.start or not _shares_cache(rows[index], rows[index - 1])]
@@ -186,6 +197,8 @@ def _prefill(policy: LoadedPolicy, rows: Sequence[CompletionRow], which: range) 
     prompts = [rows[index].input for index in firsts]
     logits_PV, mask_PT, offsets_P, cache = read_prompts(policy, prompts)
     prompt_B = torch.arange(len(prompts), device=device).repeat_interleave(torch.from_numpy(counts).to(device))
+    if noted is not None:
+        noted.note_prompts(which, prompt_B, num_prompts=len(prompts))
     cache.reorder_cache(prompt_B)
     hold_in_place(cache)
     lengths_P = mask_PT.sum(dim=1)
@@ -289,7 +302,11 @@ def _says_stop(
 
 
 def _completions(
-    written: _Written, rows: Sequence[CompletionRow], policy: LoadedPolicy, longest: int
+    written: _Written,
+    rows: Sequence[CompletionRow],
+    policy: LoadedPolicy,
+    longest: int,
+    noted: NotedExperts | None,
 ) -> list[Completion]:
     lengths, stopped = written.lengths_R.tolist(), written.stopped_R.tolist()
     tokens = [row[:length] for row, length in zip(written.tokens_RT.tolist(), lengths, strict=True)]
@@ -301,6 +318,7 @@ def _completions(
             logprobs=tuple(logprobs[index][row.begun :]),
             text=texts[index],
             finish_reason=FinishReason.STOP if stopped[index] else unstopped(lengths[index], longest),
+            experts=None if noted is None else noted.of(index, lengths[index] - row.begun),
         )
         for index, row in enumerate(rows)
     ]

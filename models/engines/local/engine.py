@@ -10,8 +10,10 @@ import torch
 
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
+from models.engines.local.noted_experts import note_experts
 from models.engines.protocol import Completion, Request, StepSums
 from models.engines.requests import end_tokens, require_context, require_engine_room, rows_of
+from models.modeling.experts import hear_choices
 from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy, load_sight
 from models.records.media import ImageSource
@@ -36,6 +38,7 @@ class HuggingFaceEngine:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._policy: LoadedPolicy | None = None
         self._images: ImageSource | None = None
+        self._notes_experts = False
         self._steps = StepSums()
         self._stepped = 0.0  # when the last forward pass ended
 
@@ -58,6 +61,7 @@ class HuggingFaceEngine:
             eos_E=torch.tensor(end_tokens(tokenizer, model.generation_config), device=self._device),
             context=context,
             sight=load_sight(directory, source=self._images),
+            chosen=hear_choices(model),
         )
         self.progress += 1
         return policy.weights.bytes + (policy.adapter.bytes if policy.adapter is not None else 0)
@@ -66,6 +70,9 @@ class HuggingFaceEngine:
         self._images = images
         if self._policy is not None and self._policy.sight is not None:
             self._policy.sight.source = images
+
+    def note_experts(self, wanted: bool, /) -> None:
+        self._notes_experts = wanted
 
     def serves(self) -> str:
         return "" if self._policy is None else self._policy.digest
@@ -107,7 +114,12 @@ class HuggingFaceEngine:
         rows.sort(key=lambda row: len(row.input))  # stable: requests of equal length stay in their order
         groups: list[dict[int, Completion]] = [{} for _ in requests]
         self._stepped = time.perf_counter()
-        completions = decode(self._policy, rows, sampling, places=self._config.max_batch_rows, on_step=self._step)
+        noted = None
+        if self._notes_experts:
+            noted = note_experts(self._policy.chosen, rows, policy=self._policy.digest)
+        completions = decode(
+            self._policy, rows, sampling, places=self._config.max_batch_rows, on_step=self._step, noted=noted
+        )
         for row, completion in zip(rows, completions, strict=True):
             groups[row.request][row.sample] = completion
         return [[group[sample] for sample in range(len(group))] for group in groups]

@@ -1,0 +1,52 @@
+"""What the routers of a mixture of experts chose while completions were decoded, noted on the host.
+
+R rows of the work, T tokens, P prompts, B live rows, L tokens of a pass, K experts of a token in one layer, F experts
+of a token in all layers, router after router.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from infra.errors import BadInput
+from models.engines.requests import CompletionRow
+from models.modeling.experts import ChosenExperts
+from models.records.model_input import Experts
+
+
+class NotedExperts:
+    """The experts of every token that went through the model, by row of the work.
+
+    A row that was begun in an earlier work is noted as it is read now.
+    """
+
+    def __init__(self, chosen: ChosenExperts, rows: Sequence[CompletionRow]) -> None:
+        self._chosen = chosen
+        self._rows = rows
+        self._read: dict[int, Experts] = {}
+        """Of what a row began with: the prompt, and what the completion already had."""
+        shape = (len(rows), max(row.limit for row in rows), chosen.width)
+        self._written_RTF: Experts = np.empty(shape, np.dtype(chosen.dtype))  # memory is taken where it is written
+
+    def note_prompts(self, which: range, prompt_B: Tensor, *, num_prompts: int) -> None:
+        """Note a pass over prompts that were padded on the left; `prompt_B` says which of them a row begins with."""
+        chosen_PTF = self._chosen.of_pass().reshape(num_prompts, -1, self._chosen.width)
+        for row, prompt in zip(which, prompt_B.tolist(), strict=True):
+            self._read[row] = chosen_PTF[prompt, chosen_PTF.shape[1] - len(self._rows[row].input) :]
+
+    def note_tokens(self, rows_B: Tensor, at_B: Tensor) -> None:
+        """Note a pass over one token of each row, at these places of their completions."""
+        self._written_RTF[rows_B.cpu().numpy(), at_B.cpu().numpy()] = self._chosen.of_pass()
+
+    def of(self, row: int, num_new: int) -> Experts:
+        """Return those of all tokens of a row but the last, which was drawn and not read."""
+        begun = self._rows[row].begun
+        return np.concatenate([self._read[row], self._written_RTF[row, begun : begun + num_new - 1]])
+
+
+def note_experts(chosen: ChosenExperts | None, rows: Sequence[CompletionRow], *, policy: str) -> NotedExperts:
+    """Begin to note. Raises BadInput where the policy, whose digest is given, has no experts."""
+    if chosen is None:
+        raise BadInput(f"policy {policy}: expected experts and routers for them, to be noted, found dense layers")
+    return NotedExperts(chosen, rows)
