@@ -8,6 +8,7 @@ from random import Random
 from string import ascii_letters
 
 import pytest
+from transformers import PhimoeConfig
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
@@ -50,7 +51,7 @@ from models.modeling.policy import build_scratch, save_policy
 from models.text.tokenizer import scratch_tokenizer
 from tests.support.environments import leave_vllm
 from tests.support.pictures import picture
-from tests.support.policies import write_policy
+from tests.support.policies import ARCHITECTURES, DECODER, write_policy
 
 GSM8K = Path(__file__).parents[3] / "configs" / "data" / "gsm8k"
 
@@ -328,6 +329,18 @@ def test_completions_as_long_as_the_context_are_refused():
     sampling = SamplingConfig(max_new_tokens=256)
     with pytest.raises(BadInput, match=r"max_new_tokens 256 leaves no room for a prompt: .* context is 256 tokens"):
         check(inputs(rollout=RolloutConfig(sampling=sampling)))
+
+
+def test_experts_are_replayed_of_policies_whose_routers_can_be_told_what_to_choose(tmp_path, monkeypatch):
+    update = UpdateConfig(router_replay="rollout")
+    with pytest.raises(BadInput, match=r"update.router_replay: expected a policy with experts and a router for them"):
+        check(inputs(update=update))
+    write_policy(tmp_path / "mixtral", "mixtral")
+    check(inputs(policy=DirectoryPolicy(path=tmp_path / "mixtral"), update=update))
+    monkeypatch.setitem(ARCHITECTURES, "phimoe", (PhimoeConfig, {**DECODER, "num_local_experts": 4}))
+    write_policy(tmp_path / "phimoe", "phimoe")
+    with pytest.raises(BadInput, match=r"update.router_replay: expected routers that choose by one call of topk, foun"):
+        check(inputs(policy=DirectoryPolicy(path=tmp_path / "phimoe"), update=update))
 
 
 def test_a_loss_for_routers_is_refused_where_layers_are_dense_and_taken_where_they_have_experts(tmp_path):

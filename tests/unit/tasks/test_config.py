@@ -339,12 +339,16 @@ def test_a_run_goes_on_with_its_min_or_with_as_many_slots_as_its_roles_need():
         'scoring.rewards=[{kind="math"}]',
         "algorithm.kind=rloo", "update.learning_rate=2e-6", "update.loss.kind=ppo_clip update.loss.clip_high=0.2",
         "update.kl.kind=k3", "update.correction.kind=none", "pools.update_ranks=2", "pools.threads=2",
-        "evaluation.problems=9",
+        "evaluation.problems=9", "update.router_replay=rollout",
     ],
 )  # fmt: skip
 def test_what_results_depend_on_is_part_of_a_runs_identity(override):
     changed = override_config({}, override.split(), source="run.toml")
     assert changed.fingerprint() != RunConfig().fingerprint()
+
+
+def test_a_key_that_stored_runs_did_not_have_is_in_no_identity_at_its_default():
+    assert "router_replay" not in RunConfig().identity()["update"]
 
 
 def test_the_number_of_iterations_matters_where_the_schedule_reads_it():

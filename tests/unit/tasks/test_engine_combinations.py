@@ -79,3 +79,14 @@ def test_a_key_is_for_servers_that_run_already():
     named = (VLLM, "rollout.engine.api_key_variable=KEY")
     assert "set rollout.engine.base_urls" in refusal(*named)
     accepted(*named, 'rollout.engine.base_urls=["http://127.0.0.1:8000"]')
+
+
+def test_experts_are_replayed_of_engines_that_tell_them_and_of_completions_that_are_read_once():
+    replay = "update.router_replay=rollout"
+    assert accepted(replay).update.router_replay == "rollout"
+    assert refusal(VLLM, replay).endswith(
+        "update.router_replay with rollout.engine.kind 'vllm': it does not tell which experts it chose; leave the key "
+        "out, or use rollout.engine.kind='transformers'"
+    )
+    told = refusal(replay, "rollout.environment.kind=python")
+    assert "update.router_replay with rollout.environment: what is read again in each turn has no one choice" in told

@@ -1,0 +1,95 @@
+"""What routers chose, from the rollout's column to the sample that is replayed."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.errors import Damaged
+from models.engines.protocol import Completion
+from models.records.columns import concatenated_tables
+from models.records.model_input import ModelInput, routed, sample_columns, with_experts
+from models.records.schemas import EXPERTS, ROLLOUT_SCHEMA, FinishReason
+from models.rollouts.forgotten import Prompts, without
+from models.rollouts.groups import Group, PartialCompletion, table_of
+
+WIDTH = 3
+
+
+def experts(tokens: int, *, seed: int, most: int = 255) -> np.ndarray:
+    numbers = np.uint8 if most < 256 else np.uint16
+    return np.random.default_rng(seed).integers(0, most + 1, (tokens, WIDTH)).astype(numbers)
+
+
+def completion(tokens: int, chosen: np.ndarray | None) -> Completion:
+    return Completion((7,) * tokens, (-1.0,) * tokens, "", FinishReason.STOP, experts=chosen)
+
+
+def rollouts(lengths: list[tuple[int, int]], *, most: int = 255) -> pa.Table:
+    """A row of each prompt and completion of so many tokens, in two chunks, of which the second is a slice."""
+    drafts = [
+        PartialCompletion(seed=0, input=ModelInput.given([5] * prompt)).continued(
+            completion(tokens, experts(prompt + tokens - 1, seed=row, most=most)), 0
+        )
+        for row, (prompt, tokens) in enumerate(lengths)
+    ]
+    whole = table_of(
+        [
+            Group(prompt_row=row, prompt_id=str(row), prompt="", answer="", columns={}, chat=(), drafts=(draft,))
+            for row, draft in enumerate(drafts)
+        ]
+    )
+    return pa.concat_tables([whole.slice(0, 1), whole.slice(1)])
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("most", [255, 300])
+@given(lengths=LENGTHS, data=st.data())
+def test_samples_have_the_experts_of_their_tokens_and_emptied_ones_those_of_the_prompt(most, lengths, data):
+    emptied = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+    table = rollouts(lengths, most=most)
+    columns = sample_columns(table, emptied_K=np.array(emptied, np.bool_))
+    rows = data.draw(st.lists(st.sampled_from(range(len(lengths))), max_size=4))
+    kept = [prompt if empty else prompt + tokens for (prompt, tokens), empty in zip(lengths, emptied, strict=True)]
+    read = routed([ModelInput.given([5] * kept[row]) for row in rows], pa.table({EXPERTS: columns[EXPERTS]}), rows)
+    for row, each in zip(rows, read, strict=True):
+        expected = experts(sum(lengths[row]) - 1, seed=row, most=most)[: kept[row] - 1]
+        assert each.experts.dtype == expected.dtype
+        np.testing.assert_array_equal(each.experts, expected)
+
+
+def test_a_completion_that_goes_on_appends_the_experts_of_the_tokens_that_had_none():
+    first, later = experts(4, seed=0), experts(7, seed=1)
+    begun = PartialCompletion(seed=0, input=ModelInput.given([5, 5])).continued(completion(3, first), 0)
+    ended = begun.continued(completion(3, later), 1)
+    np.testing.assert_array_equal(ended.input.experts, np.concatenate([first, later[4:]]))
+    assert begun.continued(completion(3, None), 1).input.experts is None
+
+
+def test_experts_of_another_number_of_tokens_are_damaged():
+    table = rollouts([(2, 3), (1, 2)])
+    with pytest.raises(Damaged, match="row 1: expected experts of 4 tokens, found those of 2"):
+        routed([ModelInput.given([5] * 5)], table, [1])
+
+
+def test_rollouts_of_which_nobody_noted_experts_have_the_columns_that_they_always_had():
+    plain = PartialCompletion(seed=0, input=ModelInput.given([5])).continued(completion(2, None), 0)
+    group = Group(prompt_row=0, prompt_id="0", prompt="", answer="", columns={}, chat=(), drafts=(plain,))
+    assert table_of([group]).schema == table_of([]).schema == ROLLOUT_SCHEMA
+    assert with_experts(table_of([group]), ["sample"]).column_names == ["sample"]
+
+
+def test_a_shard_without_a_row_goes_with_those_that_have_experts():
+    table = rollouts([(2, 3), (1, 2)])
+    assert concatenated_tables([table_of([]), table]).select([EXPERTS]).equals(table.select([EXPERTS]))
+
+
+def test_experts_of_what_is_forgotten_are_all_the_first():
+    table = rollouts([(2, 3), (1, 2)])
+    emptied, changed = without(table, Prompts(frozenset({"0"}), frozenset({0})))
+    first, second = emptied[EXPERTS].to_pylist()
+    assert (changed, first, second) == (1, [[0] * WIDTH] * 4, table[EXPERTS].to_pylist()[1])
+    assert emptied.schema == table.schema
