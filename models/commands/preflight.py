@@ -213,9 +213,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         check_implementation(inputs.update.loss, *LOSS, where="update.loss", named=LOSS_NAMED)
     policy = inspect_policy(inputs.policy, problem_texts(train))
     shape, tokenizer = policy.shape, policy.tokenizer
-    if inputs.update.router_loss is not None and not shape.experts:
-        raise BadInput("update.router_loss: expected a policy with experts and a router for them, found dense layers")
-    _check_replay(inputs.update, shape)
+    inputs.update.check_routers(shape)
     problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)
     check_images(problems, processor)
     environment = inputs.rollout.environment
@@ -253,17 +251,6 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **_check_preferences(inputs, tokenizer, heldout, shape=shape),
         **_check_policy_judges(inputs, policy, train),
     }
-
-
-def _check_replay(update: UpdateConfig, shape: ModelShape) -> None:
-    if update.router_replay is None or shape.replays_experts:
-        return
-    if not shape.experts:
-        raise BadInput("update.router_replay: expected a policy with experts and a router for them, found dense layers")
-    raise BadInput(
-        "update.router_replay: expected routers that choose by one call of topk, found a policy whose routers do "
-        "something else; leave the key out"
-    )
 
 
 def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ from infra.errors import BadInput
 from infra.plugins import nearest_name
 from infra.variants import OneOf, Target, Variant
 from models.config.optimizers import AdamW, OptimizerConfig
-from models.config.policy import ModelOutline
+from models.config.policy import ModelOutline, ModelShape
 
 if TYPE_CHECKING:
     from models.config.job import Job
@@ -340,6 +340,19 @@ class UpdateConfig(Settings):
         if len(set(self.freeze)) == 3:
             raise ValueError("freeze names vision, projector and language: nothing is left to train")
         return self
+
+    def check_routers(self, shape: ModelShape) -> None:
+        """Raise BadInput where the policy has not the routers that keys are for."""
+        for key in ("router_loss", "router_replay"):
+            if getattr(self, key) is not None and not shape.experts:
+                raise BadInput(
+                    f"update.{key}: expected a policy with experts and a router for them, found dense layers"
+                )
+        if self.router_replay is not None and not shape.replays_experts:
+            raise BadInput(
+                "update.router_replay: expected routers that choose by one call of topk, found a policy whose routers "
+                "do something else; leave the key out"
+            )
 
     @property
     def steps(self) -> int:

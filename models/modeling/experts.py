@@ -4,7 +4,8 @@ A router gives each token K of a layer's experts, and each of these a weight. Sh
 written tokens, R routers of a model, E experts of each, K of them chosen, F chosen by all routers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, cast
@@ -85,36 +86,37 @@ def watch_routers(model: PreTrainedModel) -> ExpertRouting | None:
     return routing if found else None
 
 
-@dataclass
 class ChosenExperts:
     """Which experts the routers of a model chose in the pass that was run last."""
 
-    width: int
-    """Experts of a token in all layers."""
-    dtype: type[np.uint8] | type[np.uint16]
-    _chosen_LK: dict[int, Tensor] = field(default_factory=dict)
+    def __init__(self, found: Sequence[nn.Module], *, num_experts: int) -> None:
+        self.width = chosen_width(found)
+        self.dtype = np.dtype(np.uint8 if num_experts <= MOST_IN_8_BITS else np.uint16)
+        self._chosen_LK: dict[int, Tensor] = {}
 
     def of_pass(self) -> Experts:
-        """Return those of each token, router after router."""
+        """Return those of each token, router after router, and let go of them."""
         chosen_LF = torch.cat([self._chosen_LK[number] for number in sorted(self._chosen_LK)], dim=1)
-        experts: Experts = chosen_LF.to(torch.int32).cpu().numpy().astype(self.dtype)
+        self._chosen_LK.clear()
+        experts: Experts = chosen_LF.cpu().numpy().astype(self.dtype)
         return experts
 
     def hear(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
         """Note what a router chose."""
-        self._chosen_LK[number] = output[2].flatten(0, -2)
+        self._chosen_LK[number] = output[2].flatten(0, -2).to(torch.int16)
 
 
-def hear_choices(model: nn.Module) -> ChosenExperts | None:
-    """Have a model's routers tell what they choose; none of a model without any."""
+@contextmanager
+def heard_choices(model: nn.Module) -> Iterator[ChosenExperts]:
+    """Have the routers of a model, of which there must be some, tell what they choose inside the context."""
     found = routers(model)
-    if not found:
-        return None
-    small = count_experts(model) <= MOST_IN_8_BITS
-    chosen = ChosenExperts(width=chosen_width(found), dtype=np.uint8 if small else np.uint16)
-    for number, router in enumerate(found):
-        router.register_forward_hook(partial(chosen.hear, number))
-    return chosen
+    chosen = ChosenExperts(found, num_experts=count_experts(model))
+    hooks = [router.register_forward_hook(partial(chosen.hear, number)) for number, router in enumerate(found)]
+    try:
+        yield chosen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def chosen_width(found: Sequence[nn.Module]) -> int:

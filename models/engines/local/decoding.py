@@ -24,7 +24,6 @@ from models.engines.local.noted_experts import NotedExperts
 from models.engines.protocol import Completion
 from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
 from models.engines.sampling import draw, uniforms
-from models.modeling.experts import ChosenExperts
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.vision.sight import Sight, look, see, without
@@ -45,8 +44,6 @@ class LoadedPolicy:
     """Longest sequence in tokens; none where the architecture sets no limit."""
     sight: Sight | None = None
     """Of a policy that sees."""
-    chosen: ChosenExperts | None = None
-    """Of a mixture of experts."""
 
     @property
     def banned(self) -> tuple[int, ...]:

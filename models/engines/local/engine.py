@@ -4,16 +4,16 @@ import gc
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
-from models.engines.local.noted_experts import note_experts
+from models.engines.local.noted_experts import noting
 from models.engines.protocol import Completion, Request, StepSums
 from models.engines.requests import end_tokens, require_context, require_engine_room, rows_of
-from models.modeling.experts import hear_choices
 from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy, load_sight
 from models.records.media import ImageSource
@@ -61,7 +61,6 @@ class HuggingFaceEngine:
             eos_E=torch.tensor(end_tokens(tokenizer, model.generation_config), device=self._device),
             context=context,
             sight=load_sight(directory, source=self._images),
-            chosen=hear_choices(model),
         )
         self.progress += 1
         return policy.weights.bytes + (policy.adapter.bytes if policy.adapter is not None else 0)
@@ -114,12 +113,10 @@ class HuggingFaceEngine:
         rows.sort(key=lambda row: len(row.input))  # stable: requests of equal length stay in their order
         groups: list[dict[int, Completion]] = [{} for _ in requests]
         self._stepped = time.perf_counter()
-        noted = None
-        if self._notes_experts:
-            noted = note_experts(self._policy.chosen, rows, policy=self._policy.digest)
-        completions = decode(
-            self._policy, rows, sampling, places=self._config.max_batch_rows, on_step=self._step, noted=noted
-        )
+        policy, places = self._policy, self._config.max_batch_rows
+        notes = noting(policy.model, rows, policy=policy.digest) if self._notes_experts else nullcontext()
+        with notes as noted:
+            completions = decode(policy, rows, sampling, places=places, on_step=self._step, noted=noted)
         for row, completion in zip(rows, completions, strict=True):
             groups[row.request][row.sample] = completion
         return [[group[sample] for sample in range(len(group))] for group in groups]

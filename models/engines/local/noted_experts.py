@@ -4,14 +4,16 @@ R rows of the work, T tokens, P prompts, B live rows, L tokens of a pass, K expe
 of a token in all layers, router after router.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from infra.errors import BadInput
 from models.engines.requests import CompletionRow
-from models.modeling.experts import ChosenExperts
+from models.modeling.experts import ChosenExperts, heard_choices, routers
 from models.records.model_input import Experts
 
 
@@ -27,7 +29,7 @@ class NotedExperts:
         self._read: dict[int, Experts] = {}
         """Of what a row began with: the prompt, and what the completion already had."""
         shape = (len(rows), max(row.limit for row in rows), chosen.width)
-        self._written_RTF: Experts = np.empty(shape, np.dtype(chosen.dtype))  # memory is taken where it is written
+        self._written_RTF: Experts = np.empty(shape, chosen.dtype)  # memory is taken where it is written
 
     def note_prompts(self, which: range, prompt_B: Tensor, *, num_prompts: int) -> None:
         """Note a pass over prompts that were padded on the left; `prompt_B` says which of them a row begins with."""
@@ -45,8 +47,10 @@ class NotedExperts:
         return np.concatenate([self._read[row], self._written_RTF[row, begun : begun + num_new - 1]])
 
 
-def note_experts(chosen: ChosenExperts | None, rows: Sequence[CompletionRow], *, policy: str) -> NotedExperts:
-    """Begin to note. Raises BadInput where the policy, whose digest is given, has no experts."""
-    if chosen is None:
+@contextmanager
+def noting(model: PreTrainedModel, rows: Sequence[CompletionRow], *, policy: str) -> Iterator[NotedExperts]:
+    """Note inside the context. Raises BadInput where the policy, whose digest is given, has no experts."""
+    if not routers(model):
         raise BadInput(f"policy {policy}: expected experts and routers for them, to be noted, found dense layers")
-    return NotedExperts(chosen, rows)
+    with heard_choices(model) as chosen:
+        yield NotedExperts(chosen, rows)

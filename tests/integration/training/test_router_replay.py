@@ -14,8 +14,9 @@ from infra.store.bundles import publish_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.engines import SamplingConfig
+from models.config.objectives import LoraConfig
 from models.config.rollout import PartialRollout
-from models.modeling.experts import hear_choices, routers
+from models.modeling.experts import heard_choices, routers
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.policy import load_policy
@@ -76,10 +77,9 @@ def rolled_out(directory: Path) -> list[tuple[ModelInput, tuple[float, ...]]]:
 
 def chosen_by(module: TokenLogprobs, inputs: list[ModelInput]) -> list[np.ndarray]:
     """What the routers of a module choose in a padded pass, of all tokens of each input but the last."""
-    heard = hear_choices(module.model)
     module.shares_prompts = False
     batch = lay_out(inputs)
-    with torch.no_grad():
+    with torch.no_grad(), heard_choices(module.model) as heard:
         module(module.read(batch, CPU))
     chosen_BTF = heard.of_pass().reshape(*batch.tokens_BT.shape, -1)
     return [chosen_TF[: len(each) - 1] for chosen_TF, each in zip(chosen_BTF, inputs, strict=True)]
@@ -208,6 +208,16 @@ def test_neither_the_size_of_a_pass_nor_recomputing_layers_changes_what_is_learn
     assert again.model.weights == small.model.weights
     chosen = start(uri, UNCLIPPED.model_copy(update={"router_loss": 0.5})).update(replace(asked, samples=asked.samples))
     assert np.abs(gradients(uri, chosen) - gradients(uri, large)).max() > 1e-4
+
+
+def test_a_reference_chooses_itself_whether_it_is_a_model_or_the_policy_without_adapters(uri):
+    policy = published(uri)
+    asked = replayed_work(uri, policy)
+    whole, adapted = (
+        start(uri, REPLAYING.model_copy(update={"lora": lora})).update(asked).metrics for lora in (None, LoraConfig())
+    )
+    assert whole["kl"] > 1e-3  # of the same weights: what is replayed is all that differs
+    assert adapted["kl"] == pytest.approx(whole["kl"], rel=1e-4)
 
 
 def take_one(rank: int, ranks: int, port: int, uri: str, asked, config) -> None:
