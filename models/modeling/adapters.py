@@ -109,8 +109,8 @@ def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledF
     settings["target_modules"] = _shortest(model, settings["target_modules"])
     if head := _head_name(model):
         settings["modules_to_save"] = [head]  # peft loads it as a copy; under training it needs none
-    # Written here, in order: peft writes a set, whose order differs from process to process.
-    (directory / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True))
+    # Written here, in order: peft writes a set, whose order differs from process to process; of experts it has another.
+    (directory / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True, default=sorted))
     return {TENSORS: written}
 
 

@@ -16,7 +16,7 @@ from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.policy import load_policy
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
-from tests.support.engines import MIXED, engine_of
+from tests.support.engines import MIXED, engine_of, plain_logprobs, publish, publish_adapter
 from tests.support.policies import write_policy
 from tests.support.processes import preload
 from tests.support.update_workers import CONFIG, UNCLIPPED, gradients, read, start, together, work
@@ -147,3 +147,18 @@ def test_two_ranks_learn_to_use_experts_evenly_as_one_does(uri):
     alone = start(uri, EVEN.model_copy(update={"microbatch_tokens": 9999})).update(work(uri, policy))
     assert found.metrics == pytest.approx(alone.metrics, rel=1e-4, abs=1e-6)
     np.testing.assert_allclose(gradients(uri, found), gradients(uri, alone), atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_serves_adapters_of_a_mixture_of_experts_as_they_were_trained(kind, tmp_path):
+    base = publish(tmp_path, kind)
+    adapted = publish_adapter(tmp_path, base)
+    engine = engine_of(base.directory, max_batch_rows=8)
+    engine.load(base.directory, adapted.version, adapter=adapted.adapter)
+    groups = engine.generate(MIXED, SamplingConfig(max_new_tokens=8))
+    peft = pytest.importorskip("peft")
+    plain = peft.PeftModel.from_pretrained(load_policy(base.directory), adapted.adapter).eval()
+    for asked, group in zip(MIXED, groups, strict=True):
+        for given, completion in zip(asked.inputs, group, strict=True):
+            expected = plain_logprobs(plain, given, completion.tokens, 1.0)
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
