@@ -13,9 +13,11 @@ from infra.errors import BadInput, Damaged
 from infra.store.bundles import publish_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
+from models.config.algorithms import Distillation, DistillationOnly
 from models.config.engines import SamplingConfig
 from models.config.objectives import LoraConfig
 from models.config.rollout import PartialRollout
+from models.config.teachers import TeacherDirectory
 from models.modeling.experts import heard_choices, routers
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import TokenLogprobs
@@ -24,11 +26,13 @@ from models.modeling.replayed_experts import can_replay
 from models.records.model_input import ModelInput, expert_lists, rollout_inputs
 from models.records.schemas import EXPERTS, SAMPLE_SCHEMA, FinishReason
 from models.records.versions import ModelVersion
+from models.records.work import EstimateWork, ScoredShard
+from models.workers.update import UpdateWorker
 from tests.support.engines import MIXED, engine_of
 from tests.support.policies import ARCHITECTURES, DECODER, write_policy
 from tests.support.processes import preload
 from tests.support.rollout_workers import example, worker
-from tests.support.update_workers import UNCLIPPED, gradients, read, start, together, work
+from tests.support.update_workers import UNCLIPPED, free_port, gradients, read, start, together, work
 
 preload(__name__)
 
@@ -309,3 +313,24 @@ def test_families_that_choose_otherwise_are_told_from_those_that_can_be_replayed
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**sizes, num_key_value_heads=2))
     assert routers(model)
     assert can_replay(model) == fits
+
+
+@pytest.mark.parametrize("kind", ["mixtral"], indirect=True)
+def test_a_policy_that_is_asked_about_rollouts_replays_them_and_its_teacher_chooses_itself(kind, tmp_path):
+    """Teacher and policy have the same weights: those that rolled out, then others."""
+    store = open_store(str(tmp_path / "run"))
+    wrote = published(str(tmp_path), kind)
+    asked = replace(example(store, tmp_path / "dense"), policy=wrote, notes_experts=True)
+    [rollouts] = worker(tmp_path).generate(asked).shards
+    algorithm = DistillationOnly(distillation=Distillation(teacher=TeacherDirectory(path=tmp_path)))
+    learner = UpdateWorker(str(tmp_path), "run", update=SMALL, algorithm=algorithm, temperature=1.0, threads=1)
+    learner.join(0, 1, "127.0.0.1", free_port())
+    shards, found = (ScoredShard(rollouts, rollouts),), []
+    for version in (wrote, moved_policy(tmp_path, store)):
+        made = learner.estimate(EstimateWork(iteration=1, shards=shards, policy=version, teacher=version))
+        said = read_shard(store, made.shards[0])
+        found.append([np.concatenate(said[name].to_pylist()) for name in ("policy", "teacher")])
+    sampled = np.concatenate(read_shard(store, rollouts)["logprobs"].to_pylist())
+    for said in found[0]:
+        np.testing.assert_allclose(said, sampled, atol=1e-5)
+    assert np.abs(found[1][0] - found[1][1]).max() > 1e-4
