@@ -101,7 +101,7 @@ def _notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     if minibatches > prompts:
         yield f"update.minibatches {minibatches}: {_count(prompts, 'prompt')} give {_count(prompts, 'optimizer step')}"
     step = prompts * config.rollout.group_size // min(minibatches, prompts)
-    if pools.update_ranks > step:
+    if pools.update_ranks > step * config.update.sequence_parallel:
         yield f"pools.update_ranks {pools.update_ranks}: an optimizer step has {_count(step, 'completion')}, some idle"
     if repeated := int(facts["repeated_problems"]):
         others = "repeats another" if repeated == 1 else "repeat others"

@@ -26,13 +26,14 @@ class PassSizes:
     """The largest pass of an update."""
 
     tokens: int
-    """Of all its rows, prompts included."""
+    """Of all its rows, prompts included, that one rank computes."""
 
     @staticmethod
     def of(update: UpdateConfig, *, longest: int, completions: int, ranks: int) -> "PassSizes":
         """`longest` is a sequence in tokens; `completions` are those of an iteration."""
-        step = -(-completions // (update.minibatches * ranks)) * longest
-        return PassSizes(tokens=min(max(update.microbatch_tokens, longest), step))
+        slices = update.sequence_parallel
+        step = -(-completions * slices // (update.minibatches * ranks)) * longest
+        return PassSizes(tokens=-(-min(max(update.microbatch_tokens, longest), step) // slices))
 
 
 def held_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> dict[str, float]:

@@ -214,6 +214,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     policy = inspect_policy(inputs.policy, problem_texts(train))
     shape, tokenizer = policy.shape, policy.tokenizer
     inputs.update.check_routers(shape)
+    shape.check_slices(inputs.update.sequence_parallel, what="the policy")
     problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)
     check_images(problems, processor)
     environment = inputs.rollout.environment
@@ -277,7 +278,8 @@ def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -
     wanted = inputs.algorithm.value_model
     if wanted is None:
         return {}
-    critic = inspect_critic(wanted.path, policy, longest_tokens=longest_tokens)
+    slices = inputs.update.sequence_parallel
+    critic = inspect_critic(wanted.path, policy, longest_tokens=longest_tokens, slices=slices)
     held = held_bytes(inputs.update, critic, ranks=inputs.pools.update_ranks)
     return {
         "critic_parameters": critic.parameters,
@@ -299,7 +301,8 @@ def _check_teacher(
     distillation = inputs.algorithm.distillation
     if distillation is None:
         return {}
-    parameters = check_teacher(distillation.teacher, tokenizer, longest_tokens=longest_tokens)
+    slices = inputs.update.sequence_parallel
+    parameters = check_teacher(distillation.teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
     check_teacher_sees(distillation.teacher, problems, processor, limits=inputs.data.pixels)
     if not parameters:
         return {}

@@ -45,6 +45,11 @@ def reasons_against(job: Job) -> Iterator[str]:
     yield from job.algorithm.reasons_against(job)
     yield from job.update.loss.reasons_against(job)
     yield from job.update.optimizer.reasons_against(job.update)
+    if job.pools.update_ranks % job.update.sequence_parallel:
+        yield (
+            f"update.sequence_parallel {job.update.sequence_parallel}: expected a divisor of pools.update_ranks "
+            f"{job.pools.update_ranks}"
+        )
     yield from _against_staleness(job.update, job.rollout)
     yield from job.rollout.engine.reasons_against(job)
     if job.update.router_replay is not None:

@@ -290,6 +290,9 @@ class UpdateConfig(Settings):
     """Every n-th update keeps its optimizer's state; whoever resumes takes the updates since then again."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage; a run goes on with another one if that is accepted."""
+    sequence_parallel: Positive = 1
+    """Consecutive ranks that read the same passes, each a slice of their tokens, and in attention some of the heads
+    (DeepSpeed-Ulysses, arXiv 2309.14509): `microbatch_tokens` are those of all of them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations; optimizer moments and master weights are float32."""
     activation_checkpointing: bool | None = None

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field, field_validator, model_validator
 
 from infra.config import Positive, Settings
+from infra.errors import BadInput
 from infra.store.inputs import Location
 from infra.variants import Variant
 
@@ -196,6 +197,24 @@ class ModelShape:
     """Those that a token of a layer may be given; 0 where layers are dense."""
     replays_experts: bool = False
     """Whether its routers can be given the experts that they are to choose."""
+    slices: bool = True
+    """Whether ranks may compute a pass together, each some heads of attention: its layers do without the others."""
+
+    def check_slices(self, ranks: int, *, what: str) -> None:
+        """Raise BadInput unless so many ranks can read a pass together; `what` is the model."""
+        if ranks == 1:
+            return
+        where = f"update.sequence_parallel {ranks}"
+        if self.sees:
+            raise BadInput(f"{where}: expected a model that reads text alone, found {what}, a {self.sees}")
+        if not self.slices:
+            raise BadInput(
+                f"{where}: expected a model whose heads of attention can be on different ranks, found {what}, which "
+                "does not share prompts, has recurrent layers or attention sinks"
+            )
+        for heads, kind in ((self.heads, "attention heads"), (self.kv_heads, "key-value heads")):
+            if heads % ranks:
+                raise BadInput(f"{where}: {what} has {heads} {kind}, expected a divisor of that")
 
     @property
     def cached_numbers(self) -> int:

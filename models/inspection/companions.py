@@ -1,6 +1,7 @@
 """The models beside the policy, checked before anything is loaded: the critic, the teacher, and what serves rewards."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -30,41 +31,60 @@ from models.vision.families import FAMILIES
 from models.vision.processor import VisionProcessor
 
 
-def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: int) -> ModelOutline:
-    """Refuse a critic that could not value the policy's sequences; without a source it begins as the policy."""
+def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: int, slices: int) -> ModelOutline:
+    """Refuse a critic that could not value the policy's sequences; without a source it begins as the policy.
+
+    As many ranks as there are `slices` read a pass together.
+    """
     if source is None:
         return policy.critic()
     from models.modeling.adapters import outline
     from models.modeling.critic import check_critic
+    from models.modeling.policy import policy_shape
+    from models.modeling.shared_prompts import may_slice
 
-    return outline(check_critic(source, policy.tokenizer, longest_tokens=longest_tokens))
+    model = check_critic(source, policy.tokenizer, longest_tokens=longest_tokens)
+    shape = policy_shape(model.config, parameters=0, source=str(source))
+    replace(shape, slices=may_slice(model)).check_slices(slices, what=f"the critic {source}")
+    return outline(model)
 
 
 class TeacherCheck(Protocol):
     """Checks a teacher before a run begins."""
 
-    def __call__(self, teacher: Any, tokenizer: PreTrainedTokenizerFast, /, *, longest_tokens: int) -> int:  # noqa: ANN401 -- its own
+    def __call__(
+        self,
+        teacher: Any,  # noqa: ANN401 -- its own
+        tokenizer: PreTrainedTokenizerFast,
+        /,
+        *,
+        longest_tokens: int,
+        slices: int = 1,
+    ) -> int:
         """Refuse one that cannot score the policy's tokens; return its parameters here."""
         ...
 
 
-def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int) -> int:
+def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1) -> int:
     """Refuse a teacher that cannot score the policy's tokens; return its parameters here, none behind an endpoint.
 
-    `longest_tokens` are those of prompt and completion together. Neither weights nor the network are touched.
+    `longest_tokens` are those of prompt and completion together; as many ranks as there are `slices` read a pass
+    together. Neither weights nor the network are touched.
     """
     check = cast(TeacherCheck, find_target(teacher.inspection, where=f"teacher {teacher.known_as!r}"))
-    return check(teacher, tokenizer, longest_tokens=longest_tokens)
+    return check(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
 
 
-def check_teacher_endpoint(teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int) -> int:
+def check_teacher_endpoint(
+    teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
+) -> int:
     """See that its address may be asked."""
     TokenScorer(teacher, spell=speller(tokenizer), on_progress=lambda: None)
     return 0
 
 
 def check_teacher_directory(
-    teacher: TeacherDirectory, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int
+    teacher: TeacherDirectory, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
 ) -> int:
     """Compare its tokenizer and its context with the policy's."""
     try:
@@ -77,6 +97,7 @@ def check_teacher_directory(
             f"algorithm.distillation.teacher {teacher.path}: its context is {found.shape.context} tokens, expected "
             f"at least {longest_tokens}: the longest prompt and max_new_tokens"
         )
+    found.shape.check_slices(slices, what=f"algorithm.distillation.teacher {teacher.path}")
     return found.shape.parameters
 
 

@@ -246,11 +246,14 @@ def _built(directory: Path) -> Inspected:
     from models.modeling.experts import count_experts
     from models.modeling.policy import policy_shape
     from models.modeling.replayed_experts import can_replay
+    from models.modeling.shared_prompts import may_slice
 
     config, tokenizer, parameters = check_directory(directory)
     model = meta_policy(directory)
     shape = policy_shape(config, parameters=parameters, source=str(directory))
-    shape = replace(shape, experts=count_experts(model), replays_experts=can_replay(model))
+    shape = replace(
+        shape, experts=count_experts(model), replays_experts=can_replay(model), slices=may_slice(model)
+    )
     return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(config)))
 
 

@@ -37,7 +37,7 @@ class TokenValues(TokenModule):
 
     def forward(self, read: ForwardInput) -> Tensor:
         """Return the float32 value of the state that each written token was drawn in; the token plays no part."""
-        return cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1)
+        return read.gathered(cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1))
 
 
 def load_critic(directory: Path) -> PreTrainedModel:

@@ -94,8 +94,11 @@ AuxiliaryPass = Callable[[Sequence[MicroBatch]], list[NDArray[np.float32]]]
 with as many passes each; an empty pass has no token."""
 
 
-def lay_out(inputs: Sequence[ModelInput]) -> MicroBatch:
-    """Lay inputs out as one pass; none at all make an empty one: tokens to run and none that is written."""
+def lay_out(inputs: Sequence[ModelInput], *, in_one_row: bool = False) -> MicroBatch:
+    """Lay inputs out as one pass; none at all make an empty one: tokens to run and none that is written.
+
+    `in_one_row` has all that are not empty share, whatever that saves.
+    """
     lengths_B = np.array([len(each) for each in inputs], np.int64)
     width = int(lengths_B.max(initial=0)) or 2
     holds_BT = np.arange(width) < lengths_B[:, None]
@@ -112,15 +115,20 @@ def lay_out(inputs: Sequence[ModelInput]) -> MicroBatch:
         positions_N=places_N - 1,
         targets_N=tokens[written],
         rows_N=places_N // width,
-        shared=_share(inputs, tokens_BT, holds_BT, predicting_N=places_N - 1),
+        shared=_share(inputs, tokens_BT, holds_BT, predicting_N=places_N - 1, least=0 if in_one_row else SHARING_PAYS),
     )
 
 
 def _share(
-    inputs: Sequence[ModelInput], tokens_BT: Indexes, holds_BT: NDArray[np.bool_], *, predicting_N: Indexes
+    inputs: Sequence[ModelInput],
+    tokens_BT: Indexes,
+    holds_BT: NDArray[np.bool_],
+    *,
+    predicting_N: Indexes,
+    least: float,
 ) -> SharedRows | None:
     token_BT, num_tokens, prompts = _numbered(inputs, tokens_BT.shape[1])
-    if not inputs or tokens_BT.size < SHARING_PAYS * num_tokens:
+    if not inputs or tokens_BT.size < least * num_tokens:
         return None
     rows, lengths = tuple(range(len(inputs))), holds_BT.sum(axis=1)
     blocks = [list(block) for block in pack(rows, lengths.tolist(), budget=tokens_BT.size)]  # like lengths together

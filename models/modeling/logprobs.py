@@ -4,6 +4,7 @@ Shapes: B rows, T padded width, N written tokens, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Self, cast
 
 import torch
@@ -15,10 +16,19 @@ from transformers import PreTrainedModel
 from infra.errors import BadInput
 from models.config.objectives import CHUNK_ELEMENTS
 from models.modeling.experts import ExpertRouting, watch_routers
-from models.modeling.layout import MicroBatch
+from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.logit_shapes import LogitShape, logit_shape
+from models.modeling.policy import policy_shape
 from models.modeling.replayed_experts import ExpertReplay
-from models.modeling.shared_prompts import SharedTokens, on_device, share_prompts, shared_states
+from models.modeling.shared_prompts import (
+    SharedTokens,
+    may_slice,
+    on_device,
+    says_the_same,
+    share_prompts,
+    shared_states,
+)
+from models.modeling.slices import Slicing
 from models.vision.sight import SeenRows, Sight, look, see, without
 
 
@@ -36,18 +46,47 @@ class ForwardInput(NamedTuple):
     """What the rows show, of a model that sees."""
     chosen_LF: Tensor | None = None
     """Experts that routers are to choose for each token that is read, where they are replayed."""
+    own_M: Tensor | None = None
+    """Of a slice of the row: which written tokens the states predict that are here; then positions and targets are
+    theirs alone."""
+    written: int = 0
+    """Written tokens of the whole pass."""
 
     @classmethod
-    def of(cls, batch: MicroBatch, device: torch.device, *, shares: bool, seen: SeenRows | None = None) -> Self:
-        """Bring a pass to the device, to a model that `shares` prompts or one that does not."""
-        tokens, positions, shared = batch.tokens_BT, batch.positions_N, None
-        if shares and batch.shared is not None:
-            tokens, positions = batch.shared.tokens_L[None], batch.shared.predicting_N
-            shared = on_device(batch.shared, device)
+    def of(
+        cls,
+        batch: MicroBatch,
+        device: torch.device,
+        *,
+        shares: bool,
+        slicing: Slicing | None = None,
+        seen: SeenRows | None = None,
+    ) -> Self:
+        """Bring a pass to the device, to a model that `shares` prompts or one that does not.
+
+        With `slicing` it is this rank's slice; of an empty pass, in which nothing is learnt, every rank reads all.
+        """
+        tokens, positions, targets = batch.tokens_BT, batch.positions_N, batch.targets_N
+        row, own, shared = batch.shared if shares else None, None, None
+        if slicing is not None and batch.inputs:
+            whole = batch.shared or lay_out(batch.inputs, in_one_row=True).shared
+            assert whole is not None, "inputs that are laid out in one row are"
+            row, own = slicing.cut(whole)
+            targets = targets[own]
+        if row is not None:
+            tokens, positions = row.tokens_L[None], row.predicting_N
+            shared = on_device(row, device, slicing=slicing)
         tokens_BT, positions_N, targets_N = (
-            torch.from_numpy(array).to(device) for array in (tokens, positions, batch.targets_N)
+            torch.from_numpy(array).to(device) for array in (tokens, positions, targets)
         )
-        return cls(tokens_BT, positions_N, targets_N, shared, seen)
+        own_M = None if own is None else torch.from_numpy(own).to(device)
+        return cls(tokens_BT, positions_N, targets_N, shared, seen, own_M, len(batch.targets_N))
+
+    def gathered(self, said: Tensor) -> Tensor:
+        """Return what is said of all written tokens, whichever rank's slice predicts them."""
+        if self.own_M is None or self.shared is None or self.shared.slicing is None:
+            return said
+        return self.shared.slicing.gathered(said, self.own_M, written=self.written)
 
 
 class TokenModule(nn.Module):
@@ -67,6 +106,19 @@ class TokenModule(nn.Module):
 
     replay: ExpertReplay | None = None
     """Of one whose routers choose again what they chose in the rollout."""
+    slicing: Slicing | None = None
+    """The ranks that read every pass together; none where this one does it alone."""
+
+    def slice_rows(self, slicing: Slicing | None) -> None:
+        """Read every pass together with other ranks, which call this at once. Raises BadInput where that cannot be."""
+        if slicing is None:
+            return
+        kind = type(self.model).__name__
+        shape = policy_shape(self.model.config, parameters=0, source=kind)
+        replace(shape, slices=self.shares_prompts and may_slice(self.model)).check_slices(slicing.size, what=kind)
+        if not says_the_same(self.model, slicing=slicing):
+            raise BadInput(f"update.sequence_parallel {slicing.size}: {kind} says something else of slices of a row")
+        self.slicing = slicing
 
     def read(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
         """Bring a pass to the device, with what its rows show."""
@@ -77,7 +129,7 @@ class TokenModule(nn.Module):
             seen = look(self.sight, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
             raise BadInput(f"{type(self.model).__name__} reads text alone, found prompts with images")
-        read = ForwardInput.of(batch, device, shares=self.shares_prompts, seen=seen)
+        read = ForwardInput.of(batch, device, shares=self.shares_prompts, slicing=self.slicing, seen=seen)
         if self.replay is None:
             return read
         return read._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
@@ -124,7 +176,7 @@ class TokenLogprobs(TokenModule):
             self.routing.begin(read.positions_N)
         if self.replay is not None:
             self.replay.begin(read.chosen_LF)
-        return cast(Tensor, self.head(self.states(read), read.targets_N))
+        return read.gathered(self.head(self.states(read), read.targets_N))
 
 
 class _Settings(NamedTuple):

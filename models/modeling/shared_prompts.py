@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from models.modeling.layout import SharedRows, lay_out
+from models.modeling.slices import Slicing
 from models.records.model_input import ModelInput
 from models.vision.sight import reads_in_line
 
@@ -39,9 +40,12 @@ class SharedTokens:
     """`SharedRows` on the device of a model."""
 
     positions_1L: Tensor
+    """With `slicing` those of this rank's slice."""
     places_P: Tensor
     collected_L: Tensor
     blocks: tuple[tuple[int, int], ...]
+    slicing: Slicing | None
+    """The ranks that compute the row together; none where this one does it alone."""
 
     @property
     def width(self) -> int:
@@ -49,13 +53,14 @@ class SharedTokens:
         return max(width for _, width in self.blocks)
 
 
-def on_device(shared: SharedRows, device: torch.device) -> SharedTokens:
-    """Bring the indexes of a pass to the device."""
+def on_device(shared: SharedRows, device: torch.device, *, slicing: Slicing | None = None) -> SharedTokens:
+    """Bring the indexes of a pass to the device: a whole one, or what `slicing` cut."""
     return SharedTokens(
         positions_1L=torch.from_numpy(shared.positions_L)[None].to(device),
         places_P=torch.from_numpy(shared.places_P).to(device),
         collected_L=torch.from_numpy(shared.collected_L).to(device),
         blocks=shared.blocks,
+        slicing=slicing,
     )
 
 
@@ -113,8 +118,10 @@ def _attention(
     if shared is None:
         said, _ = inside(module, query, key, value, attention_mask, **options)
         return said, None
-    sizes = [rows * width for rows, width in shared.blocks]
-    spread_PHD = [each[0].transpose(0, 1).index_select(0, shared.places_P) for each in (query, key, value)]
+    sizes, states = [rows * width for rows, width in shared.blocks], [query, key, value]
+    if shared.slicing is not None:
+        states = [shared.slicing.all_tokens(each) for each in states]
+    spread_PHD = [each[0].transpose(0, 1).index_select(0, shared.places_P) for each in states]
     said_PHD: list[Tensor] = []
     parts = zip(shared.blocks, *(torch.split(each, sizes) for each in spread_PHD), strict=True)
     for (rows, width), *states_PHD in parts:
@@ -123,7 +130,8 @@ def _attention(
         said_BTHD, _ = inside(module, *states_BHTD, mask, **options)
         said_PHD.append(said_BTHD.flatten(0, 1))
     whole_PHD = said_PHD[0] if len(said_PHD) == 1 else torch.cat(said_PHD)
-    return whole_PHD.index_select(0, shared.collected_L)[None], None
+    said_1LHD = whole_PHD.index_select(0, shared.collected_L)[None]
+    return said_1LHD if shared.slicing is None else shared.slicing.all_heads(said_1LHD), None
 
 
 def _mask(
@@ -144,6 +152,22 @@ for _name, _inside, _masks in (("sdpa", sdpa_attention_forward, sdpa_mask), ("ea
     AttentionMaskInterface.register(_name + _ENDING, partial(_mask, _masks))
 
 
+def _mixes_in_attention(model: PreTrainedModel) -> bool:
+    """Whether tokens may meet in attention alone, as far as modules tell, and stand where they are said to."""
+    takes = signature(model.base_model.forward).parameters
+    takes_positions = "position_ids" in takes and reads_in_line(model)
+    convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    return takes_positions and not convolves
+
+
+def may_slice(model: PreTrainedModel) -> bool:
+    """Whether heads of attention may be on different ranks, by all that is known without a trial.
+
+    Sinks are a weight for each head, of which a rank has all.
+    """
+    return _mixes_in_attention(model) and not any(name.endswith("sinks") for name, _ in model.named_parameters())
+
+
 def share_prompts(model: PreTrainedModel) -> bool:
     """Have a model take passes whose prompts are shared, beside padded ones, if it can.
 
@@ -151,30 +175,31 @@ def share_prompts(model: PreTrainedModel) -> bool:
     ones, which is tried here. Recurrent layers do not, and all have a convolution, whose share of the states may be
     too small to be seen.
     """
-    takes = signature(model.base_model.forward).parameters
-    takes_positions = "position_ids" in takes and reads_in_line(model)
-    convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
     inside = model.config._attn_implementation
-    if inside not in _INSIDE or not takes_positions or convolves:
+    if inside not in _INSIDE or not _mixes_in_attention(model):
         return False
     model.set_attn_implementation(inside + _ENDING)
-    if not _says_the_same(model):
+    if not says_the_same(model):
         model.set_attn_implementation(inside)
         return False
     return True
 
 
 @torch.no_grad()
-def _says_the_same(model: PreTrainedModel) -> bool:
+def says_the_same(model: PreTrainedModel, *, slicing: Slicing | None = None) -> bool:
+    """Try whether a model that shares says of one row, or of slices on other ranks, what it says of padded rows."""
     prompt, other = ModelInput.given([1, 2, 3]), ModelInput.given([3, 1])
     batch = lay_out([prompt.continued([2, 0, 1, 3]), prompt.continued([0]), other.continued([1, 2]), prompt])
     assert batch.shared is not None, "rows with one prompt share it"
     device = model.device
     tokens_BT, positions_N = torch.from_numpy(batch.tokens_BT).to(device), torch.from_numpy(batch.positions_N)
     expected_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    tokens_1L, shared = torch.from_numpy(batch.shared.tokens_L)[None].to(device), on_device(batch.shared, device)
-    found_LH = shared_states(model, tokens_1L, shared)
+    row, own_M = (batch.shared, None) if slicing is None else slicing.cut(batch.shared)
+    tokens_1L = torch.from_numpy(row.tokens_L)[None].to(device)
+    found_LH = shared_states(model, tokens_1L, on_device(row, device, slicing=slicing))
     expected_NH = expected_BTH.flatten(0, 1)[positions_N.to(device)].float()
-    found_NH = found_LH[torch.from_numpy(batch.shared.predicting_N).to(device)].float()
+    found_NH = found_LH[torch.from_numpy(row.predicting_N).to(device)].float()
+    if slicing is not None and own_M is not None:
+        found_NH = slicing.gathered(found_NH, torch.from_numpy(own_M).to(device), written=len(expected_NH))
     apart = (found_NH - expected_NH).abs().max() / expected_NH.abs().max().clamp(min=1e-6)
     return bool(apart < _CLOSE.get(model.dtype, 5e-2))

@@ -98,10 +98,10 @@ def write_estimates(
         groups=read["prompt_row"].to_pylist(),
         patches=[0 if images is None else images.patches(each.prompt) for each in inputs],
     )
-    plan = plan_step(rows, sequences, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
-    passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.rank]]
+    plan = plan_step(rows, sequences, ranks=ranks.parts, microbatch_tokens=microbatch_tokens)
+    passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.part]]
     said = [np.concatenate([np.zeros(0, np.float32), *asks[name](passes)]) for name in asks]
-    gathered = gather_bytes(np.stack(said).tobytes() if said else b"", ranks)
+    gathered = gather_bytes(np.stack(said).tobytes() if said and ranks.counts else b"", ranks)
     encoded = b""
     if ranks.rank == 0:
         counts = np.array([len(each.written) for each in inputs], np.int64)

@@ -91,8 +91,8 @@ def imitate(
             on_progress=listener.on_progress,
         )
         _step(trainer, step, warmup, what=f"warm-up step {step}")
-        tell_steps(losses[: step + 1], warmup.steps, listener=listener, device=ranks.device)
-    sum_and_max(losses, torch.zeros(1, device=ranks.device))
+        tell_steps(losses[: step + 1], warmup.steps, listener=listener, ranks=ranks)
+    sum_and_max(losses, torch.zeros(1, device=ranks.device), ranks)
     metrics = {
         "loss_first": float(losses[0]),
         "loss_last": float(losses[-LAST_STEPS:].mean()),
@@ -103,14 +103,12 @@ def imitate(
     return Learnt(metrics=metrics, losses=losses.tolist())
 
 
-def tell_steps(
-    losses: Tensor, steps: int, *, listener: Listener, device: torch.device, taken: int | None = None
-) -> None:
+def tell_steps(losses: Tensor, steps: int, *, listener: Listener, ranks: Ranks, taken: int | None = None) -> None:
     """Tell of a training at every fiftieth of its steps: then all ranks add up their shares of the last losses."""
     taken = len(losses) if taken is None else taken
     if taken % -(-steps // CURVE_POINTS) == 0:
         recent = losses[-LAST_STEPS:].mean().reshape(1)
-        sum_and_max(recent, torch.zeros(1, device=device))
+        sum_and_max(recent, torch.zeros(1, device=ranks.device), ranks)
         listener.on_steps(taken, steps, float(recent))
 
 
@@ -150,10 +148,10 @@ def _imitate_step(
     patches = None if images is None else [images.patches(each.prompt) for each in inputs]
     sequences = Sequences.apart([len(each) for each in inputs], patches)
     rows = tuple(range(len(inputs)))
-    plan = plan_step(rows, sequences, ranks=ranks.world_size, microbatch_tokens=microbatch_tokens)
+    plan = plan_step(rows, sequences, ranks=ranks.parts, microbatch_tokens=microbatch_tokens)
     weight = 1 / sum(len(each.written) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    passes = plan.passes[ranks.rank]
+    passes = plan.passes[ranks.part]
     for number, rows in enumerate(passes):
         chosen = [inputs[row] for row in rows]
         weights_N = torch.from_numpy(np.concatenate([each.weights for each in chosen])).to(ranks.device)
@@ -212,9 +210,9 @@ def learn_preferences(
     for index, passes in enumerate(steps):
         tallies.append(learner.step(index, passes, start[index]))
         recent = torch.stack(tallies[-LAST_STEPS:])[:, 0]
-        tell_steps(recent, len(steps), taken=index + 1, listener=listener, device=ranks.device)
+        tell_steps(recent, len(steps), taken=index + 1, listener=listener, ranks=ranks)
     sums_S3 = torch.stack([*tallies, learner.measure(heldout, heldout_start)])
-    sum_and_max(sums_S3, torch.zeros(1, device=ranks.device))
+    sum_and_max(sums_S3, torch.zeros(1, device=ranks.device), ranks)
     return _summary(sums_S3.cpu(), work)
 
 
@@ -250,8 +248,8 @@ class _Pairs:
         """This rank's passes over some of the pairs; both completions of a pair are always in the same pass."""
         places = tuple(range(len(rows)))  # a pair that comes twice in a step is there twice
         sizes = Sequences.apart([pairs[row].size for row in rows])
-        plan = plan_step(places, sizes, ranks=self._ranks.world_size, microbatch_tokens=self._microbatch_tokens)
-        return tuple(tuple(rows[place] for place in part) for part in plan.passes[self._ranks.rank])
+        plan = plan_step(places, sizes, ranks=self._ranks.parts, microbatch_tokens=self._microbatch_tokens)
+        return tuple(tuple(rows[place] for place in part) for part in plan.passes[self._ranks.part])
 
     @torch.no_grad()
     def start(self, passes: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairNumbers]:

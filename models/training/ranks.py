@@ -1,4 +1,4 @@
-"""How the data-parallel ranks of the update meet, and what they tell each other.
+"""How the ranks of the update meet, and what they tell each other.
 
 DeepSpeed chooses its accelerator when it is imported, so it is imported here and in the trainer only once a rank joins.
 """
@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from infra.errors import BadInput
+from models.modeling.slices import Slicing
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,35 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
+    slicing: Slicing | None = None
+    """Those that read the same passes as this one, each a slice; none where each has passes of its own."""
+
+    @property
+    def parts(self) -> int:
+        """Parts of a step: its ranks, those that read the same passes counted once."""
+        return self.world_size if self.slicing is None else self.world_size // self.slicing.size
+
+    @property
+    def part(self) -> int:
+        """Which of them is this rank's."""
+        return self.rank if self.slicing is None else self.rank // self.slicing.size
+
+    @property
+    def counts(self) -> bool:
+        """Whether what it says of its passes counts: among ranks that read the same ones that of the first does."""
+        return self.slicing is None or self.slicing.place == 0
+
+    @property
+    def apart(self) -> "Ranks":
+        """The same ranks, each with passes of its own."""
+        return replace(self, slicing=None)
 
 
-def join_ranks(rank: int, world_size: int, *, address: str, port: int) -> Ranks:
+def join_ranks(rank: int, world_size: int, *, address: str, port: int, slices: int = 1) -> Ranks:
     """Enter the process group; returns when all ranks have. Loopback addresses keep every socket on the loopback.
 
-    A process that is in a group stays there: joining as the same rank again is free, as another is refused.
+    As many consecutive ranks as there are `slices` read the same passes. A process that is in a group stays there:
+    joining as the same rank again is free, as another is refused.
     """
     has_gpu = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu else "cpu")
@@ -45,7 +69,7 @@ def join_ranks(rank: int, world_size: int, *, address: str, port: int) -> Ranks:
                 f"update rank {rank} of {world_size}: this process is rank {dist.get_rank()} of "
                 f"{dist.get_world_size()} already; another group needs another process"
             )
-        return Ranks(rank=rank, world_size=world_size, device=device)
+        return Ranks(rank=rank, world_size=world_size, device=device, slicing=_slicing(slices))
     # torch deprecates collectives that DeepSpeed still calls.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     dist.init_process_group(
@@ -55,11 +79,20 @@ def join_ranks(rank: int, world_size: int, *, address: str, port: int) -> Ranks:
         world_size=world_size,
     )
     _start_deepspeed()
-    return Ranks(rank=rank, world_size=world_size, device=device)
+    return Ranks(rank=rank, world_size=world_size, device=device, slicing=_slicing(slices))
 
 
-def sum_and_max(sums: Tensor, maxima: Tensor) -> None:
-    """Replace both by their sum and maximum over the ranks."""
+def _slicing(slices: int) -> Slicing | None:
+    if slices == 1:
+        return None
+    group, _ = dist.new_subgroups(group_size=slices)  # type: ignore[no-untyped-call]
+    return Slicing(group=group, size=slices, place=dist.get_rank(group))
+
+
+def sum_and_max(sums: Tensor, maxima: Tensor, ranks: Ranks) -> None:
+    """Replace both by their sum and maximum over the ranks, those that read the same passes counted once."""
+    if not ranks.counts:
+        sums.zero_()
     dist.all_reduce(sums, op=dist.ReduceOp.SUM)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
 

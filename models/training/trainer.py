@@ -68,6 +68,7 @@ class Trainer:
         self._max_grad_norm = update.max_grad_norm
         self._stage = update.running_stage
         module = module.to(ranks.device)
+        module.slice_rows(ranks.slicing)
         if update.activation_checkpointing:
             checkpoint_layers(module.model)
         self._module, self._model = module, module.model

@@ -201,7 +201,7 @@ class StepsTaken:
     def over_ranks(cls, tally: MetricSums, grad_norms: Sequence[float], ranks: Ranks) -> Self:
         """Add up what the ranks counted; all of them must have counted the same names."""
         sums, maxima = tally.packed()
-        sum_and_max(sums, maxima)
+        sum_and_max(sums, maxima, ranks)
         named_sums, named_maxima = tally.unpacked(sums, maxima)
         return cls(sums=named_sums, maxima=named_maxima, grad_norms=tuple(grad_norms))
 
@@ -316,14 +316,14 @@ def policy_steps(
     planned = plan_steps(
         samples.sequences(images),
         minibatches=config.minibatches,
-        ranks=ranks.world_size,
+        ranks=ranks.parts,
         microbatch_tokens=config.microbatch_tokens,
         seed=work.seed,
     )
     # Where tokens without weight are all that a step has, only momentum would move the weights.
     weighted = weighted_lengths(samples, config.max_staleness)
     plans = [plan for plan in planned if any(weighted[row] for row in plan.rows)]
-    batches = prepare(samples, plans, config=config, rank=ranks.rank)
+    batches = prepare(samples, plans, config=config, rank=ranks.part)
     order = _order(len(plans), epochs=config.epochs, seed=work.seed)
     rates = _rates(work, len(order), config=config)
     computes_old = needs_old(config) and not (work.exact_behaviour and samples.is_fresh)

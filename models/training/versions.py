@@ -243,8 +243,9 @@ class LoadedModels:
             directory = fetch_bundle(self._store, version.weights)
             model = load_policy(directory).requires_grad_(False).eval()
             sight = load_sight(directory, source=self.images, stays=True)
-            policy = TokenLogprobs(model, temperature=self._temperature, sight=sight)
-            self._reference = (version.digest, policy.to(self.ranks.device))
+            policy = TokenLogprobs(model, temperature=self._temperature, sight=sight).to(self.ranks.device)
+            policy.slice_rows(self.ranks.slicing)
+            self._reference = (version.digest, policy)
         return self._reference[1]
 
     def teacher(self, version: ModelVersion) -> TokenLogprobs:
@@ -259,6 +260,7 @@ class LoadedModels:
                 images=self.images,
                 device=self.ranks.device,
             )
+            teacher.slice_rows(self.ranks.slicing)
             self._teacher = (version.digest, teacher)
         return self._teacher[1]
 

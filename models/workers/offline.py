@@ -50,7 +50,8 @@ class OfflineTrainer:
     def warmup(self, work: WarmupWork) -> Outcome:
         """Imitate worked examples."""
         among = partial(self._with_room, work) if work.data.too_long == "drop" else None
-        return self._imitate(work.policy, warmup_examples(work.data, work.warmup, work.seed, among=among), work.warmup)
+        examples = warmup_examples(work.data, work.warmup, work.seed, among=among)
+        return self._imitate(work.policy, examples, work.warmup, ranks=self._ranks)
 
     def _with_room(self, work: WarmupWork, problems: list[Problem]) -> list[Problem]:
         directory = fetch_bundle(self._store, work.policy.weights)
@@ -61,12 +62,13 @@ class OfflineTrainer:
 
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
         """Train a judge on right and wrong completions."""
-        return self._imitate(work.judge, judge_examples(work.data, work.reward, work.warmup, work.seed), work.warmup)
+        examples = judge_examples(work.data, work.reward, work.warmup, work.seed)
+        return self._imitate(work.judge, examples, work.warmup, ranks=self._ranks.apart)
 
     def warm_user(self, work: UserWarmupWork) -> Outcome:
         """Train the model that plays the user on worked episodes."""
         examples = user_examples(work.environment, work.data, warmup=work.warmup, seed=work.seed)
-        return self._imitate(work.user, examples, work.warmup)
+        return self._imitate(work.user, examples, work.warmup, ranks=self._ranks.apart)
 
     def prefer(self, work: PreferenceWork) -> Outcome:
         """Have the policy prefer what is preferred, held to where it starts."""
@@ -104,7 +106,9 @@ class OfflineTrainer:
         learning = PairLearning(train, heldout, schedule=work.training, loss=loss, against="nothing", seed=work.seed)
         return self._learn(work.policy, learning, self._rewards)
 
-    def _imitate(self, model: ModelVersion, examples: Sequence[Example], warmup: WarmupConfig) -> Outcome:
+    def _imitate(
+        self, model: ModelVersion, examples: Sequence[Example], warmup: WarmupConfig, *, ranks: Ranks
+    ) -> Outcome:
         self._images.source = HeldImages({digest_of(image): image for each in examples for image in each.images})
 
         def learn(trainer: Trainer, listener: Listener) -> Learnt:
@@ -114,23 +118,25 @@ class OfflineTrainer:
                 warmup=warmup,
                 directory=fetch_bundle(self._store, model.weights),
                 microbatch_tokens=self._update.microbatch_tokens,
-                ranks=self._ranks,
+                ranks=ranks,
                 listener=listener,
             )
 
-        return self._train(model, self._logprobs, learn)
+        return self._train(model, self._logprobs, learn, ranks=ranks)
 
     def _learn(self, model: ModelVersion, learning: PairLearning, build: Build) -> Outcome:
         def learn(trainer: Trainer, listener: Listener) -> Learnt:
             budget = self._update.microbatch_tokens
             return learn_preferences(trainer, learning, microbatch_tokens=budget, ranks=self._ranks, listener=listener)
 
-        return self._train(model, build, learn)
+        return self._train(model, build, learn, ranks=self._ranks)
 
-    def _train(self, model: ModelVersion, build: Build, learn: Callable[[Trainer, Listener], Learnt]) -> Outcome:
+    def _train(
+        self, model: ModelVersion, build: Build, learn: Callable[[Trainer, Listener], Learnt], *, ranks: Ranks
+    ) -> Outcome:
         clock = time.perf_counter
         begun = clock()
-        learner = Learner(self._store, build, self._update, ranks=self._ranks)
+        learner = Learner(self._store, build, self._update, ranks=ranks)
         trainer = learner.begin_at(model)
         loaded = clock()
         notes = StepNotes(self._store if self._ranks.rank == 0 else None)

@@ -77,7 +77,8 @@ class UpdateWorker:
 
     def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         """Meet the other ranks before any work. A rank that is lost takes the group, and so its processes, with it."""
-        ranks = join_ranks(rank, world_size, address=master_address, port=master_port)
+        slices = self._update.sequence_parallel
+        ranks = join_ranks(rank, world_size, address=master_address, port=master_port, slices=slices)
         self._models = LoadedModels(
             self._store, self._update, temperature=self._temperature, ranks=ranks, on_progress=self._on_progress
         )
@@ -230,7 +231,8 @@ class UpdateWorker:
     def _teacher(self, work: EstimateWork, teacher: Teacher, models: LoadedModels) -> AuxiliaryPass:
         if teacher.endpoint is not None:
             directory = fetch_bundle(self._store, work.policy.weights)
-            return ask_endpoint(teacher.endpoint, directory=directory, on_progress=self._on_progress)
+            ask = ask_endpoint(teacher.endpoint, directory=directory, on_progress=self._on_progress)
+            return ask if models.ranks.counts else lambda passes: []
         if work.teacher is None:
             raise BadInput(f"iteration {work.iteration}: expected the teacher's model to ask, found none")
         return ask_model(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)

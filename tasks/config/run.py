@@ -28,7 +28,9 @@ from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig,
 from placement.config import AdaptivePlacement, PlacementConfig
 from tasks.config.documents import overridden, read_document
 
-LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage")
+_SLICES: Final = "update.sequence_parallel"
+
+LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage", _SLICES)
 """What of its identity a run may change on its way, if that is accepted: over what sums are spread."""
 
 _HOW: Final = (
@@ -281,6 +283,8 @@ class RunConfig(Settings):
             same |= {"offload"}
         if self.update.router_replay is None:  # runs from before there was the key are the same
             same |= {"router_replay"}
+        if self.update.sequence_parallel == 1:  # as in runs that were begun before there was a choice
+            same |= {"sequence_parallel"}
         elsewhere["update"] = same
         if self.update.schedule == "constant":
             elsewhere["iterations"] = True
@@ -292,13 +296,15 @@ class RunConfig(Settings):
 
     def layout(self) -> dict[str, int]:
         """Over what sums are spread, by dotted key."""
-        pools = self.pools
-        return dict(zip(LAYOUT, (pools.update_ranks, pools.threads, self.update.zero_stage), strict=True))
+        pools, update = self.pools, self.update
+        numbers = (pools.update_ranks, pools.threads, update.zero_stage, update.sequence_parallel)
+        layout = dict(zip(LAYOUT, numbers, strict=True))
+        return {key: number for key, number in layout.items() if key != _SLICES or number > 1}
 
     def laid_out(self, layout: Mapping[str, int]) -> "RunConfig":
         """The same on other ranks."""
         parts = {"pools": self.pools, "update": self.update}
-        for key, number in layout.items():
+        for key, number in ({_SLICES: 1, **layout} if layout else {}).items():
             part, _, name = key.partition(".")
             parts[part] = parts[part].model_copy(update={name: number})
         return self.model_copy(update=parts)

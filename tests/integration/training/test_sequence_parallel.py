@@ -1,0 +1,77 @@
+"""Ranks that read a pass together, each a slice of it, learn what one rank does that reads all of it."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from models.modeling.critic import TokenValues
+from models.modeling.layout import MicroBatch, lay_out
+from models.modeling.logprobs import TokenLogprobs, TokenModule
+from models.records.model_input import ModelInput
+from models.training.ranks import join_ranks
+from tests.support.processes import preload
+from tests.support.update_workers import together
+from tests.unit.models.test_shared_prompts import FAMILIES, batch, build
+
+preload(__name__)
+
+SLICED = ("llama", "qwen3", "gemma2", "gpt2", "mixture", "windows and whole")
+
+
+def passes() -> list[MicroBatch]:
+    """Prompts that are shared; one row of odd length, which no padded pass would have shared; a pass of nothing."""
+    prompt = ModelInput.given(np.random.default_rng(1).integers(2, 300, 5))
+    return [batch(), lay_out([prompt.continued(np.random.default_rng(2).integers(2, 300, 40))]), lay_out([])]
+
+
+def modules() -> dict[str, TokenModule]:
+    """Policies of several families and a critic, at double precision."""
+    found: dict[str, TokenModule] = {}
+    for family in SLICED:
+        model = build(FAMILIES[family]).double()
+        if family == "mixture":
+            model.set_experts_implementation("eager")  # grouped products know no double precision
+        found[family] = TokenLogprobs(model, temperature=0.8)
+    config = copy.deepcopy(FAMILIES["llama"])
+    config.num_labels = 1
+    torch.manual_seed(0)
+    found["critic"] = TokenValues(AutoModelForSequenceClassification.from_config(config).eval().double())
+    return found
+
+
+def learnt(module: TokenModule, read: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    module.zero_grad()
+    found_N = module(module.read(read, torch.device("cpu")))
+    (found_N * torch.linspace(-1, 1, len(found_N))).sum().backward()
+    return found_N.detach(), {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+
+
+def slice_each(rank: int, ranks: int, port: int, uri: str) -> None:
+    """Compare at double precision what the ranks say and learn together with what this one does alone."""
+    slicing = join_ranks(rank, ranks, address="127.0.0.1", port=port, slices=2).slicing
+    built = modules()
+    for name in ("float32", "float"):  # what models cast to for norms, positions, softmax and logits
+        setattr(torch, name, torch.float64)
+    torch.Tensor.float = torch.Tensor.double
+    for name, module in built.items():
+        module.slice_rows(slicing)
+        together = [learnt(module, read) for read in passes()]
+        module.slicing = None
+        for (found_N, found), read in zip(together, passes(), strict=True):
+            expected_N, expected = learnt(module, read)
+            torch.testing.assert_close(found_N, expected_N, rtol=0, atol=1e-11, msg=name)
+            assert found.keys() == expected.keys(), name
+            for weight, gradient in expected.items():
+                dist.all_reduce(found[weight])
+                atol = 1e-11 * float(gradient.abs().max() + 1)
+                torch.testing.assert_close(found[weight], gradient, rtol=0, atol=atol, msg=f"{name}: {weight}")
+
+
+def test_slices_of_two_ranks_say_and_teach_what_the_whole_row_does_at_double_precision(tmp_path):
+    together(slice_each, str(tmp_path))
