@@ -368,11 +368,13 @@ def same_on_two_ranks(uri: str, parents: tuple[ModelVersion, ModelVersion], conf
 
 
 @pytest.mark.system
-def test_two_ranks_estimate_and_value_as_one_does_and_continue_bit_identically(uri, policy, critic):
-    config = CONFIG.model_copy(update={"minibatches": 1, "max_grad_norm": 1e9})
+@pytest.mark.parametrize("slices", [1, 2])
+def test_two_ranks_estimate_and_value_as_one_does_and_continue_bit_identically(uri, policy, critic, slices):
+    plain = CONFIG.model_copy(update={"minibatches": 1, "max_grad_norm": 1e9})
+    config = plain.model_copy(update={"sequence_parallel": slices})
     same_on_two_ranks(uri, (policy, critic), [config])
     estimated, updated = turns(uri, "hot")[0][0]
-    worker = start(uri, config)
+    worker = start(uri, plain)
     alone, found = columns(uri, worker.estimate(asked(uri, policy, critic))), columns(uri, estimated)
     for name in ("reference", "values"):
         for one, two in zip(alone[name], found[name], strict=True):

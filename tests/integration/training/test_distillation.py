@@ -191,20 +191,22 @@ def test_a_teacher_that_the_work_does_not_name_is_an_error(uri, student):
 # ---- several ranks
 
 
-def note_estimates(rank: int, ranks: int, port: int, uri: str, works: list, algorithms: list) -> None:
+def note_estimates(rank: int, ranks: int, port: int, uri: str, works: list, algorithms: list, slices: int) -> None:
     """Do one piece of work after another, each with an algorithm of its own."""
-    workers = [start(uri, algorithm, rank=rank, ranks=ranks, port=port) for algorithm in algorithms]
+    update = UpdateConfig(microbatch_tokens=90, sequence_parallel=slices)
+    workers = [start(uri, algorithm, update, rank=rank, ranks=ranks, port=port) for algorithm in algorithms]
     found = [worker.estimate(work).shards for worker, work in zip(workers, works, strict=True)]
     torch.save(found, Path(uri, f"estimates-{rank}.pt"))
 
 
-def test_two_ranks_agree_with_one_whoever_the_teacher_is_and_each_asks_about_its_own_sequences(uri, student):
+@pytest.mark.parametrize("slices", [1, pytest.param(2, marks=pytest.mark.system)])
+def test_two_ranks_agree_with_one_whoever_the_teacher_is_and_each_sequence_is_asked_about_once(uri, student, slices):
     teacher = publish_teacher(uri)
     work = estimate_work(uri, student, teacher)
     itself, away = replace(work, teacher=student), replace(work, teacher=None)
     with teacher_server(Path(uri, "teacher")) as server:
         algorithms = [ALONE, ALONE, elsewhere(server.url)]
-        together(note_estimates, uri, [work, itself, away], algorithms)
+        together(note_estimates, uri, [work, itself, away], algorithms, slices)
     first, second = (torch.load(Path(uri, f"estimates-{rank}.pt"), weights_only=False) for rank in (0, 1))
     assert first == second
     held, own, asked = (columns(uri, shards, "policy", "teacher") for shards in first)

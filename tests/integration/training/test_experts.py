@@ -133,16 +133,18 @@ def test_dense_policies_have_no_routers_to_tell_of(uri, policy):
     assert not [name for name in start(uri).update(work(uri, policy)).metrics if "router" in name]
 
 
-def take_one(rank: int, ranks: int, port: int, uri: str, policy: ModelVersion) -> None:
+def take_one(rank: int, ranks: int, port: int, uri: str, policy: ModelVersion, slices: int) -> None:
     """Update a policy once, in small passes; rank 0 notes the outcome."""
-    outcome = start(uri, EVEN, rank=rank, ranks=ranks, port=port).update(work(uri, policy))
+    config = EVEN.model_copy(update={"sequence_parallel": slices})
+    outcome = start(uri, config, rank=rank, ranks=ranks, port=port).update(work(uri, policy))
     torch.save([[outcome]], Path(uri, f"one-{rank}.pt"))
 
 
 @pytest.mark.system
-def test_two_ranks_learn_to_use_experts_evenly_as_one_does(uri):
+@pytest.mark.parametrize("slices", [1, 2])
+def test_two_ranks_learn_to_use_experts_evenly_as_one_does(uri, slices):
     policy = published(uri, "mixtral")
-    together(take_one, uri, policy)
+    together(take_one, uri, policy, slices)
     [[found]] = read(uri, "one")
     alone = start(uri, EVEN.model_copy(update={"microbatch_tokens": 9999})).update(work(uri, policy))
     assert found.metrics == pytest.approx(alone.metrics, rel=1e-4, abs=1e-6)

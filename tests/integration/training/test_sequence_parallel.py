@@ -10,14 +10,26 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from models.config.objectives import LoraConfig, UpdateConfig
 from models.modeling.critic import TokenValues
 from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.logprobs import TokenLogprobs, TokenModule
 from models.records.model_input import ModelInput
+from models.records.versions import ModelVersion, Outcome
 from models.training.ranks import join_ranks
 from tests.support.processes import preload
-from tests.support.update_workers import together
-from tests.unit.models.test_shared_prompts import FAMILIES, batch, build
+from tests.support.update_workers import (
+    UNCLIPPED,
+    files,
+    gradients,
+    read,
+    same_after_restart,
+    start,
+    together,
+    work,
+)
+from tests.unit.models import test_shared_prompts
+from tests.unit.models.test_shared_prompts import FAMILIES, build
 
 preload(__name__)
 
@@ -27,7 +39,11 @@ SLICED = ("llama", "qwen3", "gemma2", "gpt2", "mixture", "windows and whole")
 def passes() -> list[MicroBatch]:
     """Prompts that are shared; one row of odd length, which no padded pass would have shared; a pass of nothing."""
     prompt = ModelInput.given(np.random.default_rng(1).integers(2, 300, 5))
-    return [batch(), lay_out([prompt.continued(np.random.default_rng(2).integers(2, 300, 40))]), lay_out([])]
+    return [
+        test_shared_prompts.batch(),
+        lay_out([prompt.continued(np.random.default_rng(2).integers(2, 300, 40))]),
+        lay_out([]),
+    ]
 
 
 def modules() -> dict[str, TokenModule]:
@@ -45,15 +61,16 @@ def modules() -> dict[str, TokenModule]:
     return found
 
 
-def learnt(module: TokenModule, read: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def learnt(module: TokenModule, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     module.zero_grad()
-    found_N = module(module.read(read, torch.device("cpu")))
+    found_N = module(module.read(batch, torch.device("cpu")))
     (found_N * torch.linspace(-1, 1, len(found_N))).sum().backward()
     return found_N.detach(), {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
 
 
 def slice_each(rank: int, ranks: int, port: int, uri: str) -> None:
     """Compare at double precision what the ranks say and learn together with what this one does alone."""
+    torch.set_num_threads(1)
     slicing = join_ranks(rank, ranks, address="127.0.0.1", port=port, slices=2).slicing
     built = modules()
     for name in ("float32", "float"):  # what models cast to for norms, positions, softmax and logits
@@ -61,10 +78,10 @@ def slice_each(rank: int, ranks: int, port: int, uri: str) -> None:
     torch.Tensor.float = torch.Tensor.double
     for name, module in built.items():
         module.slice_rows(slicing)
-        together = [learnt(module, read) for read in passes()]
+        in_slices = [learnt(module, each) for each in passes()]
         module.slicing = None
-        for (found_N, found), read in zip(together, passes(), strict=True):
-            expected_N, expected = learnt(module, read)
+        for (found_N, found), again in zip(in_slices, passes(), strict=True):
+            expected_N, expected = learnt(module, again)
             torch.testing.assert_close(found_N, expected_N, rtol=0, atol=1e-11, msg=name)
             assert found.keys() == expected.keys(), name
             for weight, gradient in expected.items():
@@ -75,3 +92,49 @@ def slice_each(rank: int, ranks: int, port: int, uri: str) -> None:
 
 def test_slices_of_two_ranks_say_and_teach_what_the_whole_row_does_at_double_precision(tmp_path):
     together(slice_each, str(tmp_path))
+
+
+def sliced(stage: int, *, slices: int = 2, **changes: object) -> UpdateConfig:
+    return UNCLIPPED.model_copy(update={"zero_stage": stage, "sequence_parallel": slices, **changes})
+
+
+def take_each(rank: int, ranks: int, port: int, uri: str, policy: ModelVersion, configs: list[UpdateConfig]) -> None:
+    """Update the same policy under one configuration after another; rank 0 notes the outcomes."""
+    found = []
+    for config in configs:
+        worker = start(uri, config, rank=rank, ranks=ranks, port=port)
+        found.append(worker.update(work(uri, policy)))
+        worker.close()
+    torch.save(found, Path(uri, f"each-{rank}.pt"))
+
+
+def moments(uri: str, outcome: Outcome, ranks: int) -> list[dict[str, torch.Tensor]]:
+    return [load_file(files(uri, outcome, "state") / f"rank-{rank:05d}.safetensors") for rank in range(ranks)]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_update_in_slices_learns_what_one_without_does_at_every_stage(uri, policy, ranks):
+    configs = [sliced(stage, slices=slices) for stage in range(4) for slices in (1, 2)]
+    together(take_each, uri, policy, configs, ranks=ranks)
+    found = read(uri, "each")
+    alone = start(uri, UNCLIPPED.model_copy(update={"microagaintokens": 9999})).update(work(uri, policy))
+    np.testing.assert_allclose(gradients(uri, found[1]), gradients(uri, alone), atol=1e-6)
+    for apart, shared in zip(found[0::2], found[1::2], strict=True):
+        assert shared.metrics == pytest.approx(alone.metrics, rel=1e-4, abs=1e-6)
+        for whole, cut in zip(moments(uri, apart, ranks), moments(uri, shared, ranks), strict=True):
+            assert whole.keys() == cut.keys()
+            for name in whole:
+                if name.startswith("exp_avg."):
+                    torch.testing.assert_close(cut[name], whole[name], rtol=0, atol=1e-7)
+
+
+@pytest.mark.system
+def test_slices_continue_bit_identically_in_new_processes_and_layers_that_are_computed_again_change_no_bit(uri, policy):
+    again = {"activation_checkpointing": True}
+    adapters = {"lora": LoraConfig(rank=4), "minibatches": 2}
+    same_after_restart(uri, policy, [sliced(0), sliced(3, minibatches=2), sliced(2, **adapters)], ranks=2)
+    kept = [outcomes[0] for outcomes in read(uri, "hot")[:2]]
+    together(take_each, uri, policy, [sliced(0, **again), sliced(3, minibatches=2, **again)])
+    found = read(uri, "each")
+    assert [(outcome.model, outcome.metrics) for outcome in found] == [(each.model, each.metrics) for each in kept]
