@@ -206,11 +206,11 @@ class ModelShape:
             return
         where = f"update.sequence_parallel {ranks}"
         if self.sees:
-            raise BadInput(f"{where}: expected a model that reads text alone, found {what}, a {self.sees}")
+            raise BadInput(f"{where}: expected a model that reads text alone, {what} is of model_type {self.sees!r}")
         if not self.slices:
             raise BadInput(
-                f"{where}: expected a model whose heads of attention can be on different ranks, found {what}, which "
-                "does not share prompts, has recurrent layers or attention sinks"
+                f"{where}: expected a model whose tokens meet in attention alone, head by head, {what} has "
+                "convolutions, recurrent layers, attention sinks, or a way of its own to look attention up"
             )
         for heads, kind in ((self.heads, "attention heads"), (self.kv_heads, "key-value heads")):
             if heads % ranks:

@@ -8,12 +8,12 @@ from random import Random
 from string import ascii_letters
 
 import pytest
-from transformers import PhimoeConfig
+from transformers import AutoModelForCausalLM, Lfm2Config, PhimoeConfig
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
 from models.commands.preflight import Inputs, check
-from models.config.algorithms import AlgorithmConfig, CriticConfig, Grpo, Ppo
+from models.config.algorithms import AlgorithmConfig, CriticConfig, DistillationOnly, Grpo, Ppo
 from models.config.data import (
     ArithmeticData,
     ArithmeticPreferences,
@@ -40,7 +40,7 @@ from models.config.judges import (
 )
 from models.config.objectives import LoraConfig, UpdateConfig
 from models.config.optimizers import Adam8bit
-from models.config.policy import DirectoryPolicy, PolicyConfig, ScratchPolicy
+from models.config.policy import DirectoryPolicy, PolicyConfig, ScratchPolicy, SeeingScratchPolicy
 from models.config.reward_terms import MathReward, NumericReward, TargetReward
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
@@ -51,7 +51,7 @@ from models.modeling.policy import build_scratch, save_policy
 from models.text.tokenizer import scratch_tokenizer
 from tests.support.environments import leave_vllm
 from tests.support.pictures import picture
-from tests.support.policies import ARCHITECTURES, DECODER, write_policy
+from tests.support.policies import ARCHITECTURES, DECODER, VOCABULARY, small_tokenizer, write_policy
 
 GSM8K = Path(__file__).parents[3] / "configs" / "data" / "gsm8k"
 
@@ -354,6 +354,43 @@ def test_a_loss_for_routers_is_refused_where_layers_are_dense_and_taken_where_th
         for each in (update, eight)
     ]
     assert found[1] < 0.26 * found[0]
+
+
+def test_slices_are_refused_where_ranks_could_not_share_the_heads_of_a_model(tmp_path):
+    def refused(slices: int, **parts) -> str:
+        update = UpdateConfig(sequence_parallel=slices)
+        with pytest.raises(BadInput) as refusal:
+            check(inputs(update=update, ranks=slices, **parts))
+        assert "\n" not in str(refusal.value)
+        return str(refusal.value)
+
+    few = ScratchPolicy(heads=4, kv_heads=2)
+    assert refused(3) == "update.sequence_parallel 3: the policy has 4 attention heads, expected a divisor of that"
+    assert refused(4, policy=few).endswith("the policy has 2 key-value heads, expected a divisor of that")
+    told = refused(2, policy=SeeingScratchPolicy())
+    assert told.endswith("expected a model that reads text alone, the policy is of model_type 'idefics3'")
+    config = Lfm2Config(
+        **{**DECODER, "vocab_size": VOCABULARY, "num_hidden_layers": 2}, layer_types=["conv", "full_attention"]
+    )
+    save_policy(AutoModelForCausalLM.from_config(config), small_tokenizer(), tmp_path / "lfm2")
+    told = refused(2, policy=DirectoryPolicy(path=tmp_path / "lfm2"))
+    assert "expected a model whose tokens meet in attention alone, head by head, the policy has convolutions" in told
+    write_policy(tmp_path / "teacher", changes={"num_key_value_heads": 1})
+    write_policy(tmp_path / "policy")
+    teacher = DistillationOnly(distillation=Distillation(teacher=TeacherDirectory(path=tmp_path / "teacher")))
+    told = refused(2, policy=DirectoryPolicy(path=tmp_path / "policy"), algorithm=teacher)
+    assert told.startswith("update.sequence_parallel 2: algorithm.distillation.teacher ")
+    assert told.endswith("has 1 key-value heads, expected a divisor of that")
+
+
+def test_a_rank_holds_its_slice_of_a_pass():
+    one, two, both = (
+        check(inputs(update=UpdateConfig(sequence_parallel=slices, minibatches=1), ranks=ranks))
+        for slices, ranks in ((1, 1), (2, 2), (2, 4))
+    )
+    for part in ("update_activations_bytes", "update_head_bytes"):
+        assert two[part] == both[part] == pytest.approx(one[part] / 2, rel=1e-3)
+    assert two["update_weights_bytes"] == one["update_weights_bytes"]
 
 
 def test_warm_up_without_answers_is_refused(tmp_path):

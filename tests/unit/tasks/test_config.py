@@ -10,10 +10,10 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from pydantic import TypeAdapter
 
-from infra.config import PoolsConfig
+from infra.config import PoolsConfig, difference
 from infra.errors import BadInput
 from models.config.policy import SeeingScratchPolicy
-from tasks.config.run import RunConfig, load_config, override_config, parse_config
+from tasks.config.run import LAYOUT, RunConfig, load_config, override_config, parse_config
 
 RETRIEVER = Path(__file__).parents[3] / "configs/retriever.toml"
 """Of no run."""
@@ -156,6 +156,10 @@ def test_a_union_says_which_kinds_there_are_and_whose_key_it_is(text, expected):
         ("[update]\nlearning_rate = nan", "update.learning_rate: expected a finite number, got nan"),
         ("[retention]\nkeep_last = 1", "retention.keep_last: expected greater than or equal to 2, got 1"),
         ("[pools]\nupdate_ranks = 0", "pools.update_ranks: expected greater than or equal to 1, got 0"),
+        (
+            "update.sequence_parallel = 2\npools.update_ranks = 3",
+            "update.sequence_parallel 2: expected a divisor of pools.update_ranks 3",
+        ),
         ("seed = -1", "seed: expected greater than or equal to 0, got -1"),
         ("iterations = 'ten'", "iterations: expected an integer, got 'ten'"),
         ("rollout = 3", "rollout: expected a table, got 3"),
@@ -339,7 +343,9 @@ def test_a_run_goes_on_with_its_min_or_with_as_many_slots_as_its_roles_need():
         'scoring.rewards=[{kind="math"}]',
         "algorithm.kind=rloo", "update.learning_rate=2e-6", "update.loss.kind=ppo_clip update.loss.clip_high=0.2",
         "update.kl.kind=k3", "update.correction.kind=none", "pools.update_ranks=2", "pools.threads=2",
-        "evaluation.problems=9", "update.router_replay=rollout",
+        "evaluation.problems=9",
+        "update.router_replay=rollout",
+        "pools.update_ranks=2 update.sequence_parallel=2",
     ],
 )  # fmt: skip
 def test_what_results_depend_on_is_part_of_a_runs_identity(override):
@@ -355,6 +361,21 @@ def test_the_number_of_iterations_matters_where_the_schedule_reads_it():
     linear = ["update.schedule=linear"]
     short, long = (override_config({}, [*linear, f"iterations={n}"], source="run.toml") for n in (8, 9))
     assert short.fingerprint() != long.fingerprint()
+
+
+def test_a_run_without_slices_is_the_one_that_was_begun_before_there_were_any_and_may_go_on_with_some():
+    whole, sliced = (
+        override_config({}, ["pools.update_ranks=2", f"update.sequence_parallel={slices}"], source="run.toml")
+        for slices in (1, 2)
+    )
+    assert "sequence_parallel" not in whole.identity()["update"]
+    assert whole.layout() == {"pools.update_ranks": 2, "pools.threads": 1, "update.zero_stage": 0}
+    assert sliced.layout() == whole.layout() | {"update.sequence_parallel": 2}
+    assert difference(whole.identity(), sliced.identity()) == "update.sequence_parallel was absent, is 2"
+    assert difference(whole.identity(), sliced.identity(), besides=LAYOUT) == ""
+    for one, other in ((whole, sliced), (sliced, whole)):
+        assert one.laid_out(other.layout()).fingerprint() == other.fingerprint()
+    assert sliced.laid_out({}) == sliced
 
 
 def test_a_run_can_be_read_back_from_its_identity():
