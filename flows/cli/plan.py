@@ -71,7 +71,8 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
             {} if config.algorithm.distillation is None else {"teacher": _teacher(config.algorithm.distillation, facts)}
         ),
         "update": f"{_count(pools.update_ranks, 'rank')} of {_megabytes(facts, 'update')}, "
-        f"ZeRO {update.zero_stage}, {update.dtype}",
+        f"ZeRO {update.zero_stage}, {update.dtype}"
+        + (f", {update.sequence_parallel} to a pass" if update.sequence_parallel > 1 else ""),
         "threads": f"{pools.threads} per worker",
         "fingerprint": config.fingerprint(),
     }

@@ -1,0 +1,89 @@
+"""What a rank of the update holds beside its model while it learns from one long row, alone and in slices.
+
+Processes of their own, a rank each, take a step on one sequence: once for what libraries load late, then measured.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.tables import Table
+from models.commands.memory import PassSizes, pass_bytes
+from models.config.objectives import UpdateConfig
+from models.config.policy import ScratchPolicy
+from models.inspection.directory import DecoderSizes
+from models.modeling.layout import lay_out
+from models.modeling.logprobs import TokenLogprobs
+from models.modeling.policy import build_scratch
+from models.records.model_input import ModelInput
+from models.text.tokenizer import train_tokenizer
+from models.training.ranks import join_ranks
+from models.training.trainer import Trainer
+
+TOKENS = 4096
+SHAPE = ScratchPolicy(hidden_size=256, intermediate_size=1024, layers=8, heads=8, kv_heads=4, context=TOKENS)
+SLICES = (1, 2, 4)
+
+
+def measure() -> Iterator[Table]:
+    """Bytes above what was held before the step, the most of any rank, and its seconds."""
+    outline = DecoderSizes.from_scratch(SHAPE, vocab_size=SHAPE.vocab_size).outline()
+    rows = []
+    for slices in SLICES:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        commands = [[sys.executable, "-m", __name__, *map(str, (rank, slices, port))] for rank in range(slices)]
+        # Without a fixed threshold malloc keeps blocks of up to 32 MiB that were freed.
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+        started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True, env=environment) for each in commands]
+        found = [each.communicate()[0].split()[-2:] for each in started]
+        update = UpdateConfig(sequence_parallel=slices)
+        sizes = PassSizes.of(update, longest=TOKENS, completions=4, ranks=slices)
+        foretold = pass_bytes(update, outline, sizes, held=float("inf"))
+        total = foretold["update_activations_bytes"] + foretold["update_head_bytes"]
+        peak, seconds = (max(float(each[column]) for each in found) for column in (0, 1))
+        rows.append((slices, f"{peak / 1e6:,.0f}", f"{total / 1e6:,.0f}", f"{seconds:.1f}"))
+    yield Table(
+        title=f"One row of {TOKENS:,} tokens, {outline.parameters / 1e6:.1f} million parameters in float32",
+        columns=("ranks of a row", "MB of a pass, each rank", "MB foretold", "seconds of a step"),
+        rows=tuple(rows),
+    )
+
+
+def resident(name: str) -> int:
+    """Bytes by the kernel's count."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def main(rank: int, ranks: int, port: int) -> None:
+    """Take steps as one rank; print bytes and seconds of the last."""
+    torch.set_num_threads(1)
+    update = UpdateConfig(sequence_parallel=ranks, activation_checkpointing=False)
+    joined = join_ranks(rank, ranks, address="127.0.0.1", port=port, slices=ranks)
+    tokenizer = train_tokenizer(["0123456789 + - ="], vocab_size=SHAPE.vocab_size, context=TOKENS)
+    trainer = Trainer(TokenLogprobs(build_scratch(SHAPE, tokenizer, seed=0), temperature=1.0), update, ranks=joined)
+    written = np.random.default_rng(0).integers(0, 256, TOKENS - 16)
+    for length in (16, TOKENS - 16):
+        batch = lay_out([ModelInput.given(range(16)).continued(written[:length])])
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the height begins anew
+        began = time.perf_counter()
+        trainer.backward(-trainer.forward(batch).mean(), last=True)
+        peak = resident("VmHWM") - before
+        trainer.step(1e-6)
+        seconds = time.perf_counter() - began
+    sys.stdout.write(f"{peak} {seconds}\n")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
