@@ -57,16 +57,19 @@ def ask_model(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[],
     return ask
 
 
-def ask_endpoint(teacher: TeacherEndpoint, *, directory: Path, on_progress: Callable[[], None]) -> AuxiliaryPass:
+def ask_endpoint(
+    teacher: TeacherEndpoint, *, directory: Path, on_progress: Callable[[], None], asks: bool = True
+) -> AuxiliaryPass:
     """Ask a model behind an endpoint about every sequence by itself, at temperature 1.
 
-    `directory` holds the policy's tokenizer; `on_progress` is called after every attempt. Asking raises EndpointDown
-    where there is no answer, and WorkerFailed where there is a wrong one.
+    Of ranks that read the same passes one `asks`, and the others say nothing. `directory` holds the policy's tokenizer;
+    `on_progress` is called after every attempt. Asking raises EndpointDown where there is no answer, and WorkerFailed
+    where there is a wrong one.
     """
     scorer = TokenScorer(teacher, spell=speller(load_tokenizer(directory)), on_progress=on_progress)
 
     def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        asked = [[each for each in batch.inputs if len(each.written)] for batch in batches]
+        asked = [[each for each in batch.inputs if len(each.written)] for batch in batches if asks]
         scored = iter(scorer.score([each for part in asked for each in part]))
         return [np.concatenate([np.zeros(0, np.float32), *(next(scored) for _ in part)]) for part in asked]
 

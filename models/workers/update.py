@@ -230,9 +230,8 @@ class UpdateWorker:
 
     def _teacher(self, work: EstimateWork, teacher: Teacher, models: LoadedModels) -> AuxiliaryPass:
         if teacher.endpoint is not None:
-            directory = fetch_bundle(self._store, work.policy.weights)
-            ask = ask_endpoint(teacher.endpoint, directory=directory, on_progress=self._on_progress)
-            return ask if models.ranks.counts else lambda passes: []
+            where, asks = fetch_bundle(self._store, work.policy.weights), models.ranks.counts
+            return ask_endpoint(teacher.endpoint, directory=where, on_progress=self._on_progress, asks=asks)
         if work.teacher is None:
             raise BadInput(f"iteration {work.iteration}: expected the teacher's model to ask, found none")
         return ask_model(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)

@@ -18,6 +18,8 @@ from models.modeling.logprobs import TokenLogprobs, TokenModule
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion, Outcome
 from models.training.ranks import join_ranks
+from tests.support import families
+from tests.support.families import FAMILIES, build
 from tests.support.processes import preload
 from tests.support.update_workers import (
     UNCLIPPED,
@@ -29,8 +31,6 @@ from tests.support.update_workers import (
     together,
     work,
 )
-from tests.unit.models import test_shared_prompts
-from tests.unit.models.test_shared_prompts import FAMILIES, build
 
 preload(__name__)
 
@@ -41,7 +41,7 @@ def passes() -> list[MicroBatch]:
     """Prompts that are shared; one row of odd length, which no padded pass would have shared; a pass of nothing."""
     prompt = ModelInput.given(np.random.default_rng(1).integers(2, 300, 5))
     return [
-        test_shared_prompts.batch(),
+        families.batch(),
         lay_out([prompt.continued(np.random.default_rng(2).integers(2, 300, 40))]),
         lay_out([]),
     ]

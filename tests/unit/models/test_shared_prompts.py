@@ -1,29 +1,8 @@
 """Passes in which prompts are shared say what padded ones say, and teach the same."""
 
-import copy
-
-import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    GptOssConfig,
-    Lfm2Config,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, Lfm2Config, MambaConfig
 
 from infra.store.bundles import BundleRef
 from models.config.objectives import LoraConfig
@@ -32,56 +11,7 @@ from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.shared_prompts import share_prompts
 from models.records.model_input import ModelInput
-
-SHAPE = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
-FAMILIES = {
-    "llama": LlamaConfig(**SHAPE),
-    "qwen2": Qwen2Config(**SHAPE),
-    "qwen3": Qwen3Config(**SHAPE),
-    "mixture": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
-    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
-    "gemma": GemmaConfig(**SHAPE),
-    "gemma2": Gemma2Config(**SHAPE, sliding_window=5),
-    "window": MistralConfig(**SHAPE, sliding_window=7),
-    "windows and whole": Gemma3TextConfig(
-        **SHAPE, sliding_window=5, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
-    ),
-    "sinks": GptOssConfig(
-        **SHAPE,
-        sliding_window=5,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    ),
-    "olmo2": Olmo2Config(**SHAPE),
-    "phi3": Phi3Config(**SHAPE),
-    "gpt2": GPT2Config(vocab_size=300, n_embd=32, n_layer=3, n_head=4, n_positions=128),
-}
-
-
-def build(config):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
-
-
-def batch():
-    """Three groups, one of which is a single sequence; some completions say nothing, or one token."""
-    rng = np.random.default_rng(0)
-    inputs = []
-    for lengths in ((9, 1, 24, 13), (0, 30, 6), (11,)):
-        prompt = ModelInput.given(rng.integers(2, 300, 17))
-        inputs += [prompt.continued(rng.integers(2, 300, length)) for length in lengths]
-    return lay_out(inputs)
+from tests.support.families import FAMILIES, SHAPE, batch, build
 
 
 def ask(module, read, *, shares):
