@@ -47,6 +47,7 @@ from models.config.rollout import RolloutConfig
 from models.config.teachers import Distillation, TeacherDirectory, TeacherEndpoint
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.problems import load_problems
+from models.modeling.critic import critic_from_policy
 from models.modeling.policy import build_scratch, save_policy
 from models.text.tokenizer import scratch_tokenizer
 from tests.support.environments import leave_vllm
@@ -380,6 +381,11 @@ def test_slices_are_refused_where_ranks_could_not_share_the_heads_of_a_model(tmp
     teacher = DistillationOnly(distillation=Distillation(teacher=TeacherDirectory(path=tmp_path / "teacher")))
     told = refused(2, policy=DirectoryPolicy(path=tmp_path / "policy"), algorithm=teacher)
     assert told.startswith("update.sequence_parallel 2: algorithm.distillation.teacher ")
+    assert told.endswith("has 1 key-value heads, expected a divisor of that")
+    save_policy(critic_from_policy(tmp_path / "teacher"), small_tokenizer(), tmp_path / "critic")
+    critic = Ppo(critic=CriticConfig(path=tmp_path / "critic"))
+    told = refused(2, policy=DirectoryPolicy(path=tmp_path / "policy"), algorithm=critic)
+    assert told.startswith("update.sequence_parallel 2: the critic ")
     assert told.endswith("has 1 key-value heads, expected a divisor of that")
 
 

@@ -135,7 +135,12 @@ def test_an_update_in_slices_learns_what_one_without_does_at_every_stage(uri, po
 def test_slices_continue_bit_identically_in_new_processes_and_layers_that_are_computed_again_change_no_bit(uri, policy):
     again = {"activation_checkpointing": True}
     adapters = {"lora": LoraConfig(rank=4), "minibatches": 2}
-    configs = [sliced(), sliced(zero_stage=3, minibatches=2), sliced(zero_stage=2, **adapters)]
+    configs = [
+        sliced(),
+        sliced(zero_stage=3, minibatches=2),
+        sliced(zero_stage=2, **adapters),
+        sliced(dtype="bfloat16"),
+    ]
     same_after_restart(uri, policy, configs, ranks=2)
     kept = [outcomes[0] for outcomes in read(uri, "hot")[:2]]
     together(take_each, uri, policy, [config.model_copy(update=again) for config in configs[:2]])

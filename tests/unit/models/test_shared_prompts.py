@@ -9,7 +9,7 @@ from models.config.objectives import LoraConfig
 from models.modeling.adapters import put_adapters
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.modeling.shared_prompts import share_prompts
+from models.modeling.shared_prompts import may_slice, share_prompts
 from models.records.model_input import ModelInput
 from tests.support.families import FAMILIES, SHAPE, batch, build
 
@@ -94,6 +94,11 @@ def test_models_that_mix_tokens_beside_attention_take_padded_rows(config):
     before = model.config._attn_implementation
     assert not share_prompts(model)
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_may_be_on_other_ranks_unless_they_have_sinks(family):
+    assert may_slice(build(FAMILIES[family])) == (family != "sinks")
 
 
 def test_padded_rows_go_on_as_before_in_a_model_that_shares():
