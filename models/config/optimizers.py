@@ -21,6 +21,8 @@ class Optimizer(Variant):
     """What it keeps of each value that is trained, at most."""
     package: ClassVar[tuple[str, str] | None] = None
     """Module that it needs beside the default installation, and what installs it."""
+    not_beside: ClassVar[str | None] = None
+    """Module through which its package would load compiled code from a hub."""
 
     def reasons_against(self, update: "UpdateConfig") -> Iterator[str]:
         """Yield one line per setting of the update, or lack of a package, with which it cannot work."""
@@ -34,6 +36,11 @@ class Optimizer(Variant):
             yield (
                 f"update.optimizer.kind {name!r}: expected the package {self.package[0]}, found none; "
                 f"pip install '{self.package[1]}'"
+            )
+        if self.not_beside is not None and find_spec(self.not_beside) is not None:
+            yield (
+                f"update.optimizer.kind {name!r} beside the package {self.not_beside}: compiled code of a hub would be "
+                f"loaded through it; pip uninstall {self.not_beside}, or use kind = 'adamw'"
             )
 
 
@@ -72,6 +79,7 @@ class Adam8bit(Optimizer):
     highest_zero_stage = 2
     state_bytes = 2 + 8 / 256
     package = ("bitsandbytes", "bitsandbytes>=0.50,<1")
+    not_beside = "kernels"
 
     kind: Literal["adam8bit"] = "adam8bit"
 

@@ -62,6 +62,13 @@ def test_an_optimizer_whose_package_is_missing_is_refused_with_what_installs_it(
     assert "expected the package no_such_bits, found none; pip install 'no-such-bits>=1'" in told
 
 
+def test_an_optimizer_whose_package_would_load_code_from_a_hub_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "kernels.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    told = refusal("update.optimizer.kind=adam8bit")
+    assert "'adam8bit' beside the package kernels: compiled code of a hub would be loaded through it" in told
+
+
 def test_a_plain_policy_gradient_takes_one_step():
     assert "nothing corrects for steps taken before" in refusal("update.loss.kind=policy_gradient")
     assert accepted("update.loss.kind=policy_gradient", "update.minibatches=1").update.minibatches == 1
