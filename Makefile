@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo sandbox test test-system test-slow test-s3 chaos faults test-vllm vllm check bench bench-vllm bench-gpu reality curves docs screenshots site format
+.PHONY: demo sandbox test test-system test-gpu test-slow test-s3 chaos faults test-vllm vllm check bench bench-vllm bench-gpu reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -100,6 +100,9 @@ $(VENV)-trl/.done: bench/trl-vllm.txt
 	@$(BIN)/python -m venv --clear $(VENV)-trl
 	@$(VENV)-trl/bin/python -m pip --disable-pip-version-check install -q -r $<
 	@touch $@
+
+test-gpu: $(VENV)/.dev  ## the tests that need a GPU; flash kernels whose packages are not there are skipped, and named
+	@$(BIN)/python -m pytest -m gpu -rs $(ARGS)
 
 bench-gpu: $(VENV)/.dev  ## whole iterations on one GPU, next to TRL with colocated vLLM; without network once installed
 	@if nvidia-smi -L >/dev/null 2>&1; then $(BIN)/rheostat engine install vllm && $(MAKE) -s $(VENV)-trl/.done; fi

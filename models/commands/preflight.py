@@ -29,6 +29,7 @@ from models.commands.memory import PassSizes, held_bytes, pass_bytes
 from models.commands.remembered import checks_directory, key_of, remembered
 from models.commands.sizes import check_sizes, count_problems
 from models.config.algorithms import AlgorithmConfig
+from models.config.attention import check_attention
 from models.config.data import DataConfig, PreferencesConfig
 from models.config.engines import BYTES
 from models.config.job import slot_engines
@@ -215,6 +216,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     shape, tokenizer = policy.shape, policy.tokenizer
     inputs.update.check_routers(shape)
     shape.check_slices(inputs.update.sequence_parallel, what="the policy")
+    check_attention(inputs.update.attention, policy.outline, shape)
     problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)
     check_images(problems, processor)
     environment = inputs.rollout.environment

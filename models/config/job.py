@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from infra.config import PoolsConfig
 from models.config.algorithms import Algorithm
+from models.config.attention import reasons_against_attention
 from models.config.data import DataConfig, PreferencesConfig
 from models.config.engines import EngineSettings
 from models.config.objectives import UpdateConfig
@@ -50,6 +51,7 @@ def reasons_against(job: Job) -> Iterator[str]:
             f"update.sequence_parallel {job.update.sequence_parallel}: expected a divisor of pools.update_ranks "
             f"{job.pools.update_ranks}"
         )
+    yield from reasons_against_attention(job.update, job.pools)
     yield from _against_staleness(job.update, job.rollout)
     yield from job.rollout.engine.reasons_against(job)
     if job.update.router_replay is not None:

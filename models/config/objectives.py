@@ -9,6 +9,7 @@ from infra.config import Positive, Settings
 from infra.errors import BadInput
 from infra.plugins import nearest_name
 from infra.variants import OneOf, Target, Variant
+from models.config.attention import FLASH, Attention
 from models.config.optimizers import AdamW, OptimizerConfig
 from models.config.policy import ModelOutline, ModelShape
 
@@ -302,6 +303,10 @@ class UpdateConfig(Settings):
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """What lies in the machine's memory and not the GPU's while it is not needed: the optimizer's state with its steps
     (ZeRO 1 to 3), or the weights as well (ZeRO 3)."""
+    attention: Attention | None = None
+    """How attention is computed; unset is the model's own way, sdpa, or eager where its class needs that. Flash kernels
+    take bfloat16 on GPUs and packages of their own (`flash-attn`, `flash-attn-3`); a reference, which is held in
+    float32, keeps its own way beside them."""
     lora: LoraConfig | None = None
     """Train adapters; none trains every weight."""
     freeze: tuple[Literal["vision", "projector", "language"], ...] = ()
@@ -366,6 +371,11 @@ class UpdateConfig(Settings):
     def running_stage(self) -> int:
         """The ZeRO stage that runs: in bfloat16 2 or 3, since DeepSpeed sums gradients in float32 only from 2 on."""
         return self.zero_stage if self.dtype == "float32" else max(2, self.zero_stage)
+
+    @property
+    def wide_attention(self) -> Attention | None:
+        """How models that are held in float32 compute attention: flash kernels know no float32."""
+        return None if self.attention in FLASH else self.attention
 
     @property
     def trains_sight(self) -> bool:

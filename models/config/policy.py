@@ -245,5 +245,7 @@ class ModelOutline:
     """Numbers of a token that a block keeps for its backward pass in float32, where all of it is trained."""
     norm_numbers: int = 0
     """Widths of a block's norms: so many are kept more in bfloat16, and fewer where a norm's weight is not trained."""
+    attentions: tuple[str, ...] = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+    """Ways in which its class can compute attention."""
     recomputes: bool = True
     """Whether its blocks can be computed again in the backward pass."""

@@ -21,6 +21,7 @@ from infra.store.storage import Store
 from models.config.objectives import LoraConfig
 from models.config.policy import ModelOutline
 from models.modeling.checkpointing import layers_to_recompute
+from models.modeling.flash import attentions_of
 from models.modeling.merging import PREFIX, SETTINGS, TENSORS
 from models.modeling.policy import making_models
 from models.modeling.safetensors import save_tensors
@@ -130,6 +131,7 @@ def outline(model: PreTrainedModel) -> ModelOutline:
         vocab_size=text.vocab_size,
         kept_numbers=round(_KEPT * sum(layers.values()) / text.num_hidden_layers),
         norm_numbers=2 * text.hidden_size,
+        attentions=attentions_of(model),
         recomputes=bool(layers_to_recompute(model)),
     )
 

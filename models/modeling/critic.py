@@ -19,10 +19,11 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from infra.errors import BadInput
+from models.config.attention import Attention
 from models.modeling.logprobs import ForwardInput, TokenModule
 from models.modeling.policy import load_policy, load_weights, making_models, save_policy
 from models.modeling.reward_model import load_reward_model
-from models.modeling.shared_prompts import share_prompts
+from models.modeling.shared_prompts import attend
 from models.text.tokenizer import load_tokenizer
 from models.vision.families import FAMILIES
 
@@ -30,10 +31,10 @@ from models.vision.families import FAMILIES
 class TokenValues(TokenModule):
     """A decoder with a value head that answers with the value of the states in which given tokens were drawn."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, attention: Attention | None = None) -> None:
         super().__init__()
         self.model = model
-        self.shares_prompts = share_prompts(model)
+        self.shares_prompts = attend(model, attention)
 
     def forward(self, read: ForwardInput) -> Tensor:
         """Return the float32 value of the state that each written token was drawn in; the token plays no part."""

@@ -1,7 +1,8 @@
 """What one forward pass reads: rows padded to one width, and the same tokens with every prompt once.
 
 Pure and torch-free. Shapes: B rows of one pass, T its padded width, N written tokens of one pass, L its tokens without
-padding, those of a prompt that several rows share counted once, P places of its blocks in attention.
+padding, those of a prompt that several rows share counted once, P places of its blocks in attention, K tokens of its
+rows without padding, R those of its rows that have tokens of their own.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,6 +56,12 @@ class SharedRows:
     """A place of each token."""
     blocks: tuple[tuple[int, int], ...]
     """Rows and width of each."""
+    keys_K: Indexes
+    """Tokens of each row with tokens of its own, without padding, one row after another."""
+    keys_R: Indexes
+    """How many each of these rows has."""
+    queries_R: Indexes
+    """How many of them are its own: its last ones, a prompt's those of the first of its rows. In the order of L."""
     prompts: tuple[ModelInput, ...]
     """For every prompt one of the inputs that begin with it, in the order of the prompts' tokens."""
 
@@ -139,6 +146,7 @@ def _share(
     _, first_L = np.unique(places_P[holds_P], return_index=True)
     places_L = np.zeros(num_tokens, np.int64)
     places_L[token_BT[holds_BT]] = np.flatnonzero(holds_BT)
+    own_B = np.diff(np.maximum.accumulate([-1, *token_BT.max(axis=1)]))  # numbers go on from row to row
     return SharedRows(
         tokens_L=tokens_BT.ravel()[places_L],
         places_L=places_L,
@@ -147,6 +155,9 @@ def _share(
         places_P=places_P,
         collected_L=np.flatnonzero(holds_P)[first_L],
         blocks=tuple((len(block), width) for block, width in zip(blocks, widths, strict=True)),
+        keys_K=token_BT[own_B > 0][holds_BT[own_B > 0]],
+        keys_R=lengths[own_B > 0],
+        queries_R=own_B[own_B > 0],
         prompts=prompts,
     )
 

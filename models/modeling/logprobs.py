@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from infra.errors import BadInput
+from models.config.attention import Attention
 from models.config.objectives import CHUNK_ELEMENTS
 from models.modeling.experts import ExpertRouting, watch_routers
 from models.modeling.layout import MicroBatch, lay_out
@@ -22,10 +23,10 @@ from models.modeling.policy import policy_shape
 from models.modeling.replayed_experts import ExpertReplay
 from models.modeling.shared_prompts import (
     SharedTokens,
+    attend,
     may_slice,
     on_device,
     says_the_same,
-    share_prompts,
     shared_states,
 )
 from models.modeling.slices import Slicing
@@ -160,13 +161,14 @@ class TokenLogprobs(TokenModule):
         sight: Sight | None = None,
         replays_experts: bool = False,
         chunk_elements: int = CHUNK_ELEMENTS,
+        attention: Attention | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.sight = sight
         banned = () if sight is None else sight.banned
         self.head = _Head(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
-        self.shares_prompts = share_prompts(model)
+        self.shares_prompts = attend(model, attention)
         self.routing = watch_routers(model)
         self.replay = ExpertReplay(model) if replays_experts else None
 

@@ -2,7 +2,8 @@
 
 Embeddings, linear layers and norms see every token of a pass once, in one row of L tokens. Attention sees rows as
 they are when padded: keys, values and queries are spread over them before it, and what it says is collected after.
-That goes through the interface at which transformers looks attention up; no model is changed.
+That goes through the interface at which transformers looks attention up; no model is changed. A flash kernel takes
+rows as long as they are: it is asked once a pass, and nothing is spread but keys and values.
 
 Shapes: L tokens of a pass, P places of its padded blocks, B rows of a block, T its width, H heads, D numbers of a head.
 """
@@ -16,12 +17,17 @@ from functools import partial
 from inspect import signature
 from typing import Any, Final, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from infra.errors import BadInput
+from models.config.attention import FLASH, Attention
+from models.modeling.flash import KernelOptions, KernelRows, RowsAttention, attend_rows, attentions_of, flash_kernel
 from models.modeling.layout import SharedRows, lay_out
 from models.modeling.slices import Slicing
 from models.records.model_input import ModelInput
@@ -44,6 +50,10 @@ class SharedTokens:
     places_P: Tensor
     collected_L: Tensor
     blocks: tuple[tuple[int, int], ...]
+    keys_K: Tensor
+    rows: KernelRows
+    tokens: int
+    """Of the whole row, without what fills slices up."""
     slicing: Slicing | None
     """The ranks that compute the row together; none where this one does it alone."""
 
@@ -55,11 +65,16 @@ class SharedTokens:
 
 def on_device(shared: SharedRows, device: torch.device, *, slicing: Slicing | None = None) -> SharedTokens:
     """Bring the indexes of a pass to the device: a whole one, or what `slicing` cut."""
+    ends = [np.cumsum((0, *lengths), dtype=np.int32) for lengths in (shared.queries_R, shared.keys_R)]
+    query_ends, key_ends = (torch.from_numpy(each).to(device) for each in ends)
     return SharedTokens(
         positions_1L=torch.from_numpy(shared.positions_L)[None].to(device),
         places_P=torch.from_numpy(shared.places_P).to(device),
         collected_L=torch.from_numpy(shared.collected_L).to(device),
         blocks=shared.blocks,
+        keys_K=torch.from_numpy(shared.keys_K).to(device),
+        rows=KernelRows(query_ends, key_ends, int(shared.queries_R.max()), int(shared.keys_R.max())),
+        tokens=int(shared.queries_R.sum()),
         slicing=slicing,
     )
 
@@ -134,6 +149,35 @@ def _attention(
     return said_1LHD if shared.slicing is None else shared.slicing.all_heads(said_1LHD), None
 
 
+def _by_kernel(
+    kernel: RowsAttention,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,  # noqa: ANN401 -- whatever the model passes on
+) -> tuple[Tensor, None]:
+    shared, states = _READING.get(), [query, key, value]
+    slicing = None if shared is None else shared.slicing
+    if slicing is not None:
+        states = [slicing.all_tokens(each) for each in states]
+    rows, heads, width, _ = states[0].shape
+    query_QHD, key_KHD, value_KHD = (each.transpose(1, 2).flatten(0, 1) for each in states)
+    if shared is not None:
+        query_QHD = query_QHD[: shared.tokens]  # what fills slices up stands behind
+        key_KHD, value_KHD = (each.index_select(0, shared.keys_K) for each in (key_KHD, value_KHD))
+    ends = KernelRows.padded(rows, width, query.device) if shared is None else shared.rows
+    said_QHD = attend_rows(kernel, (query_QHD, key_KHD, value_KHD), ends, KernelOptions.of(module, options))
+    filled_QHD = functional.pad(said_QHD, (0, 0, 0, 0, 0, rows * width - len(said_QHD)))
+    said_BTHD = filled_QHD.reshape(rows, width, heads, -1)
+    return said_BTHD if slicing is None else slicing.all_heads(said_BTHD), None
+
+
+def _no_mask(*sizes: object, **options: object) -> None:
+    """Kernels are causal by themselves, and padding stands behind all that is read."""
+
+
 def _mask(
     inside: Callable[..., Tensor | None],
     batch_size: int,
@@ -166,6 +210,32 @@ def may_slice(model: PreTrainedModel) -> bool:
     Sinks are a weight for each head, of which a rank has all.
     """
     return _mixes_in_attention(model) and not any(name.endswith("sinks") for name, _ in model.named_parameters())
+def attend(model: PreTrainedModel, attention: Attention | None) -> bool:
+    """Have a model compute attention as is asked for, its own way where nothing is; return whether it shares prompts.
+
+    Raises BadInput where its class does not know that way, or a kernel is not there.
+    """
+    if attention is None:
+        return share_prompts(model)
+    if attention not in attentions_of(model):
+        raise BadInput(f"update.attention {attention!r}: {type(model).__name__} does not compute it so")
+    if attention in FLASH:
+        return attend_by(flash_kernel(attention), model, name=f"rows_{attention[-1]}")
+    model.set_attn_implementation(attention)
+    return share_prompts(model)
+
+
+def attend_by(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:
+    """Have a model ask a kernel for rows of many lengths; return whether it takes passes whose prompts are shared.
+
+    Whether it can is tried with its own way, on whatever device it is on: it depends on what is around attention. A
+    name with `flash` in it would have transformers look for a kernel of its own.
+    """
+    shares = share_prompts(model)
+    AttentionInterface.register(name, partial(_by_kernel, kernel))
+    AttentionMaskInterface.register(name, _no_mask)
+    model.set_attn_implementation(name)
+    return shares
 
 
 def share_prompts(model: PreTrainedModel) -> bool:
@@ -176,6 +246,8 @@ def share_prompts(model: PreTrainedModel) -> bool:
     too small to be seen.
     """
     inside = model.config._attn_implementation
+    if inside.endswith(_ENDING):
+        return True
     if inside not in _INSIDE or not _mixes_in_attention(model):
         return False
     model.set_attn_implementation(inside + _ENDING)

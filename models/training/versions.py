@@ -16,6 +16,7 @@ from torch import Tensor
 from infra.errors import Damaged
 from infra.store.bundles import describe_bundle, fetch_bundle, has_bundle, publish_bundle
 from infra.store.storage import Store
+from models.config.attention import Attention
 from models.config.objectives import UpdateConfig
 from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
@@ -243,7 +244,9 @@ class LoadedModels:
             directory = fetch_bundle(self._store, version.weights)
             model = load_policy(directory).requires_grad_(False).eval()
             sight = load_sight(directory, source=self.images, stays=True)
-            policy = TokenLogprobs(model, temperature=self._temperature, sight=sight).to(self.ranks.device)
+            policy = TokenLogprobs(
+                model, temperature=self._temperature, sight=sight, attention=self._update.wide_attention
+            ).to(self.ranks.device)
             policy.slice_rows(self.ranks.slicing)
             self._reference = (version.digest, policy)
         return self._reference[1]
@@ -256,6 +259,7 @@ class LoadedModels:
             teacher = load_teacher(
                 directory,
                 dtype=self._update.dtype,
+                attention=self._update.attention,
                 temperature=self._temperature,
                 images=self.images,
                 device=self.ranks.device,
@@ -275,22 +279,30 @@ class LoadedModels:
         # The parts of weights that ranks of stage 3 hold are gathered for all ranks' passes alike.
         stays = self._update.zero_stage < 3 and not learns_to_see(model)
         sight = load_sight(fetch_bundle(self._store, version.weights), source=self.images, stays=stays)
-        replays = self._update.router_replay is not None
-        return TokenLogprobs(model, temperature=self._temperature, sight=sight, replays_experts=replays)
+        return TokenLogprobs(
+            model,
+            temperature=self._temperature,
+            sight=sight,
+            attention=self._update.attention,
+            replays_experts=self._update.router_replay is not None,
+        )
 
     def _valuer(self, version: ModelVersion) -> TokenValues:
-        return TokenValues(load_trainable(self._store, version, load=load_critic, lora=self._update.lora))
+        model = load_trainable(self._store, version, load=load_critic, lora=self._update.lora)
+        return TokenValues(model, attention=self._update.attention)
 
 
 def load_teacher(
     directory: Path,
     *,
     dtype: Literal["float32", "bfloat16"],
+    attention: Attention | None = None,
     temperature: float,
     images: ImageSource | None = None,
     device: torch.device,
 ) -> TokenLogprobs:
-    """Load a model of the run. In the update's precision, and over its passes, equal weights say exactly the same."""
+    """Load a model of the run. As the update computes, and over its passes, equal weights say exactly the same."""
     model = load_policy(directory, dtype=DTYPES[dtype])
     sight = load_sight(directory, source=images, stays=True)
-    return TokenLogprobs(model, temperature=temperature, sight=sight).requires_grad_(False).eval().to(device)
+    teacher = TokenLogprobs(model, temperature=temperature, sight=sight, attention=attention)
+    return teacher.requires_grad_(False).eval().to(device)

@@ -151,14 +151,14 @@ class OfflineTrainer:
     def _logprobs(self, version: ModelVersion) -> TokenLogprobs:
         directory = fetch_bundle(self._store, version.weights)
         sight = load_sight(directory, source=self._images)
-        return TokenLogprobs(load_policy(directory), temperature=1.0, sight=sight)
+        return TokenLogprobs(load_policy(directory), temperature=1.0, sight=sight, attention=self._update.attention)
 
     def _rewards(self, version: ModelVersion) -> TokenValues:
         directory = fetch_bundle(self._store, version.weights)
         model = critic_from_policy(directory)
         # A classifier finds a text's end by it; policies from elsewhere often name it in their tokenizer alone.
         model.config.get_text_config().pad_token_id = load_tokenizer(directory).pad_token_id
-        return TokenValues(model)
+        return TokenValues(model, attention=self._update.attention)
 
 
 def _both(preferences: PreferencesConfig, data: DataConfig, seed: int) -> tuple[list[Preference], list[Preference]]:

@@ -33,6 +33,9 @@ _SLICES: Final = "update.sequence_parallel"
 LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage", _SLICES)
 """What of its identity a run may change on its way, if that is accepted: over what sums are spread."""
 
+_SINCE: Final = ("offload", "attention", "router_replay", "sequence_parallel")
+"""Keys of the update that change bits where they are set, and are younger than runs that are stored."""
+
 _HOW: Final = (
     *("name", "store", "tags", "retention", "budget", "alarms"),
     *("controllers", "pools", "placement", "tracking", "report", "report_every"),
@@ -278,14 +281,10 @@ class RunConfig(Settings):
         """What results depend on: a run continues only under the same identity."""
         elsewhere: dict[str, bool | set[str]] = dict.fromkeys(_HOW, True)
         elsewhere["scoring"] = {"python", "sandbox"}
-        same = {"activation_checkpointing"}  # the same bits, with less memory
-        if self.update.offload == "none":  # else a CPU takes steps, whose last bits may be others than a GPU's
-            same |= {"offload"}
-        if self.update.router_replay is None:  # runs from before there was the key are the same
-            same |= {"router_replay"}
-        if self.update.sequence_parallel == 1:  # as in runs that were begun before there was a choice
-            same |= {"sequence_parallel"}
-        elsewhere["update"] = same
+        # The same bits, with less memory. Of keys that change bits, those that are not set.
+        elsewhere["update"] = {"activation_checkpointing"} | {
+            name for name in _SINCE if getattr(self.update, name) == UpdateConfig.model_fields[name].default
+        }
         if self.update.schedule == "constant":
             elsewhere["iterations"] = True
         identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere)

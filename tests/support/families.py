@@ -1,4 +1,4 @@
-"""Small random decoders of many families, which need no tokenizer, and a pass whose prompts are shared."""
+"""Small random decoders of many families, passes whose prompts are shared, and what a model answers to them."""
 
 import copy
 
@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from models.modeling.layout import lay_out
+from models.modeling.logprobs import ForwardInput
 from models.records.model_input import ModelInput
 
 SHAPE = {
@@ -61,6 +62,7 @@ FAMILIES = {
 
 
 def build(config):
+    """A model of it, the same at each call."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
 
@@ -73,3 +75,12 @@ def batch():
         prompt = ModelInput.given(rng.integers(2, 300, 17))
         inputs += [prompt.continued(rng.integers(2, 300, length)) for length in lengths]
     return lay_out(inputs)
+
+
+def ask(module, read, *, shares, device="cpu"):
+    """Log-probs of a pass, and the gradients of a sum of them."""
+    module.zero_grad()
+    found_N = module(ForwardInput.of(read, torch.device(device), shares=shares))
+    (found_N * torch.linspace(-1, 1, len(found_N), device=device)).sum().backward()
+    gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+    return found_N.detach(), gradients

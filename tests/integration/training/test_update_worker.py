@@ -152,6 +152,15 @@ def test_layers_that_are_computed_again_change_no_bit_of_an_update(uri, policy, 
     assert (again.model, again.metrics) == (kept.model, kept.metrics)
 
 
+def test_attention_that_is_asked_for_is_what_policy_and_reference_compute(uri, policy):
+    asked = start(uri, CONFIG.model_copy(update={"attention": "eager"}))
+    outcome, plain = (worker.update(work(uri, policy)) for worker in (asked, start(uri)))
+    models = (asked._models.policy.trainer._model, asked._models._reference[1].model)
+    assert [model.config._attn_implementation for model in models] == ["eager_of_shared_prompts"] * 2
+    assert outcome.model.weights != plain.model.weights
+    assert outcome.metrics["loss"] == pytest.approx(plain.metrics["loss"], abs=1e-5)
+
+
 OFFLOADED = [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")]
 
 

@@ -11,15 +11,7 @@ from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.shared_prompts import may_slice, share_prompts
 from models.records.model_input import ModelInput
-from tests.support.families import FAMILIES, SHAPE, batch, build
-
-
-def ask(module, read, *, shares):
-    module.zero_grad()
-    found_N = module(ForwardInput.of(read, torch.device("cpu"), shares=shares))
-    (found_N * torch.linspace(-1, 1, len(found_N))).sum().backward()
-    gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
-    return found_N.detach(), gradients
+from tests.support.families import FAMILIES, SHAPE, ask, batch, build
 
 
 def assert_says_the_same(module):

@@ -69,6 +69,36 @@ def test_an_optimizer_whose_package_would_load_code_from_a_hub_is_refused(tmp_pa
     assert "'adam8bit' beside the package kernels: compiled code of a hub would be loaded through it" in told
 
 
+FLASH = ("update.attention=flash_attention_2", "update.dtype=bfloat16", "pools.gpus_per_update_rank=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ((*FLASH, "update.dtype=float32"), "with update.dtype 'float32': flash kernels know 16 bits alone"),
+        ((*FLASH, "pools.gpus_per_update_rank=0"), "flash kernels need a GPU, update ranks have none"),
+        (FLASH, "expected the package flash-attn, 2.6 or later, found none; pip install --no-build-isolation"),
+        ((*FLASH, "update.attention=flash_attention_3"), "expected the package flash-attn-3, 3.0 or later, found none"),
+        (["update.attention=flash_attention"], "did you mean 'flash_attention_"),
+        (["update.attention=sdp"], "did you mean 'sdpa'?"),
+    ],
+)
+def test_attention_that_cannot_be_computed_so_is_refused(overrides, reason):
+    assert reason in refusal(*overrides)
+
+
+def test_a_flash_kernel_may_be_there_in_a_cluster_that_runs_elsewhere(tmp_path, monkeypatch):
+    assert accepted(*FLASH, "pools.ray_address=10.0.0.1:6379").update.attention == "flash_attention_2"
+    for version, fits in (("2.5.9", False), ("2.8.3", True)):
+        monkeypatch.syspath_prepend(tmp_path / version)
+        (tmp_path / version / "flash_attn.dist-info").mkdir(parents=True)
+        (tmp_path / version / "flash_attn.dist-info" / "METADATA").write_text(f"Name: flash-attn\nVersion: {version}\n")
+        if fits:
+            assert accepted(*FLASH).update.wide_attention is None
+        else:
+            assert "2.6 or later, found 2.5.9" in refusal(*FLASH)
+
+
 def test_a_plain_policy_gradient_takes_one_step():
     assert "nothing corrects for steps taken before" in refusal("update.loss.kind=policy_gradient")
     assert accepted("update.loss.kind=policy_gradient", "update.minibatches=1").update.minibatches == 1

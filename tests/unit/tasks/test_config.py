@@ -345,6 +345,8 @@ def test_a_run_goes_on_with_its_min_or_with_as_many_slots_as_its_roles_need():
         "update.kl.kind=k3", "update.correction.kind=none", "pools.update_ranks=2", "pools.threads=2",
         "evaluation.problems=9",
         "update.router_replay=rollout",
+        "update.attention=eager",
+        "update.attention=sdpa",
         "pools.update_ranks=2 update.sequence_parallel=2",
     ],
 )  # fmt: skip
