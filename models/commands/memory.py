@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from models.config.engines import BYTES
-from models.config.objectives import CHUNK_ELEMENTS, UpdateConfig
+from models.config.objectives import CHUNK_ELEMENTS, HEAD_COPIES, UpdateConfig
 from models.config.policy import ModelOutline
 
 GRADIENT_BYTES: Final = 4
 """Gradients add up in float32 in every precision."""
 MASTER_BYTES: Final = 4
 """DeepSpeed's float32 copy of what a rank steps, from ZeRO-1 on."""
-HEAD_COPIES: Final = 3
-"""Tensors as large as a chunk of logits that stand at once, in float32: logits, their log-softmax, its gradient."""
 MUCH: Final = 2**30
 """Bytes of a pass below which no layer is computed again, unless it is asked for."""
 

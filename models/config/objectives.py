@@ -20,7 +20,19 @@ MAX_LOG_RATIO: Final = 20.0
 """Log-ratios count as at most so far from 0 where they are exponentiated: e^20 is 4.9e8, and 0 times it is still 0."""
 
 CHUNK_ELEMENTS: Final = 1 << 26
-"""Float32 logits held at once: 256 MiB, and as much again for their gradient."""
+"""Float32 logits held at once on a CPU: 256 MiB, and as much again for their gradient."""
+CHUNK_SHARE: Final = 1 / 32
+"""Of a GPU's memory for a chunk of logits and what is made of it; every chunk costs a pass over the head's gradient."""
+HEAD_COPIES: Final = 3
+"""Tensors as large as a chunk of logits that stand at once, in float32: logits, their log-softmax, its gradient."""
+
+
+def chunk_elements_of(memory: float | None) -> int:
+    """Logits that a chunk may have on a GPU with so many bytes, none on a CPU; a power of two, alike on cards alike."""
+    if memory is None:
+        return CHUNK_ELEMENTS
+    return 1 << int(memory * CHUNK_SHARE / (4 * HEAD_COPIES)).bit_length() - 1
+
 
 # ---- aggregation
 

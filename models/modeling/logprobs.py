@@ -1,10 +1,11 @@
 """Models that say one number of each token; log-probs without ever holding the logits of a whole batch.
 
-Shapes: B rows, T padded width, N written tokens, H hidden size, V vocabulary.
+Shapes: B rows, T padded width, N written tokens, C those of a chunk, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple, Self, cast
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from infra.errors import BadInput
 from models.config.attention import Attention
-from models.config.objectives import CHUNK_ELEMENTS
+from models.config.objectives import chunk_elements_of
 from models.modeling.experts import ExpertRouting, watch_routers
 from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.logit_shapes import LogitShape, logit_shape
@@ -160,7 +161,7 @@ class TokenLogprobs(TokenModule):
         temperature: float,
         sight: Sight | None = None,
         replays_experts: bool = False,
-        chunk_elements: int = CHUNK_ELEMENTS,
+        chunk_elements: int | None = None,
         attention: Attention | None = None,
     ) -> None:
         super().__init__()
@@ -188,36 +189,62 @@ class _Settings(NamedTuple):
     temperature: float
     banned: tuple[int, ...]
     """Tokens whose probability is 0."""
-    rows: int
+    rows: int = 1
     """Tokens of a chunk."""
 
     def logits(self, raw: Tensor) -> Tensor:
         """Return the model's logits in float32, without tokens that are banned."""
         return without(self.shape.apply(raw.float()), self.banned)
 
+    def logprobs(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+        """Return the log-probs of a chunk's targets."""
+        return -F.cross_entropy(logits_CV / self.temperature, targets_C, reduction="none")
+
+    def slopes(self, logits_CV: Tensor, targets_C: Tensor, gradients_C1: Tensor | float) -> Tensor:
+        """Return how what the head says changes a loss that changes so with the log-probs of a chunk's targets."""
+        slopes_CV = (logits_CV / self.temperature).softmax(-1)
+        slopes_CV[torch.arange(len(slopes_CV), device=slopes_CV.device), targets_C] -= 1
+        slopes_CV.mul_(-gradients_C1 / self.temperature)
+        if self.shape != LogitShape():
+            slopes_CV.mul_(self.shape.slope(logits_CV)).masked_fill_(logits_CV.isinf(), 0)
+        return slopes_CV
+
+
+@cache
+def elements_on(device: torch.device) -> int:
+    """Logits that a chunk may have on a device: by all of its memory, never by what is free, which would change bits.
+
+    The gradient of the head is summed chunk by chunk.
+    """
+    return chunk_elements_of(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
+
 
 class _Head(nn.Module):
     """The language-model head on completion positions alone; it shares the model's own parameters."""
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float, banned: Sequence[int], chunk_elements: int
+        self, model: PreTrainedModel, *, temperature: float, banned: Sequence[int], chunk_elements: int | None
     ) -> None:
         super().__init__()
         head, shape = _linear_head(model, banned)
         # Registered here too, so that ZeRO-3 gathers them around this module's forward and backward.
         self.weight = head.weight
         self.bias = head.bias
-        rows = max(1, chunk_elements // head.weight.shape[0])
-        self.settings = _Settings(shape, temperature, tuple(banned), rows)
+        self.chunk_elements, self.vocab_size = chunk_elements, head.weight.shape[0]
+        self.settings = _Settings(shape, temperature, tuple(banned))
 
     def forward(self, states_NH: Tensor, targets_N: Tensor) -> Tensor:
-        if len(states_NH) <= self.settings.rows:
+        elements = self.chunk_elements or elements_on(states_NH.device)
+        settings = self.settings._replace(rows=max(1, elements // self.vocab_size))
+        if len(states_NH) <= settings.rows:
             logits_NV = self.settings.logits(F.linear(states_NH, self.weight, self.bias))
             if self.settings.temperature != 1:
                 logits_NV = logits_NV / self.settings.temperature
             return -F.cross_entropy(logits_NV, targets_N, reduction="none")
-        chunked = cast(_Chunked, _ChunkedLogprobs.apply)
-        return chunked(states_NH, self.weight, self.bias, targets_N, self.settings)
+        learns = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        frozen = not learns and states_NH.requires_grad and torch.is_grad_enabled()
+        chunked = cast(_Chunked, (_FrozenLogprobs if frozen else _ChunkedLogprobs).apply)
+        return chunked(states_NH, self.weight, self.bias, targets_N, settings)
 
 
 _Chunked = Callable[[Tensor, Tensor, Tensor | None, Tensor, _Settings], Tensor]
@@ -247,9 +274,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.settings = settings
         parts = zip(torch.split(states_NH, settings.rows), torch.split(targets_N, settings.rows), strict=True)
         chunks = [
-            -F.cross_entropy(
-                settings.logits(F.linear(states, weight_VH, bias_V)) / settings.temperature, targets, reduction="none"
-            )
+            settings.logprobs(settings.logits(F.linear(states, weight_VH, bias_V)), targets)
             for states, targets in parts
         ]
         return torch.cat(chunks)
@@ -258,21 +283,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: _Saved, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         states_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
         grad_states_NH = torch.empty_like(states_NH)
-        # Beside adapters the head is frozen, and its gradient would be as large as the head.
         grad_weight_VH, grad_bias_V = (
             torch.zeros_like(parameter, dtype=torch.float32) if needed and parameter is not None else None
             for parameter, needed in zip((weight_VH, bias_V), ctx.needs_input_grad[1:3], strict=True)
         )
         settings = ctx.settings
-        temperature, rows = settings.temperature, settings.rows
-        for start in range(0, len(states_NH), rows):
-            part = slice(start, start + rows)
+        for start in range(0, len(states_NH), settings.rows):
+            part = slice(start, start + settings.rows)
             logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
-            grad_logits = (logits / temperature).softmax(-1)
-            grad_logits[torch.arange(len(grad_logits), device=grad_logits.device), targets_N[part]] -= 1
-            grad_logits.mul_(-gradients[0][part, None] / temperature)
-            if settings.shape != LogitShape():
-                grad_logits.mul_(settings.shape.slope(logits)).masked_fill_(logits.isinf(), 0)
+            grad_logits = settings.slopes(logits, targets_N[part], gradients[0][part, None])
             low = grad_logits.to(states_NH.dtype)
             grad_states_NH[part] = low @ weight_VH
             if grad_weight_VH is not None:
@@ -282,6 +301,44 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         grad_bias = None if bias_V is None or grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
         return grad_states_NH, grad_weight, grad_bias, None, None
+
+
+class _Directions(FunctionCtx):
+    """What the forward pass leaves where the head is frozen."""
+
+    saved_tensors: tuple[Tensor]
+    needs_input_grad: tuple[bool, ...]
+
+
+class _FrozenLogprobs(torch.autograd.Function):
+    """Chunk after chunk of tokens under a head that is not trained, as beside adapters.
+
+    How a token's log-prob changes with its state does not depend on the loss, which only scales it: it is computed
+    while the logits are there, and kept, as large as the states. Nothing is computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _Directions,
+        states_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        settings: _Settings,
+    ) -> Tensor:
+        directions_NH, chunks = torch.empty_like(states_NH), list[Tensor]()
+        for start in range(0, len(states_NH), settings.rows):
+            part = slice(start, start + settings.rows)
+            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
+            chunks.append(settings.logprobs(logits, targets_N[part]))
+            directions_NH[part] = settings.slopes(logits, targets_N[part], 1).to(states_NH.dtype) @ weight_VH
+        ctx.save_for_backward(directions_NH)
+        return torch.cat(chunks)
+
+    @staticmethod
+    def backward(ctx: _Directions, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (directions_NH,) = ctx.saved_tensors
+        return (gradients[0][:, None] * directions_NH).to(directions_NH.dtype), None, None, None, None
 
 
 def _linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn.Linear, LogitShape]:

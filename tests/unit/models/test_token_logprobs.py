@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Gemma3TextConfig, GraniteConfig
 
 from infra.errors import BadInput
+from models.config.objectives import chunk_elements_of
 from models.data.problems import load_problems
 from models.modeling.logit_shapes import LogitShape
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
@@ -64,6 +65,31 @@ def test_a_frozen_head_gets_no_gradient_and_changes_no_other():
     for name, parameter in model.named_parameters():
         if parameter is not head:
             torch.testing.assert_close(parameter.grad, kept[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_so_it_is_under_scales_and_soft_caps(family):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(SHAPED[family][0]).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)
+    head, states_NH = TokenLogprobs(model, temperature=0.7, chunk_elements=2 * 354).head, torch.randn(7, 32)
+    targets_N, answers = torch.randint(2, 300, (7,)), []
+    for frozen in (False, True):
+        head.weight.requires_grad_(not frozen)
+        states = states_NH.clone().requires_grad_()
+        found_N = head(states, targets_N)
+        assert (type(found_N.grad_fn).__name__ == "_FrozenLogprobsBackward") == frozen
+        (found_N.square() * torch.arange(7)).sum().backward()
+        answers.append((found_N.detach(), states.grad))
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_chunk_grows_with_all_of_a_gpus_memory_and_not_with_what_is_free():
+    sizes = {None: 26, 24e9: 25, 80e9: 27, 79.1 * 2**30: 27, 141e9: 28}
+    for memory, power in sizes.items():
+        assert chunk_elements_of(memory) == 1 << power
+        assert memory is None or 12 * (1 << power) <= memory / 32 < 24 * (1 << power)
 
 
 def test_a_model_that_changes_its_logits_after_the_head_is_refused():
