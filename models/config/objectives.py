@@ -348,6 +348,8 @@ class UpdateConfig(Settings):
     def _routers_are_whole(self) -> "UpdateConfig":
         if self.router_loss is not None and self.zero_stage == 3:
             raise ValueError("router_loss and zero_stage 3: ranks hold parts of routers; use at most 2")
+        if self.router_replay is not None and self.sequence_parallel > 1:
+            raise ValueError("router_replay and sequence_parallel: what routers chose is of whole rows; leave one out")
         return self
 
     @model_validator(mode="after")

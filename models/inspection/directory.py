@@ -251,9 +251,7 @@ def _built(directory: Path) -> Inspected:
     config, tokenizer, parameters = check_directory(directory)
     model = meta_policy(directory)
     shape = policy_shape(config, parameters=parameters, source=str(directory))
-    shape = replace(
-        shape, experts=count_experts(model), replays_experts=can_replay(model), slices=may_slice(model)
-    )
+    shape = replace(shape, experts=count_experts(model), replays_experts=can_replay(model), slices=may_slice(model))
     return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(config)))
 
 

@@ -82,7 +82,8 @@ class ForwardInput(NamedTuple):
             torch.from_numpy(array).to(device) for array in (tokens, positions, targets)
         )
         own_M = None if own is None else torch.from_numpy(own).to(device)
-        return cls(tokens_BT, positions_N, targets_N, shared, seen, own_M, len(batch.targets_N))
+        read = cls(tokens_BT, positions_N, targets_N, shared, seen)
+        return read._replace(own_M=own_M, written=len(batch.targets_N))
 
     def gathered(self, said: Tensor) -> Tensor:
         """Return what is said of all written tokens, whichever rank's slice predicts them."""

@@ -210,6 +210,8 @@ def may_slice(model: PreTrainedModel) -> bool:
     Sinks are a weight for each head, of which a rank has all.
     """
     return _mixes_in_attention(model) and not any(name.endswith("sinks") for name, _ in model.named_parameters())
+
+
 def attend(model: PreTrainedModel, attention: Attention | None) -> bool:
     """Have a model compute attention as is asked for, its own way where nothing is; return whether it shares prompts.
 

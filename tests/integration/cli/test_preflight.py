@@ -397,6 +397,8 @@ def test_a_rank_holds_its_slice_of_a_pass():
     for part in ("update_activations_bytes", "update_head_bytes"):
         assert two[part] == both[part] == pytest.approx(one[part] / 2, rel=1e-3)
     assert two["update_weights_bytes"] == one["update_weights_bytes"]
+
+
 def test_a_way_to_compute_attention_that_a_policy_does_not_go_with_is_refused(tmp_path):
     write_policy(tmp_path, "mistral", changes={"head_dim": 264})
     policy = DirectoryPolicy(path=tmp_path)
