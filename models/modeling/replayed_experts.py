@@ -1,12 +1,12 @@
 """Router replay: the experts that were chosen when completions were sampled are chosen again in passes of training.
 
-Rollout routing replay (R3, arXiv 2510.11370, section 4): where engine and trainer round otherwise, or weights have
+Rollout routing replay (R3, arXiv 2510.11370): where engine and trainer round otherwise, or weights have
 moved since, routers would choose others, and log-probs jump. What is replayed is the choice alone. A router weighs the
 experts that it is given by its own logits, as its family does, so it goes on to learn.
 
-Every family that transformers calls a `TopKRouter` chooses by one call of `topk`, of what it calls scores, and makes
-weights of the scores there: its answer is what is replaced. Shapes: B rows, T padded width, L tokens of a pass, E
-experts, K of them chosen, F chosen by all routers.
+Nearly every `TopKRouter` of transformers chooses by one call of `topk` and makes weights of the scores of what that
+answers: the answer is what is replaced, and `can_replay` tells the other families. Shapes: B rows, T padded width, L
+tokens of a pass, K experts that a router chooses, F that all routers choose.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +104,7 @@ class ExpertReplay:
 
 
 def can_replay(model: nn.Module) -> bool:
-    """Whether every router of a model, which may be on the meta device, chooses by one call of `topk`, the last one."""
+    """Whether every router of a model, which may be on the meta device, chooses by one call of `topk`."""
     return all(map(_chooses_once, routers(model)))
 
 
