@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Iterator
 from math import ceil
 
+import psutil
+
 from infra.config import PoolsConfig, Settings
 from infra.environments.find import num_gpus
 from infra.errors import BadInput
@@ -12,7 +14,7 @@ from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import find_run
 from tasks.run.preflight import adopted, fitted, preflight
-from tasks.views.estimate import DeviceEstimate, accelerator, estimate
+from tasks.views.estimate import DeviceEstimate, accelerator, estimate, held_parts
 from tasks.views.metrics import sealed_iterations
 from tasks.views.placement import first_placement
 
@@ -70,13 +72,26 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         **(
             {} if config.algorithm.distillation is None else {"teacher": _teacher(config.algorithm.distillation, facts)}
         ),
-        "update": f"{_count(pools.update_ranks, 'rank')} of {_megabytes(facts, 'update')}, "
+        "update": f"{_count(pools.update_ranks, 'rank')} of {_update_megabytes(config, facts)}, "
         f"ZeRO {update.zero_stage}, {update.dtype}"
         + (f", {update.sequence_parallel} to a pass" if update.sequence_parallel > 1 else ""),
         "threads": f"{pools.threads} per worker",
         "fingerprint": config.fingerprint(),
     }
     return RunPlan(lines=lines, facts=facts, notes=[*told, *_notes(config, facts)])
+
+
+def plan_memory(config: RunConfig) -> dict[str, str]:
+    """Say what a worker of each role holds at its height, and what this machine has.
+
+    Raises BadInput as the run itself would.
+    """
+    config, _ = fitted(config, facts := asyncio.run(preflight(adopted(config), part="plan")))
+    return {
+        "rollout worker": _megabytes(facts, "rollout"),
+        "update rank": _update_megabytes(config, facts),
+        "this machine": f"{psutil.virtual_memory().total / 2**20:,.1f} MiB",
+    }
 
 
 def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None) -> DeviceEstimate:
@@ -173,12 +188,15 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _megabytes(facts: dict[str, float], role: str) -> str:
-    """The estimate for one worker at its height, and what it is made of."""
-    parts = {
-        name.removeprefix(f"{role}_").removesuffix("_bytes"): value / 2**20
-        for name, value in facts.items()
-        if name.startswith(f"{role}_") and name.endswith("_bytes")
-    }
+def _update_megabytes(config: RunConfig, facts: dict[str, float]) -> str:
+    on_gpus = bool(config.pools.gpus_per_update_rank)  # ranks on CPUs hold all of it in one memory
+    return _megabytes(facts, "update", offloaded=config.update.offloaded if on_gpus else ())
+
+
+def _megabytes(facts: dict[str, float], role: str, *, offloaded: tuple[str, ...] = ()) -> str:
+    """The estimate for one worker at its height, and what it is made of; on GPUs apart from what is offloaded."""
+    parts = {name: value / 2**20 for name, value in held_parts(facts, role).items()}
+    away = {name: parts.pop(name) for name in offloaded}
     detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())
-    return f"{sum(parts.values()):,.1f} MiB ({detail}; libraries not counted)"
+    beside = f", and {sum(away.values()):,.1f} MiB of the machine's own ({' + '.join(away)})" if away else ""
+    return f"{sum(parts.values()):,.1f} MiB ({detail}; libraries not counted){beside}"

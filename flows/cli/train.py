@@ -20,7 +20,7 @@ from flows.cli.runs import added_to, export_command
 from infra.errors import BadInput
 from infra.plugins import find_targets_in
 from infra.processes.guard import guarded_directory
-from infra.terminal import WIDTH, Json, table, write
+from infra.terminal import WIDTH, Json, table, wrapped, write
 
 if TYPE_CHECKING:
     from tasks.config.run import RunConfig
@@ -173,8 +173,9 @@ def evaluate(policy: PolicyDirectory, /, *overrides: Overrides, config: Problems
 def plan(
     config: Config, /, *overrides: Overrides, device: OnDevice = None, tokens: MeanTokens = None, as_json: Json = False
 ) -> None:
-    """Show which workers a run would begin with, or what an iteration would take at best on GPUs that are not here."""
+    """Show which workers a run would begin with and what they hold, or an iteration at best on GPUs not here."""
     from flows.cli.output import assumption_rows
+    from flows.cli.plan import plan_memory
     from tasks.config.run import load_config
     from tasks.views.placement import first_placement
 
@@ -183,13 +184,20 @@ def plan(
     if device is not None:
         _estimate(loaded, device, tokens, as_json=as_json)
         return
-    first = first_placement(loaded)
     if as_json:
-        write(first.model_dump_json(indent=2))
+        write(first_placement(loaded).model_dump_json(indent=2))
         return
-    write(f"{first.decision.reason}\n")
-    write(table(assumption_rows(first.inputs)))
-    write("\nNothing is measured yet: lengths and step times are assumed, and replaced after the first iteration.")
+    if loaded.scoring.hosted_rewards:
+        first = first_placement(loaded)
+        write(f"{first.decision.reason}\n")
+        write(table(assumption_rows(first.inputs)))
+        write(
+            "\nNothing is measured yet: lengths and step times are assumed, and replaced after the first iteration.\n"
+        )
+    else:
+        write(f"all {loaded.pools.workers.max} workers generate, there is nothing to place\n")
+    for name, held in plan_memory(loaded).items():
+        write(wrapped(f"{name:<14}  {held}", indent=16))
 
 
 def _estimate(config: "RunConfig", device: str, tokens: int | None, *, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from models.config.engines import BYTES
-from models.config.objectives import CHUNK_ELEMENTS, HEAD_COPIES, UpdateConfig
+from models.config.objectives import HEAD_COPIES, UpdateConfig, chunk_elements_of
 from models.config.policy import ModelOutline
 
 GRADIENT_BYTES: Final = 4
@@ -61,10 +61,16 @@ def pass_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, h
     recomputes = update.activation_checkpointing
     if recomputes is None:
         recomputes = model.recomputes and kept > max(MUCH, held)
-    chunk = min(CHUNK_ELEMENTS, sizes.tokens * model.vocab_size)
+    logits = sizes.tokens * model.vocab_size
     return {
+        "pass_logits": logits,
         "recomputes": float(recomputes),
         "kept_activations_bytes": kept,
         "update_activations_bytes": inputs + block if recomputes else kept,
-        "update_head_bytes": HEAD_COPIES * 4 * chunk,
+        "update_head_bytes": head_bytes(logits, memory=None),
     }
+
+
+def head_bytes(logits: float, *, memory: float | None) -> float:
+    """What the head adds in a pass of so many logits on a GPU with so much memory, none on a CPU."""
+    return HEAD_COPIES * 4 * min(chunk_elements_of(memory), logits)

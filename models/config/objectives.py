@@ -392,6 +392,11 @@ class UpdateConfig(Settings):
         return None if self.attention in FLASH else self.attention
 
     @property
+    def offloaded(self) -> tuple[str, ...]:
+        """Parts of what a rank holds that lie in the machine's memory and not the GPU's."""
+        return {"none": (), "optimizer": ("optimizer",), "parameters": ("optimizer", "weights")}[self.offload]
+
+    @property
     def trains_sight(self) -> bool:
         """Whether tower or projector of a policy that sees are trained."""
         return self.lora is None and not {"vision", "projector"} <= {*self.freeze}

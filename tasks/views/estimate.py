@@ -7,7 +7,9 @@ from typing import Final
 from infra.config import Settings
 from infra.errors import BadInput
 from infra.validation_errors import nearest
+from models.commands.memory import head_bytes
 from models.config.engines import BYTES
+from models.config.objectives import UpdateConfig
 from placement.roofline import ACCELERATORS, Accelerator, Device, Generated, Limit, limit_of, shared_flops
 from tasks.config.run import RunConfig
 
@@ -65,12 +67,15 @@ class MemoryEstimate(Settings):
     """Weights, cache, gradients, optimizer and the largest pass, without libraries."""
     of: float
     """What the accelerator has."""
+    offloaded: float = 0
+    """Gigabytes of the machine's own memory."""
 
     @property
     def text(self) -> str:
         """In words."""
         more = "" if self.gigabytes < self.of else ": it does not fit"
-        return f"{self.role} worker: {self.gigabytes:,.3g} GB of {self.of:,.0f} GB without libraries{more}"
+        beside = f", and {self.offloaded:,.3g} GB of the machine's own memory" if self.offloaded else ""
+        return f"{self.role} worker: {self.gigabytes:,.3g} GB of {self.of:,.0f} GB without libraries{beside}{more}"
 
 
 class DeviceEstimate(Settings):
@@ -140,7 +145,7 @@ def estimate(
         update_devices=pools.update_ranks,
         completion_tokens=completion_tokens,
         stages=(*found, whole),
-        memory=tuple(_memory(role, facts, kind) for role in ("rollout", "update")),
+        memory=(_memory("rollout", facts, kind), _update_memory(update, facts, kind)),
     )
 
 
@@ -154,6 +159,22 @@ def _teacher_seconds(
     return one_pass * arithmetic / shared_flops(decoder, made)
 
 
+def held_parts(facts: Mapping[str, float], role: str) -> dict[str, float]:
+    """Bytes of what a worker holds at its height, by part."""
+    return {
+        name.removeprefix(f"{role}_").removesuffix("_bytes"): value
+        for name, value in facts.items()
+        if name.startswith(f"{role}_") and name.endswith("_bytes")
+    }
+
+
 def _memory(role: str, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
-    held = sum(value for name, value in facts.items() if name.startswith(f"{role}_") and name.endswith("_bytes"))
-    return MemoryEstimate(role=role, gigabytes=held / 1e9, of=kind.memory / 1e9)
+    return MemoryEstimate(role=role, gigabytes=sum(held_parts(facts, role).values()) / 1e9, of=kind.memory / 1e9)
+
+
+def _update_memory(update: UpdateConfig, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
+    """A rank's, whose chunks of logits grow with the accelerator; what is offloaded is the machine's to hold."""
+    parts = held_parts(facts, "update") | {"head": head_bytes(facts["pass_logits"], memory=kind.memory)}
+    away = sum(parts.pop(part) for part in update.offloaded)
+    held = sum(parts.values())
+    return MemoryEstimate(role="update", gigabytes=held / 1e9, of=kind.memory / 1e9, offloaded=away / 1e9)

@@ -348,9 +348,29 @@ def test_a_plan_says_which_workers_a_run_begins_with(capsys):
     assert main(["plan", config, "pools.workers=8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["inputs"]["workers"] == 8
     assert main(["plan", config]) == 0
-    assert re.search(r"^rollout +\d+ .* assumptions$", capsys.readouterr().out, re.MULTILINE)
-    assert main(["plan", str(ROOT / "configs" / "demo.toml")]) == 2
+    shown = capsys.readouterr().out
+    assert re.search(r"^rollout +\d+ .* assumptions$", shown, re.MULTILINE)
+    assert re.search(r"^rollout worker +[\d,.]+ MiB \(weights", shown, re.MULTILINE)
+    assert max(map(len, shown.splitlines())) <= WIDTH
+    demo = str(ROOT / "configs" / "demo.toml")
+    assert main(["plan", demo, "--json"]) == 2
     assert "there is nothing to place" in capsys.readouterr().err
+
+
+def test_a_plan_says_what_an_update_rank_holds_and_what_of_it_is_the_machines(capsys):
+    demo = [str(ROOT / "configs" / "demo.toml"), "update.zero_stage=2", "update.offload=optimizer"]
+
+    def plan(*more: str) -> str:
+        assert main(["plan", *demo, *more]) == 0
+        return capsys.readouterr().out
+
+    on_cpu, on_gpu = (plan(f"pools.gpus_per_update_rank={gpus}") for gpus in (0, 1))
+    assert "there is nothing to place" in on_cpu and re.search(r"^this machine +[\d,.]+ MiB$", on_cpu, re.MULTILINE)
+    assert re.search(r"^update rank +[\d,.]+ MiB \(weights [\d.]+ \+ gradient [\d.]+ \+ opt", on_cpu, re.MULTILINE)
+    assert "machine's own" not in on_cpu and "+ optimizer" not in on_gpu
+    assert re.search(r"and [\d.]+ MiB of the\s+machine's own \(optimizer\)", on_gpu)
+    rollout, update = json.loads(plan("--device", "h100", "--json"))["memory"]
+    assert rollout["offloaded"] == 0 < update["offloaded"] < update["gigabytes"]
 
 
 def test_a_plan_reckons_an_iteration_on_gpus_that_are_not_here(capsys):
