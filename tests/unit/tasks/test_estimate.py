@@ -21,6 +21,7 @@ FACTS = {
     "rollout_weights_bytes": 8000.0,
     "update_weights_bytes": 400.0,
     "update_gradient_bytes": 500.0,
+    "pass_logits": 0.0,
 }
 """A pass over a token takes 2 ms in float32."""
 JOB = ("rollout.prompts=4", "rollout.group_size=3", "rollout.shard_prompts=2", "update.minibatches=2")
@@ -60,6 +61,18 @@ def test_memory_that_is_not_there_is_told():
         "rollout worker: 8e-06 GB of 0 GB without libraries: it does not fit",
         "update worker: 9e-07 GB of 0 GB without libraries",
     ]
+
+
+def test_what_is_offloaded_is_the_machines_and_chunks_of_logits_follow_the_device():
+    # A 32nd of 1,000 bytes has room for 2 logits in three tensors of 4 bytes: 24 of them stand beside 400 and 500.
+    _, found = reckoned(
+        "update.zero_stage=2", "update.offload=optimizer", update_optimizer_bytes=300.0, pass_logits=9.0
+    )
+    assert found.memory[1].text == (
+        "update worker: 9.24e-07 GB of 0 GB without libraries, and 3e-07 GB of the machine's own memory"
+    )
+    _, found = reckoned("update.zero_stage=2", update_optimizer_bytes=300.0, pass_logits=1.0)
+    assert found.memory[1].gigabytes == pytest.approx(1.212e-06)
 
 
 def test_a_name_that_is_not_known_is_refused_with_those_that_are():
