@@ -1,0 +1,263 @@
+"""How a picture is drawn: levels of noise, what each sampler makes of a state, and how probable what came next was.
+
+Flow matching: a state is x = (1 − σ)·x0 + σ·x1 of a picture x0 and noise x1, and a model says the velocity v = x1 − x0.
+Models that say the noise e have states √ᾱ·x0 + √(1 − ᾱ)·x1. What comes next always is normal around a·x + b·v, or
+a·x + b·e, with a, b and the standard deviation of the step alone; a batch may hold several steps.
+
+Shapes: N states, D latents of a state, L levels of noise (one more than steps).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from infra.errors import BadInput
+from infra.variants import implementation_of
+from models.config.denoising import CpsSampler, DanceSampler, DdimSampler, Sampler, SdeSampler
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseSchedule:
+    """Levels of noise of a drawing, and what the model is told of each."""
+
+    levels: tuple[float, ...]
+    """One more than steps. Of velocities σ, from 1 or near it down to 0; of noise ᾱ, from near 0 up to 1 or near it."""
+    timesteps: tuple[float, ...]
+    """One a step: what the network takes for the level that the step begins at."""
+    reads: Literal["velocity", "noise"]
+
+    def __post_init__(self) -> None:
+        """Assert that each step has a level to go to."""
+        assert len(self.levels) == len(self.timesteps) + 1, f"{len(self.levels)} levels, {len(self.timesteps)} steps"
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return len(self.timesteps)
+
+
+def flow_schedule(
+    steps: int,
+    *,
+    shift: float = 1.0,
+    mu: float | None = None,
+    terminal: float | None = None,
+    train_timesteps: int = 1000,
+) -> NoiseSchedule:
+    """Space levels as diffusers' FlowMatchEulerDiscreteScheduler does.
+
+    `shift` is constant (SD3); `mu`, which pipelines compute from the size of a picture, takes its place where shifting
+    is dynamic (FLUX, Qwen-Image). With `terminal` the last level before 0 is that (`shift_terminal`, Qwen-Image).
+    """
+    if mu is None:
+        # The least level was shifted when the scheduler was made, and is shifted with the others once more.
+        least = _shifted(torch.tensor(1.0) / train_timesteps, shift).item()
+        levels_L = _shifted(_evenly(least, steps), shift)
+    else:
+        even_L = _evenly(1 / steps, steps)
+        levels_L = math.exp(mu) / (math.exp(mu) + (1 / even_L - 1))
+    if terminal is not None:
+        levels_L = 1 - (1 - levels_L) * ((1 - terminal) / (1 - levels_L[-1]))
+    levels_L = levels_L.float()
+    timesteps_L = levels_L * train_timesteps
+    return NoiseSchedule((*levels_L.tolist(), 0.0), tuple(timesteps_L.tolist()), reads="velocity")
+
+
+def _evenly(least: float, steps: int) -> Tensor:
+    return torch.linspace(1.0, least, steps, dtype=torch.float64)
+
+
+def _shifted(levels: Tensor, shift: float) -> Tensor:
+    return shift * levels / (1 + (shift - 1) * levels)
+
+
+def ddim_schedule(
+    steps: int, alphas_cumprod: Tensor, *, spacing: str, steps_offset: int, set_alpha_to_one: bool
+) -> NoiseSchedule:
+    """Space timesteps as diffusers' DDIMScheduler does.
+
+    A step goes to the level of the next timestep. So do diffusers' own, but where `train // steps` is not the distance
+    of two timesteps ('linspace', and 'trailing' with steps that do not divide those of training): theirs then go to a
+    level that the model is not told of next. Raises BadInput where a timestep has no level or is noise alone.
+    """
+    train = len(alphas_cumprod)
+    timesteps = _ddim_timesteps(steps, train, spacing=spacing, steps_offset=steps_offset)
+    if steps > train or timesteps[0] >= train:
+        raise BadInput(
+            f"{steps} steps, spacing {spacing!r}, steps_offset {steps_offset}: expected timesteps below the {train} of "
+            f"training, found {timesteps[0]}"
+        )
+    end = 1.0 if set_alpha_to_one else alphas_cumprod[0].item()
+    levels = (*alphas_cumprod[timesteps].tolist(), end)
+    if levels[0] <= 0:
+        raise BadInput(
+            f"alphas_cumprod[{timesteps[0]}]: expected more than 0, found {levels[0]}: the noise said there "
+            "tells nothing of the picture (rescale_betas_zero_snr needs another prediction)"
+        )
+    return NoiseSchedule(levels, tuple(map(float, timesteps)), reads="noise")
+
+
+def _ddim_timesteps(steps: int, train: int, *, spacing: str, steps_offset: int) -> list[int]:
+    """Lay out timesteps from noise to picture; the names are those of arXiv 2305.08891, table 2."""
+    match spacing:
+        case "leading":
+            return [k * (train // steps) + steps_offset for k in reversed(range(steps))]
+        case "linspace":
+            return [round(k * (train - 1) / max(1, steps - 1)) for k in reversed(range(steps))]
+        case "trailing":
+            return [round(train - k * train / steps) - 1 for k in range(steps)]
+        case _:
+            raise BadInput(f"timestep_spacing: expected 'leading', 'linspace' or 'trailing', found {spacing!r}")
+
+
+class Transition(Protocol):
+    """Draws what comes next of states: from normal distributions around what the model says."""
+
+    def __call__(
+        self,
+        x_ND: Tensor,
+        said_ND: Tensor,
+        steps_N: Tensor,
+        schedule: NoiseSchedule,
+        sampler: Any,  # noqa: ANN401 -- its own
+        /,
+    ) -> tuple[Tensor, Tensor]:
+        """Return mean (N x D) and standard deviation (N) of what comes next, both in float32, or float64 if asked so.
+
+        `steps_N` are indices of steps, int64; the standard deviation is 0 where nothing is drawn.
+        """
+        ...
+
+
+def transition(
+    sampler: Sampler, x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule
+) -> tuple[Tensor, Tensor]:
+    """Return mean (N x D) and standard deviation (N) of what comes next, by a sampler's own implementation."""
+    assert sampler.reads == schedule.reads, f"{sampler.known_as} reads {sampler.reads}, the model says {schedule.reads}"
+    return cast(Transition, implementation_of(sampler))(x_ND, said_ND, steps_N, schedule, sampler)
+
+
+def deterministic(x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule) -> Tensor:
+    """Return what comes next without noise: an Euler step along the velocity, or DDIM's with η = 0."""
+    if schedule.reads == "noise":
+        return _ddim(x_ND, said_ND, steps_N, schedule, noise=0.0)[0]
+    level_N, after_N = _around(steps_N, schedule)
+    return _mixed(x_ND, said_ND, kept_N=torch.ones_like(level_N), moved_N=after_N - level_N)
+
+
+def noisy_steps(sampler: Sampler, schedule: NoiseSchedule) -> tuple[int, ...]:
+    """Return the steps at which a sampler draws, so that they have a probability and can be learnt."""
+    nothing_ND = torch.zeros(schedule.steps, 1)
+    _, std_N = transition(sampler, nothing_ND, nothing_ND, torch.arange(schedule.steps), schedule)
+    return tuple((std_N > 0).nonzero().flatten().tolist())
+
+
+def sde(
+    x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: SdeSampler
+) -> tuple[Tensor, Tensor]:
+    """Step as Flow-GRPO (arXiv 2505.05470, eq. 9): with g² = a²σ/(1 − σ).
+
+    At σ = 1 that is infinite: there, as in the authors' code, 1 − σ is taken of the second level.
+    """
+    level_N, _ = _around(steps_N, schedule)
+    finite_N = torch.where(level_N == 1, schedule.levels[1], level_N)
+    return _diffused(x_ND, said_ND, steps_N, schedule, square_N=sampler.noise**2 * level_N / (1 - finite_N))
+
+
+def dance(
+    x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: DanceSampler
+) -> tuple[Tensor, Tensor]:
+    """Step as DanceGRPO (arXiv 2505.07818, eq. 8): with g = η at every level."""
+    square_N = torch.full(steps_N.shape, sampler.noise**2, dtype=torch.float64, device=steps_N.device)
+    return _diffused(x_ND, said_ND, steps_N, schedule, square_N=square_N)
+
+
+def _diffused(
+    x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, *, square_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Take an Euler-Maruyama step of the equation with this g² that has the same marginals as the velocity's own.
+
+    Its drift is v − ½g²·score, with the score −(x + (1 − σ)v)/σ; time runs down, so Δ < 0.
+    """
+    level_N, after_N = _around(steps_N, schedule)
+    change_N = after_N - level_N
+    pull_N = square_N * change_N / (2 * level_N)
+    mean_ND = _mixed(x_ND, said_ND, kept_N=1 + pull_N, moved_N=change_N + pull_N * (1 - level_N))
+    return mean_ND, (square_N * -change_N).sqrt().to(mean_ND.dtype)
+
+
+def cps(
+    x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: CpsSampler
+) -> tuple[Tensor, Tensor]:
+    """Step with preserved coefficients (arXiv 2509.05952): (1 − σ')·x̂0 + σ'·(cos(aπ/2)·x̂1 + sin(aπ/2)·fresh noise).
+
+    So a state has just as much noise as its level says, and none is drawn in the last step, whose σ' is 0.
+    """
+    level_N, after_N = _around(steps_N, schedule)
+    angle = sampler.noise * math.pi / 2
+    # x̂0 = x − σv and x̂1 = x + (1 − σ)v: their shares, gathered by x and v.
+    picture_N, noise_N = 1 - after_N, after_N * math.cos(angle)
+    moved_N = (1 - level_N) * noise_N - level_N * picture_N
+    mean_ND = _mixed(x_ND, said_ND, kept_N=picture_N + noise_N, moved_N=moved_N)
+    return mean_ND, (after_N * math.sin(angle)).to(mean_ND.dtype)
+
+
+def ddim(
+    x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: DdimSampler
+) -> tuple[Tensor, Tensor]:
+    """Step as DDIM with noise (arXiv 2010.02502, eq. 12 and 16), which DDPO learns from (arXiv 2305.13301)."""
+    return _ddim(x_ND, said_ND, steps_N, schedule, noise=sampler.noise)
+
+
+def _ddim(
+    x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, *, noise: float
+) -> tuple[Tensor, Tensor]:
+    level_N, after_N = _around(steps_N, schedule)
+    variance_N = noise**2 * (1 - after_N) / (1 - level_N) * (1 - level_N / after_N)
+    # x̂0 = (x − √(1 − ᾱ)·e)/√ᾱ: its share √ᾱ', gathered by x and e.
+    kept_N = (after_N / level_N).sqrt()
+    moved_N = (1 - after_N - variance_N).sqrt() - kept_N * (1 - level_N).sqrt()
+    mean_ND = _mixed(x_ND, said_ND, kept_N=kept_N, moved_N=moved_N)
+    return mean_ND, variance_N.sqrt().to(mean_ND.dtype)
+
+
+def step_logprobs(
+    next_ND: Tensor, mean_ND: Tensor, std_N: Tensor, *, weighting: Literal["exact", "published"] = "exact"
+) -> Tensor:
+    """Return the log-prob of what came next, a mean over latents without the constants, which ratios lose.
+
+    The mean makes a ratio the D-th root of that of the probabilities. "published" leaves 1/2s² out, as the code of
+    arXiv 2509.05952 does. Standard deviations must not be 0.
+    """
+    squares_N = _mean_square(next_ND, mean_ND)
+    return -squares_N if weighting == "published" else -squares_N / (2 * std_N.square())
+
+
+def step_divergence(mean_ND: Tensor, other_ND: Tensor, std_N: Tensor) -> Tensor:
+    """Return KL(mean ‖ other) of two normal distributions of the same standard deviation, a mean over latents."""
+    return _mean_square(mean_ND, other_ND) / (2 * std_N.square())
+
+
+def _mean_square(one_ND: Tensor, other_ND: Tensor) -> Tensor:
+    one_ND, other_ND = _floats(one_ND, other_ND)
+    return (one_ND - other_ND).square().mean(dim=1)
+
+
+def _mixed(x_ND: Tensor, said_ND: Tensor, *, kept_N: Tensor, moved_N: Tensor) -> Tensor:
+    x_ND, said_ND = _floats(x_ND, said_ND)
+    return x_ND * kept_N.to(x_ND.dtype)[:, None] + said_ND * moved_N.to(x_ND.dtype)[:, None]
+
+
+def _floats(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast both to float32, or to float64 if one is: a step moves a state by less than half precision can say."""
+    dtype = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
+    return one.to(dtype), other.to(dtype)
+
+
+def _around(steps_N: Tensor, schedule: NoiseSchedule) -> tuple[Tensor, Tensor]:
+    """Return the levels before and after these steps, in float64: their differences are small."""
+    levels_L = torch.tensor(schedule.levels, dtype=torch.float64, device=steps_N.device)
+    return levels_L[steps_N], levels_L[steps_N + 1]
