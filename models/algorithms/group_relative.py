@@ -49,6 +49,17 @@ def grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
     return standardised_N
 
 
+def grpo_over_batch(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
+    """Centre rewards on their group's mean, over the population deviation of all (Flow-GRPO, arXiv 2505.05470).
+
+    >>> grpo_over_batch(np.array([1.0, 0.0, 5.0, 6.0]), np.array([0, 0, 1, 1]), 2).round(3)
+    array([ 0.196, -0.196, -0.196,  0.196])
+    """
+    std = group_statistics(rewards_N, np.zeros_like(group_N), 1).std_G
+    standardised_N: Floats = dr_grpo(rewards_N, group_N, num_groups) / (std + EPSILON)
+    return standardised_N
+
+
 def rloo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
     """Subtract from each reward the mean of its group's others (RLOO, arXiv 2402.14740, eq. 8).
 
@@ -78,9 +89,11 @@ def group_relative(experience: Experience, algorithm: GroupRelative) -> Advantag
     if algorithm.combine == "sum_then_normalise":
         advantages_N = relative(scored.total_N - taken_N, scored.group_N, scored.num_groups)
     else:
-        unscaled = dr_grpo if relative is grpo else relative
+        unscaled = dr_grpo if relative in (grpo, grpo_over_batch) else relative
         taken_N[~scored.is_scored] = np.nan
         advantages_N = _sum_of_terms(scored, relative) - unscaled(taken_N, scored.group_N, scored.num_groups)
+    if algorithm.advantage_clip is not None:
+        advantages_N = np.clip(advantages_N, -algorithm.advantage_clip, algorithm.advantage_clip)
     return Advantages(np.repeat(advantages_N, scored.lengths_N))
 
 
@@ -94,7 +107,7 @@ def informative(scored: ScoredGroups, algorithm: GroupRelative) -> Mask:
 
 
 def _relative(algorithm: GroupRelative) -> Relative:
-    return cast(Relative, find_target(algorithm.relative, where=f"{algorithm.known_as!r}"))
+    return cast(Relative, find_target(algorithm.compares_by, where=f"{algorithm.known_as!r}"))
 
 
 def _sum_of_terms(scored: ScoredGroups, relative: Relative) -> Floats:

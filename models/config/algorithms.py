@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from infra.config import Fraction, Positive, Settings
 from infra.variants import OneOf, Target, Variant
@@ -13,6 +14,11 @@ from models.config.teachers import Distillation
 
 if TYPE_CHECKING:
     from models.config.job import Job
+
+
+def _unwritten(default: object) -> FieldInfo:
+    """Leave a key that is younger than stored runs out of their identities, and of all else, at its default."""
+    return Field(exclude_if=lambda value: bool(value == default))  # type: ignore[no-any-return]
 
 
 # ---- what rewards are shaped by
@@ -142,6 +148,8 @@ class GroupRelative(Algorithm):
     """Several reward terms: make advantages of their weighted sum, or of each term and add those up by weight."""
     kl: RewardKl | None = None
     """Penalty in the reward of the whole completion; none has no such penalty."""
+    advantage_clip: Annotated[Annotated[float, Field(gt=0)] | None, _unwritten(None)] = None
+    """Advantages that rewards make are so large at most, on either side; none leaves them as they are."""
 
     @property
     def reward_kl(self) -> RewardKl | None:
@@ -152,6 +160,11 @@ class GroupRelative(Algorithm):
     def keeps_uninformative(self) -> bool:
         """Whether groups of equal rewards are trained too."""
         return self.keep_uninformative or super().keeps_uninformative
+
+    @property
+    def compares_by(self) -> str:
+        """The `relative` that its settings choose."""
+        return self.relative
 
     def functions(self) -> dict[str, tuple[str, ...]]:
         """What all have, and the baseline."""
@@ -174,6 +187,14 @@ class Grpo(GroupRelative):
     relative = "models.algorithms.group_relative:grpo"
 
     kind: Literal["grpo"] = "grpo"
+    std: Annotated[Literal["group", "batch"], _unwritten("group")] = "group"
+    """Whose standard deviation: of the group's rewards, or of all rewards of the iteration, so that a group that
+    differs little counts little (Flow-GRPO, arXiv 2505.05470)."""
+
+    @property
+    def compares_by(self) -> str:
+        """By the group's deviation or the batch's."""
+        return self.relative if self.std == "group" else "models.algorithms.group_relative:grpo_over_batch"
 
 
 class DrGrpo(GroupRelative):

@@ -5,13 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.algorithms.group_relative import EPSILON, dr_grpo, grpo, rloo
+from models.algorithms.group_relative import EPSILON, dr_grpo, grpo, grpo_over_batch, rloo
 from models.algorithms.ragged import group_statistics
 from models.records.columns import Floats, Integers
 
 busy = settings(deadline=None)  # a busy machine is not wrong
 NAN = float("nan")
-RELATIVE = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+RELATIVE = {"grpo": grpo, "grpo_over_batch": grpo_over_batch, "dr_grpo": dr_grpo, "rloo": rloo}
+STANDARDISED = ("grpo", "grpo_over_batch")
 every_algorithm = pytest.mark.parametrize("kind", RELATIVE)
 
 
@@ -34,6 +35,15 @@ def test_grpo_gives_the_advantages_worked_by_hand():
     expected = np.array([3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)])
     found = relative("grpo", [1, 0, 0, 0])
     np.testing.assert_allclose(found, expected * (3**0.5 / 4) / (3**0.5 / 4 + EPSILON), rtol=1e-12)
+
+
+def test_over_the_batch_a_group_that_differs_little_counts_little():
+    # all four: mean 5, variance (16 + 9 + 9 + 16) / 4 = 12.5; the missing one counts nowhere
+    found = relative("grpo_over_batch", [1, 2, NAN, 8, 9], [0, 0, 0, 1, 1])
+    np.testing.assert_allclose(found, np.array([-0.5, 0.5, NAN, -0.5, 0.5]) / (12.5**0.5 + EPSILON), rtol=1e-12)
+    # a group of equal rewards has no advantage, and is of the batch: mean 1/2, variance (3 · 1/4 + 1/4) / 4 = 1/4
+    found = relative("grpo_over_batch", [1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 1, 2])
+    np.testing.assert_allclose(found, np.array([1, -1, 1, -1, 0, 0]) * 0.5 / (0.5 + EPSILON), rtol=1e-12)
 
 
 def test_dr_grpo_only_centres():
@@ -94,8 +104,9 @@ def test_a_constant_added_to_all_rewards_changes_nothing(kind: str, batch: tuple
 def test_the_scale_of_rewards_matters_only_without_the_deviation(kind: str, batch: tuple[Floats, Integers], scale: int):
     rewards_N, ids_N = batch
     plain_N, scaled_N = (RELATIVE[kind](rewards_N * factor, ids_N, 4) for factor in (1, scale))
-    expected_N = plain_N if kind == "grpo" else plain_N * scale
-    np.testing.assert_allclose(scaled_N, expected_N, rtol=1e-4 if kind == "grpo" else 1e-12, atol=1e-9)  # EPSILON
+    expected_N = plain_N if kind in STANDARDISED else plain_N * scale
+    tolerance = 1e-4 if kind in STANDARDISED else 1e-12  # EPSILON
+    np.testing.assert_allclose(scaled_N, expected_N, rtol=tolerance, atol=1e-9)
 
 
 @every_algorithm

@@ -76,6 +76,39 @@ def test_a_group_whose_terms_cancel_out_is_informative_only_where_they_are_norma
     assert informative_groups(scored, Grpo(combine=ONE_BY_ONE)).all()
 
 
+# ---- what Flow-GRPO does otherwise
+
+
+def test_each_term_is_divided_by_its_own_deviation_over_the_batch():
+    # outcomes (1, 0 | 0, 0): mean 1/4, variance 3/16; the other (0, 4 | 8, 4): mean 4, variance 8; weight 0.5
+    drawn = Drawn([1, 0, 0, 0], [1, 2, 1, 1], [0, 0, 1, 1], terms={"other": (0.5, [0, 4, 8, 4])})
+    found = token_advantages(experience(drawn), Grpo(std="batch", combine=ONE_BY_ONE)).advantages_T
+    outcome, other = 0.5 / math.sqrt(3 / 16), 0.5 * 2 / math.sqrt(8)
+    expected = [outcome - other, *[other - outcome] * 2, other, -other]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    # summed first: (1, 2 | 4, 2), mean 9/4, variance (25 + 1 + 49 + 1) / 64
+    found = token_advantages(experience(drawn), Grpo(std="batch")).advantages_T
+    np.testing.assert_allclose(found, np.array([-0.5, 0.5, 0.5, 1, -1]) / math.sqrt(76 / 64), rtol=1e-5)
+
+
+def test_a_penalty_keeps_its_size_over_the_batch_too():
+    batch = experience(Drawn([8, 0], [8, 6]), max_new_tokens=10)
+    found = token_advantages(batch, Grpo(std="batch", combine=ONE_BY_ONE, overlong=OVERLONG)).advantages_T
+    np.testing.assert_allclose(found, np.repeat([0.5, -0.5], [8, 6]), atol=1e-6)
+
+
+@pytest.mark.parametrize("combine", ["sum_then_normalise", ONE_BY_ONE])
+def test_advantages_of_rewards_are_clipped_on_either_side_and_a_teachers_opinion_is_not(combine: str):
+    # 1 - 1/3, 0 - 1/3, 0 - 1/3
+    drawn, found = Drawn([1, 0, 0, NAN], [1, 2, 1, 1]), estimates([-1.0] * 5, [-3.0, *[-1.0] * 4])
+    for bound, expected in ((0.5, [0.5, -1 / 3, -1 / 3, -1 / 3, NAN]), (0.25, [0.25, -0.25, -0.25, -0.25, NAN])):
+        algorithm = DrGrpo(advantage_clip=bound, combine=combine)
+        np.testing.assert_allclose(token_advantages(experience(drawn), algorithm).advantages_T, expected, rtol=1e-12)
+        taught = algorithm.model_copy(update={"distillation": TEACHER})
+        both = token_advantages(experience(drawn, estimates=found), taught).advantages_T
+        np.testing.assert_allclose(both, [expected[0] - 1, *expected[1:]], rtol=1e-12)
+
+
 # ---- length
 
 
