@@ -186,19 +186,20 @@ def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]
         raise Unusable(f"{where}: expected a function that returns a float, or several, found {found!r}")
     if function["made"]:
         made: Callable[..., object] = found(**options)
-        return made, []
+        return made, _shown_to(made)
     named = {part: [], **options} if part else options
-    takes = [name for name in ("images", "messages") if name not in named and _has_parameter(found, name)]
+    takes = [name for name in _shown_to(found) if name not in named]
     named = {**{name: [] for name in takes}, **named}
     check_call(found, "prompt", "completion", "answer", where=where, named=named)
     return functools.partial(found, **options), takes
 
 
-def _has_parameter(function: Callable[..., object], name: str) -> bool:
+def _shown_to(function: Callable[..., object]) -> list[str]:
     try:
-        return name in inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except ValueError:  # some built-ins do not tell
-        return False
+        return []
+    return [name for name in ("images", "messages") if name in parameters]
 
 
 def _forget(name: str) -> None:

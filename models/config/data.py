@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Positive, Settings
+from infra.config import Fraction, Positive, Settings
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
 
@@ -33,6 +33,10 @@ class DataSource(Variant):
     left_out: ClassVar[str] = ""
     """`pkg.mod:function` that says which training problems the source leaves out by itself, a
     `models.data.problems.LeftOut`; empty where it leaves none out."""
+
+    pictures: ClassVar[str] = ""
+    """`pkg.mod:function` that makes pictures for the warm-up of policies that draw, a
+    `models.data.examples.PictureSource`; empty where it has none."""
 
     without: Location | None = None
     """File with a prompt_id per line, of this machine or at s3://bucket/name: iterations leave these problems out."""
@@ -98,6 +102,25 @@ class PicturesData(DataSource):
     def heldout_known(self) -> int | None:
         """As many as are made."""
         return self.heldout_problems
+
+
+class PaintingsData(DataSource):
+    """Pictures to be painted, such as "red square left": 3 colours, 2 shapes, 4 places; for policies that draw.
+
+    Held-out prompts ask the same pictures in another order of the same words: "left red square".
+    """
+
+    implementation = "models.data.paintings:painting_problems"
+    pictures = "models.data.paintings:pretraining_pictures"
+
+    kind: Literal["paintings"] = "paintings"
+    lies: Fraction = 0.5
+    """Share of the pictures which a policy from nothing begins with whose caption says any colour and any place."""
+
+    @property
+    def heldout_known(self) -> int | None:
+        """One for each picture that can be asked."""
+        return 24
 
 
 class CalculationsData(DataSource):
@@ -297,7 +320,7 @@ DataConfig = Annotated[
     DataSource,
     OneOf(
         (
-            *(ArithmeticData, PicturesData, CalculationsData, MeasuresData),
+            *(ArithmeticData, PicturesData, PaintingsData, CalculationsData, MeasuresData),
             *(FileData, MixtureData, DeduplicatedData, TargetData),
         )
     ),

@@ -183,7 +183,8 @@ class JudgeReward(RewardTerm):
     delimiter that no completion can guess. A verdict of kind `steps` has `{steps}`, the completion in tags, in place
     of `{completion}`."""
     images: Literal["none", "prompt"] = "none"
-    """What it is shown beside the question: `prompt` shows it the images of the prompt, in order, before the text."""
+    """What it is shown beside the question: `prompt` shows it the images of the prompt, in order, before the text; of a
+    policy that draws, the picture."""
     sight_question: str = "What colour is the square in the image? Answer with one word."
     """What a judge behind an endpoint that is shown images is asked twice before the run: about a red square and a
     blue one. Equal answers are those of a judge that does not get its images, and refuse it."""
@@ -204,6 +205,11 @@ class JudgeReward(RewardTerm):
     """Known-bad answers mixed in."""
     slots: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker slots that one replica takes, each with `pools.threads` threads or its GPUs."""
+
+    @property
+    def looks(self) -> bool:
+        """Where it is shown images."""
+        return self.images == "prompt"
 
     @property
     def endpoint(self) -> EndpointJudge | None:

@@ -2,9 +2,9 @@
 
 import re
 from abc import ABC, abstractmethod
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from infra.config import Settings
 from infra.processes.functions import RunFunction
@@ -37,6 +37,11 @@ class RewardTerm(Variant):
     def values_steps(self) -> bool:
         """Whether it values steps, tokens or turns rather than whole completions."""
         return self.valued != "completion"
+
+    @property
+    def looks(self) -> bool:
+        """Whether it may look at pictures."""
+        return False
 
     @property
     def aggregated(self) -> Aggregated:
@@ -154,13 +159,57 @@ class SimilarityReward(BuiltInReward):
     """Directory of sentence-transformers, of this machine or at s3://bucket/name."""
 
 
+class PaintingReward(BuiltInReward):
+    """1 if the picture is one blob of the asked colour at the asked place, else 0; for `data.kind = "paintings"`."""
+
+    implementation = "models.rewards.painting:painting_reward"
+    checks_references = True
+
+    kind: Literal["painting"] = "painting"
+
+    @property
+    def looks(self) -> bool:
+        """It does."""
+        return True
+
+
+class ClipReward(BuiltInReward):
+    """How well the last picture fits the prompt, by a CLIP such as PickScore's or HPS', or, by a head, how it looks.
+
+    It is computed by CPU, in the scoring worker; a prompt that is longer than the CLIP's context is cut off.
+    """
+
+    implementation = "models.rewards.clip:clip_reward"
+
+    kind: Literal["clip"] = "clip"
+    path: Location
+    """Directory of a CLIP with its image processor and tokenizer, of this machine or at s3://bucket/name."""
+    value: Literal["cosine", "logit"] = "cosine"
+    """Cosine of the two embeddings, -1 to 1; or that times the CLIP's own logit scale, over 100."""
+    head: Location | None = None
+    """Safetensors of linear layers, from the image's embedding, of length 1, to one number that replaces the
+    comparison; none compares."""
+
+    @property
+    def looks(self) -> bool:
+        """It does."""
+        return True
+
+    @model_validator(mode="after")
+    def _is_one_number(self) -> Self:
+        if self.head is not None and self.value == "logit":
+            raise ValueError("value 'logit' with head: the head's number replaces the comparison, remove one of them")
+        return self
+
+
 class TargetReward(RuleReward):
     """Any function `reward(prompt: str, completion: str, answer: str, **options)`.
 
     It returns a number; with `per = "step"` or `"token"` it is also given `steps: list[str]` or `tokens: list[str]`,
     which concatenated are the completion, and returns as many numbers; with `per = "turn"` it is given `turns:
     list[str]`, what the policy wrote in each turn of an episode. With a parameter `images: list[bytes]` it is given the
-    encoded images of the prompt, with `messages: list[dict]` prompt and episode as `{role, content, name}` each.
+    encoded images of the prompt, or the picture that was drawn; with `messages: list[dict]` prompt and episode as
+    `{role, content, name}` each.
     """
 
     brings_code = True
@@ -176,6 +225,11 @@ class TargetReward(RuleReward):
     """What a step is."""
     aggregate: Aggregated = "mean"
     """How the numbers of steps, tokens or turns become one where a number per completion is wanted."""
+
+    @property
+    def looks(self) -> bool:
+        """With a parameter `images`, which is known when it is imported."""
+        return True
 
     @property
     def function(self) -> RunFunction:
@@ -199,7 +253,7 @@ class TargetReward(RuleReward):
         return self.aggregate
 
 
-BuiltInConfig = NumericReward | MathReward | RegexReward | SimilarityReward
+BuiltInConfig = NumericReward | MathReward | RegexReward | SimilarityReward | PaintingReward | ClipReward
 
 RuleConfig = BuiltInConfig | TargetReward
 

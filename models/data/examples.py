@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from infra.errors import BadInput, Complaints
+from infra.plugins import find_target
 from infra.variants import implementation_of
 from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
 from models.config.training import WarmupConfig
@@ -52,6 +53,31 @@ def warmup_examples(
             for problem in passing
             for completion, *more in [_imitated(problem, data, warmup.worked_fraction, rng)]
         )
+    return examples
+
+
+class PictureSource(Protocol):
+    """Makes or reads pictures to imitate; the same arguments give the same."""
+
+    def __call__(self, data: Any, count: int, seed: int, /) -> list[tuple[str, bytes]]:  # noqa: ANN401 -- its own settings
+        """Return captions and encoded pictures."""
+        ...
+
+
+MOST_PICTURES: Final = 4096
+"""Pictures that a warm-up shows, again and again."""
+
+
+def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[tuple[str, bytes]]:
+    """Draw the captions and pictures of all warm-up steps, in training order: shuffled anew each pass."""
+    if not data.pictures:
+        raise BadInput(f"warmup of a policy that draws needs pictures to imitate: data.kind {data.known_as!r} has none")
+    wanted = warmup.steps * warmup.batch_size
+    make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.known_as!r}"))
+    pictures, rng = make(data, min(wanted, MOST_PICTURES), seed), Random(f"{seed}/warmup")
+    examples: list[tuple[str, bytes]] = []
+    while len(examples) < wanted:
+        examples.extend(rng.sample(pictures, k=min(len(pictures), wanted - len(examples))))
     return examples
 
 

@@ -94,10 +94,15 @@ def data_address(encoded: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
 
 
+def open_picture(encoded: bytes) -> Image.Image:
+    """Decode an image, turned as it is to be shown, in three colours. Raises BadInput where it is none."""
+    with _opened(encoded, where="image") as opened:
+        return ImageOps.exif_transpose(opened).convert("RGB")
+
+
 def thumbnail(encoded: bytes) -> bytes:
     """Make a small copy for a page, of at most `THUMBNAIL_BYTES`; tiny pictures are enlarged, pixel by pixel."""
-    with _opened(encoded, where="image") as opened:
-        image = ImageOps.exif_transpose(opened).convert("RGB")
+    image = open_picture(encoded)
     image.info.clear()  # profiles of colours may be larger than the copy
     for side in (96, 64, 32):
         small = image.copy()

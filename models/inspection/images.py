@@ -16,7 +16,7 @@ from models.data.problems import Problem, identity
 from models.judges.endpoint import ChatJudge
 from models.judges.verdicts import Answer, Question
 from models.records.media import HeldImages
-from models.rewards.evaluate import Case, Evaluator
+from models.rewards.evaluate import Case, Evaluator, check_looking
 from models.vision.pixels import processor_within
 from models.vision.processor import VisionProcessor
 
@@ -51,8 +51,14 @@ def _check_image(encoded: bytes, processor: VisionProcessor | None, *, where: st
         raise BadInput(f"{where}: {error}") from error
 
 
-def check_seen(scoring: ScoringConfig, problems: Sequence[Problem]) -> None:
-    """Refuse judges to whom no problem shows an image, and functions that cannot read those that there are."""
+def check_seen(scoring: ScoringConfig, problems: Sequence[Problem], *, draws: bool = False) -> None:
+    """Refuse judges to whom no problem shows an image, and functions that cannot read those that there are.
+
+    Of a policy that draws, functions have to take pictures.
+    """
+    if draws:
+        check_looking(scoring)
+        return
     shown = next((problem for problem in problems if problem.images), None)
     for term, reward in scoring.model_rewards.items():
         if reward.kind == "judge" and reward.images == "prompt" and shown is None:

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Final, cast
 
-from infra.errors import WorkerLost
+from infra.errors import BadInput, WorkerLost
 from infra.processes.child import MOST_ENDS, Place, ProcessEnded, our_interpreter, users_interpreter
 from infra.processes.functions import CallResult, FunctionProcess, RunFunction
 from models.config.reward_terms import RuleReward, Segmentation
@@ -143,6 +143,17 @@ class Evaluator:
                 return f"{term}: {reason}"
         return None
 
+    def blind(self) -> list[str]:
+        """Name the terms whose functions take no images."""
+        self.start()
+        pairs = zip(self._functions, self._scoring.rule_terms, strict=True)
+        parts = [(self._parts[_is_ours(function)], function, term) for function, term in pairs]
+        return [
+            term
+            for part, function, term in parts
+            if not part.place.ready().takes(part.functions.index(function), "images")
+        ]
+
     def close(self) -> None:
         """Kill the processes and what they started."""
         for part in self._parts.values():
@@ -252,6 +263,22 @@ def check_rewards(scoring: ScoringConfig) -> None:
             evaluator.start()
         finally:
             evaluator.close()
+
+
+def check_looking(scoring: ScoringConfig) -> None:
+    """Raise BadInput if a user's function takes no pictures, where there is nothing else to judge."""
+    targets = [rule for rule in scoring.rules if rule.brings_code]
+    if not targets:
+        return
+    evaluator = Evaluator(scoring.model_copy(update={"rewards": tuple(targets)}))
+    try:
+        blind = evaluator.blind()
+    finally:
+        evaluator.close()
+    if blind:
+        raise BadInput(
+            f"reward {blind[0]!r}: its policy draws: expected a function with a parameter `images: list[bytes]`"
+        )
 
 
 def _unjudged(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerLost:

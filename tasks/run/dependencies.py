@@ -58,7 +58,7 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     """Find what results depend on beside the configuration; `run` is the one that goes on, if it was begun before.
 
     The placement is left out, since no result depends on it, and so are directories with models, of which a run keeps
-    a copy; of retrievers it keeps none.
+    a copy; of retrievers and CLIPs it keeps none.
     """
     records = [] if run is None else dependency_records(run)
     known = records[-1].dependencies.data if records else {}
@@ -153,7 +153,7 @@ def _files(value: object) -> Iterator[Path]:
         case Path():
             if is_remote(value) or value.is_file():
                 yield value
-            elif (value / "modules.json").is_file():  # of sentence-transformers
+            elif (value / "modules.json").is_file() or _is_clip(value):  # the first are of sentence-transformers
                 yield from (path for path in value.rglob("*") if path.is_file())
         case BaseModel():
             for _, part in value:
@@ -164,6 +164,13 @@ def _files(value: object) -> Iterator[Path]:
         case tuple() | list():
             for part in value:
                 yield from _files(part)
+
+
+def _is_clip(directory: Path) -> bool:
+    try:
+        return '"model_type": "clip"' in (directory / "config.json").read_text()
+    except (OSError, ValueError):
+        return False
 
 
 def _beside(source: DataSource) -> dict[str, list[Path]]:

@@ -126,6 +126,15 @@ def lengths_of_tokens(prompt: str, completion: str, answer: str, *, tokens: list
     return [float(len(token)) for token in tokens]
 
 
+def brightness(prompt: str, completion: str, answer: str, images: list[bytes]) -> float:
+    """Return the mean of the last image's numbers, from 0 to 255."""
+    from io import BytesIO
+
+    from PIL import Image, ImageStat
+
+    return float(sum(ImageStat.Stat(Image.open(BytesIO(images[-1]))).mean) / 3)
+
+
 def share_of_red(prompt: str, completion: str, answer: str, images: list[bytes]) -> float:
     """Return the share of images that are red, or -1 where there are none."""
     from io import BytesIO

@@ -1,0 +1,128 @@
+"""A reward that says how well a picture fits its prompt, or how good it looks, by a CLIP (arXiv 2103.00020).
+
+Scorers of the shape of PickScore (2305.01569) and HPS (2306.09341) are CLIPs that were trained on what people
+preferred. An aesthetic head reads the image's embedding alone.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
+
+from infra.errors import BadInput
+from infra.store.inputs import fetched, written
+from models.admission.directory import admit, no_directory
+from models.config.reward_terms import ClipReward
+from models.modeling.policy import first_line, load_weights
+from models.rewards.painting import PictureReward
+from models.vision.processor import BACKEND, SETTINGS, open_image
+
+WHERE: Final = "reward 'clip': path"
+OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
+
+
+def clip_reward(config: ClipReward) -> PictureReward:
+    """Compare the last picture with the prompt, or read its embedding with a head. One at a time, in float32."""
+    scorer = _Scorer(config.path)
+    head = None if config.head is None else _head(config.head, width=scorer.width)
+
+    def reward(prompt: str, completion: str, answer: str, *, images: Sequence[bytes] | None = None) -> float:
+        if not images:
+            raise ValueError("expected a picture, found none")
+        with torch.inference_mode():
+            seen = scorer.image(open_image(images[-1]))
+            if head is not None:
+                return float(head(seen))
+            cosine = float(seen @ scorer.text(prompt))
+        return cosine * scorer.logit_scale / 100 if config.value == "logit" else cosine
+
+    return reward
+
+
+class _Scorer:
+    """A CLIP with its image processor and tokenizer."""
+
+    def __init__(self, path: Path) -> None:
+        here = _directory(path)
+        try:
+            self._pixels = AutoImageProcessor.from_pretrained(str(here), backend=BACKEND, **OFFLINE)
+            self._tokenizer = AutoTokenizer.from_pretrained(str(here), **OFFLINE)
+        except Exception as error:  # tokenizers raises Exception itself
+            raise _unfit(path, f"its processor does not load: {first_line(error)}") from error
+        self._model = load_weights(CLIPModel, here, what=WHERE, device="cpu", dtype=torch.float32).eval()
+        self._length = self._model.config.text_config.max_position_embeddings
+        self.width: int = self._model.config.projection_dim
+        self.logit_scale = float(self._model.logit_scale.detach().exp())
+        side = self._model.config.vision_config.image_size
+        try:
+            with torch.inference_mode():
+                self.text("a picture"), self.image(Image.new("RGB", (side, side)))
+        except (ValueError, IndexError, RuntimeError, KeyError) as error:
+            raise _unfit(path, f"processor and model do not fit: {first_line(error)}") from error
+
+    def text(self, text: str) -> Tensor:
+        """Embed a text as a vector of length 1; what is longer than the context is cut off."""
+        tokens = self._tokenizer(text, truncation=True, max_length=self._length, return_tensors="pt")
+        return _unit(self._model.get_text_features(tokens["input_ids"], tokens["attention_mask"]).pooler_output[0])
+
+    def image(self, image: Image.Image) -> Tensor:
+        """Embed a picture as a vector of length 1."""
+        pixels = self._pixels(images=image, return_tensors="pt")["pixel_values"]
+        return _unit(self._model.get_image_features(pixels).pooler_output[0])
+
+
+def _unit(embedding: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(embedding, dim=0)
+
+
+def _directory(path: Path) -> Path:
+    here = fetched(path)
+    if not here.is_dir():
+        raise no_directory(WHERE, path)
+    admit(here)
+    try:
+        kind = json.loads((here / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise _unfit(path, f"config.json does not load: {first_line(error)}") from error
+    if kind != "clip":
+        raise _unfit(path, f"found model_type {kind!r} in config.json")
+    if not any((here / name).is_file() for name in SETTINGS):
+        raise _unfit(path, f"with {' or '.join(SETTINGS)} beside it, found none")
+    if not any((here / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise _unfit(path, "with tokenizer.json or vocab.json beside it, found none")
+    return here
+
+
+def _unfit(path: Path, found: str) -> BadInput:
+    return BadInput(f"{WHERE} {written(path)}: expected a CLIP, {found}")
+
+
+def _head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
+    """Read linear layers, one after the other with nothing between them, as the aesthetic predictors of LAION are."""
+    where = f"reward 'clip': head {written(path)}"
+    try:
+        tensors = load_file(fetched(path))
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{where}: expected a file of safetensors: {first_line(error)}") from error
+    names = sorted(tensors, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
+    layers = [(tensors[name].float(), tensors.get(f"{name[:-6]}bias")) for name in names if name.endswith("weight")]
+    shapes = [tuple(weight.shape) for weight, _ in layers]
+    widths = [width, *(shape[0] for shape in shapes)]
+    chained = [shape[1:] == (before,) for shape, before in zip(shapes, widths, strict=False)]
+    if not layers or not all(chained) or widths[-1] != 1:
+        raise BadInput(f"{where}: expected linear layers from {width} numbers to 1, found weights of {shapes}")
+
+    def head(embedding: Tensor) -> Tensor:
+        for weight, bias in layers:
+            embedding = torch.nn.functional.linear(embedding, weight, None if bias is None else bias.float())
+        return embedding[0]
+
+    return head
