@@ -33,8 +33,9 @@ from models.modeling.policy import load_policy
 from models.records.versions import ModelVersion
 from models.records.work import UpdateWork
 from models.training.ranks import Ranks, join_ranks
+from models.training.samples import open_samples
 from models.training.trainer import Trainer
-from models.training.update_steps import StepPasses, extra_logprobs, open_samples, policy_steps, take_steps
+from models.training.update_steps import StepPasses, extra_logprobs, policy_steps, take_steps
 from tests.support.training import publish_scratch, write_samples
 from tests.support.update_workers import free_port
 

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from infra.store.bundles import BundledFile, BundleRef, fetch_bundle
 from infra.store.storage import Store
-from models.config.objectives import LoraConfig
+from models.config.lora import LoraConfig
 from models.config.policy import ModelOutline
 from models.modeling.checkpointing import layers_to_recompute
 from models.modeling.flash import attentions_of
@@ -118,7 +118,7 @@ def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledF
 def outline(model: PreTrainedModel) -> ModelOutline:
     """Say what a model without adapters consists of; it may be on the `meta` device."""
     head = getattr(model, _head_name(model) or "", None)
-    layers = {name: sum(layer.weight.shape) for name, layer in _linear_layers(model).items()}
+    layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}
     text = model.config.get_text_config()
     return ModelOutline(
         kind=type(model).__name__,
@@ -141,7 +141,7 @@ def _matmul_parameters(model: PreTrainedModel) -> int:
     text = model.config.get_text_config()
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
     chosen = getattr(text, "num_experts_per_tok", None) or experts
-    head = model.get_output_embeddings() or getattr(model, _head_name(model) or "", None)
+    head = _head(model)
     looked_up = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     apart = {id(weight) for module in (*looked_up, head) if module is not None for weight in module.parameters()}
     total = 0 if head is None else sum(weight.numel() for weight in head.parameters() if weight.ndim > 1)
@@ -153,13 +153,13 @@ def _matmul_parameters(model: PreTrainedModel) -> int:
 
 def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear | Conv1D]:
     """The layers that get an adapter, by name. Raises BadInput where a target names none."""
-    linear = _linear_layers(model)
+    linear = linear_layers(model)
     return {name: linear[name] for name in lora.choose(linear, kind=type(model).__name__)}
 
 
-def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
     """All but the head, and of a model that sees those of its decoder alone."""
-    head = model.get_output_embeddings() or getattr(model, _head_name(model) or "", None)
+    head = _head(model)
     return {
         name: module
         for name, module in model.named_modules()
@@ -187,6 +187,13 @@ def _shortest(model: PreTrainedModel, layers: set[str]) -> list[str]:
     ends = {name.rpartition(".")[2] for name in layers}
     others = (name for name, _ in model.named_modules() if name not in layers)
     return sorted(layers if ends & {name.rpartition(".")[2] for name in others} else ends)
+
+
+def _head(model: PreTrainedModel) -> nn.Module | None:
+    """The output layer; none of a denoiser, which is no language model."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    return model.get_output_embeddings() or getattr(model, _head_name(model) or "", None)
 
 
 def _head_name(model: PreTrainedModel) -> str | None:

@@ -118,7 +118,7 @@ def read_adapter(directory: Path) -> Adapter:
 
 def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
     """Refuse an adapter of another model; the model may be on the `meta` device."""
-    embeddings = model.get_input_embeddings().weight
+    embeddings = model.get_input_embeddings().weight if isinstance(model, PreTrainedModel) else None
     for name, delta in adapter.deltas.items():
         layer = _layer(model, name)
         if layer is None or layer.weight is embeddings:

@@ -14,7 +14,7 @@ from infra.errors import BadInput, Quarantined
 from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
 from infra.store.storage import open_store
 from models.config.engines import SamplingConfig, TransformersEngine
-from models.config.objectives import LoraConfig
+from models.config.lora import LoraConfig
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Completion, Engine, Request
 from models.modeling.adapters import put_adapters, save_adapters

@@ -8,7 +8,7 @@ import pytest
 from infra.errors import BadInput, Quarantined
 from infra.store.storage import open_store
 from models.config.engines import SamplingConfig, VllmEngine
-from models.config.objectives import LoraConfig
+from models.config.lora import LoraConfig
 from models.config.policy import ModelShape
 from models.engines.protocol import Request, SeeingEngine, build_engine
 from models.engines.vllm.engine import ServedEngine

@@ -28,7 +28,7 @@ from models.objectives.losses import token_weights
 from models.records.schemas import ESTIMATE_SCHEMA, SAMPLE_SCHEMA, score_schema
 from models.records.versions import Outcome
 from models.records.work import CreditWork, ScoredShard, ScoringWork
-from models.training.update_steps import open_samples
+from models.training.samples import open_samples
 from models.workers.scoring import ScoringWorker
 from tests.support.jobs import wait_for
 from tests.support.pictures import picture

@@ -20,7 +20,8 @@ from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.algorithms import CriticConfig, Ppo
-from models.config.objectives import LoraConfig, UpdateConfig
+from models.config.lora import LoraConfig
+from models.config.objectives import UpdateConfig
 from models.modeling.critic import TokenValues, critic_from_classifier, critic_from_policy, write_critic
 from models.modeling.logprobs import ForwardInput
 from models.modeling.policy import save_policy

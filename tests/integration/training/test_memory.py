@@ -13,7 +13,8 @@ import pytest
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
 from models.commands.memory import PassSizes, held_bytes, pass_bytes
-from models.config.objectives import KlPenalty, LoraConfig, UpdateConfig
+from models.config.lora import LoraConfig
+from models.config.objectives import KlPenalty, UpdateConfig
 from models.config.policy import ScratchPolicy
 from models.inspection.directory import DecoderSizes
 from models.records.schemas import SAMPLE_SCHEMA

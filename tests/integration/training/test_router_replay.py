@@ -15,7 +15,7 @@ from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.algorithms import Distillation, DistillationOnly
 from models.config.engines import SamplingConfig
-from models.config.objectives import LoraConfig
+from models.config.lora import LoraConfig
 from models.config.rollout import PartialRollout
 from models.config.teachers import TeacherDirectory
 from models.modeling.experts import heard_choices, routers

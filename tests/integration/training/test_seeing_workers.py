@@ -14,7 +14,7 @@ from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.engines import SamplingConfig, TransformersEngine
-from models.config.objectives import LoraConfig
+from models.config.lora import LoraConfig
 from models.config.policy import SeeingScratchPolicy
 from models.config.training import WarmupConfig
 from models.data.examples import Example
@@ -26,7 +26,7 @@ from models.modeling.policy import load_policy, load_sight
 from models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
 from models.training import versions
 from models.training.offline import Listener, imitate
-from models.training.update_steps import open_samples
+from models.training.samples import open_samples
 from models.training.versions import Learner
 from models.vision import sight
 from models.vision.parts import part_of

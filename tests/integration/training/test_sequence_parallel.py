@@ -10,7 +10,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from models.config.objectives import LoraConfig, UpdateConfig
+from models.config.lora import LoraConfig
+from models.config.objectives import UpdateConfig
 from models.config.optimizers import Muon
 from models.modeling.critic import TokenValues
 from models.modeling.layout import MicroBatch, lay_out

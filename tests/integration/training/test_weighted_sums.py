@@ -18,7 +18,7 @@ from infra.store.bundles import BundleRef, fetch_bundle, publish_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
 from infra.store.storage import open_store
-from models.config.objectives import LoraConfig
+from models.config.lora import LoraConfig
 from models.config.policy import MergeParent, MergePolicy
 from models.inspection.directory import inspect_policy
 from models.modeling.adapters import put_adapters, save_adapters

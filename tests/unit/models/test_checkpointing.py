@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lla
 
 from infra.store.bundles import BundleRef
 from models.commands.memory import PassSizes, pass_bytes
-from models.config.objectives import LoraConfig, UpdateConfig
+from models.config.lora import LoraConfig
+from models.config.objectives import UpdateConfig
 from models.inspection.directory import DecoderSizes
 from models.modeling.adapters import put_adapters
 from models.modeling.checkpointing import checkpoint_layers, layers_to_recompute

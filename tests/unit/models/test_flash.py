@@ -7,7 +7,7 @@ from transformers import DeepseekV3Config, Gemma2Config
 from infra.errors import BadInput
 from infra.store.bundles import BundleRef
 from models.config.attention import FLASH, check_attention
-from models.config.objectives import LoraConfig
+from models.config.lora import LoraConfig
 from models.inspection.directory import DecoderSizes
 from models.modeling.adapters import outline, put_adapters
 from models.modeling.flash import attentions_of, flash_kernel

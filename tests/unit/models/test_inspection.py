@@ -16,7 +16,8 @@ from infra.variants import check_implementation
 from models.commands.preflight import LOSS, LOSS_NAMED
 from models.config.data import ArithmeticData
 from models.config.engines import TransformersEngine, VllmEngine
-from models.config.objectives import Cispo, Gspo, LoraConfig, PolicyGradient, PpoClip
+from models.config.lora import LoraConfig
+from models.config.objectives import Cispo, Gspo, PolicyGradient, PpoClip
 from models.config.policy import ScratchPolicy
 from models.data.problems import load_problems
 from models.engines.protocol import check_class

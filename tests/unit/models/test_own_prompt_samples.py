@@ -15,7 +15,8 @@ from models.modeling.batching import Sequences, plan_steps
 from models.records.model_input import RENDERED, rollout_inputs
 from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
 from models.records.turn_prompts import cut_at_prompts, turn_prompts
-from models.training.update_steps import open_samples, prepare
+from models.training.samples import open_samples
+from models.training.update_steps import prepare
 
 # Two groups of two episodes. Of each the turns that the policy wrote; their prompts are 50, 51, …
 TURNS = [[[11, 12, 13], [14]], [[21, 22]], [[31], [32, 33], [34, 35]], [[41, 42, 43, 44]]]

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, Lfm2Config, MambaConfig
 
 from infra.store.bundles import BundleRef
-from models.config.objectives import LoraConfig
+from models.config.lora import LoraConfig
 from models.modeling.adapters import put_adapters
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
