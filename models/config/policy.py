@@ -21,6 +21,8 @@ class PolicySource(Variant):
     """`pkg.mod:function` that describes it before anything is built, a `models.inspection.directory.Inspection`."""
     brings_tokens: ClassVar[bool] = False
     """Whether its tokenizer comes with it, and is not trained from the data."""
+    draws: ClassVar[bool] = False
+    """Whether it draws pictures, and writes no text."""
 
 
 class ScratchPolicy(PolicySource):
@@ -176,8 +178,57 @@ class MergePolicy(PolicySource):
         return self
 
 
+class DiffusionPolicy(PolicySource):
+    """A directory in diffusers format that draws pictures: Stable Diffusion 1, 2, XL and 3, FLUX, Qwen-Image.
+
+    Its denoiser is trained; text encoders and VAE stay as they are.
+    """
+
+    implementation = "models.denoising.policy:write_diffusion"
+    inspection = "models.denoising.policy:inspect_diffusion"
+    brings_tokens = True
+    draws = True
+
+    kind: Literal["diffusion"] = "diffusion"
+    path: Location
+    """Directory with model_index.json, of this machine or at s3://bucket/name."""
+
+
+class ScratchDiffusionPolicy(PolicySource):
+    """A small policy that draws, built from nothing: Stable Diffusion 3's transformer on pixels, without VAE."""
+
+    implementation = "models.denoising.policy:write_scratch_diffusion"
+    inspection = "models.denoising.policy:inspect_scratch_diffusion"
+    draws = True
+
+    kind: Literal["scratch_diffusion"] = "scratch_diffusion"
+    side: Annotated[int, Field(ge=4, le=256)] = 8
+    """Height and width of a picture; each of these is shown as 8 pixels."""
+    patch_size: Positive = 2
+    """Side of what becomes one token."""
+    layers: Positive = 4
+    """Blocks."""
+    heads: Positive = 4
+    """Attention heads."""
+    head_size: Annotated[int, Field(ge=4)] = 16
+    """Numbers of a head."""
+    words: Annotated[int, Field(ge=4)] = 16
+    """Longest prompt in words and signs, with two ends."""
+    word_size: Annotated[int, Field(ge=4, multiple_of=2)] = 16
+    """Numbers that each of the two text encoders makes of a word."""
+    shift: Annotated[float, Field(gt=0)] = 1.0
+    """How far levels of noise are shifted towards noise."""
+
+    @model_validator(mode="after")
+    def _patches_divide(self) -> "ScratchDiffusionPolicy":
+        if self.side % self.patch_size:
+            raise ValueError(f"side {self.side} is not a multiple of patch_size {self.patch_size}")
+        return self
+
+
 PolicyConfig = Annotated[
-    ScratchPolicy | SeeingScratchPolicy | DirectoryPolicy | MergePolicy, Field(discriminator="kind")
+    ScratchPolicy | SeeingScratchPolicy | DirectoryPolicy | MergePolicy | DiffusionPolicy | ScratchDiffusionPolicy,
+    Field(discriminator="kind"),
 ]
 
 

@@ -1,0 +1,388 @@
+"""The kinds of denoisers that can be trained: what each is told beside a state, and how a state is laid out for it.
+
+Shapes: N states of a pass, C channels, Y x X latents of a side. A state is always N x C x Y x X here; FLUX and
+Qwen-Image read squares of 2 x 2 latents as one token.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from logging import CRITICAL
+from typing import Any, Final, Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from infra.errors import BadInput
+from infra.validation_errors import nearest
+from models.modeling.policy import making_models
+
+Condition = Mapping[str, Tensor]
+"""What text encoders make of a prompt, each with a row of its own; of several prompts with one row for each."""
+
+PACKED: Final = 2
+"""Latents on a side of the square that FLUX and Qwen-Image read as one token."""
+
+
+class Say(Protocol):
+    """Has a denoiser say velocity or noise."""
+
+    def __call__(
+        self, model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
+    ) -> Tensor:
+        """Return as many numbers as the states have."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """How much of a prompt a pipeline reads; an encoder with a limit of its own may read the beginning alone."""
+
+    tokenizer: str
+    """Name of the part; that of its text encoder ends alike."""
+    tokens: int | None = None
+    """Tokens by default, special ones included; none is as many as the encoder has places, which is not configured."""
+    most: int = 0
+    """Most that the pipeline can be told to read."""
+
+    @property
+    def encoder(self) -> str:
+        """Name of the text encoder."""
+        return self.tokenizer.replace("tokenizer", "text_encoder")
+
+
+CLIP_TOKENS: Final = 77
+"""That CLIP's text encoders have places for."""
+
+
+def _count(tokenizer: Any, prompt: str) -> int:  # noqa: ANN401
+    return len(list(tokenizer(prompt, verbose=False)["input_ids"]))
+
+
+@dataclass(frozen=True, slots=True)
+class DenoiserFamily:
+    """Denoisers of one class, and the pipelines that they are of."""
+
+    denoiser: str
+    """Name of the class in diffusers."""
+    pipelines: tuple[str, ...]
+    """Names of the classes of pipelines."""
+    folder: Literal["transformer", "unet"]
+    """Where its weights lie in a directory."""
+    reads: Literal["velocity", "noise"]
+    """What it says."""
+    encode: Callable[[Any, str, int | None], Condition]
+    """Has a pipeline's text encoders read a prompt, of whose longest at most so many tokens, none for its default."""
+    say: Say
+    limits: tuple[PromptLimit, ...]
+    """Of the text encoders that a whole prompt may go to; the first that there is counts."""
+    count: Callable[[Any, str], int] = _count
+    """Counts what its tokenizer makes of a prompt."""
+    packs: int = 1
+    """Latents on a side of what is one channel more in its configuration."""
+    evenly: bool = False
+    """Whether its pipeline asks for levels that end one step above 0, shifted after that; else they end at the least of
+    training."""
+    expects: Mapping[str, object] = field(default_factory=dict)
+    """Settings that say what it is told beside states, time and text, and the values of which that is given here."""
+
+    def channels(self, config: Mapping[str, Any]) -> int:
+        """Count the channels of a state."""
+        return int(config["in_channels"]) // self.packs**2
+
+    def side(self, config: Mapping[str, Any]) -> int:
+        """Latents on a side of the pictures that it was trained for."""
+        found = config.get("sample_size") or 128
+        if not isinstance(found, int):
+            raise BadInput(f"{self.denoiser}: sample_size {found!r}: expected one number; pictures are square here")
+        return int(found)
+
+    def tokens(self, config: Mapping[str, Any], side: int) -> int:
+        """Count what it reads a state of so many latents on a side as: tokens, or of a UNet latents."""
+        return int((side // (1 if self.folder == "unet" else self.patch(config))) ** 2)
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raise BadInput where a denoiser takes inputs that are not given here."""
+        given, said = int(config["in_channels"]), config.get("out_channels") or config["in_channels"]
+        if self.packs > 1:
+            said *= int(config.get("patch_size") or 1) ** 2
+        if given != said:
+            raise BadInput(
+                f"{self.denoiser} reads {given} channels and says {said}: it takes a picture beside the state "
+                "(in-painting, editing), which is not given here"
+            )
+        for name, value in self.expects.items():
+            if (config.get(name) or None) != value:
+                raise BadInput(
+                    f"{self.denoiser}: {name} {config.get(name)!r}: expected {value!r}: it takes inputs that are not "
+                    "given here"
+                )
+
+    def patch(self, config: Mapping[str, Any]) -> int:
+        """Count the latents on a side of one token; 1 where there are no tokens."""
+        if self.folder == "unet":
+            return int(2 ** (len(config["block_out_channels"]) - 1))
+        return int(self.packs if self.packs > 1 else config["patch_size"])
+
+
+def blank(config: Any, text: int) -> Condition:  # noqa: ANN401 -- a model's configuration
+    """Have one row of what a denoiser of any family is told, of so many tokens of text, with nothing in it."""
+    width = config.get("joint_attention_dim") or config["cross_attention_dim"]
+    pooled = config.get("pooled_projection_dim")
+    if config.get("addition_embed_type") == "text_time":
+        pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+    told = {"states": torch.zeros(1, text, width), "mask": torch.ones(1, text, dtype=torch.bool)}
+    return told | ({"pooled": torch.zeros(1, pooled), "pixels": torch.ones(1, 1)} if pooled else {})
+
+
+def gather(conditions: Sequence[Condition], rows: Sequence[int]) -> Condition:
+    """Put what prompts are read as side by side, one row for each of `rows`; texts are padded to the longest."""
+    found: dict[str, Tensor] = {}
+    for name in conditions[0]:
+        parts = [each[name] for each in conditions]
+        longest = max(part.shape[1] for part in parts) if parts[0].ndim > 1 else 0
+        if any(part.ndim > 1 and part.shape[1] < longest for part in parts):
+            parts = [_padded(part, longest) for part in parts]
+        index = torch.tensor(rows, device=parts[0].device)
+        found[name] = torch.cat(parts).index_select(0, index)
+    return found
+
+
+def _padded(part: Tensor, length: int) -> Tensor:
+    shape = (part.shape[0], length - part.shape[1], *part.shape[2:])
+    return torch.cat([part, part.new_zeros(shape)], dim=1)
+
+
+def class_of(name: str) -> Any:  # noqa: ANN401 -- diffusers has few types
+    """Find a class of diffusers, whose modules are imported when they are first asked for: by one thread at a time.
+
+    Raises BadInput where diffusers is not installed.
+    """
+    if find_spec("diffusers") is None:
+        raise BadInput("policies that draw: expected the package diffusers, found none; pip install 'rheostat[images]'")
+    with making_models():
+        import diffusers
+        from diffusers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity(CRITICAL)  # it warns of parts left out, and reports errors that it raises as well
+        return getattr(diffusers, name)
+
+
+def family_of(pipeline: str, denoiser: str) -> DenoiserFamily:
+    """Find the family of a pipeline's class and its denoiser's. Raises BadInput where it is none that we know."""
+    for family in FAMILIES:
+        if pipeline in family.pipelines and family.denoiser == denoiser:
+            return family
+    known = [name for family in FAMILIES for name in family.pipelines]
+    raise BadInput(
+        f"expected one of the pipelines {', '.join(known)}; found {pipeline} with {denoiser}, whose inputs are not "
+        "known here"
+        f"{nearest(pipeline, known)}"
+    )
+
+
+# ---- Stable Diffusion 3
+def _encode_sd3(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401 -- diffusers has no types
+    states, _, pooled, _ = pipe.encode_prompt(
+        prompt, prompt, prompt, "cpu", do_classifier_free_guidance=False, max_sequence_length=tokens or 256
+    )
+    return {"states": states, "pooled": pooled}
+
+
+def _say_sd3(
+    model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
+) -> Tensor:
+    said = model(
+        hidden_states=states_NCYX,
+        timestep=timesteps_N,
+        encoder_hidden_states=condition["states"],
+        pooled_projections=condition["pooled"],
+        return_dict=False,
+    )
+    return cast(Tensor, said[0])
+
+
+# ---- FLUX
+def _encode_flux(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
+    states, pooled, _ = pipe.encode_prompt(prompt, prompt, "cpu", max_sequence_length=tokens or 512)
+    return {"states": states, "pooled": pooled}
+
+
+def _say_flux(
+    model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
+) -> Tensor:
+    height, width = states_NCYX.shape[2] // PACKED, states_NCYX.shape[3] // PACKED
+    places = torch.cartesian_prod(torch.arange(height), torch.arange(width))
+    picture_ids = torch.cat([torch.zeros(len(places), 1), places], dim=1).to(states_NCYX)
+    given = None
+    if takes_guidance(model):
+        given = torch.full((len(states_NCYX),), guidance, dtype=torch.float32, device=states_NCYX.device)
+    said = model(
+        hidden_states=_packed(states_NCYX),
+        timestep=timesteps_N / 1000,
+        guidance=given,
+        pooled_projections=condition["pooled"],
+        encoder_hidden_states=condition["states"],
+        txt_ids=picture_ids.new_zeros(condition["states"].shape[1], 3),
+        img_ids=picture_ids,
+        return_dict=False,
+    )
+    return _unpacked(said[0], states_NCYX)
+
+
+# ---- Qwen-Image
+def _encode_qwen(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
+    states, mask = pipe.encode_prompt(prompt, "cpu", max_sequence_length=tokens or 512)
+    if mask is None:  # where no token is padding
+        mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+    return {"states": states, "mask": mask.bool()}
+
+
+@cache
+def _qwen_template() -> tuple[str, int]:
+    """What the pipeline puts a prompt into, and how many tokens of that it drops at the beginning."""
+    names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
+    pipe = class_of("QwenImagePipeline")(**dict.fromkeys(names))
+    return str(pipe.prompt_template_encode), int(pipe.prompt_template_encode_start_idx)
+
+
+def _count_qwen(tokenizer: Any, prompt: str) -> int:  # noqa: ANN401
+    template, dropped = _qwen_template()
+    return _count(tokenizer, template.format(prompt)) - dropped
+
+
+def _say_qwen(
+    model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
+) -> Tensor:
+    """Say velocities.
+
+    Guided ones are not scaled back to the norm of those that are not, token by token, as the pipeline does: guidance is
+    the same of all families here. So a policy that learns with guidance is drawn with otherwise by that pipeline.
+    """
+    height, width = states_NCYX.shape[2] // PACKED, states_NCYX.shape[3] // PACKED
+    said = model(
+        hidden_states=_packed(states_NCYX),
+        timestep=timesteps_N / 1000,
+        encoder_hidden_states=condition["states"],
+        encoder_hidden_states_mask=condition["mask"],
+        img_shapes=[[(1, height, width)]] * len(states_NCYX),
+        return_dict=False,
+    )
+    return _unpacked(said[0], states_NCYX)
+
+
+# ---- UNets of Stable Diffusion 1, 2 and XL
+def _encode_unet(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
+    found = pipe.encode_prompt(prompt=prompt, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False)
+    return {"states": found[0]}
+
+
+def _encode_xl(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # noqa: ANN401
+    """Read a prompt; none is zeros where the pipeline says so, not what text encoders make of an empty text."""
+    states, _, pooled, _ = pipe.encode_prompt(
+        prompt=prompt, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
+    )
+    if not prompt and pipe.config.force_zeros_for_empty_prompt:
+        states, pooled = torch.zeros_like(states), torch.zeros_like(pooled)
+    return {"states": states, "pooled": pooled, "pixels": pooled.new_full((1, 1), pipe.vae_scale_factor)}
+
+
+def _say_unet(
+    model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
+) -> Tensor:
+    added = None
+    if "pooled" in condition:  # SDXL is told the size that the picture had, what was cut off, and the size that it has
+        sides_N1 = states_NCYX.shape[2] * condition["pixels"]
+        sides = sides_N1.expand(-1, 2)
+        added = {"text_embeds": condition["pooled"], "time_ids": torch.cat([sides, 0 * sides, sides], dim=1)}
+    said = model(
+        states_NCYX,
+        timesteps_N,
+        encoder_hidden_states=condition["states"],
+        added_cond_kwargs=added,
+        return_dict=False,
+    )
+    return cast(Tensor, said[0])
+
+
+def takes_guidance(model: nn.Module) -> bool:
+    """Whether guidance is an input of the denoiser, which then needs no second pass without the prompt."""
+    return bool(cast(Any, model).config.get("guidance_embeds", False))
+
+
+def _packed(states_NCYX: Tensor) -> Tensor:
+    """Lay squares of latents out as tokens, row by row."""
+    count, channels, height, width = states_NCYX.shape
+    squares = states_NCYX.reshape(count, channels, height // PACKED, PACKED, width // PACKED, PACKED)
+    return squares.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * PACKED**2)
+
+
+def _unpacked(tokens_NLP: Tensor, like_NCYX: Tensor) -> Tensor:
+    count, channels, height, width = like_NCYX.shape
+    squares = tokens_NLP.reshape(count, height // PACKED, width // PACKED, channels, PACKED, PACKED)
+    return squares.permute(0, 3, 1, 4, 2, 5).reshape(like_NCYX.shape)
+
+
+_UNET: Final = dict.fromkeys(
+    ("addition_embed_type", "class_embed_type", "encoder_hid_dim_type", "num_class_embeds", "time_cond_proj_dim")
+)
+
+_CLIP: Final = PromptLimit("tokenizer")
+
+FAMILIES: Final = (
+    DenoiserFamily(
+        denoiser="SD3Transformer2DModel",
+        pipelines=("StableDiffusion3Pipeline",),
+        folder="transformer",
+        reads="velocity",
+        encode=_encode_sd3,
+        say=_say_sd3,
+        limits=(PromptLimit("tokenizer_3", tokens=256, most=512), _CLIP),
+    ),
+    DenoiserFamily(
+        denoiser="FluxTransformer2DModel",
+        pipelines=("FluxPipeline",),
+        folder="transformer",
+        reads="velocity",
+        encode=_encode_flux,
+        say=_say_flux,
+        limits=(PromptLimit("tokenizer_2", tokens=512, most=512),),
+        packs=PACKED,
+        evenly=True,
+    ),
+    DenoiserFamily(
+        denoiser="QwenImageTransformer2DModel",
+        pipelines=("QwenImagePipeline",),
+        folder="transformer",
+        reads="velocity",
+        encode=_encode_qwen,
+        say=_say_qwen,
+        limits=(PromptLimit("tokenizer", tokens=512, most=1024),),
+        count=_count_qwen,
+        packs=PACKED,
+        evenly=True,
+        expects=dict.fromkeys(("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")),
+    ),
+    DenoiserFamily(
+        denoiser="UNet2DConditionModel",
+        pipelines=("StableDiffusionPipeline",),
+        folder="unet",
+        reads="noise",
+        encode=_encode_unet,
+        say=_say_unet,
+        limits=(_CLIP,),
+        expects=_UNET,
+    ),
+    DenoiserFamily(
+        denoiser="UNet2DConditionModel",
+        pipelines=("StableDiffusionXLPipeline",),
+        folder="unet",
+        reads="noise",
+        encode=_encode_xl,
+        say=_say_unet,
+        limits=(_CLIP,),
+        expects=_UNET | {"addition_embed_type": "text_time"},
+    ),
+)

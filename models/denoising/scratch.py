@@ -1,0 +1,119 @@
+"""A small policy that draws, built from nothing: Stable Diffusion 3's transformer, and words for its text encoders.
+
+Its text encoders have one block each, of which the denoiser reads the input: so words are what random embeddings make
+of them. It has no VAE: its latents are pixels, of which each is shown as a square.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
+
+from infra.errors import BadInput
+from models.config.policy import ScratchDiffusionPolicy
+from models.denoising.families import class_of, family_of
+from models.denoising.pipeline import PictureModel
+from models.modeling.policy import making_models
+from models.text.tokenizer import EOS, PAD
+
+BEGIN: Final = "<|begin|>"
+UNKNOWN: Final = "<|unknown|>"
+ENCODERS: Final = 2
+"""Text encoders of Stable Diffusion 3 beside T5, which is left out."""
+
+
+def word_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenizerFast:
+    """Make a token of every word of the texts. Raises BadInput where a text has more words than there is room for."""
+    words: dict[str, None] = {}
+    for text in texts:
+        found = re.findall(r"\w+|[^\w\s]+", text.lower())
+        words |= dict.fromkeys(found)
+        if len(found) + 2 > context:
+            raise BadInput(f"policy.words {context}: the prompt {text!r} has {len(found)} words, and two ends")
+    vocabulary = {word: number for number, word in enumerate((PAD, BEGIN, UNKNOWN, *sorted(words), EOS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A {EOS}", special_tokens=[(BEGIN, vocabulary[BEGIN]), (EOS, vocabulary[EOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        bos_token=BEGIN,
+        unk_token=UNKNOWN,
+        model_max_length=context,
+    )
+
+
+def write_scratch_pipeline(policy: ScratchDiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
+    """Build the policy, and save it as a pipeline; return the denoiser's number of parameters."""
+    tokenizer = word_tokenizer(texts, context=policy.words)
+    with making_models():
+        torch.manual_seed(seed)
+        denoiser = class_of("SD3Transformer2DModel").from_config(denoiser_config(policy))
+        encoders = [_encoder(policy, tokenizer) for _ in range(ENCODERS)]
+        pipe = class_of("StableDiffusion3Pipeline")(
+            transformer=denoiser,
+            scheduler=class_of("FlowMatchEulerDiscreteScheduler")(shift=policy.shift),
+            vae=None,
+            text_encoder=encoders[0],
+            tokenizer=tokenizer,
+            text_encoder_2=encoders[1],
+            tokenizer_2=tokenizer,
+            text_encoder_3=None,
+            tokenizer_3=None,
+        )
+        pipe.save_pretrained(directory, safe_serialization=True)
+    return int(denoiser.num_parameters())
+
+
+def scratch_model(policy: ScratchDiffusionPolicy) -> PictureModel:
+    """Say of what is not built yet what its directory would say."""
+    family = family_of("StableDiffusion3Pipeline", "SD3Transformer2DModel")
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": policy.shift}
+    return PictureModel(Path(), family.pipelines[0], family, denoiser_config(policy), scheduler, None, ())
+
+
+def denoiser_config(policy: ScratchDiffusionPolicy) -> dict[str, object]:
+    """Sizes of the denoiser, as diffusers has them."""
+    return {
+        "sample_size": policy.side,
+        "patch_size": policy.patch_size,
+        "in_channels": 3,
+        "out_channels": 3,
+        "num_layers": policy.layers,
+        "attention_head_dim": policy.head_size,
+        "num_attention_heads": policy.heads,
+        "joint_attention_dim": ENCODERS * policy.word_size,
+        "caption_projection_dim": policy.heads * policy.head_size,
+        "pooled_projection_dim": ENCODERS * policy.word_size,
+        "pos_embed_max_size": policy.side // policy.patch_size,
+    }
+
+
+def _encoder(policy: ScratchDiffusionPolicy, tokenizer: PreTrainedTokenizerFast) -> CLIPTextModelWithProjection:
+    """Embed words and places at random; diffusers reads what goes into the last block, which is these."""
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=policy.word_size,
+        intermediate_size=2 * policy.word_size,
+        projection_dim=policy.word_size,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=policy.words,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = CLIPTextModelWithProjection(config)
+    for name, weight in model.named_parameters():
+        if "embedding" in name:
+            nn.init.normal_(weight)
+    return model.eval()

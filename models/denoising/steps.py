@@ -1,0 +1,245 @@
+"""Denoising steps as tokens: modules that say the log-prob of each learnt step, and what a denoiser imitates at first.
+
+A row's prompt is its text, its completion the numbers of the learnt steps, and its image the picture that they led to,
+whose states lie beside it. Shapes: N learnt steps of a pass, D numbers of a state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple, Self, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from infra.store.bundles import BundledFile, write_hashed
+from models.config.denoising import DenoisingConfig
+from models.data.images import digest_of
+from models.denoising.families import Condition, DenoiserFamily, gather, takes_guidance
+from models.denoising.pipeline import WEIGHTS, PromptReader, read_pipeline
+from models.denoising.samplers import NoiseSchedule, noisy_steps, step_divergence, step_logprobs, transition
+from models.modeling.layout import MicroBatch
+from models.modeling.logprobs import TokenModule
+from models.modeling.safetensors import TensorOutline, streamed_pieces
+from models.records.media import Gallery
+from models.records.model_input import ModelInput
+from models.records.seeds import derive_seed
+from models.text.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """All of a policy that draws but its denoiser."""
+
+    family: DenoiserFamily
+    schedule: NoiseSchedule
+    shape: tuple[int, int, int]
+    """Channels, height and width of a state."""
+    config: DenoisingConfig
+    prompts: PromptReader
+    tokenizer: PreTrainedTokenizerFast
+    """Spells prompts as bytes, and back."""
+
+    @classmethod
+    def of(cls, directory: Path, config: DenoisingConfig, *, device: str | torch.device) -> Self:
+        """Load it from a policy's directory."""
+        model = read_pipeline(directory)
+        return cls(
+            family=model.family,
+            schedule=model.schedule(config),
+            shape=model.shape(config),
+            config=config,
+            prompts=PromptReader(directory, tokens=config.text_tokens, device=device),
+            tokenizer=load_tokenizer(directory),
+        )
+
+    def conditions(self, prompts: Sequence[ModelInput], rows: Sequence[int]) -> Condition:
+        """What the denoiser is told of prompts, one row for each of `rows`."""
+        texts = [self.tokenizer.decode(each.prompt.tolist(), skip_special_tokens=True) for each in prompts]
+        return gather([self.prompts.read(text) for text in texts], rows)
+
+    def unconditioned(self, count: int, model: nn.Module) -> Condition | None:
+        """What it is told without a prompt, for guidance; none where there is no guidance, or it is an input."""
+        if self.config.guidance == 1 or takes_guidance(model):
+            return None
+        return gather([self.prompts.read("")], [0] * count)
+
+    def say(
+        self, model: nn.Module, states_ND: Tensor, steps_N: Tensor, told: Condition, without: Condition | None
+    ) -> Tensor:
+        """Return velocity or noise of states at the steps that they begin, in float32."""
+        dtype = next(model.parameters()).dtype
+        states_NCYX = states_ND.view(-1, *self.shape).to(dtype)
+        times = torch.tensor(self.schedule.timesteps, dtype=torch.float32, device=states_ND.device)[steps_N]
+
+        def said(condition: Condition) -> Tensor:
+            found = self.family.say(model, states_NCYX, times, _cast(condition, dtype), guidance=self.config.guidance)
+            return found.flatten(1).float()
+
+        told_ND = said(told)
+        if without is None:
+            return told_ND
+        untold_ND = said(without)
+        return untold_ND + self.config.guidance * (told_ND - untold_ND)
+
+    def learnt(self, among: range | None) -> range:
+        """Steps that are noisy, all of them or those among some; they follow each other."""
+        noisy = noisy_steps(self.config.sampler, self.schedule)
+        chosen = [step for step in noisy if among is None or step in among]
+        return range(chosen[0], chosen[-1] + 1) if chosen else range(0)
+
+    def logprobs(self, next_ND: Tensor, mean_ND: Tensor, std_N: Tensor) -> Tensor:
+        """Log-prob of what came next, as the sampler weighs it."""
+        return step_logprobs(next_ND, mean_ND, std_N, weighting=self.config.sampler.weighs)
+
+
+class StepInput(NamedTuple):
+    """What one forward pass reads; a tuple, since DeepSpeed's hooks look for tensors in tuples."""
+
+    states_ND: Tensor
+    next_ND: Tensor
+    steps_N: Tensor
+    told: Condition
+    without: Condition | None
+    learnt: int
+    """How many steps are learnt; where there is none, one state is read, so that every rank's pass has gradients."""
+
+
+class StepModule(TokenModule):
+    """A denoiser that says one float32 number of each learnt step: its `forward` takes a `StepInput`."""
+
+    shares_prompts = False
+
+    def __init__(self, model: nn.Module, drawing: Drawing, pictures: Gallery) -> None:
+        super().__init__()
+        self.model = cast(Any, model)
+        self.drawing, self.pictures = drawing, pictures
+
+    def read(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
+        """Bring a pass to the device, with the states of its pictures."""
+        drawing, dimensions = self.drawing, int(np.prod(self.drawing.shape))
+        count = len(batch.targets_N)
+        if not count:
+            nothing = torch.zeros(1, dimensions, device=device)
+            steps_N = torch.full((1,), drawing.learnt(None)[0], device=device)
+            told = gather([drawing.prompts.read("")], [0])
+            return StepInput(nothing, nothing, steps_N, told, drawing.unconditioned(1, self.model), 0)
+        states, following = [], []
+        for each in batch.inputs:
+            learnt = len(each.written)
+            if not learnt:
+                continue
+            led = torch.from_numpy(self.pictures.states(each.images[-1], steps=learnt).copy())
+            states.append(led[:-1])
+            following.append(led[1:])
+        return StepInput(
+            states_ND=torch.cat(states).to(device),
+            next_ND=torch.cat(following).to(device),
+            steps_N=torch.from_numpy(batch.targets_N).to(device),
+            told=drawing.conditions(batch.inputs, batch.rows_N.tolist()),
+            without=drawing.unconditioned(count, self.model),
+            learnt=count,
+        )
+
+    def transitions(self, read: StepInput) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of what comes next of each state."""
+        said_ND = self.drawing.say(self.model, read.states_ND, read.steps_N, read.told, read.without)
+        return transition(self.drawing.config.sampler, read.states_ND, said_ND, read.steps_N, self.drawing.schedule)
+
+    def save(self, directory: Path) -> dict[str, BundledFile]:
+        """Write the denoiser's weights alone."""
+        name = f"{self.drawing.family.folder}/{WEIGHTS}"
+        (directory / name).parent.mkdir(parents=True)
+        # Copies, one after another: what numpy has seen of a tensor, ZeRO-3 could not give back.
+        state = cast(dict[str, Tensor], self.model.state_dict())
+        outlines = {name: TensorOutline(each.dtype, tuple(each.shape)) for name, each in state.items()}
+        pieces = streamed_pieces(outlines, lambda name: state[name].detach().clone(), metadata={"format": "pt"})
+        return {name: write_hashed(directory / name, pieces)}
+
+
+class StepLogprobs(StepModule):
+    """A denoiser that answers with the log-prob of each learnt step."""
+
+    _expected: tuple[Tensor, Tensor]
+    """Means and deviations of the pass before."""
+
+    def forward(self, read: StepInput) -> Tensor:
+        """Return the log-prob of each learnt step in float32."""
+        mean_ND, std_N = self.transitions(read)
+        self._expected = (mean_ND[: read.learnt], std_N[: read.learnt])
+        return self.drawing.logprobs(read.next_ND, mean_ND, std_N)[: read.learnt]
+
+    @property
+    def means(self) -> Tensor:
+        """Means of the pass before."""
+        return self._expected[0]
+
+    def divergence(self, means_ND: Tensor) -> Tensor:
+        """Closed form, the mean over a state's numbers."""
+        mean_ND, std_N = self._expected
+        return step_divergence(mean_ND, means_ND, std_N)
+
+
+class Imitation(StepModule):
+    """A denoiser that learns from pictures: a row's one token is the seed of noise and level that its picture gets.
+
+    What it says of a token is minus the squared error, whose mean over the rows is the loss of flow matching
+    (arXiv 2210.02747, eq. 9), with levels drawn as Stable Diffusion 3 was (arXiv 2403.03206, eq. 19).
+    """
+
+    def read(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
+        """Draw noise and level of every row."""
+        if not len(batch.targets_N):
+            return super().read(batch, device)
+        drawn = [_noised(self.pictures.encoded(each.images[-1]), int(each.completion[0])) for each in batch.inputs]
+        pictures, noises, levels = (np.stack(part) for part in zip(*drawn, strict=True))
+        clean_ND, noise_ND = torch.from_numpy(pictures).to(device), torch.from_numpy(noises).to(device)
+        levels_N1 = torch.from_numpy(levels).to(device)[:, None]
+        return StepInput(
+            states_ND=(1 - levels_N1) * clean_ND + levels_N1 * noise_ND,
+            next_ND=noise_ND - clean_ND,
+            steps_N=levels_N1[:, 0],
+            told=self.drawing.conditions(batch.inputs, range(len(batch.inputs))),
+            without=None,
+            learnt=len(batch.inputs),
+        )
+
+    def forward(self, read: StepInput) -> Tensor:
+        """Return minus the squared error of each row's velocity, the mean over its numbers, in float32."""
+        if not read.learnt:
+            return self.transitions(read)[0].sum(1)[:0]
+        family, shape = self.drawing.family, self.drawing.shape
+        dtype = next(self.model.parameters()).dtype
+        states_NCYX = read.states_ND.view(-1, *shape).to(dtype)
+        said = family.say(self.model, states_NCYX, read.steps_N * 1000, _cast(read.told, dtype), guidance=1.0)
+        return -(said.flatten(1).float() - read.next_ND).square().mean(1)
+
+
+def _cast(condition: Condition, dtype: torch.dtype) -> Condition:
+    return {name: each.to(dtype) if each.is_floating_point() else each for name, each in condition.items()}
+
+
+def picture_inputs(
+    examples: Sequence[tuple[str, bytes]], tokenizer: PreTrainedTokenizerFast, *, seed: int
+) -> list[ModelInput]:
+    """Spell captions and pictures as what `Imitation` reads."""
+    bound = 2**31
+    return [
+        ModelInput.given(tokenizer(caption)["input_ids"], (digest_of(picture),)).continued(
+            [derive_seed("imitated", seed, row) % bound]
+        )
+        for row, (caption, picture) in enumerate(examples)
+    ]
+
+
+def _noised(encoded: bytes, seed: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """A picture as a state, the noise of a seed, and the level of noise."""
+    rng = np.random.Generator(np.random.Philox(seed))
+    level = 1 / (1 + np.exp(-rng.standard_normal(dtype=np.float32)))
+    pixels_YXC = np.asarray(Image.open(BytesIO(encoded)).convert("RGB"), np.float32) / 127.5 - 1
+    picture_D = np.ascontiguousarray(pixels_YXC.transpose(2, 0, 1)).ravel()
+    return picture_D, rng.standard_normal(picture_D.size, dtype=np.float32), np.float32(level)

@@ -1,0 +1,62 @@
+"""Policies of every family are drawn from as diffusers' own pipelines draw.
+
+Shapes: N pictures, D numbers of a state.
+"""
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from models.denoising.pipeline import load_denoiser
+from models.denoising.samplers import deterministic
+from models.denoising.steps import Drawing
+from tests.support.pipelines import PROMPTS, SEEDS, config_of, drawn, noise_of, pixels, requests, theirs
+from tests.support.processes import preload
+
+preload(__name__)
+
+
+def ours(directory, config, prompts=PROMPTS, seeds=SEEDS, dtype=torch.float32):
+    """Last states of the prompts' pictures, drawn together without noise."""
+    drawing, model = Drawing.of(directory, config, device="cpu"), load_denoiser(directory, dtype=dtype)
+    told = drawing.conditions([each.inputs[0] for each in requests(directory, prompts, seeds)], range(len(prompts)))
+    without = drawing.unconditioned(len(prompts), model)
+    states_ND = torch.cat([noise_of(seed, directory, config).flatten(1) for seed in seeds])
+    for step in range(config.steps):
+        steps_N = torch.full((len(prompts),), step)
+        with torch.no_grad():
+            said_ND = drawing.say(model, states_ND, steps_N, told, without)
+        states_ND = deterministic(states_ND, said_ND, steps_N, drawing.schedule)
+    return states_ND.view(-1, *drawing.shape)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_pictures_drawn_without_noise_are_those_of_the_pipeline(pipe, directory, family, guidance):
+    if guidance != 1 and family == "qwen":
+        pytest.skip("its pipeline scales what is guided back to the norm of what is not, token by token")
+    if family == "sd1":
+        pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+    config = config_of(directory, guidance=guidance)
+    latents, found = theirs(pipe, directory, config, "latent"), ours(directory, config)
+    if hasattr(pipe, "_pack_latents"):
+        found = pipe._pack_latents(found, *found.shape)
+    wanted = theirs(pipe, directory, config, "np")
+    made = np.stack([pixels(each) for each in drawn(directory, config, range(0))])
+    np.testing.assert_allclose(found, latents, atol=1e-5)
+    np.testing.assert_allclose(made, wanted, atol=1 / 255)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(directory):
+    config = config_of(directory)
+    together = ours(directory, config)
+    for row, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS, strict=True)):
+        alone = ours(directory, config, [prompt], [seed])
+        torch.testing.assert_close(together[row], alone[0], rtol=0, atol=1e-5)
+
+
+def test_states_stay_near_where_the_denoiser_is_in_bfloat16(directory):
+    config = config_of(directory)
+    wide, narrow = (ours(directory, config, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert (wide.dtype, narrow.dtype) == (torch.float32, torch.float32)
+    assert 0 < (wide - narrow).abs().mean() < 0.01 * wide.std()

@@ -1,0 +1,124 @@
+"""Policies of every family learn from the steps that the engine drew, with adapters too, which others can draw with."""
+
+from dataclasses import dataclass
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from infra.store.bundles import publish_bundle
+from infra.store.storage import open_store
+from models.config.objectives import LoraConfig
+from models.denoising.pipeline import load_denoiser
+from models.denoising.policy import write_merged_pipeline
+from models.denoising.steps import Drawing, StepLogprobs
+from models.modeling.adapters import load_trainable, save_adapters, trained_parameters
+from models.modeling.layout import lay_out
+from models.records.media import Gallery
+from models.records.versions import ModelVersion
+from tests.support.pipelines import config_of, drawn, pixels, requests, samplers_of, theirs
+from tests.support.processes import preload
+
+preload(__name__)
+
+LORA = LoraConfig(rank=2, alpha=4)
+_LAST = "transformer_blocks.1"
+SILENT = {
+    "sd3": {f"{_LAST}.attn.add_q_proj"},
+    "qwen": {f"{_LAST}.attn.{name}" for name in ("add_q_proj", "to_add_out")}
+    | {f"{_LAST}.txt_mlp.net.{name}" for name in ("0.proj", "2")},
+}
+"""Layers whose outputs a picture does not depend on: what becomes of text in the last block."""
+
+
+@dataclass
+class Shown:
+    """States of pictures by digest."""
+
+    pictures: dict
+
+    def encoded(self, digest):
+        return self.pictures[digest].encoded
+
+    def states(self, digest, *, steps):
+        found = self.pictures[digest].states
+        assert len(found) == steps + 1
+        return found
+
+
+def learnt_from(completions, directory):
+    """The rows that a trainer reads, and where their states are."""
+    gallery = Gallery()
+    gallery.source = Shown({each.picture.digest: each.picture for each in completions})
+    asked = [each.inputs[0] for each in requests(directory)]
+    rows = [
+        type(each)(each.chunks, (made.picture.digest,)).continued(made.tokens)
+        for each, made in zip(asked, completions, strict=True)
+    ]
+    return rows, gallery
+
+
+def logprobs_of(module, rows, size):
+    """What the trainer says of each step, in passes of so many rows."""
+    passes = [lay_out(rows[start : start + size]) for start in range(0, len(rows), size)]
+    return torch.cat([module(module.read(each, torch.device("cpu"))) for each in passes])
+
+
+@pytest.mark.parametrize(("learnt", "most"), [(range(1, 3), 1e-6), (None, 3e-6)])
+def test_the_trainer_finds_every_step_as_probable_as_the_engine_did_whatever_is_in_a_pass(directory, learnt, most):
+    """Near the picture a step's deviation is below 0.01, and rounding is divided by it."""
+    model = load_denoiser(directory)
+    drawings = [(sampler, 1.0) for sampler in samplers_of(directory)]
+    for sampler, guidance in [*drawings, (drawings[0][0], 2.0)]:
+        config = config_of(directory, sampler=sampler, guidance=guidance)
+        completions = drawn(directory, config, learnt, rows=2)
+        rows, gallery = learnt_from(completions, directory)
+        behaviour = torch.tensor([said for each in completions for said in each.logprobs])
+        module = StepLogprobs(model, Drawing.of(directory, config, device="cpu"), gallery)
+        for size in (1, 3):
+            with torch.no_grad():
+                ratios = (logprobs_of(module, rows, size) - behaviour).exp()
+            assert len(ratios) == len(rows) * len(completions[0].tokens)
+            assert (ratios - 1).abs().max() <= most
+
+
+def test_adapters_of_linear_layers_learn_and_others_draw_with_what_they_became(family, directory, tmp_path):
+    config = config_of(directory)
+    rows, gallery = learnt_from(drawn(directory, config, range(2)), directory)
+    store = open_store(str(tmp_path / "store"))
+    start = ModelVersion(version=0, weights=publish_bundle(store, directory, prefix="policies"))
+    model = load_trainable(store, start, load=load_denoiser, lora=LORA)
+    module = StepLogprobs(model, Drawing.of(directory, config, device="cpu"), gallery)
+    before = logprobs_of(module, rows, 3)
+    optimizer = torch.optim.SGD(trained_parameters(model), lr=1.0)
+    for _ in range(2):  # B is 0 at first, so A learns from the second step on
+        optimizer.zero_grad()
+        logprobs_of(module, rows, 3).sum().backward()
+        gradients = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+        known = {name: each for name, each in gradients.items() if each is not None}
+        assert all(each.isfinite().all() for each in known.values())
+        for parameter in trained_parameters(model):
+            if parameter.grad is not None:
+                parameter.grad = 0.2 * parameter.grad / parameter.grad.norm().clamp(min=1e-12)
+        optimizer.step()
+    silent = {name.rpartition(".lora_")[0] for name, each in gradients.items() if each is None or not each.any()}
+    assert silent == SILENT.get(family, set()), "the others all learn"
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_adapters(model, adapter)
+    version = ModelVersion(version=1, weights=start.weights, adapter=publish_bundle(store, adapter, prefix="adapters"))
+    again = StepLogprobs(load_trainable(store, version, load=load_denoiser, lora=LORA), module.drawing, gallery)
+    assert torch.equal(logprobs_of(again, rows, 3), logprobs_of(module, rows, 3))
+    assert not torch.equal(logprobs_of(module, rows, 3), before)
+
+    (tmp_path / "merged").mkdir()
+    write_merged_pipeline(directory, adapter, tmp_path / "merged", dtype=torch.float32)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "merged")
+    if isinstance(pipe, diffusers.StableDiffusionPipeline):
+        pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+    made = [
+        np.stack([pixels(each) for each in drawn(directory, config, range(0), adapter=one)]) for one in (adapter, None)
+    ]
+    np.testing.assert_allclose(made[0], theirs(pipe, directory, config, "np"), atol=1 / 255)
+    assert np.abs(made[0] - made[1]).max() > 10 / 255, "the adapter does nothing"
