@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from infra.store.manifests import Manifest
+from models.config.denoising import DenoisingConfig
 from models.records.versions import policy_of
 from models.records.work import RolloutWork
 from tasks.preparation import held_dialogue
@@ -34,7 +35,17 @@ async def _generate(session: Session, batch: Batch, shard: int) -> Manifest:
         partial=session.settings.rollout.partial if plan.split == "train" else None,
         user=None if user is None else policy_of(user),
         notes_experts=session.settings.update.router_replay == "rollout" and plan.split == "train",
+        denoising=_denoising(session, batch),
     )
     parents = [policy, prompts, *(each for each in (continued, user) if each is not None)]
     key = plan.shard_key("rollout", shard)
     return await once(session, key, role="rollout", method="generate", work=work, parents=parents)
+
+
+def _denoising(session: Session, batch: Batch) -> DenoisingConfig | None:
+    """How pictures are drawn; an evaluation may take another number of steps."""
+    settings, plan = session.settings, batch.plan
+    denoising, steps = settings.rollout.denoising, settings.evaluation.steps
+    if denoising is None or plan.split == "train" or steps is None:
+        return denoising
+    return denoising.model_copy(update={"steps": steps, "window": None})

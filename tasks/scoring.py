@@ -6,7 +6,7 @@ from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest
 from models.records.versions import policy_of
 from models.records.work import JudgeWork, ScoringWork, VerdictShard
-from tasks.run.batch import Batch
+from tasks.run.batch import Batch, pictures_of
 from tasks.run.keys import StageKey, reward_model_role
 from tasks.run.session import Session
 from tasks.run.stages import committed, once, side_by_side, stage
@@ -37,7 +37,7 @@ async def _judge(session: Session, batch: Batch, shard: int, term: str) -> Manif
         rollouts=rollouts.shards[0],
         model=policy_of(served[0]) if served else None,
         seed=settings.seed,
-        media=batch.media,
+        media=(*batch.media, *pictures_of(rollouts)),
     )
     key = plan.shard_key(reward_model_role(term), shard)
     return await once(
@@ -57,7 +57,7 @@ async def _score(session: Session, batch: Batch, shard: int) -> Manifest:
         iteration=plan.number,
         rollouts=rollouts.shards[0],
         verdicts=tuple(VerdictShard(term=term, verdicts=made.shards[0]) for term, made in verdicts.items()),
-        media=batch.media,
+        media=(*batch.media, *pictures_of(rollouts)),
         tokenizer=_tokenizer_of(session),
         metric="" if dynamic is None else dynamic.metric or settings.scoring.terms[0],
         bearable=_bearable(session, batch),

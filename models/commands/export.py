@@ -20,11 +20,17 @@ def export(work: ExportWork | MergeWork) -> None:
     """Merge and write, or copy where there is nothing to merge."""
     import torch
 
+    from models.denoising.pipeline import is_pipeline
     from models.modeling.directory import copy_directory, write_merged
     from models.modeling.weighted_sum import write_merge
 
     if isinstance(work, MergeWork):
         write_merge(work)
+        return
+    if is_pipeline(work.base):
+        from models.denoising.policy import write_merged_pipeline
+
+        write_merged_pipeline(work.base, work.adapter, work.target, dtype=getattr(torch, work.dtype or "float32"))
         return
     if work.adapter is None and work.dtype is None:
         copy_directory(work.base, work.target)

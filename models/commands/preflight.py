@@ -100,7 +100,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     counts = count_problems(inputs.data, train, heldout)
     _check_sizes(inputs, counts)
     _check_data(inputs, train, heldout)
-    check_seen(inputs.scoring, [*train, *heldout])
+    check_seen(inputs.scoring, [*train, *heldout], draws=inputs.policy.draws)
     if inputs.checked is not None:
         _check_suite(inputs, inputs.checked, heldout)
 
@@ -218,6 +218,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     shape.check_slices(inputs.update.sequence_parallel, what="the policy")
     check_attention(inputs.update.attention, policy.outline, shape)
     problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)
+    if inputs.rollout.denoising is not None:
+        policy.check_drawing(inputs.rollout.denoising, [(each.source, identity(each.prompt)) for each in problems])
     check_images(problems, processor)
     environment = inputs.rollout.environment
     tools = tools_of(environment, problems)
@@ -237,12 +239,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     return {
         **count_problems(inputs.data, [each for each, _ in train_asked], [each for each, _ in heldout_asked]),
         "too_long": len(problems) - len(train_asked) - len(heldout_asked),
-        "parameters": shape.parameters,
-        "context": shape.context,
-        "matmul_parameters": policy.outline.matmul_parameters,
-        "layers": shape.layers,
-        "query_width": shape.heads * shape.head_size,
-        "kv_values_per_token": shape.cached_numbers,
+        **policy.sizes(),
         "mean_prompt_tokens": fmean(len(prompt.input) for _, prompt in train_asked),
         "longest_prompt_tokens": longest,
         **inputs.rollout.engine.memory(

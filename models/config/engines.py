@@ -59,6 +59,8 @@ class EngineSettings(Variant):
 
     notes_experts: ClassVar[bool] = False
     """Whether it tells what routers chose: a `models.engines.protocol.NotesExperts`."""
+    draws: ClassVar[bool] = False
+    """Whether it serves policies that draw pictures, in place of those that write text."""
 
     def reasons_against(self, job: "Job") -> Iterator[str]:
         """Yield one line per combination that cannot work where the policy's completions are its own."""
@@ -316,8 +318,34 @@ class VllmEngine(EngineSettings):
         return f"{self.kind}, {self.dtype}, {where}{spread}, {self.logprobs} log-probs{cache}"
 
 
+class DiffusersEngine(EngineSettings):
+    """Pictures drawn inside the worker, with the denoiser, text encoders and VAE of a directory in diffusers format."""
+
+    implementation = "models.engines.drawing:PictureEngine"
+    draws = True
+
+    kind: Literal["diffusers"] = "diffusers"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the denoiser; states and steps are float32 always. In bfloat16 a step's log-prob is off by as much as a clip
+    of 1e-4, so set update.correction, which takes the trainer's."""
+    max_batch_rows: Positive = 64
+    """Pictures drawn together."""
+
+    def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
+        """Count the denoiser's weights; a denoiser caches nothing."""
+        return {"rollout_weights_bytes": shape.parameters * BYTES[self.dtype], "rollout_cache_bytes": 0}
+
+    def computes_as(self, update: "UpdateConfig") -> bool:
+        """It runs the trainer's own code."""
+        return self.dtype == update.dtype == "float32"
+
+    def described(self, pools: PoolsConfig) -> str:
+        """Name its precision."""
+        return f"{self.kind}, {self.dtype}"
+
+
 class TargetEngine(Target):
     """An engine of your own: a subclass of `models.config.engines.EngineSettings` (see "Extending")."""
 
 
-EngineConfig = Annotated[EngineSettings, OneOf((TransformersEngine, VllmEngine, TargetEngine))]
+EngineConfig = Annotated[EngineSettings, OneOf((TransformersEngine, VllmEngine, DiffusersEngine, TargetEngine))]

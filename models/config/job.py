@@ -12,9 +12,10 @@ from models.config.attention import reasons_against_attention
 from models.config.data import DataConfig, PreferencesConfig
 from models.config.engines import EngineSettings
 from models.config.objectives import UpdateConfig
+from models.config.policy import PolicySource
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
-from models.config.training import DpoConfig
+from models.config.training import DpoConfig, WarmupConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,56 @@ def reasons_against(job: Job) -> Iterator[str]:
             yield f"reward {term!r}: per = 'turn' values turns of episodes, set [rollout.environment]"
     for name, engine, slots in slot_engines(job.rollout, job.scoring):
         yield from engine.reasons_against_place(name, gpus=slots * job.pools.gpus_per_worker, pools=job.pools)
+
+
+def reasons_against_drawing(
+    policy: PolicySource, job: Job, *, warmup: WarmupConfig | None, data: DataConfig
+) -> Iterator[str]:
+    """Yield one line for each thing that goes with policies that draw and this one does not, or the other way round."""
+    denoising, engine = job.rollout.denoising, job.rollout.engine
+    if not policy.draws:
+        if denoising is not None:
+            yield f"rollout.denoising: policy.kind {policy.known_as!r} writes text; set policy.kind='diffusion'"
+        if engine.draws:
+            yield f"rollout.engine.kind {engine.known_as!r}: policy.kind {policy.known_as!r} writes text"
+        return
+    kind = f"policy.kind {policy.known_as!r}, which draws"
+    if denoising is None:
+        yield f"{kind}: expected [rollout.denoising], which says in how many steps and by which sampler"
+    if not engine.draws:
+        yield f"rollout.engine.kind {engine.known_as!r} with {kind}: expected 'diffusers'"
+    if warmup is not None and not data.pictures:
+        yield f"warmup with {kind}: data.kind {data.known_as!r} has no pictures to imitate, remove [warmup]"
+    rollout, update = job.rollout, job.update
+    others = {
+        "rollout.partial": (rollout.partial is not None, "a picture is drawn to its end"),
+        "rollout.environment": (rollout.environment is not None, "a picture is one turn"),
+        "rollout.dynamic.surplus 'keep'": (
+            rollout.dynamic is not None and rollout.dynamic.surplus == "keep",
+            "its states would be kept too, use 'return'",
+        ),
+        "algorithm.distillation": (job.algorithm.distillation is not None, "teachers read text"),
+        "algorithm.critic": (job.algorithm.value_model is not None, "critics read text, use grpo"),
+        f"algorithm.kind {job.algorithm.known_as!r}": (job.algorithm.credits_steps, "it credits steps of a text"),
+        f"update.loss.kind {update.loss.known_as!r}": (
+            update.loss.compares_sequences,
+            "a step's log-prob is a mean already, use 'ppo_clip'",
+        ),
+        "update.router_loss": (update.router_loss is not None, "it has no experts"),
+        "update.sequence_parallel": (update.sequence_parallel > 1, "its passes are not cut, use 1"),
+        "update.attention": (update.attention is not None, "diffusers computes it, leave it unset"),
+        "update.freeze": (bool(update.freeze), "all but its denoiser stays as it is anyway"),
+        "update.activation_checkpointing": (bool(update.activation_checkpointing), "it is for language models"),
+    }
+    yield from (f"{name} with {kind}: {why}" for name, (is_set, why) in others.items() if is_set)
+    for term, reward in zip(job.scoring.terms, job.scoring.rewards, strict=True):
+        if reward.values_steps:
+            yield f"reward {term!r} values steps of a text, with {kind}: expected one that values the whole picture"
+        if not reward.looks:
+            yield (
+                f"reward {term!r} looks at no picture, with {kind}: expected 'painting', 'clip', a judge with "
+                "images='prompt', or a target with a parameter `images`"
+            )
 
 
 def _against_staleness(update: UpdateConfig, rollout: RolloutConfig) -> Iterator[str]:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from infra.config import Positive, Settings
+from models.config.denoising import DenoisingConfig
 from models.config.engines import EngineConfig, SamplingConfig, TransformersEngine
 from models.config.environments import EnvironmentConfig
 
@@ -53,6 +54,8 @@ class RolloutConfig(Settings):
     """Prompts per shard: the unit of work, of commit and of loss when a worker dies."""
     sampling: SamplingConfig = SamplingConfig()
     """How completions are drawn."""
+    denoising: DenoisingConfig | None = None
+    """How pictures are drawn, of a policy that draws; `sampling` then says nothing but of its temperature."""
     engine: EngineConfig = TransformersEngine()
     """What generates."""
     staleness: Annotated[int, Field(ge=0, le=64)] = 0

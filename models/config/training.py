@@ -1,10 +1,12 @@
 """Configuration of supervised warm-up, preference learning, evaluation and retention. Torch-free."""
 
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from infra.config import Fraction, Positive, Settings
+from models.config.denoising import DenoisingConfig
 
 
 class WarmupConfig(Settings):
@@ -46,13 +48,10 @@ class HeldoutConfig(Settings):
     samples: Positive = 1
     """Completions of each problem; their mean counts, and pass@k stands beside it where rewards are 0 or 1."""
 
-    @model_validator(mode="after")
-    def _samples_differ(self) -> Self:
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"samples {self.samples} at temperature 0 are all the same: use a temperature above 0, or samples 1"
-            )
-        return self
+    def reasons_against(self, denoising: DenoisingConfig | None) -> Iterator[str]:
+        """Yield a line where all samples of a problem would be the same; pictures begin with noise of their own."""
+        if self.samples > 1 and self.temperature == 0 and denoising is None:
+            yield f"samples {self.samples} at temperature 0 are all the same: use a temperature above 0, or samples 1"
 
 
 class EvaluationConfig(HeldoutConfig):
@@ -60,6 +59,8 @@ class EvaluationConfig(HeldoutConfig):
 
     every: Annotated[int, Field(ge=0)] = 0
     """Iterations between evaluations; 0 evaluates only at the start and the end."""
+    steps: Positive | None = None
+    """Denoising steps, of a policy that draws; none takes those of rollouts."""
 
     def is_due(self, number: int) -> bool:
         """Whether the policy after so many iterations is evaluated, be it the last or not."""

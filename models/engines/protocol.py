@@ -7,9 +7,11 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from infra.errors import BadInput
 from infra.variants import check_implementation, implementation_of
+from models.config.denoising import DenoisingConfig
 from models.config.engines import EngineSettings, SamplingConfig
 from models.records.media import ImageSource
 from models.records.model_input import Experts, ModelInput
+from models.records.pictures import Picture
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
 
@@ -48,6 +50,8 @@ class Completion:
     finish_reason: FinishReason
     experts: Experts | None = field(default=None, compare=False, repr=False)
     """What routers chose for each token of prompt and completion but the last; none where nobody asked for it."""
+    picture: Picture | None = None
+    """What it drew; its tokens are then the denoising steps that are learnt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,19 @@ class NotesExperts(Protocol):
 
     def note_experts(self, wanted: bool, /) -> None:
         """Say whether the completions that follow are to tell."""
+
+
+@runtime_checkable
+class DrawingEngine(Protocol):
+    """An engine of policies that draw pictures, in place of writing text."""
+
+    def draw(
+        self, requests: Sequence[Request], denoising: DenoisingConfig, learnt: range | None
+    ) -> list[list[Completion]]:
+        """Return one list per request, with one picture per seed, in order.
+
+        Of the steps in `learnt`, those that have noise are noisy and learnt, all others deterministic; none is all.
+        """
 
 
 class WritesCompletions(Protocol):

@@ -24,6 +24,7 @@ from infra.plugins import find_target
 from infra.store.inputs import fetched
 from models.admission.directory import admit
 from models.config.data import PixelLimits
+from models.config.denoising import DenoisingConfig
 from models.config.policy import (
     DirectoryPolicy,
     MergePolicy,
@@ -173,6 +174,20 @@ class Inspected:
     """Describe a classifier with one output on its trunk. Raises BadInput where transformers knows none."""
     sees: Callable[[PixelLimits], VisionProcessor | None] = lambda limits: None
     """Load what it makes of images within such limits; none where it reads text alone."""
+    check_drawing: Callable[[DenoisingConfig, Iterable[tuple[str, str]]], None] = lambda denoising, prompts: None
+    """Raise BadInput where it cannot draw so, or read a prompt to its end; each comes with its place, for messages."""
+
+    def sizes(self) -> dict[str, float]:
+        """Name what time and memory are reckoned from."""
+        shape = self.shape
+        return {
+            "parameters": shape.parameters,
+            "context": shape.context,
+            "matmul_parameters": self.outline.matmul_parameters,
+            "layers": shape.layers,
+            "query_width": shape.heads * shape.head_size,
+            "kv_values_per_token": shape.cached_numbers,
+        }
 
 
 class Inspection(Protocol):
@@ -251,7 +266,9 @@ def _built(directory: Path) -> Inspected:
     config, tokenizer, parameters = check_directory(directory)
     model = meta_policy(directory)
     shape = policy_shape(config, parameters=parameters, source=str(directory))
-    shape = replace(shape, experts=count_experts(model), replays_experts=can_replay(model), slices=may_slice(model))
+    experts = count_experts(model)
+    replays = bool(experts) and can_replay(model)
+    shape = replace(shape, experts=experts, replays_experts=replays, slices=may_slice(model))
     return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(config)))
 
 

@@ -47,6 +47,12 @@ class Sequences:
         none = [0] * len(lengths)
         return cls(lengths=lengths, prompts=none, groups=range(len(lengths)), patches=patches or none)
 
+    @classmethod
+    def drawn(cls, learnt: Sequence[int], groups: Sequence[int], *, step_tokens: int) -> Self:
+        """Pictures, of each of whose learnt steps the denoiser reads a state of so many tokens."""
+        none = [0] * len(learnt)
+        return cls(lengths=[step_tokens * max(1, steps) for steps in learnt], prompts=none, groups=groups, patches=none)
+
     def grouped(self, rows: Rows) -> list[Rows]:
         """Cut rows into their groups."""
         members: dict[int, list[int]] = {}

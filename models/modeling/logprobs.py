@@ -6,6 +6,7 @@ Shapes: B rows, T padded width, N written tokens, C those of a chunk, H hidden s
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple, Self, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from infra.errors import BadInput
+from infra.store.bundles import BundledFile
 from models.config.attention import Attention
 from models.config.objectives import chunk_elements_of
 from models.modeling.experts import ExpertRouting, watch_routers
@@ -22,6 +24,7 @@ from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.logit_shapes import LogitShape, logit_shape
 from models.modeling.policy import policy_shape
 from models.modeling.replayed_experts import ExpertReplay
+from models.modeling.safetensors import save_pretrained
 from models.modeling.shared_prompts import (
     SharedTokens,
     attend,
@@ -136,6 +139,19 @@ class TokenModule(nn.Module):
         if self.replay is None:
             return read
         return read._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
+
+    @property
+    def means(self) -> Tensor:
+        """What a denoiser expected to come next at each step of the pass before, N x D."""
+        raise AssertionError("a language model has no means")
+
+    def divergence(self, means_ND: Tensor) -> Tensor:
+        """The divergence of each step of the pass before from another denoiser's, which expected these means."""
+        raise AssertionError("a language model has no means")
+
+    def save(self, directory: Path) -> dict[str, BundledFile]:
+        """Write the model, its weights whole; say what its files of weights are."""
+        return save_pretrained(self.model, directory)
 
     def states(self, read: ForwardInput) -> Tensor:
         """Return the hidden state that predicts each written token."""

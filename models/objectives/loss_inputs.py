@@ -24,6 +24,8 @@ class LossInputs:
     """Log-probs before the first step; none in the first step, where the pass itself gives them."""
     reference_N: Tensor | None
     """Log-probs under the reference; none without a KL penalty."""
+    kl_N: Tensor | None = None
+    """The divergence from the reference, where it is known in closed form, as of denoising steps."""
 
 
 class LossOutputs(NamedTuple):

@@ -253,8 +253,10 @@ def update_loss(
     terms = policy_loss(logprobs_N, corrected.old_N, tokens=tokens, config=config.loss)
     loss_N = terms.loss_N * corrected.weight_N
     if config.kl_penalty is not None:
-        assert tokens.reference_N is not None, "a KL penalty needs the reference's log-probs"
-        kl_N = kl_estimate(logprobs_N, tokens.reference_N, kind=config.kl_penalty.kind)
+        kl_N = tokens.kl_N
+        if kl_N is None:
+            assert tokens.reference_N is not None, "a KL penalty needs the reference's log-probs"
+            kl_N = kl_estimate(logprobs_N, tokens.reference_N, kind=config.kl_penalty.kind)
         loss_N = loss_N + kl_coefficient * kl_N
         tally.add({"kl": kl_N})
     shares_N = loss_N * tokens.weights_N

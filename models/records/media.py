@@ -13,6 +13,7 @@ from infra.config import Settings
 from infra.errors import Damaged
 from infra.store.shards import ShardRef, open_tables, read_shard
 from infra.store.storage import Store
+from models.records.pictures import STATES, States, states_of
 
 MEDIA: str = "media"
 """Kind of the shards."""
@@ -61,6 +62,15 @@ class ImageFiles(Protocol):
         ...
 
 
+@runtime_checkable
+class DrawnPictures(Protocol):
+    """Where the states of pictures that were drawn are, by digest."""
+
+    def states(self, digest: str, *, steps: int) -> States:
+        """Return what each of so many learnt steps began at, and what the last led to: (steps + 1) x D."""
+        ...
+
+
 class Gallery:
     """Images of whatever work is under way, for models that stay loaded from one piece of work to the next."""
 
@@ -69,9 +79,19 @@ class Gallery:
 
     def encoded(self, digest: str) -> bytes:
         """Return the bytes of an image. Raises Damaged where no work has said where images are."""
+        return self._said(digest).encoded(digest)
+
+    def states(self, digest: str, *, steps: int) -> States:
+        """Return the states of a picture that was drawn. Raises Damaged where there are none."""
+        source = self._said(digest)
+        if not isinstance(source, DrawnPictures):
+            raise Damaged(f"image {digest}: expected a media shard with the states that led to it, found none")
+        return source.states(digest, steps=steps)
+
+    def _said(self, digest: str) -> ImageSource:
         if self.source is None:
             raise Damaged(f"image {digest}: expected the work to name media shards, found none")
-        return self.source.encoded(digest)
+        return self.source
 
 
 class HeldImages:
@@ -96,6 +116,14 @@ class Media:
         """Return the bytes of an image. Raises Damaged where no shard has it."""
         table, row = self._place(digest)
         return bytes(table["bytes"][row].as_buffer())
+
+    def states(self, digest: str, *, steps: int) -> States:
+        """Return the states of a picture. Raises Damaged where it was not drawn by a policy."""
+        table, row = self._place(digest)
+        encoded = table[STATES][row].as_buffer() if STATES in table.column_names else None
+        if not encoded:
+            raise Damaged(f"image {digest}: expected the states that led to it, found none")
+        return states_of(memoryview(encoded), steps=steps)
 
     def shown(self, digest: str) -> ShownImage:
         """Describe an image. Raises Damaged where no shard has it."""

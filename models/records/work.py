@@ -9,6 +9,7 @@ from infra.store.bundles import BundleRef
 from infra.store.shards import ShardRef
 from models.config.algorithms import CriticConfig
 from models.config.data import DataConfig, PixelLimits, PreferencesConfig
+from models.config.denoising import DenoisingConfig
 from models.config.engines import SamplingConfig
 from models.config.environments import DialogueEnvironment, EnvironmentConfig
 from models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
@@ -71,6 +72,9 @@ class RolloutWork:
     """The model that plays the user in dialogues, where the run holds one."""
     notes_experts: bool = False
     """Whether the shard says what the policy's routers chose."""
+    denoising: DenoisingConfig | None = None
+    """How pictures are drawn: from end to end without noise where the sampling's temperature is 0. Of a policy that
+    writes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ class ExcerptWork:
     characters: int
     """Longest text shown."""
     media: tuple[ShardRef, ...] = ()
-    """Shards with the images of the prompts."""
+    """Shards with the images of the prompts, and with the pictures that completions are."""
 
 
 @dataclass(frozen=True, slots=True)

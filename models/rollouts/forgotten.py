@@ -46,6 +46,9 @@ def without(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
 
     Returns the table, and how many rows had anything in them.
     """
+    if "bytes" in table.column_names and "prompt_row" in table.column_names:  # pictures that were drawn
+        kept = table.filter(pa.array(~_rows_of(table, prompts)))
+        return kept, table.num_rows - kept.num_rows
     if "bytes" in table.column_names:
         kept = table.filter(_mask(table["digest"], prompts.others, pa.string()))
         return kept, table.num_rows - kept.num_rows

@@ -20,6 +20,7 @@ from models.records.model_input import (
     rollout_columns,
     rollout_inputs,
 )
+from models.records.pictures import Picture
 from models.records.schemas import EXPERTS, ROLLOUT_SCHEMA, FinishReason
 from models.records.seeds import sample_seed
 
@@ -73,16 +74,19 @@ class PartialCompletion:
     """Of an episode, those that have ended."""
     messages: tuple[ChatMessage, ...] = ()
     """Of an episode, by turn: what the policy wrote and what it read."""
+    picture: Picture | None = None
+    """What was drawn; in a table its digest alone."""
 
     def continued(self, completion: Completion, version: int) -> "PartialCompletion":
-        """Append what policy `version` wrote; tokens that were routed before keep their experts."""
-        read = self.input.continued(completion.tokens)
+        """Append what policy `version` wrote or drew; tokens that were routed before keep their experts."""
+        read, picture = self.input.continued(completion.tokens), completion.picture
         if completion.experts is not None:
             before = completion.experts[:0] if self.input.experts is None else self.input.experts
             read = read.routed(np.concatenate([before, completion.experts[len(before) :]]))
         return replace(
             self,
-            input=read,
+            input=read if picture is None else replace(read, images=(picture.digest,)),
+            picture=picture,
             logprobs=self.logprobs + completion.logprobs,
             text=self.text + completion.text if self.reads_anew else completion.text,
             finish_reason=completion.finish_reason,

@@ -48,7 +48,7 @@ class RolloutPreview(Settings):
     tokens: int
     """Length of the completion in tokens; of an episode with all that stands between its turns."""
     images: tuple[ShownImage, ...] = ()
-    """What the prompt shows, in order."""
+    """What the prompt shows, in order, and behind it the picture that the completion is, if it is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Excerpts:
 
     samples: tuple[RolloutPreview, ...]
     thumbnails: Mapping[str, str] = field(default_factory=dict)
-    """Small copies of the images that the first of them show, as `data:image/...;base64,...`, by digest."""
+    """Small copies of the images of the first of them, as `data:image/...;base64,...`, by digest."""
 
 
 def read_samples(
@@ -100,7 +100,7 @@ def read_rows(
 
 
 def _shown(samples: Sequence[RolloutPreview], table: pa.Table, media: Media) -> list[RolloutPreview]:
-    """Say what the prompts of the table's rows show."""
+    """Say what the prompts of the table's rows show, and which pictures completions are."""
     return [
         sample.model_copy(update={"images": tuple(map(media.shown, digests))}) if digests else sample
         for sample, digests in zip(samples, image_digests(table), strict=True)

@@ -84,10 +84,12 @@ def write_estimates(
     microbatch_tokens: int,
     ranks: Ranks,
     images: ImageTokens | None,
+    step_tokens: int | None = None,
 ) -> TokenScores:
     """Ask about every token, by column of the estimates, and have rank 0 write one shard per rollout shard.
 
-    `images` is given where the tower of a model that is asked reads those of a pass anew.
+    `images` is given where the tower of a model that is asked reads those of a pass anew, `step_tokens` of policies
+    that draw.
     """
     tables = [counted(with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows) for shard in work.shards]
     table = concatenated_tables(tables).combine_chunks()
@@ -101,6 +103,8 @@ def write_estimates(
         groups=read["prompt_row"].to_pylist(),
         patches=[0 if images is None else images.patches(each.prompt) for each in inputs],
     )
+    if step_tokens is not None:
+        sequences = Sequences.drawn([len(each.written) for each in inputs], sequences.groups, step_tokens=step_tokens)
     plan = plan_step(rows, sequences, ranks=ranks.parts, microbatch_tokens=microbatch_tokens)
     passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.part]]
     said = [np.concatenate([np.zeros(0, np.float32), *asks[name](passes)]) for name in asks]

@@ -27,7 +27,6 @@ from models.text.sequences import SequencePair, example_inputs
 from models.text.tokenizer import load_tokenizer
 from models.training.ranks import Ranks, sum_and_max
 from models.training.trainer import Trainer, learning_rate
-from models.vision.families import ImageTokens
 from models.vision.processor import VisionProcessor, load_processor
 
 LAST_STEPS = 20
@@ -79,17 +78,40 @@ def imitate(
     inputs = example_inputs(examples, load_tokenizer(directory), source="warm-up example", processor=processor)
     _require_words(inputs, processor)
     images = None if processor is None else processor.image_tokens
+
+    def sequences(chosen: Sequence[ModelInput]) -> Sequences:
+        patches = None if images is None else [images.patches(each.prompt) for each in chosen]
+        return Sequences.apart([len(each) for each in chosen], patches)
+
+    return imitate_inputs(
+        trainer,
+        inputs,
+        warmup=warmup,
+        sequences=sequences,
+        microbatch_tokens=microbatch_tokens,
+        ranks=ranks,
+        listener=listener,
+    )
+
+
+def imitate_inputs(
+    trainer: Trainer,
+    inputs: Sequence[ModelInput],
+    *,
+    warmup: WarmupConfig,
+    sequences: Callable[[Sequence[ModelInput]], Sequences],
+    microbatch_tokens: int,
+    ranks: Ranks,
+    listener: Listener,
+) -> Learnt:
+    """Take all warm-up steps over inputs, in order; `sequences` says how large they are to plan a step's passes."""
     losses = torch.zeros(warmup.steps, dtype=torch.float64, device=ranks.device)
     for step in range(warmup.steps):
         chosen = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
-        losses[step] = _imitate_step(
-            trainer,
-            chosen,
-            images=images,
-            microbatch_tokens=microbatch_tokens,
-            ranks=ranks,
-            on_progress=listener.on_progress,
+        plan = plan_step(
+            tuple(range(len(chosen))), sequences(chosen), ranks=ranks.parts, microbatch_tokens=microbatch_tokens
         )
+        losses[step] = _imitate_step(trainer, chosen, plan.passes[ranks.part], ranks, on_progress=listener.on_progress)
         _step(trainer, step, warmup, what=f"warm-up step {step}")
         tell_steps(losses[: step + 1], warmup.steps, listener=listener, ranks=ranks)
     sum_and_max(losses, torch.zeros(1, device=ranks.device), ranks)
@@ -138,20 +160,14 @@ def _step(trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | Tra
 def _imitate_step(
     trainer: Trainer,
     inputs: Sequence[ModelInput],
-    *,
-    images: ImageTokens | None,
-    microbatch_tokens: int,
+    passes: Sequence[Rows],
     ranks: Ranks,
+    *,
     on_progress: Callable[[], None],
 ) -> torch.Tensor:
     """Run this rank's passes of one step and return its share of the loss: the weighted mean over completions."""
-    patches = None if images is None else [images.patches(each.prompt) for each in inputs]
-    sequences = Sequences.apart([len(each) for each in inputs], patches)
-    rows = tuple(range(len(inputs)))
-    plan = plan_step(rows, sequences, ranks=ranks.parts, microbatch_tokens=microbatch_tokens)
     weight = 1 / sum(len(each.written) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    passes = plan.passes[ranks.part]
     for number, rows in enumerate(passes):
         chosen = [inputs[row] for row in rows]
         weights_N = torch.from_numpy(np.concatenate([each.weights for each in chosen])).to(ranks.device)

@@ -22,7 +22,6 @@ from models.modeling.checkpointing import checkpoint_layers
 from models.modeling.experts import ExpertRouting
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import ForwardInput, TokenModule
-from models.modeling.safetensors import save_pretrained
 from models.training.optimizers import OptimizerFunction
 from models.training.ranks import Ranks
 
@@ -94,6 +93,16 @@ class Trainer:
     def _said(self, read: ForwardInput) -> Tensor:
         return cast(Tensor, self._engine(read))
 
+    def divergence(self, means_ND: Tensor) -> Tensor:
+        """The divergence of each denoising step of the pass before from a reference with these means."""
+        return self._module.divergence(means_ND)
+
+    @torch.no_grad()
+    def base_means(self, batch: MicroBatch) -> Tensor:
+        """Means of the batch's denoising steps without the adapters that are trained."""
+        self.base_forward(batch)
+        return self._module.means
+
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of this rank's share of the loss; `last` ends the optimizer step's passes."""
         self._engine.set_gradient_accumulation_boundary(last)
@@ -135,8 +144,7 @@ class Trainer:
         with deepspeed.zero.GatheredParameters(written, enabled=self._stage == 3):
             if self._ranks.rank:
                 return {}
-            save = save_adapters if self.trains_adapters else save_pretrained
-            return save(self._model, directory)
+            return save_adapters(self._model, directory) if self.trains_adapters else self._module.save(directory)
 
     def moments(self) -> Moments:
         """This rank's part of the optimizer state."""

@@ -13,17 +13,11 @@ from random import Random
 from typing import Self
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from infra.errors import Damaged
-from infra.store.shards import ShardRef, read_shard
-from infra.store.storage import Store
 from models.config.objectives import UpdateConfig
-from models.modeling.batching import Rows, Sequences, StepPlan, plan_steps
+from models.modeling.batching import Rows, StepPlan, plan_steps
 from models.modeling.layout import TrainingBatch, TrainingSample, lay_out_samples
 from models.objectives.importance import needs_old
 from models.objectives.loss_inputs import LossInputs, MetricSums
@@ -35,128 +29,12 @@ from models.objectives.losses import (
     update_loss,
     value_loss,
 )
-from models.records.columns import Integers, Mask, concatenated_tables, flat, lengths_of, lists, row_arrays
-from models.records.model_input import learnt_tokens, routed, sample_inputs, sample_lengths, with_experts
-from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA
 from models.records.work import UpdateWork
 from models.training.ranks import Ranks, sum_and_max
 from models.training.routers import RouterTally
+from models.training.samples import TrainingSamples, read_training_rows, weighted_lengths
 from models.training.trainer import Forward, Trainer, learning_rate
 from models.vision.families import ImageTokens
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSamples:
-    """Training samples, mapped from the store; every row of the shards in their order."""
-
-    table: pa.Table
-    groups: tuple[int, ...]
-    """Prompt row of each sample."""
-    completions: tuple[tuple[int, int], ...]
-    """Prompt row and sample of each: an episode whose turns have prompts of their own is several."""
-    lengths: tuple[int, ...]
-    """Tokens of each sample, prompt and completion."""
-    prompt_lengths: tuple[int, ...]
-    learnt_lengths: tuple[int, ...]
-    """Completion tokens of each sample that a policy wrote: those that are learnt from."""
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the newest policy wrote every token that is learnt from."""
-        return not flat(self.table["staleness"])[learnt_tokens(self.table)].any()
-
-    def sequences(self, images: ImageTokens | None) -> Sequences:
-        """What plans know of them; `images` is given where the tower reads those of a pass anew."""
-        patches = (0,) * len(self.lengths)
-        if images is not None:  # no token that stands for an image is ever written
-            are_images_T = flat(self.table["tokens"]) == images.token
-            patches = tuple(images.merges * count for count in _counts(are_images_T, np.array(self.lengths, np.int64)))
-        return Sequences(lengths=self.lengths, prompts=self.prompt_lengths, groups=self.groups, patches=patches)
-
-
-def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
-    """Open verified shards and check that every row's columns agree in length; a critic has seen all rows or none."""
-    tables = [with_experts(read_shard(store, shard), SAMPLE_SCHEMA.names) for shard in shards]
-    table = concatenated_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
-    lengths, prompts = sample_lengths(table)
-    completions = lengths - prompts
-    critic = table["returns"].null_count < table.num_rows
-    for column in ("logprobs", "advantages", "staleness", *(("values", "returns") if critic else ())):
-        wrong = np.flatnonzero((_lengths(table, column) != completions) | (prompts < 1) | (completions < 0))
-        if len(wrong):
-            row = int(wrong[0])
-            raise Damaged(
-                f"sample {row}: {lengths[row]} tokens of which {prompts[row]} are the prompt's: expected at least one "
-                f"and one of {column} per completion token, found {max(0, _lengths(table, column)[row])}"
-            )
-    return TrainingSamples(
-        table=table,
-        groups=tuple(table["prompt_row"].to_pylist()),
-        completions=tuple(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True)),
-        lengths=tuple(lengths.tolist()),
-        prompt_lengths=tuple(prompts.tolist()),
-        learnt_lengths=_counts(learnt_tokens(table), completions),
-    )
-
-
-def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tuple[int, ...]:
-    """Completion tokens of each sample that have a weight in the loss: those that are not too stale."""
-    if max_staleness is None:
-        return samples.learnt_lengths
-    recent_T = flat(samples.table["staleness"]) <= max_staleness
-    return _counts(learnt_tokens(samples.table) & recent_T, lengths_of(samples.table["staleness"]))
-
-
-def _counts(among_T: Mask, lengths_K: Integers) -> tuple[int, ...]:
-    """Count in each sample the completion tokens that are among some."""
-    rows_T = np.repeat(np.arange(len(lengths_K)), lengths_K)
-    return tuple(np.bincount(rows_T[among_T], minlength=len(lengths_K)).tolist())
-
-
-def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[int, TrainingSample]:
-    """Read the given rows alone."""
-    if not rows:
-        return {}
-    taken = samples.table.select(SAMPLE_SCHEMA.names).take(pa.array(rows, pa.int64())).combine_chunks()
-    inputs, taken = routed(sample_inputs(taken), samples.table, rows), _learnt_alone(taken)
-    staleness = row_arrays(taken["staleness"], np.int16)
-    logprobs, advantages = (row_arrays(taken[name], np.float32) for name in ("logprobs", "advantages"))
-    values, returns = (_rows_if_known(taken, name) for name in ("values", "returns"))
-    return {
-        row: TrainingSample(
-            input=inputs[index],
-            logprobs=logprobs[index],
-            advantages=advantages[index],
-            staleness=staleness[index],
-            values=values[index],
-            returns=returns[index],
-        )
-        for index, row in enumerate(rows)
-    }
-
-
-def _learnt_alone(table: pa.Table) -> pa.Table:
-    """Leave out of the columns that have a number per completion token those of tokens that no policy wrote."""
-    learnt_T, lengths_K = learnt_tokens(table), lengths_of(table["staleness"])
-    if learnt_T.all():
-        return table
-    counts_K = np.array(_counts(learnt_T, lengths_K), np.int64)
-    for name in PER_TOKEN:
-        if table[name].null_count == 0:
-            column = pa.chunked_array([lists(flat(table[name])[learnt_T], counts_K)])
-            table = table.set_column(table.schema.get_field_index(name), name, column)
-    return table
-
-
-def _lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
-    """Length of each row's list; -1 where it is null."""
-    lengths: NDArray[np.int64] = pc.fill_null(pc.list_value_length(table[column]), -1).to_numpy().astype(np.int64)
-    return lengths
-
-
-def _rows_if_known(table: pa.Table, column: str) -> Sequence[NDArray[np.float32] | None]:
-    return [None] * table.num_rows if table[column].null_count else row_arrays(table[column], np.float32)
-
 
 OnProgress = Callable[[], None]
 """Called after every pass: progress, not life."""
@@ -180,6 +58,8 @@ class Extras:
 
     old: list[list[Tensor | None]]
     reference: list[list[Tensor | None]]
+    means: Forward | None = None
+    """Of policies that draw, which are compared by the means of their steps, as large as states: asked pass by pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +134,10 @@ def take_steps(
         old, reference = extras.old[step.minibatch], extras.reference[step.minibatch]
         for number, batch in enumerate(step.batches):
             tokens = _on_device(batch, old=old[number], reference=reference[number], device=ranks.device)
+            means_ND = None if extras.means is None else extras.means(batch.reads)
             logprobs_N = trainer.forward(batch.reads)
+            if means_ND is not None:
+                tokens = replace(tokens, kl_N=trainer.divergence(means_ND))
             before_N = old[number] if index else logprobs_N.detach()
             if before_N is None:
                 tokens = replace(tokens, old_N=tokens.behaviour_N)
@@ -310,11 +193,17 @@ def _on_device(
 
 
 def policy_steps(
-    samples: TrainingSamples, work: UpdateWork, *, config: UpdateConfig, ranks: Ranks, images: ImageTokens | None
+    samples: TrainingSamples,
+    work: UpdateWork,
+    *,
+    config: UpdateConfig,
+    ranks: Ranks,
+    images: ImageTokens | None,
+    step_tokens: int | None = None,
 ) -> list[StepPasses]:
     """Plan the iteration's steps and lay this rank's passes out; a step without a token in the loss is left out."""
     planned = plan_steps(
-        samples.sequences(images),
+        samples.sequences(images, step_tokens=step_tokens),
         minibatches=config.minibatches,
         ranks=ranks.parts,
         microbatch_tokens=config.microbatch_tokens,
@@ -395,3 +284,24 @@ def value_metrics(taken: StepsTaken) -> dict[str, float]:
         "critic_grad_norm": sum(taken.grad_norms) / len(taken.grad_norms),
         **taken.maxima,
     }
+
+
+def update_metrics(taken: StepsTaken, samples: TrainingSamples, steps: Sequence[StepPasses]) -> dict[str, float]:
+    """What an iteration says of the policy: means over its tokens, and over those that were compared."""
+    sums, maxima = dict(taken.sums), dict(taken.maxima)
+    del sums["not_finite"]
+    epochs = len(steps) // (1 + max(step.minibatch for step in steps))
+    num_tokens, num_compared = epochs * sum(samples.learnt_lengths), sums.pop("mismatch_tokens")
+    metrics = {"loss": sums.pop("loss") / len(steps), "mismatch_tokens": num_compared}
+    for name, total in sums.items():
+        metrics[name] = total / (max(1.0, num_compared) if name.startswith("mismatch") else num_tokens)
+    return (
+        metrics
+        | maxima
+        | {**taken.router}
+        | {
+            "grad_norm_mean": sum(taken.grad_norms) / len(steps),
+            "grad_norm_max": max(taken.grad_norms),
+            "learning_rate": steps[-1].learning_rate,
+        }
+    )

@@ -17,9 +17,13 @@ from infra.errors import Damaged
 from infra.store.bundles import describe_bundle, fetch_bundle, has_bundle, publish_bundle
 from infra.store.storage import Store
 from models.config.attention import Attention
+from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
+from models.denoising.pipeline import is_pipeline, link_beside_denoiser, load_denoiser, read_pipeline
+from models.denoising.steps import Drawing, StepLogprobs
 from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
+from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenLogprobs, TokenModule
 from models.modeling.policy import freeze, learns_to_see, load_policy, load_sight
 from models.records.media import Gallery, ImageSource
@@ -70,6 +74,9 @@ def publish_version(
 
 def _copy_beside_weights(parent: Path, directory: Path) -> None:
     """Copy the tokenizer and whatever else the parent has beside weights and what was written anew."""
+    if is_pipeline(parent):
+        link_beside_denoiser(parent, directory)
+        return
     for source in sorted(path for path in parent.iterdir() if path.is_file()):
         target = directory / source.name
         if source.name != "bundle.json" and not source.name.endswith(_WEIGHTS) and not target.exists():
@@ -177,6 +184,20 @@ class Learner:
         return publish_version(self._store, self.trainer, version=version, parent=parent, ranks=self._ranks, put=put)
 
 
+def check_arrival(found: ModelVersion, expected: ModelVersion, *, iteration: int) -> None:
+    """Raise Damaged where an update that is taken again does not lead to the version that was committed."""
+    if found != expected:
+        raise Damaged(
+            f"iteration {iteration}: its update was taken again from its samples, to get back the optimizer's "
+            f"state; expected {_told(expected)}, found {_told(found)}: samples, code or libraries are others now"
+        )
+
+
+def _told(version: ModelVersion) -> str:
+    state = "" if version.state is None else f" with state {version.state.digest}"
+    return f"weights {version.digest}{state}"
+
+
 def _copied(moments: Moments) -> Moments:
     return {name: value.detach().clone() for name, value in moments.items()}
 
@@ -201,6 +222,7 @@ class LoadedModels:
         temperature: float,
         ranks: Ranks,
         on_progress: Callable[[], None],
+        denoising: DenoisingConfig | None = None,
     ) -> None:
         self.ranks = ranks
         self.images = Gallery()
@@ -210,19 +232,26 @@ class LoadedModels:
         self._store = store
         self._update = update
         self._temperature = temperature
+        self._denoising = denoising
         self._images: tuple[ImageTokens | None] | None = None
         """Of all versions of the policy; none before one was asked for."""
-        self._reference: tuple[str, TokenLogprobs] | None = None
+        self._reference: tuple[str, TokenModule] | None = None
         self._teacher: tuple[str, TokenLogprobs] | None = None
 
     def image_tokens(self, version: ModelVersion) -> ImageTokens | None:
         """What tells how much the tower under training reads in a pass; nothing where it reads each image once."""
-        if not self._update.trains_sight and self._update.zero_stage < 3:
+        if self._denoising is not None or (not self._update.trains_sight and self._update.zero_stage < 3):
             return None
         if self._images is None:
             processor = load_processor(fetch_bundle(self._store, version.weights))
             self._images = (None if processor is None else processor.image_tokens,)
         return self._images[0]
+
+    def step_tokens(self, version: ModelVersion) -> int | None:
+        """Tokens that the denoiser of a policy that draws reads a state as; none of one that writes."""
+        if self._denoising is None:
+            return None
+        return read_pipeline(fetch_bundle(self._store, version.weights)).tokens(self._denoising)
 
     def reference(self, version: ModelVersion, *, policy: ModelVersion) -> Forward:
         """Ask a policy that is compared with and never trained; it has no adapter.
@@ -234,14 +263,35 @@ class LoadedModels:
             return self.policy.trainer.base_forward
         return partial(frozen_forward, self._loaded_reference(version))
 
+    def reference_means(self, version: ModelVersion, *, policy: ModelVersion) -> Forward:
+        """Ask a policy that draws and is compared with for the means of denoising steps, as `reference` does."""
+        if self.is_base(version, policy):
+            return self.policy.trainer.base_means
+        module = self._loaded_reference(version)
+
+        def means(batch: MicroBatch) -> Tensor:
+            frozen_forward(module, batch)
+            return module.means
+
+        return means
+
+    @property
+    def draws(self) -> bool:
+        """Whether the policy draws."""
+        return self._denoising is not None
+
     def is_base(self, version: ModelVersion, policy: ModelVersion) -> bool:
         """Whether a version is the policy under training without its adapters."""
         return self._update.lora is not None and version.adapter is None and version.weights == policy.weights
 
-    def _loaded_reference(self, version: ModelVersion) -> TokenLogprobs:
+    def _loaded_reference(self, version: ModelVersion) -> TokenModule:
         if self._reference is None or self._reference[0] != version.digest:
             self._reference = None
             directory = fetch_bundle(self._store, version.weights)
+            if self._denoising is not None:
+                steps = StepLogprobs(load_denoiser(directory), self._drawing(directory), self.images)
+                self._reference = (version.digest, steps.requires_grad_(False).eval().to(self.ranks.device))
+                return self._reference[1]
             model = load_policy(directory).requires_grad_(False).eval()
             sight = load_sight(directory, source=self.images, stays=True)
             policy = TokenLogprobs(
@@ -273,7 +323,10 @@ class LoadedModels:
         self.policy.close()
         self.critic.close()
 
-    def _actor(self, version: ModelVersion) -> TokenLogprobs:
+    def _actor(self, version: ModelVersion) -> TokenModule:
+        if self._denoising is not None:
+            denoiser = load_trainable(self._store, version, load=load_denoiser, lora=self._update.lora)
+            return StepLogprobs(denoiser, self._drawing(fetch_bundle(self._store, version.weights)), self.images)
         model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
         freeze(model, self._update.freeze)
         # The parts of weights that ranks of stage 3 hold are gathered for all ranks' passes alike.
@@ -286,6 +339,10 @@ class LoadedModels:
             attention=self._update.attention,
             replays_experts=self._update.router_replay is not None,
         )
+
+    def _drawing(self, directory: Path) -> Drawing:
+        assert self._denoising is not None, "the policy draws"
+        return Drawing.of(directory, self._denoising, device=self.ranks.device)
 
     def _valuer(self, version: ModelVersion) -> TokenValues:
         model = load_trainable(self._store, version, load=load_critic, lora=self._update.lora)

@@ -3,31 +3,41 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-
-from transformers import AutoConfig
 
 from infra.store.bundles import fetch_bundle
 from infra.store.progress import StepNotes
 from infra.store.storage import Store
 from models.config.data import DataConfig, PreferencesConfig
+from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
 from models.config.training import WarmupConfig
-from models.data.examples import Example, Preference, load_preferences, warmup_examples
+from models.data.examples import Example, Preference, load_preferences, picture_examples, warmup_examples
 from models.data.images import digest_of
 from models.data.problems import Problem
+from models.denoising.pipeline import load_denoiser, read_pipeline
+from models.denoising.policy import policy_context
+from models.denoising.steps import Drawing, Imitation, picture_inputs
 from models.environments.transcripts import user_examples
 from models.judges.prompts import judge_examples
+from models.modeling.batching import Sequences
 from models.modeling.critic import TokenValues, critic_from_policy
 from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import load_policy, load_sight, policy_shape
+from models.modeling.policy import load_policy, load_sight
 from models.objectives.losses import DpoTerms, PairTerms, bradley_terry, dpo
 from models.records.media import Gallery, HeldImages
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, UserWarmupWork, WarmupWork
 from models.text.sequences import SequencePair, policy_pairs, reward_pairs
 from models.text.tokenizer import load_tokenizer, tokenize_problems, with_room
-from models.training.offline import Learnt, Listener, PairLearning, PairNumbers, imitate, learn_preferences
+from models.training.offline import (
+    Learnt,
+    Listener,
+    PairLearning,
+    PairNumbers,
+    imitate,
+    imitate_inputs,
+    learn_preferences,
+)
 from models.training.ranks import Ranks
 from models.training.trainer import Trainer
 from models.training.versions import Build, Learner
@@ -40,15 +50,26 @@ class OfflineTrainer:
     Each piece of work begins with a fresh optimizer and publishes a version without state.
     """
 
-    def __init__(self, store: Store, update: UpdateConfig, *, ranks: Ranks, on_progress: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        update: UpdateConfig,
+        *,
+        ranks: Ranks,
+        on_progress: Callable[[], None],
+        denoising: DenoisingConfig | None = None,
+    ) -> None:
         self._store = store
         self._update = update
+        self._denoising = denoising
         self._ranks = ranks
         self._on_progress = on_progress
         self._images = Gallery()
 
     def warmup(self, work: WarmupWork) -> Outcome:
-        """Imitate worked examples."""
+        """Imitate worked examples, or pictures where the policy draws."""
+        if self._denoising is not None:
+            return self._imitate_pictures(work, self._denoising)
         among = partial(self._with_room, work) if work.data.too_long == "drop" else None
         examples = warmup_examples(work.data, work.warmup, work.seed, among=among)
         return self._imitate(work.policy, examples, work.warmup, ranks=self._ranks)
@@ -56,7 +77,7 @@ class OfflineTrainer:
     def _with_room(self, work: WarmupWork, problems: list[Problem]) -> list[Problem]:
         directory = fetch_bundle(self._store, work.policy.weights)
         prompts = tokenize_problems(problems, load_tokenizer(directory), load_processor(directory))
-        room = _context(directory) - work.max_new_tokens
+        room = policy_context(directory) - work.max_new_tokens
         asked = with_room([*zip(problems, prompts, strict=True)], max_tokens=room, too_long="drop", split="train")
         return [problem for problem, _ in asked]
 
@@ -73,7 +94,7 @@ class OfflineTrainer:
     def prefer(self, work: PreferenceWork) -> Outcome:
         """Have the policy prefer what is preferred, held to where it starts."""
         directory, dpo_config = fetch_bundle(self._store, work.policy.weights), work.dpo
-        tokenizer, context = load_tokenizer(directory), _context(directory)
+        tokenizer, context = load_tokenizer(directory), policy_context(directory)
 
         def read(preferences: Sequence[Preference]) -> list[SequencePair]:
             return policy_pairs(preferences, tokenizer, context=context)
@@ -94,7 +115,7 @@ class OfflineTrainer:
     def train_reward_model(self, work: RewardModelWork) -> Outcome:
         """Put a head on the policy's trunk, and have it give more to what is preferred."""
         directory = fetch_bundle(self._store, work.policy.weights)
-        tokenizer, context = load_tokenizer(directory), _context(directory)
+        tokenizer, context = load_tokenizer(directory), policy_context(directory)
 
         def read(preferences: Sequence[Preference]) -> list[SequencePair]:
             return reward_pairs(preferences, tokenizer, template=work.template, context=context)
@@ -123,6 +144,30 @@ class OfflineTrainer:
             )
 
         return self._train(model, self._logprobs, learn, ranks=ranks)
+
+    def _imitate_pictures(self, work: WarmupWork, denoising: DenoisingConfig) -> Outcome:
+        directory, warmup = fetch_bundle(self._store, work.policy.weights), work.warmup
+        drawing = Drawing.of(directory, denoising, device=self._ranks.device)
+        examples = picture_examples(work.data, warmup, work.seed)
+        inputs = picture_inputs(examples, drawing.tokenizer, seed=work.seed)
+        self._images.source = HeldImages({digest_of(picture): picture for _, picture in examples})
+        tokens = read_pipeline(directory).tokens(denoising)
+
+        def build(version: ModelVersion) -> Imitation:
+            return Imitation(load_denoiser(fetch_bundle(self._store, version.weights)), drawing, self._images)
+
+        def learn(trainer: Trainer, listener: Listener) -> Learnt:
+            return imitate_inputs(
+                trainer,
+                inputs,
+                warmup=warmup,
+                sequences=lambda chosen: Sequences.apart([tokens] * len(chosen)),
+                microbatch_tokens=self._update.microbatch_tokens,
+                ranks=self._ranks,
+                listener=listener,
+            )
+
+        return self._train(work.policy, build, learn, ranks=self._ranks)
 
     def _learn(self, model: ModelVersion, learning: PairLearning, build: Build) -> Outcome:
         def learn(trainer: Trainer, listener: Listener) -> Learnt:
@@ -164,8 +209,3 @@ class OfflineTrainer:
 def _both(preferences: PreferencesConfig, data: DataConfig, seed: int) -> tuple[list[Preference], list[Preference]]:
     train, heldout = (load_preferences(preferences, data, split=split, seed=seed) for split in ("train", "heldout"))
     return train, heldout
-
-
-def _context(directory: Path) -> int:
-    config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    return policy_shape(config, parameters=0, source=str(directory)).context

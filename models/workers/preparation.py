@@ -9,7 +9,6 @@ import pyarrow as pa
 import torch
 from blake3 import blake3
 from pydantic import JsonValue
-from transformers import AutoConfig
 
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle, publish_bundle
@@ -18,12 +17,12 @@ from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.data.images import media_tables
 from models.data.problems import Problem, identity, left_out_of, load_problems, spelt_columns
+from models.denoising.policy import policy_context
 from models.environments.scene import tools_of
 from models.inspection.companions import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import copy_directory
 from models.modeling.initial import texts_of, write_policy, write_served_model, write_user
-from models.modeling.policy import policy_shape
 from models.records.media import MEDIA
 from models.records.model_input import prompt_columns
 from models.records.schemas import PROMPT_SCHEMA
@@ -143,8 +142,7 @@ class PreparationWorker:
         problems = load_problems(work.data, work.split, work.seed)
         self._progress += 1
         directory = fetch_bundle(self._store, work.policy.weights)
-        config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        context = policy_shape(config, parameters=0, source=str(directory)).context
+        context = policy_context(directory)
         tokenizer = load_tokenizer(directory)
         tools = tools_of(work.environment, problems)
         prompts = tokenize_problems(problems, tokenizer, load_processor(directory), tools=tools)

@@ -12,12 +12,22 @@ from infra.errors import BadInput, Damaged
 from infra.store.bundles import fetch_bundle, proved_beside
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
+from models.config.denoising import DenoisingConfig
 from models.config.engines import EngineConfig
 from models.config.environments import EnvironmentConfig
-from models.engines.protocol import NotesExperts, SeeingEngine, build_engine
+from models.engines.protocol import (
+    Completion,
+    DrawingEngine,
+    NotesExperts,
+    Request,
+    SeeingEngine,
+    build_engine,
+)
 from models.environments.scene import Scene
-from models.records.media import Media
+from models.records.media import MEDIA, Media
+from models.records.pictures import picture_table
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
+from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import RolloutWork
 from models.rollouts.groups import Group, fresh_groups, groups_of, table_of
@@ -109,6 +119,8 @@ class RolloutWorker:
         shards = [self._write(finished, work, kind="rollouts")]
         lengths = _new_tokens(begun, groups)
         detail: dict[str, JsonValue] = {"lengths": order_statistics(lengths)}
+        if work.denoising is not None:
+            shards.append(self._write(_pictures(groups), work, kind=MEDIA))
         if cut.num_rows:
             shards.append(self._write(cut, work, kind="unfinished"))
             detail["carried_rows"] = [*sorted(group.prompt_row for group in groups if not group.finished)]
@@ -135,8 +147,20 @@ class RolloutWorker:
         elif work.notes_experts:
             raise BadInput(f"engine {self._engine.producer()}: update.router_replay needs its method `note_experts`")
         requests = [group.request(work.policy.version, work.partial) for group in begun]
-        answers = self._engine.generate(requests, work.sampling)
+        if work.denoising is None:
+            answers = self._engine.generate(requests, work.sampling)
+        else:
+            answers = self._draw(requests, work, work.denoising)
         return [group.continued(new, work.policy.version) for group, new in zip(begun, answers, strict=True)]
+
+    def _draw(
+        self, requests: Sequence[Request], work: RolloutWork, denoising: DenoisingConfig
+    ) -> list[list[Completion]]:
+        """Have the policy draw, without noise where the sampling has none."""
+        if not isinstance(self._engine, DrawingEngine):
+            raise BadInput(f"engine {self._engine.producer()}: it has no method `draw`, found a policy that draws")
+        learnt = range(0) if work.sampling.temperature == 0 else _window(work, denoising)
+        return self._engine.draw(requests, denoising, learnt)
 
     def _show(self, work: RolloutWork) -> None:
         """Tell the engine where the images of the prompts are."""
@@ -158,6 +182,22 @@ class RolloutWorker:
     def _write(self, table: pa.Table, work: RolloutWork, *, kind: str) -> ShardRef:
         metadata = _metadata(work, run=self._run) | {"producer": self._engine.producer()}
         return write_shard(self._store, table, kind=kind, metadata=metadata)
+
+
+def _window(work: RolloutWork, denoising: DenoisingConfig) -> range | None:
+    """Steps that are learnt in an iteration, the same for all its pictures; none are all that have noise."""
+    window = denoising.window
+    if window is None:
+        return None
+    places = window.last - window.first + 1
+    first = window.first + derive_seed("window", work.seed, work.iteration) % places
+    return range(first, first + window.size)
+
+
+def _pictures(groups: Sequence[Group]) -> pa.Table:
+    ordered = sorted(groups, key=lambda group: group.prompt_row)
+    drawn = ((group.prompt_row, draft.picture) for group in ordered for draft in group.drafts)
+    return picture_table((row, picture) for row, picture in drawn if picture is not None)
 
 
 def _new_tokens(begun: Sequence[Group], groups: Sequence[Group]) -> list[int]:
@@ -201,6 +241,8 @@ def _metadata(work: RolloutWork, *, run: str) -> dict[str, str]:
     }
     if work.rows:
         metadata["seed_prompt_rows"] = f"{min(work.rows)}..{max(work.rows)}"
+    if work.denoising is not None:
+        metadata["denoising"] = work.denoising.model_dump_json()
     if work.partial is not None:
         metadata["partial"] = work.partial.model_dump_json()
     if work.continued is not None:

@@ -7,11 +7,12 @@ from functools import partial
 
 import torch
 
-from infra.errors import BadInput, Damaged
+from infra.errors import BadInput
 from infra.store.bundles import BundleRef, fetch_bundle, sync_bundle
 from infra.store.shards import ShardRef
 from infra.store.storage import open_store
 from models.config.algorithms import AlgorithmConfig
+from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
 from models.config.teachers import Teacher
 from models.modeling.layout import AuxiliaryPass
@@ -28,20 +29,20 @@ from models.records.work import (
 )
 from models.training.auxiliary import ask_endpoint, ask_model, write_estimates
 from models.training.ranks import join_ranks
+from models.training.samples import TrainingSamples, open_samples
 from models.training.trainer import Forward, Trainer, frozen_forward
 from models.training.update_steps import (
     StepPasses,
     StepsTaken,
-    TrainingSamples,
     critic_steps,
     extra_logprobs,
-    open_samples,
     policy_steps,
     take_steps,
     take_value_steps,
+    update_metrics,
     value_metrics,
 )
-from models.training.versions import Learner, LoadedModels
+from models.training.versions import Learner, LoadedModels, check_arrival
 from models.workers.offline import OfflineTrainer
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class UpdateWorker:
         algorithm: AlgorithmConfig,
         temperature: float,
         threads: int,
+        denoising: DenoisingConfig | None = None,
     ) -> None:
         if temperature <= 0:
             raise BadInput(f"rollout.sampling.temperature: training needs more than 0, found {temperature}")
@@ -72,6 +74,7 @@ class UpdateWorker:
         self._update = update
         self._algorithm = algorithm
         self._temperature = temperature
+        self._denoising = denoising
         self._models: LoadedModels | None = None
         self._progress = 0
 
@@ -80,7 +83,12 @@ class UpdateWorker:
         slices = self._update.sequence_parallel
         ranks = join_ranks(rank, world_size, address=master_address, port=master_port, slices=slices)
         self._models = LoadedModels(
-            self._store, self._update, temperature=self._temperature, ranks=ranks, on_progress=self._on_progress
+            self._store,
+            self._update,
+            temperature=self._temperature,
+            denoising=self._denoising,
+            ranks=ranks,
+            on_progress=self._on_progress,
         )
 
     def progress(self) -> int:
@@ -105,6 +113,7 @@ class UpdateWorker:
             microbatch_tokens=self._update.microbatch_tokens,
             ranks=models.ranks,
             images=models.image_tokens(work.policy) if "policy" in asks else None,
+            step_tokens=models.step_tokens(work.policy),
         )
         laps.end("estimate")
         metrics = {"sequences": float(asked.sequences), "tokens": float(asked.tokens)}
@@ -138,7 +147,7 @@ class UpdateWorker:
             critic=critic,
             metrics={
                 **self._kl_coefficient(work),
-                **({} if taken is None else _metrics(taken, samples, steps)),
+                **({} if taken is None else update_metrics(taken, samples, steps)),
                 **({} if valued is None else value_metrics(valued)),
                 "steps": float(len(steps)),
                 "tokens": float(sum(samples.learnt_lengths)),
@@ -211,7 +220,9 @@ class UpdateWorker:
         """Training on data alone, which no policy stands in memory beside."""
         models = self._joined()
         models.close()
-        return OfflineTrainer(self._store, self._update, ranks=models.ranks, on_progress=self._on_progress)
+        return OfflineTrainer(
+            self._store, self._update, denoising=self._denoising, ranks=models.ranks, on_progress=self._on_progress
+        )
 
     def _asks(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryPass]:
         """Load the models that are asked; by column of the estimates."""
@@ -278,7 +289,7 @@ class UpdateWorker:
                     continue
                 if update.keeps_state:
                     found = replace(found, state=states.begin(states.copy(trainer)))
-                _check_arrival(update, found, expected)
+                check_arrival(found, expected, iteration=update.iteration)
             laps.end("again")
         laps.end("load")
         return trainer
@@ -289,17 +300,27 @@ class UpdateWorker:
     def _steps(self, work: UpdateWork, samples: TrainingSamples) -> list[StepPasses]:
         models = self._joined()
         images = models.image_tokens(work.policy)
-        return policy_steps(samples, work, config=self._update, ranks=models.ranks, images=images)
+        return policy_steps(
+            samples,
+            work,
+            config=self._update,
+            ranks=models.ranks,
+            images=images,
+            step_tokens=models.step_tokens(work.policy),
+        )
 
     def _learn_policy(
         self, work: UpdateWork, trainer: Trainer, steps: list[StepPasses], laps: StageTimer
     ) -> StepsTaken:
         models, config = self._joined(), self._update
-        reference = None
-        if config.kl_penalty is not None:
+        reference = means = None
+        if config.kl_penalty is not None and models.draws:
+            means = models.reference_means(work.reference, policy=work.policy)
+        elif config.kl_penalty is not None:
             reference = models.reference(work.reference, policy=work.policy)
         laps.end("load")
         extras = extra_logprobs(trainer, steps, reference=reference, on_progress=self._on_progress)
+        extras = replace(extras, means=means)
         laps.end("logprobs")
         taken = take_steps(
             trainer,
@@ -361,40 +382,6 @@ class UpdateWorker:
         self._progress += 1
 
 
-def _check_arrival(update: UpdateWork, found: ModelVersion, expected: ModelVersion) -> None:
-    """Raise Damaged where an update that is taken again does not lead to the version that was committed."""
-    if found != expected:
-        raise Damaged(
-            f"iteration {update.iteration}: its update was taken again from its samples, to get back the optimizer's "
-            f"state; expected {_told(expected)}, found {_told(found)}: samples, code or libraries are others now"
-        )
-
-
-def _told(version: ModelVersion) -> str:
-    state = "" if version.state is None else f" with state {version.state.digest}"
-    return f"weights {version.digest}{state}"
-
-
 def _next(parent: ModelVersion) -> ModelVersion:
     """The next version with all that the parent has."""
     return replace(parent, version=parent.version + 1)
-
-
-def _metrics(taken: StepsTaken, samples: TrainingSamples, steps: list[StepPasses]) -> dict[str, float]:
-    sums, maxima = dict(taken.sums), dict(taken.maxima)
-    del sums["not_finite"]
-    epochs = len(steps) // (1 + max(step.minibatch for step in steps))
-    num_tokens, num_compared = epochs * sum(samples.learnt_lengths), sums.pop("mismatch_tokens")
-    metrics = {"loss": sums.pop("loss") / len(steps), "mismatch_tokens": num_compared}
-    for name, total in sums.items():
-        metrics[name] = total / (max(1.0, num_compared) if name.startswith("mismatch") else num_tokens)
-    return (
-        metrics
-        | maxima
-        | {**taken.router}
-        | {
-            "grad_norm_mean": sum(taken.grad_norms) / len(steps),
-            "grad_norm_max": max(taken.grad_norms),
-            "learning_rate": steps[-1].learning_rate,
-        }
-    )

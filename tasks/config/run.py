@@ -16,7 +16,7 @@ from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.budget import BudgetConfig
 from models.config.data import ArithmeticData, DataConfig, PreferencesConfig
 from models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
-from models.config.job import Job, reasons_against, reasons_against_preferences
+from models.config.job import Job, reasons_against, reasons_against_drawing, reasons_against_preferences
 from models.config.objectives import UpdateConfig
 from models.config.policy import PolicyConfig, ScratchPolicy
 from models.config.promotion import PromotionConfig, SuiteConfig
@@ -191,6 +191,11 @@ class RunConfig(Settings):
     def _parts_fit_together(self) -> "RunConfig":
         for reason in reasons_against(self._job()):
             raise ValueError(reason)
+        for reason in reasons_against_drawing(self.policy, self._job(), warmup=self.warmup, data=self.data):
+            raise ValueError(reason)
+        for name, heldout in (("evaluation", self.evaluation), *((each.name, each) for each in self.evaluations)):
+            for reason in heldout.reasons_against(self.rollout.denoising):
+                raise ValueError(f"{name}: {reason}")
         for reason in alarms_against(self.alarms, self._job()):
             raise ValueError(reason)
         for reason in self.soup.reasons_against(self.scoring, self.update, self.data) if self.soup else ():
@@ -285,6 +290,10 @@ class RunConfig(Settings):
         elsewhere["update"] = {"activation_checkpointing"} | {
             name for name in _SINCE if getattr(self.update, name) == UpdateConfig.model_fields[name].default
         }
+        if self.rollout.denoising is None:
+            elsewhere["rollout"] = {"denoising"}
+        if self.evaluation.steps is None:
+            elsewhere["evaluation"] = {"steps"}
         if self.update.schedule == "constant":
             elsewhere["iterations"] = True
         identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere)

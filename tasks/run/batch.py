@@ -46,6 +46,16 @@ def slice_shards(shards: Sequence[int], *, controllers: int) -> tuple[tuple[int,
     return tuple(slices)
 
 
+def pictures_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
+    """Shards with the pictures of a shard of rollouts; behind those of text there are groups that go on, if any."""
+    return () if "carried_rows" in rollouts.detail else rollouts.shards[1:]
+
+
+def completions_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
+    """Shards with the completions of a shard of rollouts: those that ended, then groups that go on, if any."""
+    return rollouts.shards[: len(rollouts.shards) - len(pictures_of(rollouts))]
+
+
 class BatchPlan(Settings):
     """The prompts of one batch and how they are cut into shards."""
 
@@ -172,7 +182,12 @@ class Batch:
 
 def rollouts_of(run: Run, number: int) -> list[Manifest]:
     """Manifests of an iteration's rollouts that have been committed so far, of all its batches."""
-    made = run.manifests(f"{iteration_key(number)}/")
+    return rollouts_under(run, iteration_key(number))
+
+
+def rollouts_under(run: Run, key: str) -> list[Manifest]:
+    """Manifests of the rollouts of an iteration or evaluation, by its key."""
+    made = run.manifests(f"{key}/")
     return [manifest for manifest in made if StageKey.parse(manifest.key).stage == "rollout"]
 
 

@@ -6,6 +6,7 @@ What it leaves to the next stands in its seal, so the next one follows from the 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Self
 
 from pydantic import ConfigDict, Field, JsonValue
@@ -17,7 +18,7 @@ from infra.store.shards import ShardRef
 from models.config.rollout import DynamicSampling, RolloutConfig
 from models.data.curriculum import Cursor, DynamicSamplingState, Part, give_back, parts_of
 from models.records.work import ScoredShard
-from tasks.run.batch import Batch
+from tasks.run.batch import Batch, pictures_of
 from tasks.run.keys import PROMPTS, StageKey, iteration_key
 from tasks.run.returns import critic_after, policy_after, policy_key
 
@@ -193,8 +194,9 @@ class Iteration:
 
     @property
     def media(self) -> tuple[ShardRef, ...]:
-        """Shards with the prompts' images."""
-        return self.prompts.shards[1:]
+        """Shards with the prompts' images, and with those that the policy drew."""
+        drawn = (pictures_of(manifest) for manifest in self.scored().rollouts) if self.rollout.denoising else ()
+        return (*self.prompts.shards[1:], *chain.from_iterable(drawn))
 
     @property
     def first_policy(self) -> Manifest:
@@ -280,7 +282,7 @@ class Iteration:
 def carry_over_after(iteration: Iteration, dynamic: DynamicSampling | None) -> CarryOver:
     """What an iteration leaves; groups that were left over once are not kept again."""
     before, rollouts, scores = iteration.before, iteration.stage("rollout"), iteration.stage("scoring")
-    cursor, cut = iteration.batches[-1].plan.cursor, [manifest for manifest in rollouts if len(manifest.shards) > 1]
+    cursor, cut = iteration.batches[-1].plan.cursor, [made for made in rollouts if "carried_rows" in made.detail]
     assert cursor is not None, "an iteration's batches have a cursor"
     leftover: list[LeftoverGroups] = []
     returned: list[int] = []

@@ -338,6 +338,7 @@ async def _start(session: Session, role: str) -> Pool | RankGroup:
         case "update":
             learning: dict[str, object] = {"update": settings.update, "algorithm": settings.algorithm}
             options = {**threads, **learning, "temperature": settings.rollout.sampling.temperature}
+            options["denoising"] = settings.rollout.denoising
             spec = _spec(session, role, "models.workers.update:UpdateWorker", pools.update_ranks, options=options)
             return await session.cluster.ranks(spec)
     for term, reward in settings.scoring.model_rewards.items():

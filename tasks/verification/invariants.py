@@ -126,7 +126,7 @@ def _check_carry_over(iteration: Iteration) -> Iterator[str]:
     last = iteration.batches[-1].plan.cursor
     if last is None or after.cursor != give_back(last, returned):
         yield f"{key}: its cursor is not where the last batch left it with {len(returned)} prompts given back"
-    cut = [m for m in rollouts if len(m.shards) > 1]
+    cut = [m for m in rollouts if "carried_rows" in m.detail]
     if [groups.rollouts for groups in after.partial_groups] != [m.key for m in cut]:
         yield f"{key}: the groups that it leaves to be continued are not those that its rollouts cut"
 

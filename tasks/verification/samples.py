@@ -13,7 +13,7 @@ from models.records.model_input import COMPLETION_TOKENS
 from models.records.schemas import FinishReason
 from models.records.turn_prompts import turn_prompts
 from models.records.versions import policy_of
-from tasks.run.batch import Batch
+from tasks.run.batch import Batch, completions_of
 from tasks.run.iteration import Iteration
 
 Name = tuple[int, int]
@@ -73,11 +73,11 @@ def _check_shard(iteration: Iteration, batch: Batch, shard: int) -> Iterator[str
     before = None if continued is None else continued.shards[1]
     expected = [(row, sample) for row in wave.shard_rows(shard) for sample in range(wave.group_size)]
     expected += _names(run, before) if before else []
-    found = [_names(run, ref) for ref in manifest.shards]
+    found = [_names(run, ref) for ref in completions_of(manifest)]
     if sorted(chain.from_iterable(found)) != sorted(expected):
         yield f"{manifest.key}: its rows are not {wave.group_size} samples of each of its prompts"
     policy = policy_of(batch.policy).digest
-    for ref in manifest.shards:
+    for ref in completions_of(manifest):
         table = read_shard(run.store, ref, columns=["prompt_row"])
         behaviour = table.schema.metadata[b"policy_digest"].decode()
         if behaviour != policy:
@@ -91,7 +91,7 @@ def _check_shard(iteration: Iteration, batch: Batch, shard: int) -> Iterator[str
 def _check_cut(iteration: Iteration, manifest: Manifest, found: list[list[Name]]) -> Iterator[str]:
     """Finished groups stand in the first shard, groups with a cut completion in the second, none in both."""
     finished, *unfinished = [{prompt for prompt, _ in names} for names in found]
-    cut = [_cut_prompts(iteration.run, ref) for ref in manifest.shards]
+    cut = [_cut_prompts(iteration.run, ref) for ref in completions_of(manifest)]
     if cut[0] or (unfinished and (cut[1] != unfinished[0] or finished & unfinished[0])):
         yield f"{manifest.key}: finished groups and groups that were cut are not apart"
     left = {row for groups in iteration.after.partial_groups if groups.rollouts == manifest.key for row in groups.rows}
@@ -106,7 +106,7 @@ def _check_segments(iteration: Iteration, manifest: Manifest) -> Iterator[str]:
     that was cut may have begun another turn.
     """
     columns = ["prompt_row", "sample", COMPLETION_TOKENS, "segments", "turns", "finish_reason"]
-    for ref in manifest.shards:
+    for ref in completions_of(manifest):
         for row in read_shard(iteration.run.store, ref, columns=columns).to_pylist():
             parts = [(segment["policy_version"], segment["tokens"]) for segment in row["segments"]]
             turns = row["turns"] or ()
@@ -143,7 +143,9 @@ def _check_continued(run: Run, manifest: Manifest, before: ShardRef) -> Iterator
     lists = (COMPLETION_TOKENS, "logprobs", "segments", "turns", "messages")
     columns = ["prompt_row", "sample", *lists, "seed", "finish_reason"]
     earlier = {_name(row): row for row in read_shard(run.store, before, columns=columns).to_pylist()}
-    for row in chain.from_iterable(read_shard(run.store, ref, columns=columns).to_pylist() for ref in manifest.shards):
+    for row in chain.from_iterable(
+        read_shard(run.store, ref, columns=columns).to_pylist() for ref in completions_of(manifest)
+    ):
         old = earlier.get(_name(row))
         if old is None:
             continue

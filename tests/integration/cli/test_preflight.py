@@ -21,6 +21,7 @@ from models.config.data import (
     FileData,
     FilePreferences,
     MixtureData,
+    PaintingsData,
     PreferencesConfig,
     WeightedFile,
 )
@@ -38,10 +39,11 @@ from models.config.judges import (
     TrainedJudge,
     TrainedRewardModel,
 )
-from models.config.objectives import LoraConfig, UpdateConfig
+from models.config.lora import LoraConfig
+from models.config.objectives import UpdateConfig
 from models.config.optimizers import Adam8bit
 from models.config.policy import DirectoryPolicy, PolicyConfig, ScratchPolicy, SeeingScratchPolicy
-from models.config.reward_terms import MathReward, NumericReward, TargetReward
+from models.config.reward_terms import MathReward, NumericReward, PaintingReward, TargetReward
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.teachers import Distillation, TeacherDirectory, TeacherEndpoint
@@ -616,3 +618,13 @@ def test_images_are_read_to_their_end_and_refused_for_a_policy_that_reads_text_a
     (tmp_path / "red.jpg").write_bytes(whole[:-400])
     with pytest.raises(BadInput, match=r"a.jsonl:\d+: image 1: not decodable: image file is truncated"):
         check(asked)
+
+
+def test_paintings_are_asked_in_both_splits_and_their_reward_knows_its_references():
+    painting = ScoringConfig(rewards=(PaintingReward(),))
+    asked = {"rollout": RolloutConfig(prompts=16), "scoring": painting}
+    facts = check(inputs(data=PaintingsData(), **asked))
+    assert (facts["train_problems"], facts["heldout_problems"]) == (24, 24)
+    said = "train problem 0: the painting reward finds no colour, shape and place, such as 'red square left'"
+    with pytest.raises(BadInput, match=said):
+        check(inputs(scoring=painting))

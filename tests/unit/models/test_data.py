@@ -170,7 +170,11 @@ def test_what_is_in_a_csv_is_text_as_it_stands(tmp_path):
         ("a.json", b'{"prompt": "a"}\n{"prompt": "b"}', r"a.json: not JSON: .* per line is called .jsonl"),
         ("a.json", b'[{"prompt": "a", "answer": "1"}, 3]', r"a.json\[1\]: expected a JSON object, found int"),
         ("a.jsonl.gz", b"plain", r"a.jsonl.gz: cannot be read: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:-9], r"a.jsonl.gz: cannot be read: Compressed file ended before"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"{}" * 99, mtime=0)[:-9],
+            r"a.jsonl.gz: cannot be read: Compressed file ended before",
+        ),
         ("a.gz", b"", r"a.gz: unknown suffix '.gz', expected one of .* .arrow, .jsonl.gz, .json.gz, .csv.gz"),
     ],
 )

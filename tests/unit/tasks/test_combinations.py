@@ -204,3 +204,40 @@ def test_a_flagged_token_of_a_right_answer_does_not_fall_to_a_wrong_answers_leve
 def test_capo_with_outcomes_above_flags_is_accepted():
     config = accepted("algorithm.kind=capo", f"scoring.rewards=[{NUMERIC}, {FLAGS}]")
     assert config.scoring.process_terms == ("target",)
+
+
+DRAWING = (
+    "data.kind=paintings",
+    "policy.kind=scratch_diffusion",
+    "rollout.denoising.steps=6",
+    "rollout.engine.kind=diffusers",
+    "scoring.rewards=[{kind='painting'}]",
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("rollout.partial.tokens=2", "rollout.partial with policy.kind 'scratch_diffusion', which draws: a picture is"),
+        ("rollout.dynamic.surplus=keep", "rollout.dynamic.surplus 'keep' with policy.kind"),
+        ("algorithm.kind=ppo", "algorithm.critic with policy.kind 'scratch_diffusion', which draws: critics read text"),
+        ("update.loss.kind=gspo", "update.loss.kind 'gspo' with policy.kind"),
+        ("update.attention=eager", "update.attention with policy.kind"),
+        ("update.router_replay=rollout", "update.router_replay with rollout.engine.kind 'diffusers'"),
+        ("rollout.group_size=1", "grpo compares the completions of a group, use at least 2"),
+        ("scoring.rewards=[{kind='numeric'}]", "reward 'numeric' looks at no picture, with policy.kind"),
+        ("rollout.engine.kind=transformers", "rollout.engine.kind 'transformers' with policy.kind 'scratch_diffusion'"),
+        ("policy.kind=scratch", "rollout.denoising: policy.kind 'scratch' writes text"),
+        ("rollout.denoising.window={size=3, last=4}", "window.last 4 and window.size 3: the window would end behind"),
+    ],
+)
+def test_what_does_not_go_with_a_policy_that_draws_is_refused_in_a_line(key, told):
+    name = key.partition("=")[0]
+    assert told in refusal(*(each for each in DRAWING if each.partition("=")[0] != name), key)
+
+
+def test_a_policy_that_draws_says_how_and_its_samples_differ_without_noise():
+    told = refusal(*(each for each in DRAWING if "denoising" not in each))
+    assert "which draws: expected [rollout.denoising]" in told
+    assert accepted(*DRAWING, "evaluation.samples=8").evaluation.temperature == 0
+    assert "samples 8 at temperature 0 are all the same" in refusal("evaluation.samples=8")

@@ -14,6 +14,7 @@ from infra.config import PoolsConfig, difference
 from infra.errors import BadInput
 from models.config.policy import SeeingScratchPolicy
 from tasks.config.run import LAYOUT, RunConfig, load_config, override_config, parse_config
+from tasks.run.rescorings import RecreditTerms
 
 RETRIEVER = Path(__file__).parents[3] / "configs/retriever.toml"
 """Of no run."""
@@ -100,8 +101,8 @@ def test_the_defaults_are_a_configuration():
         ),
         (
             "[rollout]\nxyzzy = 1",
-            "unknown key 'rollout.xyzzy', expected one of prompts, group_size, shard_prompts, sampling, engine, "
-            "staleness, dynamic, partial, environment",
+            "unknown key 'rollout.xyzzy', expected one of prompts, group_size, shard_prompts, sampling, "
+            "denoising, engine, staleness, dynamic, partial, environment",
         ),
     ],
 )
@@ -118,7 +119,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
         ),
         (
             "[policy]\nkind = 'directory'\npath = 'x'\nlayers = 2",
-            "unknown key 'policy.layers': it belongs to kind 'scratch'",
+            "unknown key 'policy.layers': it belongs to kind 'scratch' or 'scratch_diffusion'",
         ),
         (
             "[update.kl]\nkind = 'none'\ncoefficient = 1",
@@ -126,19 +127,18 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(text, expected):
         ),
         (
             "[data]\nkind = 'files'",
-            "data.kind: expected 'arithmetic' or 'pictures' or 'calculations' or 'measures' or 'file' or 'mixture' or "
-            "'deduplicated' or "
-            "'target', got 'files'; did you mean 'file'?",
+            "data.kind: expected 'arithmetic' or 'pictures' or 'paintings' or 'calculations' or 'measures' or "
+            "'file' or 'mixture' or 'deduplicated' or 'target', got 'files'; did you mean 'file'?",
         ),
         (
             "[policy]\nlayers = 2",
-            "policy.kind: missing, expected 'scratch' or 'seeing_scratch' or 'directory' or 'merge'",
+            "policy.kind: missing, expected 'scratch' or 'seeing_scratch' or 'directory' or 'merge' or 'diffusion' "
+            "or 'scratch_diffusion'",
         ),
         (
             "[[scoring.rewards]]\nkind = 'maths'",
-            "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'similarity' or 'target' or "
-            "'code' or 'environment' or 'judge' or 'model', got 'maths'; "
-            "did you mean 'math'?",
+            "scoring.rewards.0.kind: expected 'numeric' or 'math' or 'regex' or 'similarity' or 'painting' or "
+            "'clip' or 'target' or 'code' or 'environment' or 'judge' or 'model', got 'maths'; did you mean 'math'?",
         ),
         ("[data]\nkind = 'file'", "data.path: missing"),
     ],
@@ -357,6 +357,18 @@ def test_what_results_depend_on_is_part_of_a_runs_identity(override):
 
 def test_a_key_that_stored_runs_did_not_have_is_in_no_identity_at_its_default():
     assert "router_replay" not in RunConfig().identity()["update"]
+
+
+@pytest.mark.parametrize("override", ["algorithm.std=batch", "algorithm.advantage_clip=5"])
+def test_keys_that_are_younger_than_stored_runs_are_in_no_identity_at_their_default(override):
+    key = override.partition(".")[2].partition("=")[0]
+    plain, changed = (
+        override_config({}, ["algorithm.kind=grpo", *more], source="run.toml") for more in ([], [override])
+    )
+    assert plain.fingerprint() == RunConfig().fingerprint() != changed.fingerprint()
+    assert key not in plain.identity()["algorithm"]
+    assert parse_config(changed.identity(), source="run.json").fingerprint() == changed.fingerprint()
+    assert key not in RecreditTerms(algorithm=plain.algorithm).model_dump(mode="json")["algorithm"]
 
 
 def test_the_number_of_iterations_matters_where_the_schedule_reads_it():

@@ -1,0 +1,158 @@
+"""Pictures drawn inside the worker with diffusers' models.
+
+Shapes: N pictures that are drawn together, D numbers of a state.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from infra.errors import BadInput
+from models.config.denoising import DenoisingConfig
+from models.config.engines import DiffusersEngine, SamplingConfig
+from models.denoising.pipeline import Developer
+from models.denoising.policy import load_served
+from models.denoising.samplers import deterministic, transition
+from models.denoising.steps import Drawing
+from models.engines.protocol import Completion, Request, StepSums
+from models.records.model_input import ModelInput
+from models.records.pictures import States
+from models.records.schemas import FinishReason
+from models.records.versions import ModelVersion
+
+SHOWN: Final = "[picture]"
+"""The text of a completion that is a picture, for people and judges, who are shown the picture beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A policy that draws."""
+
+    directory: Path
+    model: nn.Module
+    developer: Developer
+    digest: str
+
+
+class PictureEngine:
+    """Draw `max_batch_rows` pictures at a time, in the order of the requests.
+
+    Which pictures are drawn together follows from the work alone. The same work gives the same pictures, bit for bit,
+    in every process of one build with as many threads; with other neighbours each still gets the same noise.
+    """
+
+    def __init__(self, config: DiffusersEngine, *, adapter_rank: int = 0) -> None:  # merged, whatever their rank
+        self.progress = 0
+        self._config = config
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._policy: _Loaded | None = None
+        self._drawings: dict[DenoisingConfig, Drawing] = {}
+        self._steps = StepSums()
+
+    def producer(self) -> str:
+        return self._config.kind
+
+    def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
+        self.sleep()  # the old weights go before the new ones come: two policies may not fit
+        dtype = getattr(torch, self._config.dtype)
+        model = load_served(directory, adapter, device=self._device, dtype=dtype).eval().requires_grad_(False)
+        developer = Developer(directory, device=self._device)
+        self._policy = _Loaded(directory, model, developer, policy.digest)
+        self.progress += 1
+        return policy.weights.bytes + (policy.adapter.bytes if policy.adapter is not None else 0)
+
+    def serves(self) -> str:
+        return "" if self._policy is None else self._policy.digest
+
+    def sleep(self) -> None:
+        if self._policy is None:
+            return
+        self._policy = None
+        self._drawings = {}
+        gc.collect()
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self.sleep()
+
+    def steps(self) -> StepSums:
+        return self._steps
+
+    def likelihoods(
+        self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, ...]]:
+        raise BadInput(f"engine {self.producer()!r} draws pictures, and is not asked how likely texts are")
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
+        raise BadInput(f"engine {self.producer()!r} draws pictures: set rollout.denoising")
+
+    def draw(
+        self, requests: Sequence[Request], denoising: DenoisingConfig, learnt: range | None
+    ) -> list[list[Completion]]:
+        rows = [(each, seed) for request in requests for each, seed in zip(request.inputs, request.seeds, strict=True)]
+        size = self._config.max_batch_rows
+        found: list[Completion] = []
+        for start in range(0, len(rows), size):
+            found += self._together(rows[start : start + size], denoising, learnt)
+        counts = [len(request.seeds) for request in requests]
+        ends = np.cumsum(counts)
+        return [found[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+    @torch.no_grad()
+    def _together(
+        self, rows: Sequence[tuple[ModelInput, int]], denoising: DenoisingConfig, learnt: range | None
+    ) -> list[Completion]:
+        assert self._policy is not None, "draw before load"
+        policy, drawing = self._policy, self._drawing(self._policy, denoising)
+        noisy, count = drawing.learnt(learnt), len(rows)
+        noises = [np.random.Generator(np.random.Philox(seed)) for _, seed in rows]
+        told = drawing.conditions([each for each, _ in rows], range(count))
+        without = drawing.unconditioned(count, policy.model)
+        states_ND = self._noise(noises, drawing)
+        trail, logprobs = list[Tensor](), list[Tensor]()
+        for step in range(denoising.steps):
+            begun, steps_N = time.perf_counter(), torch.full((count,), step, device=self._device)
+            said_ND = drawing.say(policy.model, states_ND, steps_N, told, without)
+            if step in noisy:
+                mean_ND, std_N = transition(denoising.sampler, states_ND, said_ND, steps_N, drawing.schedule)
+                trail = trail or [states_ND]
+                states_ND = mean_ND + std_N[:, None] * self._noise(noises, drawing)
+                trail.append(states_ND)
+                logprobs.append(drawing.logprobs(states_ND, mean_ND, std_N))
+            else:
+                states_ND = deterministic(states_ND, said_ND, steps_N, drawing.schedule)
+            self.progress += 1
+            self._steps = self._steps.plus(count, time.perf_counter() - begun)
+        latents, seeds = states_ND.view(-1, *drawing.shape), [seed for _, seed in rows]
+        pictures = policy.developer.develop(latents, _each(trail, count), seeds)
+        steps = tuple(noisy) or tuple(range(denoising.steps))
+        said = torch.stack(logprobs, dim=1).tolist() if logprobs else [[0.0] * len(steps)] * count
+        return [
+            Completion(steps, tuple(logprobs), SHOWN, FinishReason.STOP, picture=picture)
+            for logprobs, picture in zip(said, pictures, strict=True)
+        ]
+
+    def _noise(self, noises: Sequence[np.random.Generator], drawing: Drawing) -> Tensor:
+        size = int(np.prod(drawing.shape))
+        drawn_ND = np.stack([each.standard_normal(size, dtype=np.float32) for each in noises])
+        return torch.from_numpy(drawn_ND).to(self._device)
+
+    def _drawing(self, policy: _Loaded, denoising: DenoisingConfig) -> Drawing:
+        if denoising not in self._drawings:
+            self._drawings[denoising] = Drawing.of(policy.directory, denoising, device=self._device)
+        return self._drawings[denoising]
+
+
+def _each(trail: Sequence[Tensor], count: int) -> list[States]:
+    """The states of the learnt steps, picture by picture; none where nothing is learnt."""
+    if not trail:
+        return [np.empty((0, 0), np.float32)] * count
+    return [*torch.stack([*trail], dim=1).cpu().numpy()]

@@ -1,0 +1,268 @@
+"""A whole run of a policy that draws: killed anywhere it ends the same, and all that reads it finds its pictures."""
+
+import shutil
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from infra.store.bundles import fetch_bundle
+from infra.store.runs import open_run
+from infra.store.shards import read_shard
+from models.config.denoising import DenoisingConfig, LearntWindow
+from models.config.engines import DiffusersEngine
+from models.denoising.pipeline import load_denoiser
+from models.denoising.steps import Drawing, StepLogprobs
+from models.engines.drawing import PictureEngine
+from models.engines.protocol import Request
+from models.modeling.layout import lay_out
+from models.records.media import Gallery, Media
+from models.records.model_input import ModelInput, rollout_inputs
+from models.records.versions import policy_of
+from models.text.tokenizer import load_tokenizer
+from tasks.run.batch import pictures_of
+from tasks.run.keys import StageKey
+from tasks.verification.invariants import verify_run
+from tests.support import checker
+from tests.support.chaos import Strike, problems_after, run_once
+from tests.support.chat_server import chat_server, says
+from tests.support.in_process import InProcessJob
+from tests.support.jobs import files_of, manifests_of, shards_of
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
+
+DRAWING = (
+    "data={kind='paintings'}",
+    "policy={kind='scratch_diffusion', layers=1, heads=2, head_size=8}",
+    "rollout.denoising={steps=6, window={size=2, first=0, last=2}, text_tokens=1}",
+    "rollout.engine={kind='diffusers'}",
+    "scoring.rewards=[{kind='target', target='tests.support.rewards:brightness'}]",
+    "iterations=2",
+    "warmup={steps=4, batch_size=8}",
+    "rollout.prompts=4",
+    "rollout.shard_prompts=2",
+    "rollout.sampling={}",
+    "update.loss={kind='ppo_clip', clip_low=1e-4, clip_high=1e-4}",
+    "evaluation={problems=3, samples=2, steps=8}",
+    "controllers.count=1",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, prefect_api):
+    """The run, never disturbed."""
+    job = InProcessJob(tmp_path_factory.mktemp("drawn"), prefect_api)
+    job.train(*DRAWING)
+    return job
+
+
+@pytest.fixture
+def job(whole, tmp_path):
+    """A copy of it."""
+    copy = InProcessJob(tmp_path, whole.api)
+    shutil.copytree(whole.run, copy.run)
+    return copy
+
+
+def drawn_in(run):
+    """Completions and pictures of each shard of rollouts, by key."""
+    made = [each for each in run.manifests() if "/rollout/" in each.key]
+    return {each.key: (read_shard(run.store, each.shards[0]), Media(run.store, pictures_of(each))) for each in made}
+
+
+def test_every_completion_has_a_picture_of_its_own_whose_states_lead_through_its_learnt_steps(whole):
+    run = open_run(str(whole.store), "tiny")
+    for key, (table, media) in drawn_in(run).items():
+        digests = [digest for images in table["images"].to_pylist() for digest in images]
+        assert len({*digests}) == table.num_rows == len(media.digests), "no two drawings have one name"
+        for digest, steps in zip(digests, table["completion_tokens"].to_pylist(), strict=True):
+            assert (media.shown(digest).width, media.shown(digest).format) == (64, "PNG")
+            if key.startswith("eval"):
+                assert steps == [*range(8)], "an evaluation has its own number of steps, and learns from none"
+            else:
+                assert len(steps) == 2 and steps[0] in range(3)
+                assert media.states(digest, steps=2).shape == (3, 3 * 8 * 8)
+    windows = {
+        row[0]
+        for key, (t, _) in drawn_in(run).items()
+        if key.startswith("it")
+        for row in t["completion_tokens"].to_pylist()
+    }
+    assert len(windows) <= 2, "an iteration has one window"
+
+
+def test_the_run_keeps_every_promise(whole):
+    assert checker.problems_of(whole.run) == []
+    assert verify_run(str(whole.store), "tiny") == []
+
+
+@pytest.mark.parametrize("size", [1, 5, 16])
+def test_before_the_first_step_the_ratio_is_1_whatever_the_size_of_a_pass(whole, size):
+    """The trainer reads the very states that the engine wrote; DanceGRPO's author asks for this first."""
+    run = open_run(str(whole.store), "tiny")
+    version = policy_of(run.require(StageKey.policy(0)))
+    directory = fetch_bundle(run.store, version.weights)
+    config = DenoisingConfig(steps=6, window=LearntWindow(size=2, first=0, last=2), text_tokens=1)
+    gallery, compared = Gallery(), 0
+    module = StepLogprobs(load_denoiser(directory), Drawing.of(directory, config, device="cpu"), gallery)
+    for key, (table, media) in drawn_in(run).items():
+        if not key.startswith("it-0001"):
+            continue
+        gallery.source = media
+        inputs, behaviour = rollout_inputs(table), np.concatenate(table["logprobs"].to_pylist()).astype(np.float32)
+        said = []
+        for start in range(0, len(inputs), size):
+            with torch.no_grad():
+                said.append(module(module.read(lay_out(inputs[start : start + size]), torch.device("cpu"))))
+        ratios = (torch.cat(said) - torch.from_numpy(behaviour)).exp()
+        assert (ratios - 1).abs().max() <= 1e-6
+        compared += len(ratios)
+    assert compared == 4 * 4 * 2
+
+
+def test_a_picture_is_the_same_whoever_it_is_drawn_with(whole):
+    run = open_run(str(whole.store), "tiny")
+    version = policy_of(run.require(StageKey.policy(0)))
+    table, media = drawn_in(run)["it-0001/rollout/0000"]
+    row = rollout_inputs(table)[5]
+    engine = PictureEngine(DiffusersEngine())
+    engine.load(fetch_bundle(run.store, version.weights), version)
+    request = Request(row=0, inputs=(type(row)(row.chunks[:1]),), seeds=(table["seed"][5].as_py(),))
+    first = int(row.completion[0])
+    [[alone]] = engine.draw([request], DenoisingConfig(steps=6, text_tokens=1), range(first, first + 2))
+    stored = media.states(row.images[0], steps=2)
+    assert np.abs(alone.picture.states - stored).max() <= 1e-5
+    assert alone.tokens == tuple(row.completion)
+
+
+def test_a_run_that_draws_and_was_killed_again_and_again_ends_with_the_same_bits(whole, tmp_path, prefect_api):
+    run = open_run(str(whole.store), "tiny")
+    strikes = [
+        Strike(run.require("it-0001/rollout/0000").shards[1].key, "during"),
+        Strike("manifests/it-0001/rollout/0001.json", "before"),
+        Strike("manifests/it-0001/update.json", "after"),
+        Strike("manifests/it-0002/credit.json", "before"),
+        Strike("manifests/it-0002/update.json", "before"),
+    ]
+    assert problems_after(strikes, tmp_path / "killed", prefect_api, whole.run, DRAWING, start=run_once) == []
+
+
+def test_a_run_that_draws_goes_on_from_its_first_iteration_to_the_same_bits(whole, tmp_path):
+    job = InProcessJob(tmp_path, whole.api)
+    shutil.copytree(whole.run, job.run)
+    for pattern in ("it-0001/[cusr]*", "it-0002/**/*", "it-0002", "eval-0002/**/*", "eval-0002"):
+        for path in sorted(job.run.glob(f"manifests/{pattern}"), reverse=True):
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+    for path in (job.run / "chain").glob("*.json"):
+        if int(path.name.partition("-")[0]) >= 1:
+            path.unlink()
+    job.train(*DRAWING)
+    assert manifests_of(job.run) == manifests_of(whole.run)
+    assert shards_of(job.run) == shards_of(whole.run)
+
+
+def test_stored_pictures_are_scored_again(job):
+    rewards = "rewards=[{kind='painting'}]"
+    assert job.command("rescore", "--rewards", rewards, "--as", "again", "pools.cluster=threads").code == 0
+    assert job.command("verify").code == 0
+
+
+def test_a_prompt_that_is_forgotten_takes_its_pictures_with_it(job, tmp_path):
+    run = open_run(str(job.store), "tiny")
+    table, media = drawn_in(run)["it-0001/rollout/0000"]
+    prompt, [digest] = table["prompt_id"][0].as_py(), table["images"][0].as_py()
+    picture = media.encoded(digest)
+    assert any(picture in content for content in files_of(job.run).values())
+    (tmp_path / "ids").write_text(f"{prompt}\n")
+    assert job.command("forget", "--prompt-ids", str(tmp_path / "ids"), "--delete").code == 0
+    assert not [name for name, content in files_of(job.run).items() if picture in content]
+    assert job.command("verify").code == 0
+
+
+def test_stored_pictures_are_judged_by_a_judge_that_looks_and_several_rewards_add_up(job):
+    """It answers by how large the file is that it got: 1 for more than the median."""
+    run = open_run(str(job.store), "tiny")
+    sizes = sorted(media.shown(digest).bytes for _, media in drawn_in(run).values() for digest in media.digests)
+    median = sizes[len(sizes) // 2]
+
+    def weighs(asked, before):
+        [image] = asked.images
+        return says(f"{len(image)} bytes" if "colour" in asked.text else "yes" if len(image) > median else "no")
+
+    with chat_server(weighs) as server:
+        where = f"base_url='{server.url}', allowed_hosts=['127.0.0.1'], allow_private=true"
+        model = f"{{kind='endpoint', model='j', {where}}}"
+        judge = f"{{kind='judge', images='prompt', verdict={{kind='choice', constrained=false}}, model={model}}}"
+        bright = "{kind='target', target='tests.support.rewards:brightness', weight=0.5}"
+        rewards = f"rewards=[{judge}, {bright}]"
+        ended = job.command("rescore", "--rewards", rewards, "--as", "judged", "pools.cluster=threads")
+    assert ended.code == 0, ended.output
+    judged = 0
+    for key, (table, media) in drawn_in(run).items():
+        if key.startswith("eval"):
+            continue
+        scores = read_shard(run.store, run.require(f"rescore/judged/{key.replace('rollout', 'scoring')}").shards[0])
+        for [digest], total, verdict, bright in zip(
+            table["images"].to_pylist(),
+            *(scores[name].to_pylist() for name in ("reward", "reward_judge", "reward_target")),
+            strict=True,
+        ):
+            assert verdict == float(len(media.encoded(digest)) > median)
+            assert total == pytest.approx(verdict + 0.5 * bright)
+            judged += 1
+    assert judged == 2 * 4 * 4
+    assert job.command("verify").code == 0
+
+
+def test_an_exported_policy_draws_in_diffusers_pipeline_what_the_engine_draws(whole, tmp_path):
+    from diffusers import StableDiffusion3Pipeline
+
+    target = tmp_path / "policy"
+    exported = whole.command("export-policy", "--to", str(target))
+    assert exported.code == 0, exported.output
+    run = open_run(str(whole.store), "tiny")
+    version = policy_of(run.require("it-0002/update"))
+    engine = PictureEngine(DiffusersEngine())
+    engine.load(target, version)
+    prompt = "red square left"
+    read = ModelInput.given([*engine_tokens(target, prompt)])
+    config = DenoisingConfig(steps=8, text_tokens=1)
+    [[drawn]] = engine.draw([Request(row=0, inputs=(read,), seeds=(5,))], config, range(0))
+    noise = np.random.Generator(np.random.Philox(5)).standard_normal(3 * 8 * 8, dtype=np.float32)
+    pipe = StableDiffusion3Pipeline.from_pretrained(target, vae=None, text_encoder_3=None, tokenizer_3=None)
+    pipe.set_progress_bar_config(disable=True)
+    latents = torch.from_numpy(noise).view(1, 3, 8, 8)
+    options = {"num_inference_steps": 8, "guidance_scale": 1.0, "output_type": "latent", "max_sequence_length": 1}
+    [expected] = pipe(prompt, latents=latents, **options).images
+    shown = np.asarray(Image.open(BytesIO(drawn.picture.encoded)), np.float32)[::8, ::8].transpose(2, 0, 1)
+    assert np.abs(shown - (expected.numpy() / 2 + 0.5).clip(0, 1) * 255).max() <= 1
+
+
+def engine_tokens(directory, text):
+    return load_tokenizer(directory)(text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ("update.zero_stage=2",),
+        ("update.zero_stage=3",),
+        ("update.lora={rank=2}", "update.kl={kind='k3', coefficient=0.01}"),
+        ("update.kl={kind='k3', coefficient=0.01}", "algorithm={kind='grpo', std='batch', advantage_clip=5}"),
+        ("rollout.denoising={steps=6, sampler={kind='sde'}, guidance=2.0, text_tokens=1}",),
+        ("rollout.denoising={steps=6, sampler={kind='dance'}, text_tokens=1}", "update.dtype=bfloat16"),
+    ],
+    ids=["zero2", "zero3", "lora-kl", "kl-batch-std", "sde-guidance", "dance-bfloat16"],
+)
+def test_a_run_draws_and_learns_with(changed, tmp_path, prefect_api):
+    job = InProcessJob(tmp_path, prefect_api)
+    keys = {each.partition("=")[0] for each in changed}
+    job.train(*(each for each in DRAWING if each.partition("=")[0] not in keys), *changed)
+    assert verify_run(str(job.store), "tiny") == []
+    run = open_run(str(job.store), "tiny")
+    update = run.require("it-0001/update")
+    assert update.metrics["quarantined"] == 0 and update.metrics["steps"] == 2
+    if any("kl" in key for key in keys):
+        assert update.metrics["kl"] >= 0 and run.require("it-0002/update").metrics["kl"] > 0
