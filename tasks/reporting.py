@@ -25,12 +25,14 @@ from infra.errors import Damaged, RheostatError
 from infra.store.manifests import Manifest
 from infra.store.progress import note_goal
 from infra.store.runs import Run
+from infra.store.shards import ShardRef
 from models.records.versions import directory_of, policy_of
 from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import Excerpts
 from tasks.events import emit_of_run
 from tasks.preparation import FROM_STORE, losses_of
 from tasks.report_link import publish_report
+from tasks.run.batch import pictures_of
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, artifact_key, iteration_key, iterations_among
 from tasks.run.returns import has_returned, policy_after
@@ -250,16 +252,17 @@ def _reports(session: Session) -> list[IterationReport]:
 
 async def _excerpts(session: Session, iteration: Iteration) -> Excerpts:
     """The first completion of each of some prompts, shortened by a worker: this process holds no payload."""
-    shards: list[ScoredShard] = []
+    shards, pictures = list[ScoredShard](), list[ShardRef]()
     for rollouts, scores in zip(iteration.stage("rollout"), iteration.stage("scoring"), strict=True):
         if sum(shard.rollouts.rows for shard in shards) < SAMPLE_ROWS * session.settings.rollout.group_size:
             shards.append(ScoredShard(rollouts=rollouts.shards[0], scores=scores.shards[0]))
+            pictures += pictures_of(rollouts)
     work = ExcerptWork(
         iteration=iteration.number,
         shards=tuple(shards),
         prompts=SAMPLE_ROWS,
         characters=SAMPLE_CHARACTERS,
-        media=iteration.media,
+        media=(*iteration.media, *pictures),
     )
     done = await session.ask("scoring", "excerpts", work, returns=Excerpts)
     return done.result

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -14,7 +15,6 @@ from infra.terminal import Json, table, wrapped, write
 
 Sort = Annotated[Literal["position", "reward", "length"], Parameter(help="as generated, best first, or longest first")]
 Shown = Annotated[int, Parameter(metavar="N", help="completions shown")]
-Opened = Annotated[bool, Parameter(name="--open", help="show them with their images on a page, in the browser")]
 Sql = Annotated[
     str, Parameter(name="SQL", help="a query, such as 'select run, avg(reward) from rollouts group by run'")
 ]
@@ -47,6 +47,23 @@ EPISODES = 16
 Episodes = Annotated[
     int | None, Parameter(metavar="N", show_default=str(EPISODES), help="episodes that are played, by the run's seed")
 ]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Pictured:
+    """How completions are shown with their images."""
+
+    opened: Annotated[bool, Parameter(name="--open", help="show them with their images on a page, in the browser")] = (
+        False
+    )
+    sheet: Annotated[
+        Path | None,
+        Parameter(metavar="FILE", show_default="no sheet", help="write their images, side by side, to a new PNG file"),
+    ] = None
+
+
+AS_TEXT = Pictured()
 
 
 def runs(*, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
@@ -133,32 +150,36 @@ def rollouts(
     iteration: Iteration = None,
     sort: Sort = "position",
     limit: Shown = 10,
-    opened: Opened = False,
+    pictured: Pictured = AS_TEXT,
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
     """Read a run's rollouts."""
     from flows.cli.output import rollout_text
-    from tasks.views.pages import open_rollouts
+    from tasks.views.pages import open_rollouts, write_sheet
     from tasks.views.runs import open_known_run, read_rollouts
 
     if limit < 1:
         raise BadInput(f"--limit {limit}: expected at least 1")
     samples = read_rollouts(store, run, iteration=iteration, order=sort, limit=limit)
+    if pictured.sheet is not None:
+        write_sheet(open_known_run(store, run), samples, pictured.sheet)
     if as_json:
         write(json.dumps([sample.model_dump() for sample in samples], indent=2, ensure_ascii=False))
         return
-    if opened:
+    if pictured.opened:
         write(str(open_rollouts(open_known_run(store, run), samples)))
         return
     for sample in samples:
         write(rollout_text(sample))
+    if pictured.sheet is not None:
+        write(str(pictured.sheet))
 
 
 def media(
     run: RunName, digest: ImageDigest, /, *, to: NewFile, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
-    """Write an image that a run's prompts show to a file."""
+    """Write an image that a run's prompts show, or a picture that its policy made, to a file."""
     from tasks.views.runs import open_known_run, write_image
 
     image = write_image(open_known_run(store, run), digest, to)

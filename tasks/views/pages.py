@@ -1,4 +1,4 @@
-"""Rollouts as a page for the browser: completions with the images that their prompts show.
+"""Rollouts as a page for the browser: completions with their images; and their pictures on a contact sheet.
 
 The page is one file that fetches nothing; what a policy wrote is text in it, whatever it is made of.
 """
@@ -11,13 +11,21 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
+from infra.errors import BadInput
 from infra.store.runs import Run
 from models.data.images import data_address, thumbnail
 from models.records.media import ImageSource, ShownImage
+from models.rollouts.contact_sheet import SheetPicture, SheetRow, contact_sheet
 from models.rollouts.preview import RolloutPreview
+from tasks.run.batch import rollouts_of
 from tasks.views.runs import media_of
 
 SHOWN_BY_BROWSERS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+COLUMNS: Final = 8
+SIDE: Final = 128
+"""Pictures beside each other on a contact sheet, and pixels of each."""
+MOST_PICTURES: Final = 1000
+"""Of a sheet, which then has some 20 million pixels."""
 _HEAD: Final = """\
 <!doctype html>
 <html><head><meta charset="utf-8">
@@ -36,15 +44,47 @@ def open_rollouts(run: Run, samples: Sequence[RolloutPreview]) -> Path:
     """Write completions to a page of their own, which only its user may read, and open it; return where it lies."""
     descriptor, name = tempfile.mkstemp(prefix=f"rheostat-{run.name}-", suffix=".html")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(rollouts_page(run.name, samples, media_of(run, "train")))
+        file.write(rollouts_page(run.name, samples, _images_of(run, samples)))
     path = Path(name)
     webbrowser.open(path.as_uri())  # where there is none, its place is all that is told
     return path
 
 
 def rollouts_page(run: str, samples: Sequence[RolloutPreview], images: ImageSource) -> str:
-    """Spell completions as HTML, each below the images of its prompt."""
+    """Spell completions as HTML, each below its images."""
     return _HEAD.format(title=escape(f"Rollouts of {run}")) + "".join(_section(each, images) for each in samples)
+
+
+def write_sheet(run: Run, samples: Sequence[RolloutPreview], target: Path) -> None:
+    """Write the last image of each completion to a new PNG file, by prompts in the order in which they first come."""
+    if target.suffix.lower() != ".png":
+        raise BadInput(f"--sheet {target}: expected a name that ends with .png")
+    if target.exists():
+        raise BadInput(f"--sheet {target}: expected a file that is not there yet, found one")
+    rows: dict[str, list[RolloutPreview]] = {}
+    for sample in samples:
+        if sample.images:
+            rows.setdefault(sample.prompt_id, []).append(sample)
+    shown = sum(map(len, rows.values()))
+    if not 0 < shown <= MOST_PICTURES:
+        expected = "rollouts with images" if not shown else f"at most {MOST_PICTURES} of them, by --limit"
+        raise BadInput(f"--sheet {target}: expected {expected}, found {shown} of {len(samples)}")
+    images = _images_of(run, samples)
+    sheet = contact_sheet([_row(row, images) for row in rows.values()], columns=COLUMNS, side=SIDE)
+    try:
+        target.write_bytes(sheet)
+    except OSError as error:
+        raise BadInput(f"--sheet {target}: cannot be written: {error.strerror or error}") from error
+
+
+def _row(samples: Sequence[RolloutPreview], images: ImageSource) -> SheetRow:
+    pictures = (SheetPicture(images.encoded(each.images[-1].digest), each.reward) for each in samples)
+    return SheetRow(samples[0].prompt, tuple(pictures))
+
+
+def _images_of(run: Run, samples: Sequence[RolloutPreview]) -> ImageSource:
+    numbers = sorted({sample.iteration for sample in samples})
+    return media_of(run, "train", rollouts=[made for number in numbers for made in rollouts_of(run, number)])
 
 
 def _section(sample: RolloutPreview, images: ImageSource) -> str:

@@ -21,7 +21,7 @@ from models.config.rewards import ScoringConfig
 from models.records.media import Media, ShownImage
 from models.records.versions import directory_of, policy_of
 from models.rollouts.preview import RolloutPreview, read_samples
-from tasks.run.batch import check_rollouts_kept, rollouts_of
+from tasks.run.batch import check_rollouts_kept, pictures_of, rollouts_of, rollouts_under, without_rollouts
 from tasks.run.keys import PROMPTS, StageKey, evaluation_key, iteration_key, iterations_among
 from tasks.run.rescorings import Derived, DerivedLine, derived_of
 from tasks.run.returns import policy_key
@@ -61,20 +61,24 @@ def sample_rollouts(
 def _read(run: Run, manifest: Manifest, iteration: int, *, limit: int | None) -> list[RolloutPreview]:
     scored = run.find(StageKey.parse(manifest.key).at("scoring"))
     scores = None if scored is None else scored.shards[0]
-    media = media_of(run, "train")
+    media = media_of(run, "train", rollouts=[manifest])
     return read_samples(run.store, manifest.shards[0], scores, iteration=iteration, media=media, limit=limit)
 
 
-def media_of(run: Run, *splits: str) -> Media:
-    """Return the images of prompts."""
+def media_of(run: Run, *splits: str, rollouts: Iterable[Manifest] = ()) -> Media:
+    """Return the images of prompts, and the pictures that some rollouts are."""
     made = filter(None, (run.find(PROMPTS[split]) for split in splits))
-    return Media(run.store, [shard for prompts in made for shard in prompts.shards[1:]])
+    shown = [shard for prompts in made for shard in prompts.shards[1:]]
+    return Media(run.store, [*shown, *(shard for each in rollouts for shard in pictures_of(each))])
 
 
 def write_image(run: Run, digest: str, target: Path) -> ShownImage:
-    """Write an image of a run's prompts, as it came, to a file that is not there yet; a digest may be shortened."""
+    """Write an image of a run's prompts or rollouts, as it came, to a new file; a digest may be shortened."""
     media = media_of(run, "train", "heldout")
     found = [known for known in media.digests if known.startswith(digest)]
+    if not found:  # there may be very many manifests of rollouts, so they are read last
+        media = media_of(run, "train", "heldout", rollouts=_kept_rollouts(run))
+        found = [known for known in media.digests if known.startswith(digest)]
     if len(found) != 1:
         several = f"{len(found)} images" if found else f"none of {len(media.digests)} images"
         raise BadInput(f"image {digest!r}: expected the digest of one image of run {run.name!r}, found {several}")
@@ -85,6 +89,14 @@ def write_image(run: Run, digest: str, target: Path) -> ShownImage:
     except OSError as error:
         raise BadInput(f"{target}: cannot be written: {error.strerror or error}") from error
     return media.shown(found[0])
+
+
+def _kept_rollouts(run: Run) -> list[Manifest]:
+    """Rollouts of all iterations and evaluations whose shards are still there."""
+    iterations = [*iterations_among(run.folders())]
+    keys = [iteration_key(number) for number in {*iterations} - without_rollouts(run, iterations)]
+    keys += [key for key in run.folders() if key.startswith("eval-")]
+    return [made for key in sorted(keys) for made in rollouts_under(run, key)]
 
 
 def producers_of(run: Run) -> dict[str, list[str]]:

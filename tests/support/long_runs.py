@@ -14,6 +14,8 @@ from infra.store.manifests import Manifest, Provenance
 from infra.store.runs import Run, create_run
 from infra.store.shards import ShardRef, write_shard
 from models.config.engines import SamplingConfig
+from models.data.images import digest_of, media_tables
+from models.records.media import MEDIA
 from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA, SAMPLE_SCHEMA, score_schema
 from tasks.config.run import override_config
 from tasks.run.batch import BatchPlan
@@ -26,16 +28,22 @@ BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def write_long_run(
-    store: Path, *, name: str = "long", iterations: int, group: int = 8, texts: Sequence[str] = ("one\n", "two\n")
+    store: Path,
+    *,
+    name: str = "long",
+    iterations: int,
+    group: int = 8,
+    texts: Sequence[str] = ("one\n", "two\n"),
+    pictures: Sequence[bytes] = (),
 ) -> Run:
-    """Write a run of 64 problems; its completions are texts, each byte of which is a token."""
+    """Write a run of 64 problems; its completions are texts, each byte of which is a token, or pictures as well."""
     rewards = [{"kind": "regex", "name": "right", "pattern": "1"}, {"kind": "regex", "name": "short", "pattern": "2"}]
     asked = {"name": name, "scoring": {"rewards": rewards}, "rollout": {"prompts": PROBLEMS, "group_size": group}}
     config = override_config(asked, [], source=name)
     run, spelt = create_run(str(store), name, config.identity()), _byte_tokenizer()
     _write_policy(run, spelt)
     _write_prompts(run)
-    parts = [_shards(run, spelt, table, group, texts) for table in range(min(TABLES, iterations))]
+    parts = [_shards(run, spelt, table, group, texts, pictures) for table in range(min(TABLES, iterations))]
     for number in range(1, iterations + 1):
         _write_iteration(run, number, parts[number % len(parts)], group)
     for number in dict.fromkeys([*range(0, iterations, max(1, iterations // 20)), iterations]):
@@ -77,20 +85,23 @@ def _write_prompts(run: Run) -> None:
         _put(run, Manifest(key=PROMPTS[split], shards=(write_shard(run.store, table, kind="prompts", metadata={}),)))
 
 
-def _shards(run: Run, tokenizer: Tokenizer, seed: int, group: int, texts: Sequence[str]) -> dict[str, ShardRef]:
+def _shards(
+    run: Run, tokenizer: Tokenizer, seed: int, group: int, texts: Sequence[str], pictures: Sequence[bytes]
+) -> dict[str, ShardRef]:
     """Rollouts with scores and advantages that have nothing to do with them."""
     chance, rollouts, scores, samples = Random(seed), [], [], []
     for row in range(PROBLEMS):
         for sample in range(group):
             text = chance.choice(texts)
+            images = [digest_of(chance.choice(pictures))] if pictures else []
             tokens, right = tokenizer.encode(text).ids, float(chance.random() < 0.5)
             place = {"prompt_row": row, "sample": sample}
             logprobs = [-chance.random() for _ in tokens]
             rollouts.append({
                 **place, "prompt_id": f"train-{row}", "prompt": f"train problem {row}?", "completion": text,
-                "answer": "1", "prompt_tokens": [1], "images": [], "completion_tokens": tokens, "logprobs": logprobs,
-                "finish_reason": "stop", "seed": row, "segments": [{"policy_version": 0, "tokens": len(tokens)}],
-                "turns": None, "messages": None,
+                "answer": "1", "prompt_tokens": [1], "images": images, "completion_tokens": tokens,
+                "logprobs": logprobs, "finish_reason": "stop", "seed": row, "turns": None, "messages": None,
+                "segments": [{"policy_version": 0, "tokens": len(tokens)}],
             })  # fmt: skip
             scores.append({**place, "reward": right, "reward_right": right, "reward_short": 0.5, "error": None})
             samples.append({
@@ -99,10 +110,12 @@ def _shards(run: Run, tokenizer: Tokenizer, seed: int, group: int, texts: Sequen
             })  # fmt: skip
     made = {"rollout": (rollouts, ROLLOUT_SCHEMA), "scoring": (scores, score_schema(("right", "short")))}
     made["credit"] = (samples, SAMPLE_SCHEMA)
-    return {
+    parts = {
         kind: write_shard(run.store, pa.Table.from_pylist(rows, schema=schema), kind=kind, metadata={})
         for kind, (rows, schema) in made.items()
     }
+    media = [write_shard(run.store, each, kind=MEDIA, metadata={}) for each in media_tables(pictures)]
+    return parts | {MEDIA: media[0]} if media else parts
 
 
 def _made(number: int, worker: str, seconds: float) -> Provenance:
@@ -119,7 +132,8 @@ def _write_batch(run: Run, key: str, number: int, parts: dict[str, ShardRef], *,
         run, Manifest(key=plan.plan_key, detail=plan.model_dump(mode="json"), provenance=_made(number, "controller", 0))
     )
     for stage, worker in (("rollout", "rollout-0-0"), ("scoring", "scoring-0-0")):
-        made = Manifest(key=plan.shard_key(stage, 0), shards=(parts[stage],), provenance=_made(number, worker, 2.0))
+        shards = (parts[stage], parts[MEDIA]) if stage == "rollout" and MEDIA in parts else (parts[stage],)
+        made = Manifest(key=plan.shard_key(stage, 0), shards=shards, provenance=_made(number, worker, 2.0))
         _put(run, made)
 
 

@@ -154,6 +154,15 @@ function left(cut) {
   return cut ? [make("i", "cut", ` … ${cut[1].toLocaleString("en")} characters left out … `)] : [];
 }
 
+function pictures(digests) {
+  return (digests || []).filter((digest) => data.images[digest]).map((digest) => {
+    const image = make("img");
+    image.src = data.images[digest];
+    image.alt = `image ${digest.slice(0, 16)}`;
+    return image;
+  });
+}
+
 function card(completion, scale) {
   const made = make("div", fits(completion) ? "completion" : "completion aside"), told = make("div", "told");
   told.append(make("b", "", completion.reward == null ? "no reward" : `reward ${shown(completion.reward)}`));
@@ -161,7 +170,9 @@ function card(completion, scale) {
   const taught = completion.advantage == null ? [] : [`advantage ${shown(completion.advantage)}`];
   const parts = [...terms, ...taught, `${shown(completion.tokens)} tokens`, completion.finish];
   told.append(` ${parts.join(" · ")}`);
-  made.append(told, written(completion, scale));
+  const images = pictures(completion.images);
+  made.append(told, ...images);
+  if (completion.text || !images.length) made.append(written(completion, scale));
   if (completion.error) made.append(make("div", "told", `missing: ${completion.error}`));
   (completion.turns || []).forEach((turn, number) => {
     const said = [`turn ${number + 1}: ${turn.tokens} tokens`, `${turn.observation} to read`];
@@ -200,13 +211,7 @@ function showGroup() {
   at("group").replaceChildren();
   document.querySelectorAll("#groups button").forEach((button) => button.setAttribute("aria-current", button.group === group));
   if (!group) return;
-  const images = (group.images || []).filter((digest) => data.images[digest]).map((digest) => {
-    const image = make("img");
-    image.src = data.images[digest];
-    image.alt = `image ${digest.slice(0, 16)}`;
-    return image;
-  });
-  at("group").append(make("p", "quiet", `prompt ${group.prompt_id}, answer ${group.answer ?? "-"}`), ...images, make("pre", "", group.prompt));
+  at("group").append(make("p", "quiet", `prompt ${group.prompt_id}, answer ${group.answer ?? "-"}`), ...pictures(group.images), make("pre", "", group.prompt));
   at("group").append(...part(group, group.batch));
   if (!beside) return;
   const others = groups.filter((other) => other.batch === beside), same = others.find((other) => other.prompt_id === group.prompt_id);

@@ -40,7 +40,7 @@ class Browsed(Settings):
     groups: list[BrowsedGroup] = []
     """Whole groups."""
     images: dict[str, str] = {}
-    """What their prompts show, as `data:image/...;base64,...`, by digest."""
+    """What their prompts show and completions are, as `data:image/...;base64,...`, by digest."""
     terms: tuple[str, ...] = ()
     """Reward terms."""
     batch: str = ""

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import sys
+from itertools import zip_longest
 from typing import Final
 
 from infra.config import Settings
@@ -15,6 +16,7 @@ from infra.errors import Damaged, RheostatError
 from infra.store.runs import Run
 from models.config.rewards import ScoringConfig
 from models.data.images import data_address, thumbnail
+from tasks.run.batch import rollouts_under
 from tasks.views.metrics import sealed_iterations
 from tasks.views.report import sections
 from tasks.views.report.numbers import columns_of, plans_of
@@ -28,8 +30,8 @@ NUMBERS: Final = (
     '<div class="scroll" id="numbers"></div></details>'
 )
 """Where the script shows them."""
-IMAGES: Final = 200
-"""Thumbnails of at most 4 kB each."""
+IMAGE_BYTES: Final = 1_100_000
+"""Of all thumbnails on a page: 200 of the largest."""
 
 
 class RunName(Settings):
@@ -81,15 +83,26 @@ def _browsed(run: Run, description: RunDescription, terms: tuple[str, ...]) -> B
 
 
 def _thumbnails(run: Run, groups: list[BrowsedGroup]) -> dict[str, str]:
-    """Small copies of the images that prompts show."""
-    digests = list(dict.fromkeys(digest for group in groups for digest in group.images))[:IMAGES]
-    media, found = media_of(run, "train", "heldout"), dict[str, str]()
-    for digest in digests:
+    """Small copies of the images that prompts show and completions are, of each batch's first group first."""
+    batches: dict[str, list[BrowsedGroup]] = {}
+    for group in groups:
+        batches.setdefault(group.batch, []).append(group)
+    made = [manifest for batch in batches for manifest in rollouts_under(run, batch)]
+    media, found, held = media_of(run, "train", "heldout", rollouts=made), dict[str, str](), 0
+    turns = (group for turn in zip_longest(*batches.values()) for group in turn if group is not None)
+    for digest in dict.fromkeys(digest for group in turns for digest in _digests(group)):
         try:
             found[digest] = data_address(thumbnail(media.encoded(digest)))
         except (Damaged, KeyError):  # its shard was deleted
             continue
+        held += len(found[digest])
+        if held > IMAGE_BYTES:
+            break
     return found
+
+
+def _digests(group: BrowsedGroup) -> list[str]:
+    return [*group.images, *(digest for completion in group.completions for digest in completion.images)]
 
 
 def report_key(number: int) -> str:

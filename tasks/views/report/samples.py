@@ -21,9 +21,10 @@ from infra.store.runs import Run
 from infra.store.shards import read_shard
 from models.config.rewards import ScoringConfig
 from models.records.columns import Floats, Mask
+from models.records.media import Media
 from models.records.versions import policy_of
 from models.text.token_offsets import open_tokenizer, token_starts
-from tasks.run.batch import Batch, without_rollouts
+from tasks.run.batch import Batch, pictures_of, without_rollouts
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, reward_model_role
 
@@ -109,6 +110,8 @@ class BrowsedCompletion(Settings):
     """Of an episode."""
     judged: tuple[JudgedText, ...] = ()
     """What judges wrote."""
+    images: tuple[str, ...] = ()
+    """Digests of the pictures that it is."""
 
 
 class BrowsedGroup(Settings):
@@ -123,7 +126,7 @@ class BrowsedGroup(Settings):
     answer: str | None
     """Reference answer."""
     images: tuple[str, ...] = ()
-    """Digests of what it shows."""
+    """Digests of what the prompt shows."""
     size: int
     """Completions of the whole group."""
     completions: tuple[BrowsedCompletion, ...]
@@ -152,6 +155,8 @@ class _Shard:
     scores: pa.Table
     advantages: Mapping[tuple[int, int], Floats]
     judged: Mapping[tuple[int, int], list[JudgedText]]
+    drawn: frozenset[str]
+    """Digests of the pictures that completions are."""
 
 
 def browsed_groups(run: Run, *, iterations: Sequence[int], evaluations: Sequence[int]) -> list[BrowsedGroup]:
@@ -223,6 +228,7 @@ def _read(run: Run, made: Manifest, source: _Source, rows: Sequence[int]) -> _Sh
         scores=scores.filter(chosen),
         advantages={} if source.credit is None else _advantages(run, source.credit, rows),
         judged=_judged(run, key, rows),
+        drawn=frozenset(Media(run.store, pictures_of(made)).digests),
     )
 
 
@@ -268,7 +274,7 @@ def _group_rows(shard: _Shard, key: str, tokenizer: Tokenizer | None) -> Iterato
             prompt_id=first["prompt_id"],
             prompt=_cut(first["prompt"])[0],
             answer=first["answer"],
-            images=tuple(first["images"]),
+            images=tuple(digest for digest in first["images"] if digest not in shard.drawn),
             size=len(places),
             completions=tuple(
                 _completion(row, score, shard, tokenizer) for row, score in zip(rows, scores, strict=True)
@@ -297,6 +303,7 @@ def _completion(
         "sample": row["sample"], "text": shown, "tokens": len(tokens), "finish": row["finish_reason"],
         "reward": score["reward"], "terms": terms, "error": score["error"], "cut": cut,
         "turns": row["turns"] or (), "judged": shard.judged.get(place, ()),
+        "images": [digest for digest in row["images"] if digest in shard.drawn],
     }  # fmt: skip
     if advantages is not None and written.any():
         told["advantage"] = float(advantages[written].mean())

@@ -1,0 +1,133 @@
+"""Runs whose completions are pictures: all that shows completions shows them, each with its own."""
+
+import json
+import re
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flows.cli.app import main
+from infra.store.runs import open_run
+from models.data.images import data_address, digest_of, thumbnail
+from models.records.media import Media
+from models.records.work import ExcerptWork, ScoredShard
+from models.rollouts.preview import PICTURED, read_excerpts
+from tasks.run.batch import pictures_of, rollouts_of
+from tasks.run.keys import StageKey
+from tasks.views.report.run import report_page
+from tests.support.long_runs import write_long_run
+from tests.support.pictures import picture
+
+COLOURS = ("red", "green", "blue", "yellow")
+PICTURES = tuple(picture(colour) for colour in COLOURS)
+DIGESTS = {digest_of(each): each for each in PICTURES}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    place = tmp_path_factory.mktemp("store")
+    write_long_run(place, name="painted", iterations=2, group=4, texts=("",), pictures=PICTURES)
+    write_long_run(place, name="written", iterations=1, group=2)
+    return str(place)
+
+
+@pytest.fixture
+def ask(store, capsys):
+    def give(*arguments):
+        code = main([*arguments, "--store", store])
+        return (code, *capsys.readouterr())
+
+    return give
+
+
+def test_the_shards_behind_the_first_are_pictures_unless_groups_are_carried_on(store):
+    [made] = rollouts_of(open_run(store, "painted"), 1)
+    assert pictures_of(made) == made.shards[1:] != ()
+    assert pictures_of(made.model_copy(update={"detail": {"carried_rows": []}})) == ()
+    [made] = rollouts_of(open_run(store, "written"), 1)
+    assert pictures_of(made) == ()
+
+
+def test_listed_rollouts_name_their_pictures_and_their_sheet_has_them_by_prompt_the_best_first(ask, tmp_path):
+    sheet = tmp_path / "sheet.png"
+    told = ("rollouts", "painted", "--sort", "reward", "--limit", "256")
+    code, out, err = ask(*told, "--json", "--sheet", str(sheet))
+    assert (code, err) == (0, "")
+    samples = json.loads(out)
+    assert all([image["digest"] in DIGESTS for image in each["images"]] == [True] for each in samples)
+    prompts = list(dict.fromkeys(each["prompt_id"] for each in samples))
+    rows = [[each for each in samples if each["prompt_id"] == prompt] for prompt in prompts]
+    pixels = np.asarray(Image.open(BytesIO(sheet.read_bytes())))
+    assert pixels.shape == (8 + 64 * (18 + 128 + 18 + 8), 8 + 4 * 136, 3)
+    for number, row in enumerate(rows):
+        for column, sample in enumerate(row):
+            shown = Image.open(BytesIO(DIGESTS[sample["images"][0]["digest"]])).convert("RGB").getpixel((0, 0))
+            middle = pixels[8 + number * 172 + 18 + 64, 8 + column * 136 + 64]
+            assert tuple(middle) == shown
+    assert {len(row) for row in rows} == {4} and rows[0][0]["reward"] == 1
+    assert ask("rollouts", "painted", "--limit", "1", "--sheet", str(tmp_path / "a.png"))[1].endswith(
+        f"{tmp_path / 'a.png'}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "said"),
+    [
+        ("painted", "taken.png", "taken.png: expected a file that is not there yet, found one"),
+        ("painted", "sheet.gif", "sheet.gif: expected a name that ends with .png"),
+        ("painted", "no/sheet.png", "no/sheet.png: cannot be written: No such file or directory"),
+        ("written", "sheet.png", "sheet.png: expected rollouts with images, found 0 of 10"),
+    ],
+)
+def test_a_sheet_that_cannot_be_is_refused_in_one_line(ask, tmp_path, run, name, said):
+    (tmp_path / "taken.png").write_bytes(b"")
+    code, out, err = ask("rollouts", run, "--sheet", str(tmp_path / name))
+    assert (code, out, err.count("\n")) == (2, "", 1) and said in err
+    assert (tmp_path / "taken.png").read_bytes() == b"" and len([*tmp_path.iterdir()]) == 1
+
+
+def test_a_picture_is_written_as_it_came_by_the_beginning_of_its_digest(ask, tmp_path):
+    digest, encoded = next(iter(DIGESTS.items()))
+    assert ask("media", "painted", digest[:12], "--to", str(tmp_path / "one.png"))[0] == 0
+    assert (tmp_path / "one.png").read_bytes() == encoded
+    assert "found none of 4 images" in ask("media", "painted", "zz", "--to", str(tmp_path / "two.png"))[2]
+
+
+def test_the_page_of_rollouts_shows_them(ask, monkeypatch):
+    monkeypatch.setattr("webbrowser.open", lambda address: True)
+    code, out, _ = ask("rollouts", "painted", "--limit", "8", "--open")
+    found = re.findall(r'<img src="([^"]*)"', Path(out.strip()).read_text())
+    assert code == 0 and len(found) == 8 and {*found} <= {*map(data_address, PICTURES)}
+
+
+def test_excerpts_have_small_copies_of_their_pictures(store):
+    run = open_run(store, "painted")
+    [made] = rollouts_of(run, 1)
+    scored = run.require(StageKey.parse(made.key).at("scoring")).shards[0]
+    work = ExcerptWork(
+        iteration=1, shards=(ScoredShard(rollouts=made.shards[0], scores=scored),), prompts=6, characters=9,
+        media=pictures_of(made),
+    )  # fmt: skip
+    found = read_excerpts(run.store, work)
+    assert len(found.samples) == 6
+    shown = [sample.images[0].digest for sample in found.samples[:PICTURED]]
+    assert found.thumbnails == {digest: data_address(thumbnail(DIGESTS[digest])) for digest in shown}
+
+
+def test_the_report_shows_each_completion_its_own_picture_and_the_prompt_none(store):
+    html = report_page(store, "painted")
+    [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    data = json.loads(text)
+    assert data["images"] == {digest: data_address(thumbnail(each)) for digest, each in DIGESTS.items()}
+    seen = []
+    for group in data["groups"]:
+        assert not group.get("images")
+        assert [len(each["images"]) for each in group["completions"]] == [1] * 4
+        seen += [(group["batch"], digest) for each in group["completions"] for digest in each["images"]]
+    assert {batch for batch, _ in seen} == {"it-0001", "it-0002", "eval-0000", "eval-0001", "eval-0002"}
+    run = open_run(store, "painted")
+    [made] = rollouts_of(run, 1)
+    assert {digest for batch, digest in seen if batch == "it-0001"} == {*Media(run.store, pictures_of(made)).digests}
