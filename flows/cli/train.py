@@ -327,7 +327,6 @@ def _ended(summary: "RunSummary", config: "RunConfig") -> str:
 def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> "RunConfig":
     from infra.store.inputs import has_run, is_remote, written
     from infra.store.runs import open_run
-    from models.config.policy import DirectoryPolicy
     from tasks.config.run import override_config
 
     place = policy if is_remote(policy) else policy.resolve()
@@ -341,5 +340,5 @@ def _evaluation_config(policy: Path, config_path: Path | None, overrides: Sequen
             raise BadInput(f"policy {written(policy)} does not lie in a run: name its problems with --config CONFIG")
         record = open_run(written(home.parent), home.name).record
         config = override_config(record.config, overrides, source=f"run {home.name}")
-    directory = DirectoryPolicy(path=policy)
+    directory = config.policy.written_to(policy)
     return config.model_copy(update={"name": "evaluate", "policy": directory, "warmup": None, "iterations": 0})

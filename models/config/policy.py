@@ -24,6 +24,10 @@ class PolicySource(Variant):
     draws: ClassVar[bool] = False
     """Whether it draws pictures, and writes no text."""
 
+    def written_to(self, path: Location) -> "DirectoryPolicy | DiffusionPolicy":
+        """Name a directory that holds what became of such a policy."""
+        return DiffusionPolicy(path=path) if self.draws else DirectoryPolicy(path=path)
+
 
 class ScratchPolicy(PolicySource):
     """A small decoder built from nothing, with a byte-level BPE trained on the data's text."""

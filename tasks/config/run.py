@@ -198,6 +198,8 @@ class RunConfig(Settings):
                 raise ValueError(f"{name}: {reason}")
         for reason in alarms_against(self.alarms, self._job()):
             raise ValueError(reason)
+        if self.soup is not None and self.policy.draws:
+            raise ValueError(f"soup with policy.kind {self.policy.known_as!r}: policies that draw are not merged here")
         for reason in self.soup.reasons_against(self.scoring, self.update, self.data) if self.soup else ():
             raise ValueError(reason)
         return self

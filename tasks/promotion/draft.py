@@ -8,7 +8,6 @@ from infra.config import Settings
 from infra.errors import BadInput
 from infra.store.checksums import seal, unseal
 from infra.store.registry import RETRAINS, Registry, open_registry
-from models.config.policy import DirectoryPolicy
 from models.config.promotion import PromotionConfig
 from tasks.config.run import RunConfig, parse_config
 
@@ -38,7 +37,7 @@ class Draft(Settings):
         if not self.policy:
             return config
         data = config.data.model_copy(update={"without": Path(self.without) if self.without else config.data.without})
-        start = {"policy": DirectoryPolicy.model_validate({"path": self.policy}), "warmup": None, "dpo": None}
+        start = {"policy": config.policy.written_to(Path(self.policy)), "warmup": None, "dpo": None}
         document = config.model_copy(update={"data": data, **start}).model_dump(mode="json")
         return parse_config(document, source=f"retrain {self.run}")
 

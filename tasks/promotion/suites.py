@@ -14,7 +14,7 @@ from models.config.budget import BudgetConfig
 from models.config.data import DataConfig
 from models.config.engines import SamplingConfig
 from models.config.objectives import UpdateConfig
-from models.config.policy import DirectoryPolicy, PolicyConfig
+from models.config.policy import PolicyConfig
 from models.config.promotion import HELDOUT, PromotionConfig, SuiteConfig
 from models.config.rewards import ScoringConfig
 from models.config.training import EvaluationConfig
@@ -126,7 +126,7 @@ def opponent_of(config: RunConfig) -> Opponent:
 def contenders(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]:
     """The two policies, by side."""
     found = {opponent.side: opponent.policy, CHALLENGER: directory_after(config, config.iterations)}
-    return {side: DirectoryPolicy(path=Path(directory)) for side, directory in found.items()}
+    return {side: config.policy.written_to(Path(directory)) for side, directory in found.items()}
 
 
 def directory_after(config: RunConfig, iterations: int) -> str:

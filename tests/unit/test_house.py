@@ -15,6 +15,7 @@ from infra.trackers.config import Tracker
 from infra.variants import Variant
 from models.config.algorithms import Algorithm
 from models.config.data import DataSource, Preferences
+from models.config.denoising import Sampler
 from models.config.engines import EngineSettings
 from models.config.judges import ServedModel
 from models.config.objectives import Correction, PolicyLoss
@@ -37,6 +38,7 @@ VARIANTS = (
     PolicySource,
     Preferences,
     RewardTerm,
+    Sampler,
     ServedModel,
     Teacher,
     Tracker,
