@@ -1,0 +1,24 @@
+"""The demo that draws as a newcomer runs it: it learns to paint as it is told, on every seed."""
+
+import pytest
+
+from tests.support.jobs import demo
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+ALL_STEPS = "rollout.denoising={steps=10, sampler={kind='cps', noise=0.8}, text_tokens=1}"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_what_is_drawn_without_noise_is_right_three_tenths_more_often_after_learning(seed, tmp_path):
+    summary = demo(tmp_path, f"seed={seed}", config="configs/paint.toml")
+    assert summary["after"]["mean"] >= summary["before"]["mean"] + 0.3
+
+
+def test_a_window_of_three_steps_keeps_four_fifths_of_what_all_nine_gain(tmp_path):
+    window, whole = (
+        demo(tmp_path / name, *more, config="configs/paint.toml")
+        for name, more in (("window", []), ("whole", [ALL_STEPS]))
+    )
+    gains = [summary["after"]["mean"] - summary["before"]["mean"] for summary in (window, whole)]
+    assert gains[0] >= 0.8 * gains[1]
