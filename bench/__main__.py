@@ -33,7 +33,10 @@ PARTS = (
     "engine",
     "decoding",
 )
-ALONE = ("s3", "moved", "slices", "reality", "curves", "balanced", "scale", "staleness", "vllm", "tools", "gpu")
+ALONE = (
+    *("s3", "moved", "slices", "reality", "curves", "balanced"),
+    *("scale", "staleness", "vllm", "tools", "gpu", "ddpo"),
+)
 """Parts that take long or need another environment, and run when they are named."""
 
 QUIET = 0.5
