@@ -72,18 +72,17 @@ class Drawing:
         self, model: nn.Module, states_ND: Tensor, steps_N: Tensor, told: Condition, without: Condition | None
     ) -> Tensor:
         """Return velocity or noise of states at the steps that they begin, in float32."""
-        dtype = next(model.parameters()).dtype
-        states_NCYX = states_ND.view(-1, *self.shape).to(dtype)
+        dtype, count = next(model.parameters()).dtype, len(states_ND)
         times = torch.tensor(self.schedule.timesteps, dtype=torch.float32, device=states_ND.device)[steps_N]
-
-        def said(condition: Condition) -> Tensor:
-            found = self.family.say(model, states_NCYX, times, _cast(condition, dtype), guidance=self.config.guidance)
-            return found.flatten(1).float()
-
-        told_ND = said(told)
+        if without is not None:  # one pass for both, as diffusers does: half as many launches
+            told = gather([without, told], range(2 * count))
+            states_ND, times = states_ND.repeat(2, 1), times.repeat(2)
+        states_NCYX = states_ND.view(-1, *self.shape).to(dtype)
+        said = self.family.say(model, states_NCYX, times, _cast(told, dtype), guidance=self.config.guidance)
+        said_ND = said.flatten(1).float()
         if without is None:
-            return told_ND
-        untold_ND = said(without)
+            return said_ND
+        untold_ND, told_ND = said_ND[:count], said_ND[count:]
         return untold_ND + self.config.guidance * (told_ND - untold_ND)
 
     def learnt(self, among: range | None) -> range:
