@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo sandbox test test-system test-gpu test-slow test-s3 chaos faults test-vllm vllm check bench bench-vllm bench-gpu reality curves docs screenshots site format
+.PHONY: demo sandbox test test-system test-gpu test-slow test-s3 chaos faults test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -107,3 +107,14 @@ test-gpu: $(VENV)/.dev  ## the tests that need a GPU; flash kernels whose packag
 bench-gpu: $(VENV)/.dev  ## whole iterations on one GPU, next to TRL with colocated vLLM; without network once installed
 	@if nvidia-smi -L >/dev/null 2>&1; then $(BIN)/rheostat engine install vllm && $(MAKE) -s $(VENV)-trl/.done; fi
 	@$(BIN)/python -m bench --only gpu $(ARGS)
+
+$(VENV)-ddpo/.done: bench/ddpo.txt
+	@echo "installing TRL's DDPOTrainer into $(VENV)-ddpo (some minutes)"
+	@$(BIN)/python -m venv --clear $(VENV)-ddpo
+	@# Without a GPU the CPU's build of torch, where the package index has it.
+	@nvidia-smi -L >/dev/null 2>&1 || $(VENV)-ddpo/bin/python -m pip --disable-pip-version-check install -q --only-binary=:all: "$$(grep '^torch==' $<)+cpu" 2>/dev/null || true
+	@$(VENV)-ddpo/bin/python -m pip --disable-pip-version-check install -q -r $<
+	@touch $@
+
+bench-ddpo: $(VENV)/.dev $(VENV)-ddpo/.done  ## epochs of learning to draw, next to TRL's DDPOTrainer; without network once installed
+	@$(BIN)/python -m bench --only ddpo $(ARGS)

@@ -143,6 +143,7 @@ def table(workload: DrawingWorkload, ours: Sequence[EpochCost], theirs: Sequence
         columns=("", "Rheostat", "TRL", "TRL / Rheostat", "least", "most"),
         rows=(
             row("drawing, CPU seconds", "drawing_cpu"),
+            ("of it, loading the new policy", statistics.median(each.loading_cpu for each in ours), "", "", "", ""),
             row("training, CPU seconds", "training_cpu"),
             row("epoch, CPU seconds", "cpu"),
             row("drawing, seconds", "drawing"),

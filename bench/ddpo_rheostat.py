@@ -58,10 +58,20 @@ class Learning:
     def take(self) -> EpochCost:
         """Take one iteration."""
         watch = Stopwatch.started()
+        self.rollout.take(self.policy)
+        loading_cpu, loading = watch.lap()
         drawn = self._drawn()
-        drawing = watch.lap()
+        drawing_cpu, drawing = watch.lap()
         self._learn(*drawn)
-        return EpochCost(*drawing, *watch.lap(), peak_bytes=peak_bytes())
+        training_cpu, training = watch.lap()
+        return EpochCost(
+            drawing_cpu=loading_cpu + drawing_cpu,
+            drawing=loading + drawing,
+            training_cpu=training_cpu,
+            training=training,
+            loading_cpu=loading_cpu,
+            peak_bytes=peak_bytes(),
+        )
 
     def _drawn(self) -> tuple[ShardRef, ShardRef]:
         """Draw, score and credit; return shards of samples and of pictures."""

@@ -39,7 +39,7 @@ def begin(workload: DrawingWorkload):
         trainer.watch = Stopwatch.started()
         trainer.step(0, 0)  # of epoch 0, which saves no checkpoint
         drawn, trained = trainer.drawn, trainer.watch.lap()
-        return EpochCost(*drawn, *trained, peak_bytes=peak_bytes())
+        return EpochCost(*drawn, *trained, loading_cpu=0.0, peak_bytes=peak_bytes())
 
     return take
 

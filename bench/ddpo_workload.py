@@ -71,6 +71,8 @@ class EpochCost:
     """The same by the clock."""
     training_cpu: float
     training: float
+    loading_cpu: float
+    """The part of drawing in which a new policy is loaded; none where the trainer itself draws."""
     peak_bytes: int
     """Most resident memory of the process so far."""
 
