@@ -5,8 +5,14 @@ import pytest
 
 from tests.support.pipelines import BUILT, write
 
+FIRST = "sd3"
+"""The one that the default suite builds; each takes seconds."""
 
-@pytest.fixture(scope="module", params=BUILT)
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name == FIRST else [pytest.mark.system]) for name in BUILT],
+)
 def family(request):
     """The name of a family."""
     return request.param
