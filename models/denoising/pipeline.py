@@ -24,7 +24,7 @@ from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
 from models.config.denoising import DenoisingConfig
 from models.denoising.families import Condition, DenoiserFamily, PromptLimit, class_of, family_of
-from models.denoising.samplers import NoiseSchedule
+from models.denoising.samplers import NoiseSchedule, noisy_steps
 from models.denoising.schedulers import check_scheduler, schedule_of
 from models.modeling.policy import making_models
 from models.records.pictures import Picture, States, picture_of
@@ -103,6 +103,17 @@ class PictureModel:
     def schedule(self, config: DenoisingConfig) -> NoiseSchedule:
         """The levels of noise of a drawing. Raises BadInput where the sampler is not for such models."""
         return schedule_of(self.scheduler, self.family, config, tokens=self.tokens(config))
+
+    def check(self, config: DenoisingConfig) -> None:
+        """Raise BadInput where it cannot draw so, or where the window has steps that are not learnt."""
+        noisy, window = noisy_steps(config.sampler, self.schedule(config)), config.window
+        if not noisy:
+            raise BadInput(f"rollout.denoising.steps {config.steps}: no step has noise enough to be learnt, use more")
+        if window is not None and window.last + window.size - 1 > noisy[-1]:
+            raise BadInput(
+                f"rollout.denoising.window.last {window.last} and size {window.size}: step {noisy[-1]} is the last one "
+                f"with noise enough to be learnt; expected window.last {max(0, noisy[-1] + 1 - window.size)} at most"
+            )
 
 
 def read_pipeline(directory: Path) -> PictureModel:

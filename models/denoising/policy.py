@@ -125,8 +125,7 @@ def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[st
     model, tokenizer = scratch_model(policy), word_tokenizer(texts, context=policy.words)
 
     def check_drawing(denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> None:
-        model.schedule(denoising)
-        model.shape(denoising)
+        model.check(denoising)
         for source, text in prompts:
             if (found := len(tokenizer(text)["input_ids"])) > policy.words:
                 raise BadInput(f"{source}: expected at most policy.words {policy.words} with two ends, found {found}")
@@ -144,8 +143,7 @@ def inspect_diffusion(policy: DiffusionPolicy, texts: Iterable[str]) -> Inspecte
 
 
 def _check_drawing(model: PictureModel, denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> None:
-    model.schedule(denoising)
-    model.shape(denoising)
+    model.check(denoising)
     check_prompts(model.directory, prompts, denoising)
 
 

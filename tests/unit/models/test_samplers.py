@@ -147,6 +147,9 @@ def test_published_log_probs_are_the_exact_ones_times_twice_the_variance():
 def test_steps_that_have_noise_can_be_learnt():
     assert [noisy_steps(sampler, FLOW) for sampler in SAMPLERS[:3]] == [(0, 1, 2), (0, 1, 2), (0, 1)]
     assert noisy_steps(DdimSampler(), NOISE) == (0,)
+    ten = flow_schedule(10)  # its last step but one leads to level 0.001
+    assert noisy_steps(CpsSampler(noise=0.8), ten) == tuple(range(8))
+    assert noisy_steps(SdeSampler(noise=0.7), ten) == tuple(range(9))
     cumulative = torch.linspace(0.99, 0.01, 1000)
 
     def learnt(offset, to_one):
