@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infra.errors import BadInput
-from models.config.denoising import CpsSampler, DdimSampler
+from models.config.denoising import CpsSampler, DdimSampler, LearntWindow
 from models.config.policy import DiffusionPolicy
 from models.denoising import families
 from models.denoising.pipeline import PromptReader, check_weights, load_denoiser, read_pipeline
@@ -127,6 +127,16 @@ def test_a_side_that_cannot_be_drawn_is_refused_with_the_nearest(whole):
         assert line.endswith("the nearest is 32")
         assert model.shape(config_of(whole[name], side=24)) == (4, 6, 6)
     assert "draws at most 32 pixels" in said_of(read_pipeline(whole["sd3"]).shape, config_of(whole["sd3"], side=40))
+
+
+def test_a_window_beyond_the_last_step_that_has_noise_is_refused(whole):
+    model = read_pipeline(whole["sd3"])
+    window = LearntWindow(size=3, first=0, last=6)
+    line = said_of(model.check, config_of(whole["sd3"], steps=10, window=window))
+    assert "window.last 6 and size 3: step 7 is the last one" in line and line.endswith(
+        "expected window.last 5 at most"
+    )
+    model.check(config_of(whole["sd3"], steps=10, window=LearntWindow(size=3, first=0, last=5)))
 
 
 @pytest.mark.parametrize(("name", "sampler"), [("sd1", CpsSampler()), ("sd3", DdimSampler())])
