@@ -15,7 +15,7 @@ def test_what_is_drawn_without_noise_is_right_three_tenths_more_often_after_lear
     assert summary["after"]["mean"] >= summary["before"]["mean"] + 0.3
 
 
-def test_a_window_of_three_steps_keeps_four_fifths_of_what_all_nine_gain(tmp_path):
+def test_a_window_of_three_steps_keeps_four_fifths_of_what_all_steps_gain(tmp_path):
     window, whole = (
         demo(tmp_path / name, *more, config="configs/paint.toml")
         for name, more in (("window", []), ("whole", [ALL_STEPS]))
