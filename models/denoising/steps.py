@@ -117,6 +117,7 @@ class StepModule(TokenModule):
         super().__init__()
         self.model = cast(Any, model)
         self.drawing, self.pictures = drawing, pictures
+        self.denoising_steps = drawing.learnt(None)
 
     def read(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
         """Bring a pass to the device, with the states of its pictures."""

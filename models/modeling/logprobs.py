@@ -140,6 +140,9 @@ class TokenModule(nn.Module):
             return read
         return read._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
 
+    denoising_steps: range = range(0)
+    """Those that may be learnt, of a policy that draws."""
+
     @property
     def means(self) -> Tensor:
         """What a denoiser expected to come next at each step of the pass before, N x D."""

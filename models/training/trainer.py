@@ -124,6 +124,11 @@ class Trainer:
         return norm if norm >= 0 else float("nan")  # DeepSpeed writes -1 for a norm that is not finite
 
     @property
+    def denoising_steps(self) -> range:
+        """Those that may be learnt, of a policy that draws; none of one that writes."""
+        return self._module.denoising_steps
+
+    @property
     def routing(self) -> ExpertRouting | None:
         """What the routers of a mixture of experts said in the pass before."""
         return self._module.routing

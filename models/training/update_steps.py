@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import isfinite
 from random import Random
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from models.training.routers import RouterTally
 from models.training.samples import TrainingSamples, read_training_rows, weighted_lengths
 from models.training.trainer import Forward, Trainer, learning_rate
 from models.vision.families import ImageTokens
+
+_STEP: Final = "denoising_step_"
+"""How what is counted of denoising steps is named."""
 
 OnProgress = Callable[[], None]
 """Called after every pass: progress, not life."""
@@ -143,6 +146,9 @@ def take_steps(
                 tokens = replace(tokens, old_N=tokens.behaviour_N)
             elif index < epoch:
                 tally_mismatch(before_N, tokens, tally=tally)
+            _tally_steps(
+                trainer, batch, logprobs_N.detach() - (tokens.behaviour_N if before_N is None else before_N), tally
+            )
             if step.computes_old:
                 old[number] = before_N  # of the first step, for the epochs after this one
             loss = update_loss(logprobs_N, tokens, config=config, kl_coefficient=kl_coefficient, tally=tally)
@@ -153,6 +159,32 @@ def take_steps(
         if not isfinite(norms[-1]):
             break
     return replace(StepsTaken.over_ranks(tally, norms, ranks), router=routers.metrics(len(norms)))
+
+
+def _tally_steps(trainer: Trainer, batch: TrainingBatch, log_ratio_N: Tensor, tally: MetricSums) -> None:
+    """Count the log-ratio of each denoising step of a policy that draws: it differs with the level of noise."""
+    steps_N = torch.from_numpy(batch.reads.targets_N).to(log_ratio_N.device)
+    for step in trainer.denoising_steps:
+        at_N = steps_N == step
+        ratios_N = torch.where(at_N, log_ratio_N, 0.0)
+        tally.add({f"{_STEP}{step}": at_N, f"{_STEP}{step}_sum": ratios_N, f"{_STEP}{step}_square": ratios_N.square()})
+
+
+def step_ratios(sums: Mapping[str, float]) -> dict[str, float]:
+    """Mean and deviation of the log-ratio at each denoising step that was learnt, of what `take_steps` counted.
+
+    Where noise is low the mean is below 0 and grows: clips then bind at one end (GRPO-Guard, arXiv 2510.22319).
+    """
+    found: dict[str, float] = {}
+    for name, count in sums.items():
+        if count and name.removeprefix(_STEP).isdigit():
+            mean, square = (sums[f"{name}_{part}"] / count for part in ("sum", "square"))
+            step = name.removeprefix(_STEP)
+            found |= {
+                f"log_ratio_mean_step_{step}": mean,
+                f"log_ratio_std_step_{step}": max(0.0, square - mean**2) ** 0.5,
+            }
+    return found
 
 
 def _lay_out_step(
@@ -293,7 +325,10 @@ def update_metrics(taken: StepsTaken, samples: TrainingSamples, steps: Sequence[
     epochs = len(steps) // (1 + max(step.minibatch for step in steps))
     num_tokens, num_compared = epochs * sum(samples.learnt_lengths), sums.pop("mismatch_tokens")
     metrics = {"loss": sums.pop("loss") / len(steps), "mismatch_tokens": num_compared}
+    metrics |= step_ratios(sums)
     for name, total in sums.items():
+        if name.startswith(_STEP):
+            continue
         metrics[name] = total / (max(1.0, num_compared) if name.startswith("mismatch") else num_tokens)
     return (
         metrics

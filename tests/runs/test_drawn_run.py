@@ -93,6 +93,15 @@ def test_every_completion_has_a_picture_of_its_own_whose_states_lead_through_its
     assert len(windows) <= 2, "an iteration has one window"
 
 
+def test_an_update_tells_the_log_ratio_of_each_step_that_was_learnt(whole):
+    run = open_run(str(whole.store), "tiny")
+    for number in (1, 2):
+        table, _ = drawn_in(run)[f"it-000{number}/rollout/0000"]
+        learnt, told = {*table["completion_tokens"].to_pylist()[0]}, run.require(f"it-000{number}/update").metrics
+        assert {int(name.rpartition("_")[2]) for name in told if name.startswith("log_ratio_mean_step")} == learnt
+        assert all(told[f"log_ratio_std_step_{step}"] > 0 for step in learnt)
+
+
 def test_the_run_keeps_every_promise(whole):
     assert checker.problems_of(whole.run) == []
     assert verify_run(str(whole.store), "tiny") == []
