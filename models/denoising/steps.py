@@ -145,6 +145,10 @@ class StepModule(TokenModule):
             learnt=count,
         )
 
+    def read_anew(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
+        """As `read`: it has no routers."""
+        return self.read(batch, device)
+
     def transitions(self, read: StepInput) -> tuple[Tensor, Tensor]:
         """Mean and deviation of what comes next of each state."""
         said_ND = self.drawing.say(self.model, read.states_ND, read.steps_N, read.told, read.without)

@@ -140,6 +140,10 @@ class TokenModule(nn.Module):
             return read
         return read._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
 
+    def read_anew(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
+        """Bring a pass to the device for a model whose routers choose themselves."""
+        return self.read(batch, device)._replace(chosen_LF=None)
+
     denoising_steps: range = range(0)
     """Those that may be learnt, of a policy that draws."""
 

@@ -88,7 +88,7 @@ class Trainer:
     def base_forward(self, batch: MicroBatch) -> Tensor:
         """What the module says without the adapters that are trained, as `forward` does; routers choose themselves."""
         with adapters_off(self._model):
-            return self._said(self._module.read(batch, self._ranks.device)._replace(chosen_LF=None))
+            return self._said(self._module.read_anew(batch, self._ranks.device))
 
     def _said(self, read: ForwardInput) -> Tensor:
         return cast(Tensor, self._engine(read))
