@@ -357,6 +357,7 @@ def test_a_plan_says_which_workers_a_run_begins_with(capsys):
     assert "there is nothing to place" in capsys.readouterr().err
 
 
+@pytest.mark.system
 def test_a_plan_says_what_an_update_rank_holds_and_what_of_it_is_the_machines(capsys):
     demo = [str(ROOT / "configs" / "demo.toml"), "update.zero_stage=2", "update.offload=optimizer"]
 
