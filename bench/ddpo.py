@@ -25,7 +25,7 @@ from bench.ddpo_workload import DrawingWorkload, EpochCost, running
 from bench.tables import Table
 from infra.errors import BadInput
 from models.denoising.families import gather
-from models.denoising.pipeline import load_denoiser
+from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.policy import byte_tokenizer
 from models.denoising.samplers import transition
 from models.denoising.steps import Drawing
@@ -101,7 +101,7 @@ def said_of_trail(workload: DrawingWorkload) -> tuple[Tensor, Tensor]:
     """
     trail = np.load(workload.trail)
     byte_tokenizer().save_pretrained(workload.pipeline)  # what the import of a policy adds
-    drawing = Drawing.of(workload.pipeline, denoising_of(workload), device="cpu")
+    drawing = Drawing.of(workload.pipeline, denoising_of(workload), FrozenParts(device="cpu"))
     model = load_denoiser(workload.pipeline).eval()
     states, following, theirs_NT = (torch.from_numpy(trail[name]) for name in ("latents", "next_latents", "log_probs"))
     count = len(states)

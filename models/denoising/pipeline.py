@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from infra.errors import BadInput
-from infra.store.bundles import CONTENTS
+from infra.store.bundles import CONTENTS, Contents
 from models.config.denoising import DenoisingConfig
 from models.denoising.families import Condition, DenoiserFamily, PromptLimit, class_of, family_of
 from models.denoising.samplers import NoiseSchedule, noisy_steps
@@ -302,6 +302,51 @@ def _restored(latents_NCYX: Tensor, config: Any) -> Tensor:  # noqa: ANN401
         torch.tensor(each).view(1, -1, 1, 1).to(latents_NCYX) for each in (config.latents_mean, config.latents_std)
     )
     return latents_NCYX * std + mean
+
+
+class FrozenParts:
+    """Text encoders and VAE, which all versions of a policy share: loaded when they are first asked for.
+
+    They are loaded again where another policy's are asked for, or after `clear` gave their memory back.
+    """
+
+    def __init__(self, *, device: str | torch.device) -> None:
+        self._device = device
+        self._of: object = None
+        self._prompts: tuple[int | None, PromptReader] | None = None
+        self._developer: Developer | None = None
+
+    def prompts(self, directory: Path, *, tokens: int | None) -> PromptReader:
+        """Return the text encoders of a directory, of whose longest so many tokens are read."""
+        self._turn_to(directory)
+        if self._prompts is None or self._prompts[0] != tokens:
+            self._prompts = (tokens, PromptReader(directory, tokens=tokens, device=self._device))
+        return self._prompts[1]
+
+    def developer(self, directory: Path) -> Developer:
+        """Return the VAE of a directory, or what stands for it."""
+        self._turn_to(directory)
+        self._developer = self._developer or Developer(directory, device=self._device)
+        return self._developer
+
+    def clear(self) -> None:
+        """Let go of them."""
+        self._of = self._prompts = self._developer = None
+
+    def _turn_to(self, directory: Path) -> None:
+        found = _frozen_files(directory)
+        if found != self._of:
+            self.clear()
+            self._of = found
+
+
+def _frozen_files(directory: Path) -> object:
+    """Tell apart what directories have beside their denoisers' weights; versions of a policy have the same."""
+    if not (directory / CONTENTS).is_file():
+        return directory
+    weights = f"{read_pipeline(directory).family.folder}/{WEIGHTS.partition('.')[0]}"
+    files = Contents.model_validate_json((directory / CONTENTS).read_text()).files
+    return {name: file.digest for name, file in files.items() if not name.startswith(weights)}
 
 
 # ---- files

@@ -20,7 +20,7 @@ from infra.store.bundles import BundledFile, write_hashed
 from models.config.denoising import DenoisingConfig
 from models.data.images import digest_of
 from models.denoising.families import Condition, DenoiserFamily, gather, takes_guidance
-from models.denoising.pipeline import WEIGHTS, PromptReader, read_pipeline
+from models.denoising.pipeline import WEIGHTS, FrozenParts, PromptReader, read_pipeline
 from models.denoising.samplers import NoiseSchedule, noisy_steps, step_divergence, step_logprobs, transition
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenModule
@@ -45,22 +45,23 @@ class Drawing:
     """Spells prompts as bytes, and back."""
 
     @classmethod
-    def of(cls, directory: Path, config: DenoisingConfig, *, device: str | torch.device) -> Self:
-        """Load it from a policy's directory."""
+    def of(cls, directory: Path, config: DenoisingConfig, frozen: FrozenParts) -> Self:
+        """Read it from a policy's directory, with the text encoders of `frozen`."""
         model = read_pipeline(directory)
         return cls(
             family=model.family,
             schedule=model.schedule(config),
             shape=model.shape(config),
             config=config,
-            prompts=PromptReader(directory, tokens=config.text_tokens, device=device),
+            prompts=frozen.prompts(directory, tokens=config.text_tokens),
             tokenizer=load_tokenizer(directory),
         )
 
     def conditions(self, prompts: Sequence[ModelInput], rows: Sequence[int]) -> Condition:
         """What the denoiser is told of prompts, one row for each of `rows`."""
         texts = [self.tokenizer.decode(each.prompt.tolist(), skip_special_tokens=True) for each in prompts]
-        return gather([self.prompts.read(text) for text in texts], rows)
+        places = {text: place for place, text in enumerate(dict.fromkeys(texts))}  # those of a group are one
+        return gather([self.prompts.read(text) for text in places], [places[texts[row]] for row in rows])
 
     def unconditioned(self, count: int, model: nn.Module) -> Condition | None:
         """What it is told without a prompt, for guidance; none where there is no guidance, or it is an input."""

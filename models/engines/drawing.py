@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from infra.errors import BadInput
 from models.config.denoising import DenoisingConfig
 from models.config.engines import DiffusersEngine, SamplingConfig
-from models.denoising.pipeline import Developer
+from models.denoising.pipeline import Developer, FrozenParts
 from models.denoising.policy import load_served
 from models.denoising.samplers import deterministic, transition
 from models.denoising.steps import Drawing
@@ -53,6 +53,7 @@ class PictureEngine:
         self._config = config
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._policy: _Loaded | None = None
+        self._frozen = FrozenParts(device=self._device)
         self._drawings: dict[DenoisingConfig, Drawing] = {}
         self._steps = StepSums()
 
@@ -60,11 +61,10 @@ class PictureEngine:
         return self._config.kind
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
-        self.sleep()  # the old weights go before the new ones come: two policies may not fit
+        self._drop()  # the old weights go before the new ones come: two policies may not fit
         dtype = getattr(torch, self._config.dtype)
         model = load_served(directory, adapter, device=self._device, dtype=dtype).eval().requires_grad_(False)
-        developer = Developer(directory, device=self._device)
-        self._policy = _Loaded(directory, model, developer, policy.digest)
+        self._policy = _Loaded(directory, model, self._frozen.developer(directory), policy.digest)
         self.progress += 1
         return policy.weights.bytes + (policy.adapter.bytes if policy.adapter is not None else 0)
 
@@ -72,10 +72,15 @@ class PictureEngine:
         return "" if self._policy is None else self._policy.digest
 
     def sleep(self) -> None:
+        self._frozen.clear()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of a policy; what its next version has too stays."""
+        self._drawings = {}
         if self._policy is None:
             return
         self._policy = None
-        self._drawings = {}
         gc.collect()
         if self._device == "cuda":
             torch.cuda.empty_cache()
@@ -147,7 +152,7 @@ class PictureEngine:
 
     def _drawing(self, policy: _Loaded, denoising: DenoisingConfig) -> Drawing:
         if denoising not in self._drawings:
-            self._drawings[denoising] = Drawing.of(policy.directory, denoising, device=self._device)
+            self._drawings[denoising] = Drawing.of(policy.directory, denoising, self._frozen)
         return self._drawings[denoising]
 
 

@@ -19,7 +19,7 @@ from infra.store.storage import Store
 from models.config.attention import Attention
 from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
-from models.denoising.pipeline import is_pipeline, link_beside_denoiser, load_denoiser, read_pipeline
+from models.denoising.pipeline import FrozenParts, is_pipeline, link_beside_denoiser, load_denoiser, read_pipeline
 from models.denoising.steps import Drawing, StepLogprobs
 from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
@@ -233,6 +233,7 @@ class LoadedModels:
         self._update = update
         self._temperature = temperature
         self._denoising = denoising
+        self._frozen = FrozenParts(device=ranks.device)
         self._images: tuple[ImageTokens | None] | None = None
         """Of all versions of the policy; none before one was asked for."""
         self._reference: tuple[str, TokenModule] | None = None
@@ -342,7 +343,7 @@ class LoadedModels:
 
     def _drawing(self, directory: Path) -> Drawing:
         assert self._denoising is not None, "the policy draws"
-        return Drawing.of(directory, self._denoising, device=self.ranks.device)
+        return Drawing.of(directory, self._denoising, self._frozen)
 
     def _valuer(self, version: ModelVersion) -> TokenValues:
         model = load_trainable(self._store, version, load=load_critic, lora=self._update.lora)

@@ -14,7 +14,7 @@ from models.config.training import WarmupConfig
 from models.data.examples import Example, Preference, load_preferences, picture_examples, warmup_examples
 from models.data.images import digest_of
 from models.data.problems import Problem
-from models.denoising.pipeline import load_denoiser, read_pipeline
+from models.denoising.pipeline import FrozenParts, load_denoiser, read_pipeline
 from models.denoising.policy import policy_context
 from models.denoising.steps import Drawing, Imitation, picture_inputs
 from models.environments.transcripts import user_examples
@@ -147,7 +147,7 @@ class OfflineTrainer:
 
     def _imitate_pictures(self, work: WarmupWork, denoising: DenoisingConfig) -> Outcome:
         directory, warmup = fetch_bundle(self._store, work.policy.weights), work.warmup
-        drawing = Drawing.of(directory, denoising, device=self._ranks.device)
+        drawing = Drawing.of(directory, denoising, FrozenParts(device=self._ranks.device))
         examples = picture_examples(work.data, warmup, work.seed)
         inputs = picture_inputs(examples, drawing.tokenizer, seed=work.seed)
         self._images.source = HeldImages({digest_of(picture): picture for _, picture in examples})

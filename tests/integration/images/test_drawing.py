@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.denoising.pipeline import load_denoiser
+from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.samplers import deterministic
 from models.denoising.steps import Drawing
 from tests.support.pipelines import PROMPTS, SEEDS, config_of, drawn, noise_of, pixels, requests, theirs
@@ -19,7 +19,7 @@ preload(__name__)
 
 def ours(directory, config, prompts=PROMPTS, seeds=SEEDS, dtype=torch.float32):
     """Last states of the prompts' pictures, drawn together without noise."""
-    drawing, model = Drawing.of(directory, config, device="cpu"), load_denoiser(directory, dtype=dtype)
+    drawing, model = Drawing.of(directory, config, FrozenParts(device="cpu")), load_denoiser(directory, dtype=dtype)
     told = drawing.conditions([each.inputs[0] for each in requests(directory, prompts, seeds)], range(len(prompts)))
     without = drawing.unconditioned(len(prompts), model)
     states_ND = torch.cat([noise_of(seed, directory, config).flatten(1) for seed in seeds])

@@ -10,7 +10,7 @@ import torch
 from infra.store.bundles import publish_bundle
 from infra.store.storage import open_store
 from models.config.objectives import LoraConfig
-from models.denoising.pipeline import load_denoiser
+from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.policy import write_merged_pipeline
 from models.denoising.steps import Drawing, StepLogprobs
 from models.modeling.adapters import load_trainable, save_adapters, trained_parameters
@@ -74,7 +74,7 @@ def test_the_trainer_finds_every_step_as_probable_as_the_engine_did_whatever_is_
         completions = drawn(directory, config, learnt, rows=2)
         rows, gallery = learnt_from(completions, directory)
         behaviour = torch.tensor([said for each in completions for said in each.logprobs])
-        module = StepLogprobs(model, Drawing.of(directory, config, device="cpu"), gallery)
+        module = StepLogprobs(model, Drawing.of(directory, config, FrozenParts(device="cpu")), gallery)
         for size in (1, 3):
             with torch.no_grad():
                 ratios = (logprobs_of(module, rows, size) - behaviour).exp()
@@ -88,7 +88,7 @@ def test_adapters_of_linear_layers_learn_and_others_draw_with_what_they_became(f
     store = open_store(str(tmp_path / "store"))
     start = ModelVersion(version=0, weights=publish_bundle(store, directory, prefix="policies"))
     model = load_trainable(store, start, load=load_denoiser, lora=LORA)
-    module = StepLogprobs(model, Drawing.of(directory, config, device="cpu"), gallery)
+    module = StepLogprobs(model, Drawing.of(directory, config, FrozenParts(device="cpu")), gallery)
     before = logprobs_of(module, rows, 3)
     optimizer = torch.optim.SGD(trained_parameters(model), lr=1.0)
     for _ in range(2):  # B is 0 at first, so A learns from the second step on

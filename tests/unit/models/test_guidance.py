@@ -6,7 +6,7 @@ import torch
 from models.config.denoising import DenoisingConfig
 from models.config.policy import ScratchDiffusionPolicy
 from models.denoising.families import gather
-from models.denoising.pipeline import load_denoiser
+from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.policy import write_scratch_diffusion
 from models.denoising.steps import Drawing
 
@@ -29,8 +29,8 @@ def test_guidance_leads_away_from_what_is_said_without_a_prompt(directory, guida
         torch.nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(weight.numel()))
     passes = []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
-    guided = Drawing.of(directory, DenoisingConfig(guidance=guidance, text_tokens=1), device="cpu")
-    plain = Drawing.of(directory, DenoisingConfig(text_tokens=1), device="cpu")
+    guided = Drawing.of(directory, DenoisingConfig(guidance=guidance, text_tokens=1), FrozenParts(device="cpu"))
+    plain = Drawing.of(directory, DenoisingConfig(text_tokens=1), FrozenParts(device="cpu"))
     states_ND = torch.randn(2, 3 * guided.shape[1] * guided.shape[2], generator=torch.Generator().manual_seed(1))
     steps_N, told = torch.tensor([0, 4]), gather([guided.prompts.read(text) for text in PROMPTS], range(2))
     nothing = gather([guided.prompts.read("")], [0, 0])
