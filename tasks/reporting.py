@@ -262,7 +262,7 @@ async def _excerpts(session: Session, iteration: Iteration) -> Excerpts:
         shards=tuple(shards),
         prompts=SAMPLE_ROWS,
         characters=SAMPLE_CHARACTERS,
-        media=(*iteration.media, *pictures),
+        media=(*iteration.prompts.shards[1:], *pictures),
     )
     done = await session.ask("scoring", "excerpts", work, returns=Excerpts)
     return done.result

@@ -6,6 +6,7 @@ Shapes: K learnt steps of a picture, D numbers of a state.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from io import BytesIO
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ from models.records.schemas import MEDIA_SCHEMA
 
 States = NDArray[np.float32]
 
-STATES: str = "states"
+STATES: Final = "states"
 
 PICTURE_SCHEMA = MEDIA_SCHEMA.append(pa.field("prompt_row", pa.int32())).append(pa.field(STATES, pa.large_binary()))
 """As images of prompts; whose prompt it is; and states of the learnt steps in float32, (K + 1) x D in rows, empty where
@@ -33,6 +34,10 @@ class Picture:
     """A PNG file, which names its seed and the digest of its states: no two drawings have one name."""
     digest: str
     """BLAKE3 of that."""
+    width: int
+    """Pixels."""
+    height: int
+    """Pixels."""
     states: States
     """What each learnt step began at, and what the last of them led to: (K + 1) x D."""
 
@@ -43,20 +48,19 @@ def picture_of(pixels_YXC: NDArray[np.uint8], states: States, *, seed: int) -> P
     named.add_text("rheostat:seed", str(seed))
     named.add_text("rheostat:states", blake3(states.tobytes()).hexdigest())
     Image.fromarray(pixels_YXC).save(sink, "PNG", optimize=False, compress_level=6, pnginfo=named)
-    encoded = sink.getvalue()
-    return Picture(encoded, blake3(encoded).hexdigest(), states)
+    encoded, (height, width, _) = sink.getvalue(), pixels_YXC.shape
+    return Picture(encoded, blake3(encoded).hexdigest(), width, height, states)
 
 
 def picture_table(drawn: Iterable[tuple[int, Picture]]) -> pa.Table:
     """Lay pictures out, each with the row of its prompt."""
     rows = [*drawn]
     pictures = [picture for _, picture in rows]
-    sizes = [Image.open(BytesIO(picture.encoded)).size for picture in pictures]
     columns = {
         "digest": [picture.digest for picture in pictures],
         "format": ["PNG"] * len(rows),
-        "width": [width for width, _ in sizes],
-        "height": [height for _, height in sizes],
+        "width": [picture.width for picture in pictures],
+        "height": [picture.height for picture in pictures],
         "bytes": [picture.encoded for picture in pictures],
         "prompt_row": [row for row, _ in rows],
         STATES: [picture.states.astype("<f4").tobytes() for picture in pictures],

@@ -7,6 +7,7 @@ that only the running code knows is not found, nor are files that it reads.
 """
 
 import ast
+import json
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,9 +169,10 @@ def _files(value: object) -> Iterator[Path]:
 
 def _is_clip(directory: Path) -> bool:
     try:
-        return '"model_type": "clip"' in (directory / "config.json").read_text()
+        config = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
         return False
+    return isinstance(config, dict) and config.get("model_type") == "clip"
 
 
 def _beside(source: DataSource) -> dict[str, list[Path]]:
