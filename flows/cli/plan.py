@@ -58,7 +58,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         + (f"; {facts['too_long']:,.0f} left out, too long" if facts["too_long"] else ""),
         "policy": f"{facts['parameters']:,.0f} parameters, context {facts['context']:,.0f} tokens",
         **_adapter(config, facts),
-        "longest": f"{facts['longest_prompt_tokens']:,.0f} prompt + {rollout.sampling.max_new_tokens} new tokens",
+        "longest": _longest(config, facts),
         "warm-up": "none" if config.warmup is None else f"{config.warmup.steps:,} steps",
         **_preferences(config, facts),
         "optimizer steps": f"{steps} per iteration, {left * steps:,} to do",
@@ -100,11 +100,21 @@ def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None
     Raises BadInput for a name that is not known, and as the run itself would.
     """
     kind, longest = accelerator(device), config.rollout.sampling.max_new_tokens
+    if config.policy.draws:
+        raise BadInput(f"--device {device}: iterations of policies that write text are reckoned, and this one draws")
     tokens = max(1, longest // 2) if completion_tokens is None else completion_tokens
     if not 1 <= tokens <= longest:
         raise BadInput(f"--tokens {tokens}: expected 1 to rollout.sampling.max_new_tokens, {longest}")
     config, _ = fitted(config, facts := asyncio.run(preflight(config, part="plan")))
     return estimate(config, facts, kind, completion_tokens=tokens)
+
+
+def _longest(config: RunConfig, facts: dict[str, float]) -> str:
+    prompt, denoising = f"{facts['longest_prompt_tokens']:,.0f}", config.rollout.denoising
+    if denoising is None:
+        return f"{prompt} prompt + {config.rollout.sampling.max_new_tokens} new tokens"
+    learnt = "all that have noise" if denoising.window is None else str(denoising.window.size)
+    return f"a prompt of {prompt} bytes; {denoising.steps} denoising steps, of which {learnt} are learnt"
 
 
 def _notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:

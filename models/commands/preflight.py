@@ -39,11 +39,11 @@ from models.config.promotion import SuiteCheck
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
-from models.data.examples import load_preferences, warmup_examples
+from models.data.examples import load_preferences, picture_examples, warmup_examples
 from models.data.problems import Problem, identity, load_problems
 from models.engines.protocol import check_implemented
 from models.gate.contamination import contamination
-from models.inspection.images import check_images, check_judges_see, check_seen, check_teacher_sees
+from models.inspection.images import check_images, check_imitated, check_judges_see, check_seen, check_teacher_sees
 from models.judges.checks import check_judge
 from models.rewards.code import check_code, read_tests
 from models.rewards.evaluate import check_rewards
@@ -175,7 +175,11 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
                 raise BadInput(f"{problem.source}: this held-out problem is a training problem too; remove one of them")
     complaints.check()
     if inputs.warmup is not None:
-        warmup_examples(inputs.data, inputs.warmup.model_copy(update={"steps": 1}), inputs.seed)
+        one = inputs.warmup.model_copy(update={"steps": 1})
+        if inputs.policy.picture_side is None:
+            warmup_examples(inputs.data, one, inputs.seed)
+        else:
+            check_imitated(picture_examples(inputs.data, one, inputs.seed), side=inputs.policy.picture_side)
     checking = [(rule.known_as, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
     checks: list[tuple[str, Callable[[str], object]]] = [(kind, partial(reward, "", "")) for kind, reward in checking]
     checks += [(reward.known_as, read_tests) for reward in inputs.scoring.code_rewards.values()]
@@ -218,8 +222,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     shape.check_slices(inputs.update.sequence_parallel, what="the policy")
     check_attention(inputs.update.attention, policy.outline, shape)
     problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)
-    if inputs.rollout.denoising is not None:
-        policy.check_drawing(inputs.rollout.denoising, [(each.source, identity(each.prompt)) for each in problems])
+    asked, denoising = [(each.source, identity(each.prompt)) for each in problems], inputs.rollout.denoising
+    drawn = 0 if denoising is None else policy.check_drawing(denoising, asked)
     check_images(problems, processor)
     environment = inputs.rollout.environment
     tools = tools_of(environment, problems)
@@ -228,10 +232,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         check_turns(environment, tokenizer, tools, problems[0])
     new_tokens = inputs.rollout.sampling.max_new_tokens
     if new_tokens >= shape.context:
-        raise BadInput(
-            f"rollout.sampling.max_new_tokens {new_tokens} leaves no room for a prompt: "
-            f"the policy's context is {shape.context} tokens"
-        )
+        key = f"rollout.sampling.max_new_tokens {new_tokens}"
+        raise BadInput(f"{key} leaves no room for a prompt: the policy's context is {shape.context} tokens")
     pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.too_long
     train_asked = with_room(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = with_room(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
@@ -245,7 +247,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **inputs.rollout.engine.memory(
             shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker, name="rollout.engine"
         ),
-        **_update_memory(inputs, policy.outline, longest_tokens=longest + new_tokens),
+        **_update_memory(inputs, policy.outline, longest_tokens=drawn or longest + new_tokens),
         **_check_critic(inputs, policy, longest_tokens=longest + new_tokens),
         **_check_teacher(inputs, problems, tokenizer, processor, longest_tokens=longest + new_tokens),
         **_check_preferences(inputs, tokenizer, heldout, shape=shape),

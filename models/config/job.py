@@ -86,8 +86,8 @@ def reasons_against_drawing(
         yield f"{kind}: expected [rollout.denoising], which says in how many steps and by which sampler"
     if not engine.draws:
         yield f"rollout.engine.kind {engine.known_as!r} with {kind}: expected 'diffusers'"
-    if warmup is not None and not data.pictures:
-        yield f"warmup with {kind}: data.kind {data.known_as!r} has no pictures to imitate, remove [warmup]"
+    if warmup is not None:
+        yield from _against_imitating(policy, data)
     rollout, update = job.rollout, job.update
     others = {
         "rollout.partial": (rollout.partial is not None, "a picture is drawn to its end"),
@@ -118,6 +118,13 @@ def reasons_against_drawing(
                 f"reward {term!r} looks at no picture, with {kind}: expected 'painting', 'clip', a judge with "
                 "images='prompt', or a target with a parameter `images`"
             )
+
+
+def _against_imitating(policy: PolicySource, data: DataConfig) -> Iterator[str]:
+    if policy.picture_side is None:
+        yield f"warmup with policy.kind {policy.known_as!r}: it comes trained as it is, remove [warmup]"
+    elif not data.pictures:
+        yield f"warmup: data.kind {data.known_as!r} has no pictures to imitate, remove [warmup]"
 
 
 def _against_staleness(update: UpdateConfig, rollout: RolloutConfig) -> Iterator[str]:

@@ -24,6 +24,11 @@ class PolicySource(Variant):
     draws: ClassVar[bool] = False
     """Whether it draws pictures, and writes no text."""
 
+    @property
+    def picture_side(self) -> int | None:
+        """Height and width of the pictures that its warm-up imitates; none where it imitates none."""
+        return None
+
     def written_to(self, path: Location) -> "DirectoryPolicy | DiffusionPolicy":
         """Name a directory that holds what became of such a policy."""
         return DiffusionPolicy(path=path) if self.draws else DirectoryPolicy(path=path)
@@ -222,6 +227,11 @@ class ScratchDiffusionPolicy(PolicySource):
     """Numbers that each of the two text encoders makes of a word."""
     shift: Annotated[float, Field(gt=0)] = 1.0
     """How far levels of noise are shifted towards noise."""
+
+    @property
+    def picture_side(self) -> int:
+        """Those that it draws, before they are scaled up."""
+        return self.side
 
     @model_validator(mode="after")
     def _patches_divide(self) -> "ScratchDiffusionPolicy":

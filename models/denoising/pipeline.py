@@ -104,8 +104,11 @@ class PictureModel:
         """The levels of noise of a drawing. Raises BadInput where the sampler is not for such models."""
         return schedule_of(self.scheduler, self.family, config, tokens=self.tokens(config))
 
-    def check(self, config: DenoisingConfig) -> None:
-        """Raise BadInput where it cannot draw so, or where the window has steps that are not learnt."""
+    def check(self, config: DenoisingConfig) -> int:
+        """Count the tokens that it reads of a picture to learn from it.
+
+        Raises BadInput where it cannot draw so, or where the window has steps that are not learnt.
+        """
         noisy, window = noisy_steps(config.sampler, self.schedule(config)), config.window
         if not noisy:
             raise BadInput(f"rollout.denoising.steps {config.steps}: no step has noise enough to be learnt, use more")
@@ -114,6 +117,7 @@ class PictureModel:
                 f"rollout.denoising.window.last {window.last} and size {window.size}: step {noisy[-1]} is the last one "
                 f"with noise enough to be learnt; expected window.last {max(0, noisy[-1] + 1 - window.size)} at most"
             )
+        return self.tokens(config) * (len(noisy) if window is None else window.size)
 
 
 def read_pipeline(directory: Path) -> PictureModel:

@@ -124,11 +124,11 @@ def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[st
     """Find the words of the texts, and describe what would be built."""
     model, tokenizer = scratch_model(policy), word_tokenizer(texts, context=policy.words)
 
-    def check_drawing(denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> None:
-        model.check(denoising)
+    def check_drawing(denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> int:
         for source, text in prompts:
             if (found := len(tokenizer(text)["input_ids"])) > policy.words:
                 raise BadInput(f"{source}: expected at most policy.words {policy.words} with two ends, found {found}")
+        return model.check(denoising)
 
     described = _described(model.family, model.denoiser, text=policy.words + 1)  # of the T5 that it lacks, one
     return replace(described, check_drawing=check_drawing)
@@ -142,9 +142,9 @@ def inspect_diffusion(policy: DiffusionPolicy, texts: Iterable[str]) -> Inspecte
     return replace(described, check_drawing=partial(_check_drawing, found))
 
 
-def _check_drawing(model: PictureModel, denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> None:
-    model.check(denoising)
+def _check_drawing(model: PictureModel, denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> int:
     check_prompts(model.directory, prompts, denoising)
+    return model.check(denoising)
 
 
 def _described(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -> Inspected:

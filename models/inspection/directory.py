@@ -174,8 +174,9 @@ class Inspected:
     """Describe a classifier with one output on its trunk. Raises BadInput where transformers knows none."""
     sees: Callable[[PixelLimits], VisionProcessor | None] = lambda limits: None
     """Load what it makes of images within such limits; none where it reads text alone."""
-    check_drawing: Callable[[DenoisingConfig, Iterable[tuple[str, str]]], None] = lambda denoising, prompts: None
-    """Raise BadInput where it cannot draw so, or read a prompt to its end; each comes with its place, for messages."""
+    check_drawing: Callable[[DenoisingConfig, Iterable[tuple[str, str]]], int] = lambda denoising, prompts: 0
+    """Count the tokens that its denoiser reads of a picture to learn from it. Raises BadInput where it cannot draw so,
+    or read a prompt to its end; each comes with its place, for messages."""
 
     def sizes(self) -> dict[str, float]:
         """Name what time and memory are reckoned from."""

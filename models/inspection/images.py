@@ -68,6 +68,16 @@ def check_seen(scoring: ScoringConfig, problems: Sequence[Problem], *, draws: bo
         _check_functions(scoring.model_copy(update={"rewards": tuple(targets)}), shown)
 
 
+def check_imitated(examples: Sequence[tuple[str, bytes]], *, side: int) -> None:
+    """Raise BadInput for pictures of another size than a policy draws that begins by imitating them."""
+    for caption, picture in examples:
+        if (found := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
+            raise BadInput(
+                f"warmup: expected pictures of policy.side {side} x {side} pixels, found {found[0]} x {found[1]} "
+                f"for {caption!r}"
+            )
+
+
 def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
     """Call the functions that take images once, with a problem and its right answer."""
     answer = problem.worked or problem.answer
