@@ -18,10 +18,19 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from infra.errors import BadInput
+
+
+def unwritten(default: object) -> FieldInfo:
+    """Leave a key that is younger than stored runs out of their identities, and of all else, at its default.
+
+    Stands beside the type: `attention: Annotated[Attention | None, unwritten(None)] = None`.
+    """
+    return Field(exclude_if=lambda value: bool(value == default))  # type: ignore[no-any-return]
 
 
 def _title(model: type[BaseModel]) -> str:

@@ -5,20 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
-from pydantic.fields import FieldInfo
 
-from infra.config import Fraction, Positive, Settings
+from infra.config import Fraction, Positive, Settings, unwritten
 from infra.variants import OneOf, Target, Variant
 from models.config.objectives import AdaptiveKl
 from models.config.teachers import Distillation
 
 if TYPE_CHECKING:
     from models.config.job import Job
-
-
-def _unwritten(default: object) -> FieldInfo:
-    """Leave a key that is younger than stored runs out of their identities, and of all else, at its default."""
-    return Field(exclude_if=lambda value: bool(value == default))  # type: ignore[no-any-return]
 
 
 # ---- what rewards are shaped by
@@ -148,7 +142,7 @@ class GroupRelative(Algorithm):
     """Several reward terms: make advantages of their weighted sum, or of each term and add those up by weight."""
     kl: RewardKl | None = None
     """Penalty in the reward of the whole completion; none has no such penalty."""
-    advantage_clip: Annotated[Annotated[float, Field(gt=0)] | None, _unwritten(None)] = None
+    advantage_clip: Annotated[Annotated[float, Field(gt=0)] | None, unwritten(None)] = None
     """Advantages that rewards make are so large at most, on either side; none leaves them as they are."""
 
     @property
@@ -187,7 +181,7 @@ class Grpo(GroupRelative):
     relative = "models.algorithms.group_relative:grpo"
 
     kind: Literal["grpo"] = "grpo"
-    std: Annotated[Literal["group", "batch"], _unwritten("group")] = "group"
+    std: Annotated[Literal["group", "batch"], unwritten("group")] = "group"
     """Whose standard deviation: of the group's rewards, or of all rewards of the iteration, so that a group that
     differs little counts little (Flow-GRPO, arXiv 2505.05470)."""
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from infra.config import Positive, Settings
+from infra.config import Positive, Settings, unwritten
 from models.config.denoising import DenoisingConfig
 from models.config.engines import EngineConfig, SamplingConfig, TransformersEngine
 from models.config.environments import EnvironmentConfig
@@ -54,7 +54,7 @@ class RolloutConfig(Settings):
     """Prompts per shard: the unit of work, of commit and of loss when a worker dies."""
     sampling: SamplingConfig = SamplingConfig()
     """How completions are drawn."""
-    denoising: DenoisingConfig | None = None
+    denoising: Annotated[DenoisingConfig | None, unwritten(None)] = None
     """How pictures are drawn, of a policy that draws; `sampling` then says nothing but of its temperature."""
     engine: EngineConfig = TransformersEngine()
     """What generates."""

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from infra.config import Fraction, Positive, Settings
+from infra.config import Fraction, Positive, Settings, unwritten
 from models.config.denoising import DenoisingConfig
 
 
@@ -59,7 +59,7 @@ class EvaluationConfig(HeldoutConfig):
 
     every: Annotated[int, Field(ge=0)] = 0
     """Iterations between evaluations; 0 evaluates only at the start and the end."""
-    steps: Positive | None = None
+    steps: Annotated[Positive | None, unwritten(None)] = None
     """Denoising steps, of a policy that draws; none takes those of rollouts."""
 
     def is_due(self, number: int) -> bool:

@@ -33,9 +33,6 @@ _SLICES: Final = "update.sequence_parallel"
 LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage", _SLICES)
 """What of its identity a run may change on its way, if that is accepted: over what sums are spread."""
 
-_SINCE: Final = ("offload", "attention", "router_replay", "sequence_parallel")
-"""Keys of the update that change bits where they are set, and are younger than runs that are stored."""
-
 _HOW: Final = (
     *("name", "store", "tags", "retention", "budget", "alarms"),
     *("controllers", "pools", "placement", "tracking", "report", "report_every"),
@@ -288,14 +285,7 @@ class RunConfig(Settings):
         """What results depend on: a run continues only under the same identity."""
         elsewhere: dict[str, bool | set[str]] = dict.fromkeys(_HOW, True)
         elsewhere["scoring"] = {"python", "sandbox"}
-        # The same bits, with less memory. Of keys that change bits, those that are not set.
-        elsewhere["update"] = {"activation_checkpointing"} | {
-            name for name in _SINCE if getattr(self.update, name) == UpdateConfig.model_fields[name].default
-        }
-        if self.rollout.denoising is None:
-            elsewhere["rollout"] = {"denoising"}
-        if self.evaluation.steps is None:
-            elsewhere["evaluation"] = {"steps"}
+        elsewhere["update"] = {"activation_checkpointing"}  # the same bits, with less memory
         if self.update.schedule == "constant":
             elsewhere["iterations"] = True
         identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=elsewhere)
