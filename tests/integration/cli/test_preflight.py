@@ -8,21 +8,17 @@ from random import Random
 from string import ascii_letters
 
 import pytest
-from transformers import AutoModelForCausalLM, Lfm2Config, PhimoeConfig
 
 from infra.config import PoolsConfig
 from infra.errors import BadInput
 from models.commands.preflight import Inputs, check
-from models.config.algorithms import AlgorithmConfig, CriticConfig, DistillationOnly, Grpo, Ppo
+from models.config.algorithms import CriticConfig, Grpo, Ppo
 from models.config.data import (
     ArithmeticData,
     ArithmeticPreferences,
-    DataConfig,
     FileData,
     FilePreferences,
     MixtureData,
-    PaintingsData,
-    PreferencesConfig,
     WeightedFile,
 )
 from models.config.engines import SamplingConfig, VllmEngine
@@ -42,51 +38,21 @@ from models.config.judges import (
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
 from models.config.optimizers import Adam8bit
-from models.config.policy import DirectoryPolicy, PolicyConfig, ScratchPolicy, SeeingScratchPolicy
-from models.config.reward_terms import MathReward, NumericReward, PaintingReward, TargetReward
+from models.config.policy import DirectoryPolicy, ScratchPolicy
+from models.config.reward_terms import MathReward, NumericReward, TargetReward
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.teachers import Distillation, TeacherDirectory, TeacherEndpoint
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.problems import load_problems
-from models.modeling.critic import critic_from_policy
 from models.modeling.policy import build_scratch, save_policy
 from models.text.tokenizer import scratch_tokenizer
 from tests.support.environments import leave_vllm
 from tests.support.pictures import picture
-from tests.support.policies import ARCHITECTURES, DECODER, VOCABULARY, small_tokenizer, write_policy
+from tests.support.policies import write_policy
+from tests.support.preflight import inputs
 
 GSM8K = Path(__file__).parents[3] / "configs" / "data" / "gsm8k"
-
-
-def inputs(
-    *,
-    data: DataConfig | None = None,
-    policy: PolicyConfig | None = None,
-    warmup: WarmupConfig | None = None,
-    preferences: PreferencesConfig | None = None,
-    dpo: DpoConfig | None = None,
-    rollout: RolloutConfig | None = None,
-    scoring: ScoringConfig | None = None,
-    algorithm: AlgorithmConfig | None = None,
-    update: UpdateConfig | None = None,
-    ranks: int = 1,
-    gpus: float = 0,
-) -> Inputs:
-    return Inputs(
-        seed=0,
-        data=data or ArithmeticData(train_problems=64, heldout_problems=8),
-        policy=policy or ScratchPolicy(),
-        warmup=warmup,
-        preferences=preferences,
-        dpo=dpo,
-        rollout=rollout or RolloutConfig(),
-        scoring=scoring or ScoringConfig(),
-        algorithm=algorithm or Grpo(),
-        update=update or UpdateConfig(),
-        pools=PoolsConfig(update_ranks=ranks, gpus_per_worker=gpus),
-        evaluation=EvaluationConfig(problems=1),
-    )
 
 
 def ask(question: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -334,18 +300,6 @@ def test_completions_as_long_as_the_context_are_refused():
         check(inputs(rollout=RolloutConfig(sampling=sampling)))
 
 
-def test_experts_are_replayed_of_policies_whose_routers_can_be_told_what_to_choose(tmp_path, monkeypatch):
-    update = UpdateConfig(router_replay="rollout")
-    with pytest.raises(BadInput, match=r"update.router_replay: expected a policy with experts and a router for them"):
-        check(inputs(update=update))
-    write_policy(tmp_path / "mixtral", "mixtral")
-    check(inputs(policy=DirectoryPolicy(path=tmp_path / "mixtral"), update=update))
-    monkeypatch.setitem(ARCHITECTURES, "phimoe", (PhimoeConfig, {**DECODER, "num_local_experts": 4}))
-    write_policy(tmp_path / "phimoe", "phimoe")
-    with pytest.raises(BadInput, match=r"update.router_replay: expected routers that choose by one call of topk, foun"):
-        check(inputs(policy=DirectoryPolicy(path=tmp_path / "phimoe"), update=update))
-
-
 def test_a_loss_for_routers_is_refused_where_layers_are_dense_and_taken_where_they_have_experts(tmp_path):
     update = UpdateConfig(router_loss=1e-2)
     with pytest.raises(BadInput, match=r"update.router_loss: expected a policy with experts and a router for them"):
@@ -357,56 +311,6 @@ def test_a_loss_for_routers_is_refused_where_layers_are_dense_and_taken_where_th
         for each in (update, eight)
     ]
     assert found[1] < 0.26 * found[0]
-
-
-def test_slices_are_refused_where_ranks_could_not_share_the_heads_of_a_model(tmp_path):
-    def refused(slices: int, **parts) -> str:
-        update = UpdateConfig(sequence_parallel=slices)
-        with pytest.raises(BadInput) as refusal:
-            check(inputs(update=update, ranks=slices, **parts))
-        assert "\n" not in str(refusal.value)
-        return str(refusal.value)
-
-    few = ScratchPolicy(heads=4, kv_heads=2)
-    assert refused(3) == "update.sequence_parallel 3: the policy has 4 attention heads, expected a divisor of that"
-    assert refused(4, policy=few).endswith("the policy has 2 key-value heads, expected a divisor of that")
-    told = refused(2, policy=SeeingScratchPolicy())
-    assert told.endswith("expected a model that reads text alone, the policy is of model_type 'idefics3'")
-    config = Lfm2Config(
-        **{**DECODER, "vocab_size": VOCABULARY, "num_hidden_layers": 2}, layer_types=["conv", "full_attention"]
-    )
-    save_policy(AutoModelForCausalLM.from_config(config), small_tokenizer(), tmp_path / "lfm2")
-    told = refused(2, policy=DirectoryPolicy(path=tmp_path / "lfm2"))
-    assert "expected a model whose tokens meet in attention alone, head by head, the policy has convolutions" in told
-    write_policy(tmp_path / "teacher", changes={"num_key_value_heads": 1})
-    write_policy(tmp_path / "policy")
-    teacher = DistillationOnly(distillation=Distillation(teacher=TeacherDirectory(path=tmp_path / "teacher")))
-    told = refused(2, policy=DirectoryPolicy(path=tmp_path / "policy"), algorithm=teacher)
-    assert told.startswith("update.sequence_parallel 2: algorithm.distillation.teacher ")
-    assert told.endswith("has 1 key-value heads, expected a divisor of that")
-    save_policy(critic_from_policy(tmp_path / "teacher"), small_tokenizer(), tmp_path / "critic")
-    critic = Ppo(critic=CriticConfig(path=tmp_path / "critic"))
-    told = refused(2, policy=DirectoryPolicy(path=tmp_path / "policy"), algorithm=critic)
-    assert told.startswith("update.sequence_parallel 2: the critic ")
-    assert told.endswith("has 1 key-value heads, expected a divisor of that")
-
-
-def test_a_rank_holds_its_slice_of_a_pass():
-    one, two, both = (
-        check(inputs(update=UpdateConfig(sequence_parallel=slices, minibatches=1), ranks=ranks))
-        for slices, ranks in ((1, 1), (2, 2), (2, 4))
-    )
-    for part in ("update_activations_bytes", "update_head_bytes"):
-        assert two[part] == both[part] == pytest.approx(one[part] / 2, rel=1e-3)
-    assert two["update_weights_bytes"] == one["update_weights_bytes"]
-
-
-def test_a_way_to_compute_attention_that_a_policy_does_not_go_with_is_refused(tmp_path):
-    write_policy(tmp_path, "mistral", changes={"head_dim": 264})
-    policy = DirectoryPolicy(path=tmp_path)
-    with pytest.raises(BadInput, match="'flash_attention_2': expected heads of at most 256 numbers, found 264; use"):
-        check(inputs(policy=policy, update=UpdateConfig(attention="flash_attention_2")))
-    assert check(inputs(policy=policy, update=UpdateConfig(attention="eager")))["parameters"]
 
 
 def test_warm_up_without_answers_is_refused(tmp_path):
@@ -618,13 +522,3 @@ def test_images_are_read_to_their_end_and_refused_for_a_policy_that_reads_text_a
     (tmp_path / "red.jpg").write_bytes(whole[:-400])
     with pytest.raises(BadInput, match=r"a.jsonl:\d+: image 1: not decodable: image file is truncated"):
         check(asked)
-
-
-def test_paintings_are_asked_in_both_splits_and_their_reward_knows_its_references():
-    painting = ScoringConfig(rewards=(PaintingReward(),))
-    asked = {"rollout": RolloutConfig(prompts=16), "scoring": painting}
-    facts = check(inputs(data=PaintingsData(), **asked))
-    assert (facts["train_problems"], facts["heldout_problems"]) == (24, 24)
-    said = "train problem 0: the painting reward finds no colour, shape and place, such as 'red square left'"
-    with pytest.raises(BadInput, match=said):
-        check(inputs(scoring=painting))
