@@ -1,8 +1,11 @@
 """A whole run of a policy that draws: killed anywhere it ends the same, and all that reads it finds its pictures."""
 
+import json
+import re
 import shutil
 from io import BytesIO
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -30,7 +33,7 @@ from tests.support import checker
 from tests.support.chaos import Strike, problems_after, run_once
 from tests.support.chat_server import chat_server, says
 from tests.support.in_process import InProcessJob
-from tests.support.jobs import files_of, manifests_of, shards_of
+from tests.support.jobs import PASSWORD, files_of, manifests_of, shards_of
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
@@ -56,6 +59,9 @@ def whole(tmp_path_factory, prefect_api):
     """The run, never disturbed."""
     job = InProcessJob(tmp_path_factory.mktemp("drawn"), prefect_api)
     job.train(*DRAWING)
+    asked = {"artifacts": {"key": {"any_": ["tiny-summary"]}}}
+    shown = httpx.post(f"{prefect_api}/artifacts/filter", json=asked, auth=PASSWORD)  # some test forgets a run soon
+    (job.home / "artifacts.json").write_text(shown.raise_for_status().text)
     return job
 
 
@@ -98,6 +104,17 @@ def test_an_update_tells_the_log_ratio_of_each_step_that_was_learnt(whole):
         learnt, told = {*table["completion_tokens"].to_pylist()[0]}, run.require(f"it-000{number}/update").metrics
         assert {int(name.rpartition("_")[2]) for name in told if name.startswith("log_ratio_mean_step")} == learnt
         assert all(told[f"log_ratio_std_step_{step}"] > 0 for step in learnt)
+
+
+def test_prefects_summary_and_the_report_show_pictures_that_were_drawn(whole, job):
+    run = open_run(str(whole.store), "tiny")
+    drawn = {digest for _, media in drawn_in(run).values() for digest in media.digests}
+    pages = [each["data"] for each in json.loads((whole.home / "artifacts.json").read_text())]
+    named = {name for page in pages for name in re.findall(r"!\[image (\w{16})\]\(data:image/png;base64,", page)}
+    assert named and named <= {digest[:16] for digest in drawn}
+    assert job.command("report", "--to", str(job.home / "page.html")).code == 0
+    told = (job.home / "page.html").read_text()
+    assert sum(digest in told for digest in drawn) > 16 and "data:image/png;base64," in told
 
 
 def test_the_run_keeps_every_promise(whole):
