@@ -108,11 +108,12 @@ def test_its_directory_is_one_of_sentence_transformers_and_worth_what_was_measur
         precision_recall_at_k=[50],
         write_csv=False,
     )
-    found = measure(model)
-    assert made.measured["cascade"].mrr == pytest.approx(found["dot_mrr@10"], abs=1e-6)
-    assert made.measured["cascade"].recall == pytest.approx(found["dot_recall@50"], abs=1e-6)
-    assert made.method == "cascade" and made.measured["cascade"].queries == len(pairs.heldout)
     assert retrieval_of(find(model, pairs).ranks_B, seed=0).mrr == made.measured["cascade"].mrr
+    assert made.method == "cascade" and made.measured["cascade"].queries == len(pairs.heldout)
+    found = measure(model.double())  # in float32 scores are equal here and there, which the two rank differently
+    measured = retrieval_of(find(model, pairs).ranks_B, seed=0)
+    assert measured.mrr == pytest.approx(found["dot_mrr@10"], abs=1e-6)
+    assert measured.recall == pytest.approx(found["dot_recall@50"], abs=1e-6)
 
 
 @pytest.mark.system
