@@ -1,4 +1,5 @@
-"""What each policy loss and correction costs in an update, beside PPO's clipped loss with the default correction.
+"""What each policy loss and correction costs in an update, beside PPO's clipped loss with the default correction; and
+what a large head costs, by when its gradient is taken.
 
 One trainer and one set of samples for all; the variants take turns, in another order each time, and the learning rate
 is 0. Time is the CPU's, on one thread: it counts the same when something else runs.
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bench.tables import Table
 from infra.store.bundles import fetch_bundle
@@ -28,6 +30,7 @@ from models.config.objectives import (
     UpdateConfig,
 )
 from models.config.policy import ScratchPolicy
+from models.modeling.head import LogprobHead
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.policy import load_policy
 from models.records.versions import ModelVersion
@@ -57,6 +60,13 @@ VARIANTS: dict[str, dict[str, object]] = {
     "ppo_clip, truncated, KL k3": {"correction": TruncatedImportance(), "kl": KlPenalty()},
 }
 """By name; the first is what the others are compared with."""
+HEAD_ROUNDS = 5
+HEADS = {
+    "trained, a loss of completions: logits twice": (True, False),
+    "trained, a loss of tokens: gradient in the forward pass": (True, True),
+    "frozen: gradient in the forward pass": (False, False),
+}
+"""Whether it is trained, and whether the loss is known token by token."""
 NOTES = (
     "seconds: median CPU seconds of log-probs before the update and all steps; ratio: median over rounds",
     f"expected: at most {LIMIT:.2f}, but for the KL penalty, whose reference is a second model, for every loss alike",
@@ -69,7 +79,34 @@ def measure() -> list[Table]:
     torch.set_num_threads(1)
     ranks = join_ranks(0, 1, address="127.0.0.1", port=free_port())
     policies = {"tiny model": ScratchPolicy(), "4 layers of width 128": ScratchPolicy(hidden_size=128, layers=4)}
-    return [_table(name, policy, ranks) for name, policy in policies.items()]
+    return [*(_table(name, policy, ranks) for name, policy in policies.items()), _heads()]
+
+
+def _heads() -> Table:
+    """Time a head's forward and backward pass alone; the ways take turns."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, tie_word_embeddings=False))
+    head = LogprobHead(model, temperature=1.0, banned=(), chunk_elements=1 << 25)
+    states_NH, gradients_N = torch.randn(2048, 512, generator=generator), torch.randn(2048, generator=generator)
+    targets_N = torch.randint(32_000, (2048,), generator=generator)
+    found: dict[str, list[float]] = {name: [] for name in HEADS}
+    for turn in range(-1, HEAD_ROUNDS):
+        for name, (trained, known) in HEADS.items():
+            head.weight.requires_grad_(trained)
+            began = time.process_time()
+            said_N = head(
+                states_NH.requires_grad_(), targets_N, (lambda _, places: gradients_N[places]) if known else None
+            )
+            (said_N * gradients_N).sum().backward()
+            if turn >= 0:
+                found[name].append(time.process_time() - began)
+    first, *_ = found.values()
+    rows = tuple(
+        (name, statistics.median(taken), statistics.median(one / base for one, base in zip(taken, first, strict=True)))
+        for name, taken in found.items()
+    )
+    return Table("Head of 32,000 x 512, 2,048 tokens", ("way", "seconds", "ratio"), rows, NOTES[:1])
 
 
 def _table(name: str, policy: ScratchPolicy, ranks: Ranks) -> Table:

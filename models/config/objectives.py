@@ -68,6 +68,9 @@ class PolicyLoss(Variant):
 
     compares_sequences: ClassVar[bool] = False
     """Whether its ratio is of a whole completion."""
+    gradient_by_token: ClassVar[bool] = False
+    """Whether a token's gradient depends on its own log-prob alone: then it is known before the pass ends, and the
+    logits under a trained head are computed once, not again in the backward pass."""
 
     aggregation: Aggregation = TokenMean()
     """How token losses become one number."""
@@ -81,6 +84,7 @@ class PpoClip(PolicyLoss):
     """Clipped surrogate (PPO, arXiv 1707.06347) with separate bounds (clip-higher, DAPO, 2503.14476)."""
 
     implementation = "models.objectives.losses:ppo_clip"
+    gradient_by_token = True
 
     kind: Literal["ppo_clip"] = "ppo_clip"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -126,6 +130,7 @@ class Cispo(PolicyLoss):
     """Log-prob times a clipped importance weight without gradient (CISPO, arXiv 2506.13585, eq. 4)."""
 
     implementation = "models.objectives.losses:cispo"
+    gradient_by_token = True
 
     kind: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -138,6 +143,7 @@ class PolicyGradient(PolicyLoss):
     """Log-prob times advantage (REINFORCE): nothing is clipped; take one minibatch, or correct by importance."""
 
     implementation = "models.objectives.losses:policy_gradient"
+    gradient_by_token = True
 
     kind: Literal["policy_gradient"] = "policy_gradient"
 

@@ -3,25 +3,20 @@
 Shapes: B rows, T padded width, N written tokens, C those of a chunk, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, Self
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from infra.errors import BadInput
 from infra.store.bundles import BundledFile
 from models.config.attention import Attention
-from models.config.objectives import chunk_elements_of
 from models.modeling.experts import ExpertRouting, watch_routers
+from models.modeling.head import LogprobHead, Slopes
 from models.modeling.layout import MicroBatch, lay_out
-from models.modeling.logit_shapes import LogitShape, logit_shape
 from models.modeling.policy import policy_shape
 from models.modeling.replayed_experts import ExpertReplay
 from models.modeling.safetensors import save_pretrained
@@ -34,7 +29,7 @@ from models.modeling.shared_prompts import (
     shared_states,
 )
 from models.modeling.slices import Slicing
-from models.vision.sight import SeenRows, Sight, look, see, without
+from models.vision.sight import SeenRows, Sight, look, see
 
 
 class ForwardInput(NamedTuple):
@@ -56,6 +51,8 @@ class ForwardInput(NamedTuple):
     theirs alone."""
     written: int = 0
     """Written tokens of the whole pass."""
+    slopes: Slopes | None = None
+    """Of a loss that is known token by token: the gradient of the head is then taken while its logits are there."""
 
     @classmethod
     def of(
@@ -87,6 +84,13 @@ class ForwardInput(NamedTuple):
         own_M = None if own is None else torch.from_numpy(own).to(device)
         read = cls(tokens_BT, positions_N, targets_N, shared, seen)
         return read._replace(own_M=own_M, written=len(batch.targets_N))
+
+    def own_slopes(self) -> Slopes | None:
+        """Of the written tokens that are predicted here, by their place among these."""
+        slopes, own_M = self.slopes, self.own_M
+        if slopes is None or own_M is None:
+            return slopes
+        return lambda logprobs_C, places_C: slopes(logprobs_C, own_M[places_C])
 
     def gathered(self, said: Tensor) -> Tensor:
         """Return what is said of all written tokens, whichever rank's slice predicts them."""
@@ -192,7 +196,7 @@ class TokenLogprobs(TokenModule):
         self.model = model
         self.sight = sight
         banned = () if sight is None else sight.banned
-        self.head = _Head(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
+        self.head = LogprobHead(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
         self.shares_prompts = attend(model, attention)
         self.routing = watch_routers(model)
         self.replay = ExpertReplay(model) if replays_experts else None
@@ -203,180 +207,4 @@ class TokenLogprobs(TokenModule):
             self.routing.begin(read.positions_N)
         if self.replay is not None:
             self.replay.begin(read.chosen_LF)
-        return read.gathered(self.head(self.states(read), read.targets_N))
-
-
-class _Settings(NamedTuple):
-    """How what the head says becomes log-probs."""
-
-    shape: LogitShape
-    temperature: float
-    banned: tuple[int, ...]
-    """Tokens whose probability is 0."""
-    rows: int = 1
-    """Tokens of a chunk."""
-
-    def logits(self, raw: Tensor) -> Tensor:
-        """Return the model's logits in float32, without tokens that are banned."""
-        return without(self.shape.apply(raw.float()), self.banned)
-
-    def logprobs(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
-        """Return the log-probs of a chunk's targets."""
-        return -F.cross_entropy(logits_CV / self.temperature, targets_C, reduction="none")
-
-    def slopes(self, logits_CV: Tensor, targets_C: Tensor, gradients_C1: Tensor | float) -> Tensor:
-        """Return how what the head says changes a loss that changes so with the log-probs of a chunk's targets."""
-        slopes_CV = (logits_CV / self.temperature).softmax(-1)
-        slopes_CV[torch.arange(len(slopes_CV), device=slopes_CV.device), targets_C] -= 1
-        slopes_CV.mul_(-gradients_C1 / self.temperature)
-        if self.shape != LogitShape():
-            slopes_CV.mul_(self.shape.slope(logits_CV)).masked_fill_(logits_CV.isinf(), 0)
-        return slopes_CV
-
-
-@cache
-def elements_on(device: torch.device) -> int:
-    """Logits that a chunk may have on a device: by all of its memory, never by what is free, which would change bits.
-
-    The gradient of the head is summed chunk by chunk.
-    """
-    return chunk_elements_of(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
-
-
-class _Head(nn.Module):
-    """The language-model head on completion positions alone; it shares the model's own parameters."""
-
-    def __init__(
-        self, model: PreTrainedModel, *, temperature: float, banned: Sequence[int], chunk_elements: int | None
-    ) -> None:
-        super().__init__()
-        head, shape = _linear_head(model, banned)
-        # Registered here too, so that ZeRO-3 gathers them around this module's forward and backward.
-        self.weight = head.weight
-        self.bias = head.bias
-        self.chunk_elements, self.vocab_size = chunk_elements, head.weight.shape[0]
-        self.settings = _Settings(shape, temperature, tuple(banned))
-
-    def forward(self, states_NH: Tensor, targets_N: Tensor) -> Tensor:
-        elements = self.chunk_elements or elements_on(states_NH.device)
-        settings = self.settings._replace(rows=max(1, elements // self.vocab_size))
-        if len(states_NH) <= settings.rows:
-            logits_NV = self.settings.logits(F.linear(states_NH, self.weight, self.bias))
-            if self.settings.temperature != 1:
-                logits_NV = logits_NV / self.settings.temperature
-            return -F.cross_entropy(logits_NV, targets_N, reduction="none")
-        learns = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
-        frozen = not learns and states_NH.requires_grad and torch.is_grad_enabled()
-        chunked = cast(_Chunked, (_FrozenLogprobs if frozen else _ChunkedLogprobs).apply)
-        return chunked(states_NH, self.weight, self.bias, targets_N, settings)
-
-
-_Chunked = Callable[[Tensor, Tensor, Tensor | None, Tensor, _Settings], Tensor]
-
-
-class _Saved(FunctionCtx):
-    """What the forward pass leaves for the backward pass."""
-
-    saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor]
-    settings: _Settings
-    needs_input_grad: tuple[bool, ...]
-
-
-class _ChunkedLogprobs(torch.autograd.Function):
-    """Chunk after chunk of tokens; the backward pass computes the logits again rather than keep them."""
-
-    @staticmethod
-    def forward(
-        ctx: _Saved,
-        states_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        settings: _Settings,
-    ) -> Tensor:
-        ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), targets_N)  # none is allowed
-        ctx.settings = settings
-        parts = zip(torch.split(states_NH, settings.rows), torch.split(targets_N, settings.rows), strict=True)
-        chunks = [
-            settings.logprobs(settings.logits(F.linear(states, weight_VH, bias_V)), targets)
-            for states, targets in parts
-        ]
-        return torch.cat(chunks)
-
-    @staticmethod
-    def backward(ctx: _Saved, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        states_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
-        grad_states_NH = torch.empty_like(states_NH)
-        grad_weight_VH, grad_bias_V = (
-            torch.zeros_like(parameter, dtype=torch.float32) if needed and parameter is not None else None
-            for parameter, needed in zip((weight_VH, bias_V), ctx.needs_input_grad[1:3], strict=True)
-        )
-        settings = ctx.settings
-        for start in range(0, len(states_NH), settings.rows):
-            part = slice(start, start + settings.rows)
-            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
-            grad_logits = settings.slopes(logits, targets_N[part], gradients[0][part, None])
-            low = grad_logits.to(states_NH.dtype)
-            grad_states_NH[part] = low @ weight_VH
-            if grad_weight_VH is not None:
-                grad_weight_VH += low.T @ states_NH[part]
-            if grad_bias_V is not None:
-                grad_bias_V += grad_logits.sum(0)
-        grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
-        grad_bias = None if bias_V is None or grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_states_NH, grad_weight, grad_bias, None, None
-
-
-class _Directions(FunctionCtx):
-    """What the forward pass leaves where the head is frozen."""
-
-    saved_tensors: tuple[Tensor]
-    needs_input_grad: tuple[bool, ...]
-
-
-class _FrozenLogprobs(torch.autograd.Function):
-    """Chunk after chunk of tokens under a head that is not trained, as beside adapters.
-
-    How a token's log-prob changes with its state does not depend on the loss, which only scales it: it is computed
-    while the logits are there, and kept, as large as the states. Nothing is computed again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: _Directions,
-        states_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        settings: _Settings,
-    ) -> Tensor:
-        directions_NH, chunks = torch.empty_like(states_NH), list[Tensor]()
-        for start in range(0, len(states_NH), settings.rows):
-            part = slice(start, start + settings.rows)
-            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
-            chunks.append(settings.logprobs(logits, targets_N[part]))
-            directions_NH[part] = settings.slopes(logits, targets_N[part], 1).to(states_NH.dtype) @ weight_VH
-        ctx.save_for_backward(directions_NH)
-        return torch.cat(chunks)
-
-    @staticmethod
-    def backward(ctx: _Directions, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (directions_NH,) = ctx.saved_tensors
-        return (gradients[0][:, None] * directions_NH).to(directions_NH.dtype), None, None, None, None
-
-
-def _linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn.Linear, LogitShape]:
-    """Return the output layer and what follows it, after checking that logits are that and nothing else."""
-    head = model.get_output_embeddings()
-    plain = [token for token in range(4 + len(banned)) if token not in banned][:4]
-    tokens_BT = torch.tensor([plain], device=model.device)
-    if isinstance(head, nn.Linear) and (shape := logit_shape(model, head, tokens_BT)) is not None:
-        with torch.no_grad():
-            expected = model(input_ids=tokens_BT, use_cache=False).logits
-            found = shape.apply(head(model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state).float())
-        if torch.allclose(expected.float(), found, rtol=1e-2, atol=1e-2, equal_nan=True):
-            return head, shape
-    raise BadInput(
-        f"model {type(model).__name__}: expected logits that are a linear layer of the last hidden states, with at "
-        "most a scale or a soft cap behind it, found something else; the update worker cannot train it"
-    )
+        return read.gathered(self.head(self.states(read), read.targets_N, read.own_slopes()))

@@ -1,7 +1,7 @@
 """What losses read, what they return, and the sums that metrics are made of."""
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,12 @@ class LossInputs:
     """Log-probs under the reference; none without a KL penalty."""
     kl_N: Tensor | None = None
     """The divergence from the reference, where it is known in closed form, as of denoising steps."""
+
+    def at(self, places_C: Tensor) -> Self:
+        """Return what is known of some tokens, for losses that take each by itself; `lengths_B` stays that of all."""
+        names = ("behaviour_N", "advantages_N", "staleness_N", "weights_N", "rows_N", "old_N", "reference_N", "kl_N")
+        known = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: value[places_C] for name, value in known.items()})
 
 
 class LossOutputs(NamedTuple):

@@ -6,6 +6,7 @@ last token. Shapes: N tokens of one pass, P pairs.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from random import Random
@@ -157,6 +158,11 @@ def _step(trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | Tra
         raise Quarantined(f"{what}: expected finite gradients, found a norm of {norm}; lower its rate")
 
 
+def _shares_at(shares_N: torch.Tensor, logprobs_C: torch.Tensor, places_C: torch.Tensor) -> torch.Tensor:
+    """How a loss that is a weighted sum of log-probs changes with some of them."""
+    return shares_N[places_C]
+
+
 def _imitate_step(
     trainer: Trainer,
     inputs: Sequence[ModelInput],
@@ -171,7 +177,8 @@ def _imitate_step(
     for number, rows in enumerate(passes):
         chosen = [inputs[row] for row in rows]
         weights_N = torch.from_numpy(np.concatenate([each.weights for each in chosen])).to(ranks.device)
-        loss = -(trainer.forward(lay_out(chosen)) * weights_N).sum() * weight
+        slopes = partial(_shares_at, weights_N * -weight)
+        loss = -(trainer.forward(lay_out(chosen), slopes=slopes) * weights_N).sum() * weight
         trainer.backward(loss, last=number + 1 == len(passes))
         total += loss.detach()
         on_progress()

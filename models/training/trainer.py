@@ -20,6 +20,7 @@ from models.config.objectives import UpdateConfig
 from models.modeling.adapters import adapters_off, has_adapters, save_adapters, trained_parameters
 from models.modeling.checkpointing import checkpoint_layers
 from models.modeling.experts import ExpertRouting
+from models.modeling.head import Slopes
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import ForwardInput, TokenModule
 from models.training.optimizers import OptimizerFunction
@@ -80,9 +81,17 @@ class Trainer:
             buffer.data = buffers[name]
         self._optimizer = optimizer
 
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """What the module says of the batch's written tokens; every rank calls it as often."""
-        return self._said(self._module.read(batch, self._ranks.device))
+    def forward(self, batch: MicroBatch, *, slopes: Slopes | None = None) -> Tensor:
+        """What the module says of the batch's written tokens; every rank calls it as often.
+
+        `slopes` are those of the loss that `backward` is given next, where it is known token by token.
+        """
+        read = self._module.read(batch, self._ranks.device)
+        return self._said(read if slopes is None else read._replace(slopes=self._scaled(slopes)))
+
+    def _scaled(self, slopes: Slopes) -> Slopes:
+        """Those of the loss as `backward` hands it on."""
+        return lambda logprobs_C, places_C: slopes(logprobs_C, places_C) * self._ranks.world_size
 
     @torch.no_grad()
     def base_forward(self, batch: MicroBatch) -> Tensor:

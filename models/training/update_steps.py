@@ -18,6 +18,7 @@ from torch import Tensor
 
 from models.config.objectives import UpdateConfig
 from models.modeling.batching import Rows, StepPlan, plan_steps
+from models.modeling.head import Slopes
 from models.modeling.layout import TrainingBatch, TrainingSample, lay_out_samples
 from models.objectives.importance import needs_old
 from models.objectives.loss_inputs import LossInputs, MetricSums
@@ -138,13 +139,15 @@ def take_steps(
         for number, batch in enumerate(step.batches):
             tokens = _on_device(batch, old=old[number], reference=reference[number], device=ranks.device)
             means_ND = None if extras.means is None else extras.means(batch.reads)
-            logprobs_N = trainer.forward(batch.reads)
+            if index and old[number] is None:
+                tokens = replace(tokens, old_N=tokens.behaviour_N)
+            logprobs_N = trainer.forward(
+                batch.reads, slopes=slopes_of(tokens, config=config, kl_coefficient=kl_coefficient)
+            )
             if means_ND is not None:
                 tokens = replace(tokens, kl_N=trainer.divergence(means_ND))
             before_N = old[number] if index else logprobs_N.detach()
-            if before_N is None:
-                tokens = replace(tokens, old_N=tokens.behaviour_N)
-            elif index < epoch:
+            if before_N is not None and index < epoch:
                 tally_mismatch(before_N, tokens, tally=tally)
             _tally_steps(
                 trainer, batch, logprobs_N.detach() - (tokens.behaviour_N if before_N is None else before_N), tally
@@ -159,6 +162,20 @@ def take_steps(
         if not isfinite(norms[-1]):
             break
     return replace(StepsTaken.over_ranks(tally, norms, ranks), router=routers.metrics(len(norms)))
+
+
+def slopes_of(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float) -> Slopes | None:
+    """How the loss changes with log-probs, each by itself; none where it compares them with each other."""
+    if not config.loss.gradient_by_token:
+        return None
+
+    def slopes(logprobs_C: Tensor, places_C: Tensor) -> Tensor:
+        with torch.enable_grad():
+            asked_C, some = logprobs_C.detach().requires_grad_(), tokens.at(places_C)
+            loss = update_loss(asked_C, some, config=config, kl_coefficient=kl_coefficient, tally=MetricSums())
+        return torch.autograd.grad(loss, asked_C)[0]
+
+    return slopes
 
 
 def _tally_steps(trainer: Trainer, batch: TrainingBatch, log_ratio_N: Tensor, tally: MetricSums) -> None:

@@ -16,6 +16,7 @@ from models.config.objectives import (
     TruncatedImportance,
     UpdateConfig,
 )
+from models.modeling import head
 from models.records.versions import ModelVersion, Outcome
 from tests.support.losses import LOSSES, NAMES
 from tests.support.processes import preload
@@ -43,8 +44,9 @@ SAMPLES = {"stalest": 3, "seed": 4, "group": 3}
 
 
 def take_each(rank: int, ranks: int, port: int, uri: str, policy: ModelVersion) -> None:
-    """Update the same policy by one loss after another; rank 0 notes the outcomes."""
+    """Update the same policy by one loss after another, few logits at a time; rank 0 notes the outcomes."""
     found = []
+    head.elements_on = lambda device: 7 * 354
     for config in CONFIGS:
         small = config.model_copy(update={"microbatch_tokens": 90})
         found.append(start(uri, small, rank=rank, ranks=ranks, port=port).update(work(uri, policy, **SAMPLES)))

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
 from models.config.optimizers import Muon
+from models.modeling import head
 from models.modeling.critic import TokenValues
 from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.logprobs import TokenLogprobs, TokenModule
@@ -101,9 +102,11 @@ def sliced(*, slices: int = 2, **changes: object) -> UpdateConfig:
 
 
 def take_each(rank: int, ranks: int, port: int, uri: str, policy: ModelVersion, configs: list[UpdateConfig]) -> None:
-    """Update the same policy under one configuration after another; rank 0 notes the outcomes."""
-    found = []
+    """Update the same policy under one configuration after another, in slices with few logits at a time; rank 0 notes
+    the outcomes."""
+    found, whole = [], head.elements_on
     for config in configs:
+        head.elements_on = whole if config.sequence_parallel == 1 else lambda device: 5 * 354
         worker = start(uri, config, rank=rank, ranks=ranks, port=port)
         found.append(worker.update(work(uri, policy)))
         worker.close()
@@ -121,7 +124,7 @@ def test_an_update_in_slices_learns_what_one_without_does_at_every_stage(uri, po
     configs = [sliced(**kind, slices=slices) for kind in kinds for slices in (1, 2)]
     together(take_each, uri, policy, configs, ranks=ranks)
     found = read(uri, "each")
-    alone = start(uri, UNCLIPPED.model_copy(update={"microagaintokens": 9999})).update(work(uri, policy))
+    alone = start(uri, UNCLIPPED.model_copy(update={"microbatch_tokens": 9999})).update(work(uri, policy))
     np.testing.assert_allclose(gradients(uri, found[1]), gradients(uri, alone), atol=1e-6)
     for apart, shared in zip(found[0::2], found[1::2], strict=True):
         assert shared.metrics == pytest.approx(alone.metrics, rel=1e-4, abs=1e-6)

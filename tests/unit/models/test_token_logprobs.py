@@ -5,12 +5,17 @@ import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Gemma3TextConfig, GraniteConfig
 
 from infra.errors import BadInput
-from models.config.objectives import chunk_elements_of
+from models.config.objectives import KlPenalty, TruncatedImportance, UpdateConfig, chunk_elements_of
 from models.data.problems import load_problems
+from models.modeling.head import HeadSettings as Head
 from models.modeling.logit_shapes import LogitShape
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.policy import build_scratch
+from models.objectives.loss_inputs import LossInputs, MetricSums
+from models.objectives.losses import update_loss
 from models.text.tokenizer import scratch_tokenizer
+from models.training.update_steps import slopes_of
+from tests.support.losses import LOSSES, NAMES
 from tests.support.training import DATA, TINY
 
 
@@ -65,6 +70,39 @@ def test_a_frozen_head_gets_no_gradient_and_changes_no_other():
     for name, parameter in model.named_parameters():
         if parameter is not head:
             torch.testing.assert_close(parameter.grad, kept[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=NAMES)
+def test_a_loss_that_is_known_token_by_token_teaches_the_same_while_the_logits_are_there(loss, monkeypatch):
+    config = UpdateConfig(loss=loss, kl=KlPenalty(), correction=TruncatedImportance(cap=1.05))
+    model, generator = build(), torch.Generator().manual_seed(0)
+    module = TokenLogprobs(model, temperature=0.7, chunk_elements=2 * 354)
+    tokens_BT, targets_N = (torch.randint(2, 300, size, generator=generator) for size in ((3, 9), (6,)))
+    read = ForwardInput(tokens_BT, torch.tensor([2, 3, 4, 12, 13, 25]), targets_N)
+    before_N = module(read).detach()
+    noise_N, drawn_N, advantages_N = 0.3 * torch.randn(3, 6, generator=generator)
+    rows_N, lengths_B = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 2, 1])
+    tokens = LossInputs(
+        behaviour_N=before_N + drawn_N, advantages_N=advantages_N, staleness_N=torch.zeros(6, dtype=torch.int16),
+        weights_N=torch.arange(6) / 15, rows_N=rows_N, lengths_B=lengths_B, old_N=before_N + noise_N,
+        reference_N=before_N - noise_N,
+    )  # fmt: skip
+    answers, asked = [], []
+    plain = Head.logits
+    monkeypatch.setattr(Head, "logits", lambda *given: asked.append(len(given[1])) or plain(*given))
+    slopes = slopes_of(tokens, config=config, kl_coefficient=0.1)
+    for known in (None, slopes):
+        asked.clear()
+        model.zero_grad()
+        loss_found = update_loss(
+            module(read._replace(slopes=known)), tokens, config=config, kl_coefficient=0.1, tally=MetricSums()
+        )
+        loss_found.backward()
+        answers.append([parameter.grad.clone() for parameter in model.parameters()])
+        assert len(asked) == (6 if known is None else 3)  # chunks of 2 of 6 tokens, once or twice
+    assert (slopes is None) == (loss.kind == "gspo")
+    for found, expected in zip(answers[1], answers[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite"])

@@ -1,0 +1,259 @@
+"""The head of a language model as log-probs of given tokens, without ever holding the logits of a whole batch.
+
+Shapes: N written tokens, C those of a chunk, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from transformers import PreTrainedModel
+
+from infra.errors import BadInput
+from models.config.objectives import chunk_elements_of
+from models.modeling.logit_shapes import LogitShape, logit_shape
+from models.vision.sight import without
+
+Slopes = Callable[[Tensor, Tensor], Tensor]
+"""How the loss of a pass changes with log-probs of some of its written tokens (C), given these and which they are."""
+
+
+class HeadSettings(NamedTuple):
+    """How what the head says becomes log-probs."""
+
+    shape: LogitShape
+    temperature: float
+    banned: tuple[int, ...]
+    """Tokens whose probability is 0."""
+    rows: int = 1
+    """Tokens of a chunk."""
+
+    def logits(self, raw: Tensor) -> Tensor:
+        """Return the model's logits in float32, without tokens that are banned."""
+        return without(self.shape.apply(raw.float()), self.banned)
+
+    def logprobs(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+        """Return the log-probs of a chunk's targets."""
+        return -F.cross_entropy(logits_CV / self.temperature, targets_C, reduction="none")
+
+    def slopes(self, logits_CV: Tensor, targets_C: Tensor, gradients_C1: Tensor | float) -> Tensor:
+        """Return how what the head says changes a loss that changes so with the log-probs of a chunk's targets."""
+        slopes_CV = (logits_CV / self.temperature).softmax(-1)
+        slopes_CV[torch.arange(len(slopes_CV), device=slopes_CV.device), targets_C] -= 1
+        slopes_CV.mul_(-gradients_C1 / self.temperature)
+        if self.shape != LogitShape():
+            slopes_CV.mul_(self.shape.slope(logits_CV)).masked_fill_(logits_CV.isinf(), 0)
+        return slopes_CV
+
+
+@cache
+def elements_on(device: torch.device) -> int:
+    """Logits that a chunk may have on a device: by all of its memory, never by what is free, which would change bits.
+
+    The gradient of the head is summed chunk by chunk.
+    """
+    return chunk_elements_of(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
+
+
+class LogprobHead(nn.Module):
+    """The language-model head on completion positions alone; it shares the model's own parameters."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, banned: Sequence[int], chunk_elements: int | None
+    ) -> None:
+        super().__init__()
+        head, shape = _linear_head(model, banned)
+        # Registered here too, so that ZeRO-3 gathers them around this module's forward and backward.
+        self.weight = head.weight
+        self.bias = head.bias
+        self.chunk_elements, self.vocab_size = chunk_elements, head.weight.shape[0]
+        self.settings = HeadSettings(shape, temperature, tuple(banned))
+
+    def forward(self, states_NH: Tensor, targets_N: Tensor, slopes: Slopes | None = None) -> Tensor:
+        elements = self.chunk_elements or elements_on(states_NH.device)
+        settings = self.settings._replace(rows=max(1, elements // self.vocab_size))
+        if len(states_NH) <= settings.rows:
+            logits_NV = self.settings.logits(F.linear(states_NH, self.weight, self.bias))
+            if self.settings.temperature != 1:
+                logits_NV = logits_NV / self.settings.temperature
+            return -F.cross_entropy(logits_NV, targets_N, reduction="none")
+        learns = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        if not (torch.is_grad_enabled() and states_NH.requires_grad):
+            slopes = None
+        elif not learns:
+            return _apply(_FrozenLogprobs, states_NH, self.weight, self.bias, targets_N, settings)
+        if slopes is not None:
+            return _apply(_LearntLogprobs, states_NH, self.weight, self.bias, targets_N, settings, slopes)
+        return _apply(_ChunkedLogprobs, states_NH, self.weight, self.bias, targets_N, settings)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+    return cast(Callable[..., Tensor], function.apply)(*arguments)
+
+
+class _Gradients:
+    """Gradients of the head and of the states that it reads, added up chunk by chunk."""
+
+    def __init__(self, states_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: Sequence[bool]) -> None:
+        self._states_NH, self._weight_VH, self._bias_V = states_NH, weight_VH, bias_V
+        self._by_states_NH = torch.empty_like(states_NH)
+        self._by_weight_VH, self._by_bias_V = (
+            torch.zeros_like(parameter, dtype=torch.float32) if need and parameter is not None else None
+            for parameter, need in zip((weight_VH, bias_V), needed, strict=True)
+        )
+
+    def add(self, part: slice, slopes_CV: Tensor) -> None:
+        """Add those of a chunk, whose logits change the loss so."""
+        low_CV = slopes_CV.to(self._states_NH.dtype)
+        self._by_states_NH[part] = low_CV @ self._weight_VH
+        if self._by_weight_VH is not None:
+            self._by_weight_VH += low_CV.T @ self._states_NH[part]
+        if self._by_bias_V is not None:
+            self._by_bias_V += slopes_CV.sum(0)
+
+    def found(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return those of states, weight and bias."""
+        by_weight_VH, by_bias_V = self._by_weight_VH, self._by_bias_V
+        return (
+            self._by_states_NH,
+            None if by_weight_VH is None else by_weight_VH.to(self._weight_VH.dtype),
+            None if by_bias_V is None or self._bias_V is None else by_bias_V.to(self._bias_V.dtype),
+        )
+
+
+class _Saved(FunctionCtx):
+    """What the forward pass leaves for the backward pass."""
+
+    saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor]
+    settings: HeadSettings
+    needs_input_grad: tuple[bool, ...]
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Chunk after chunk of tokens; the backward pass computes the logits again rather than keep them."""
+
+    @staticmethod
+    def forward(
+        ctx: _Saved,
+        states_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        settings: HeadSettings,
+    ) -> Tensor:
+        ctx.save_for_backward(states_NH, weight_VH, cast(Tensor, bias_V), targets_N)  # none is allowed
+        ctx.settings = settings
+        parts = zip(torch.split(states_NH, settings.rows), torch.split(targets_N, settings.rows), strict=True)
+        chunks = [
+            settings.logprobs(settings.logits(F.linear(states, weight_VH, bias_V)), targets)
+            for states, targets in parts
+        ]
+        return torch.cat(chunks)
+
+    @staticmethod
+    def backward(ctx: _Saved, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        states_NH, weight_VH, bias_V, targets_N = ctx.saved_tensors
+        found, settings = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), ctx.settings
+        for start in range(0, len(states_NH), settings.rows):
+            part = slice(start, start + settings.rows)
+            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
+            found.add(part, settings.slopes(logits, targets_N[part], gradients[0][part, None]))
+        return *found.found(), None, None
+
+
+class _Learnt(FunctionCtx):
+    """Gradients that the forward pass took."""
+
+    saved_tensors: tuple[Tensor, Tensor | None, Tensor | None]
+    needs_input_grad: tuple[bool, ...]
+
+
+class _LearntLogprobs(torch.autograd.Function):
+    """Chunk after chunk of tokens under a head that is trained by a loss that is known token by token.
+
+    All gradients are taken while a chunk's logits are there; what comes back in the backward pass is known before.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _Learnt,
+        states_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        settings: HeadSettings,
+        slopes: Slopes,
+    ) -> Tensor:
+        found, chunks = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), list[Tensor]()
+        places_N = torch.arange(len(states_NH), device=states_NH.device)
+        for start in range(0, len(states_NH), settings.rows):
+            part = slice(start, start + settings.rows)
+            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
+            chunks.append(settings.logprobs(logits, targets_N[part]))
+            slopes_C1 = slopes(chunks[-1], places_N[part])[:, None]
+            found.add(part, settings.slopes(logits, targets_N[part], slopes_C1))
+        ctx.save_for_backward(*cast(tuple[Tensor, Tensor, Tensor], found.found()))  # none is allowed
+        return torch.cat(chunks)
+
+    @staticmethod
+    def backward(ctx: _Learnt, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.saved_tensors, None, None, None
+
+
+class _Directions(FunctionCtx):
+    """What the forward pass leaves where the head is frozen."""
+
+    saved_tensors: tuple[Tensor]
+    needs_input_grad: tuple[bool, ...]
+
+
+class _FrozenLogprobs(torch.autograd.Function):
+    """Chunk after chunk of tokens under a head that is not trained, as beside adapters.
+
+    How a token's log-prob changes with its state does not depend on the loss, which only scales it: it is computed
+    while the logits are there, and kept, as large as the states. Nothing is computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _Directions,
+        states_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        settings: HeadSettings,
+    ) -> Tensor:
+        directions_NH, chunks = torch.empty_like(states_NH), list[Tensor]()
+        for start in range(0, len(states_NH), settings.rows):
+            part = slice(start, start + settings.rows)
+            logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
+            chunks.append(settings.logprobs(logits, targets_N[part]))
+            directions_NH[part] = settings.slopes(logits, targets_N[part], 1).to(states_NH.dtype) @ weight_VH
+        ctx.save_for_backward(directions_NH)
+        return torch.cat(chunks)
+
+    @staticmethod
+    def backward(ctx: _Directions, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (directions_NH,) = ctx.saved_tensors
+        return (gradients[0][:, None] * directions_NH).to(directions_NH.dtype), None, None, None, None
+
+
+def _linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn.Linear, LogitShape]:
+    """Return the output layer and what follows it, after checking that logits are that and nothing else."""
+    head = model.get_output_embeddings()
+    plain = [token for token in range(4 + len(banned)) if token not in banned][:4]
+    tokens_BT = torch.tensor([plain], device=model.device)
+    if isinstance(head, nn.Linear) and (shape := logit_shape(model, head, tokens_BT)) is not None:
+        with torch.no_grad():
+            expected = model(input_ids=tokens_BT, use_cache=False).logits
+            found = shape.apply(head(model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state).float())
+        if torch.allclose(expected.float(), found, rtol=1e-2, atol=1e-2, equal_nan=True):
+            return head, shape
+    raise BadInput(
+        f"model {type(model).__name__}: expected logits that are a linear layer of the last hidden states, with at "
+        "most a scale or a soft cap behind it, found something else; the update worker cannot train it"
+    )
