@@ -87,7 +87,9 @@ class Trainer:
         `slopes` are those of the loss that `backward` is given next, where it is known token by token.
         """
         read = self._module.read(batch, self._ranks.device)
-        return self._said(read if slopes is None else read._replace(slopes=self._scaled(slopes)))
+        if slopes is not None and isinstance(read, ForwardInput):  # what a denoiser reads has no head
+            read = read._replace(slopes=self._scaled(slopes))
+        return self._said(read)
 
     def _scaled(self, slopes: Slopes) -> Slopes:
         """Those of the loss as `backward` hands it on."""
