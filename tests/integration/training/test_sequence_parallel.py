@@ -101,12 +101,20 @@ def sliced(*, slices: int = 2, **changes: object) -> UpdateConfig:
     return UNCLIPPED.model_copy(update={"sequence_parallel": slices, **changes})
 
 
-def take_each(rank: int, ranks: int, port: int, uri: str, policy: ModelVersion, configs: list[UpdateConfig]) -> None:
-    """Update the same policy under one configuration after another, in slices with few logits at a time; rank 0 notes
-    the outcomes."""
+def take_each(
+    rank: int,
+    ranks: int,
+    port: int,
+    uri: str,
+    policy: ModelVersion,
+    configs: list[UpdateConfig],
+    logits: int | None = None,
+) -> None:
+    """Update the same policy under one configuration after another; rank 0 notes the outcomes. Slices have no more
+    ``logits`` at a time, where they are given."""
     found, whole = [], head.elements_on
     for config in configs:
-        head.elements_on = whole if config.sequence_parallel == 1 else lambda device: 5 * 354
+        head.elements_on = whole if logits is None or config.sequence_parallel == 1 else lambda device: logits
         worker = start(uri, config, rank=rank, ranks=ranks, port=port)
         found.append(worker.update(work(uri, policy)))
         worker.close()
@@ -122,7 +130,7 @@ def moments(uri: str, outcome: Outcome, ranks: int) -> list[dict[str, torch.Tens
 def test_an_update_in_slices_learns_what_one_without_does_at_every_stage(uri, policy, ranks):
     kinds: list[dict[str, object]] = [{"zero_stage": stage} for stage in range(4)] + [{"optimizer": Muon()}]
     configs = [sliced(**kind, slices=slices) for kind in kinds for slices in (1, 2)]
-    together(take_each, uri, policy, configs, ranks=ranks)
+    together(take_each, uri, policy, configs, 5 * 354, ranks=ranks)
     found = read(uri, "each")
     alone = start(uri, UNCLIPPED.model_copy(update={"microbatch_tokens": 9999})).update(work(uri, policy))
     np.testing.assert_allclose(gradients(uri, found[1]), gradients(uri, alone), atol=1e-6)
