@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from bench.tables import Table
+from infra.processes.heap import heap_variables
 from models.commands.memory import PassSizes, pass_bytes
 from models.config.objectives import UpdateConfig
 from models.config.policy import ScratchPolicy
@@ -41,8 +42,7 @@ def measure() -> Iterator[Table]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         commands = [[sys.executable, "-m", __name__, *map(str, (rank, slices, port))] for rank in range(slices)]
-        # Without a fixed threshold malloc keeps blocks of up to 32 MiB that were freed.
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+        environment = os.environ | heap_variables()  # as workers have them
         started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True, env=environment) for each in commands]
         found = [each.communicate()[0].split()[-2:] for each in started]
         update = UpdateConfig(sequence_parallel=slices)

@@ -34,6 +34,7 @@ from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
 from infra.pools.worker import Machines, PoolSpec
 from infra.processes.guard import CLUSTER, GIVE_UP_SECONDS, reap, start_guard
+from infra.processes.heap import heap_variables
 from infra.processes.watch import ASK_SECONDS, LOOK_SECONDS, Watch, WatchedPort, WatchedServer, apart, exit_soon
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def _embedded(directory: Path, namespace: str, *, preload: Preload | None, log_t
     try:
         with environment({**EMBEDDED_ENVIRONMENT, CLUSTER: str(directory)}):
             if preload is not None and sys.platform == "linux":
-                variables = thread_variables(preload.threads, gpus=0, devices=())
+                variables = thread_variables(preload.threads, gpus=0, devices=()) | heap_variables()
                 nursery = forks.start_nursery(directory, preload.modules, variables=variables)
             import ray
 

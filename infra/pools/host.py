@@ -18,6 +18,7 @@ import psutil
 from infra.errors import RheostatError, WorkerAsleep
 from infra.plugins import TARGETS, add_target_folders
 from infra.pools.inputs import WorkInputs, inputs_of
+from infra.processes.heap import return_freed_memory
 
 WORK = "work"
 """Concurrency group of one thread: constructs the worker and runs its methods, one after another."""
@@ -137,7 +138,9 @@ class Host:
 
         def doze() -> object:
             self._asleep = True
-            return self._call("sleep") if hasattr(self._worker, "sleep") else None
+            slept = self._call("sleep") if hasattr(self._worker, "sleep") else None
+            return_freed_memory()
+            return slept
 
         return _answer(doze)
 

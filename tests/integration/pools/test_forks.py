@@ -84,6 +84,16 @@ async def test_a_killed_fork_is_replaced_at_once_and_its_children_die(cluster):
 
 
 @pytest.mark.system
+async def test_forks_take_their_memory_from_jemalloc_and_have_nobody_else_do_so(cluster):
+    pool = await cluster.pool(spec())
+    assert "libjemalloc" in Path(f"/proc/{pool.pids[0]}/maps").read_text()
+    assert (await pool.run("environment", ("LD_PRELOAD", "MALLOC_CONF"), returns=dict)).result == dict.fromkeys(
+        ("LD_PRELOAD", "MALLOC_CONF")
+    )
+    await pool.close()
+
+
+@pytest.mark.system
 async def test_libraries_read_the_pools_own_number_of_threads(cluster):
     pool = await cluster.pool(spec(threads=2))
     assert nursery_of(pool.pids[0]) is None

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from infra.processes.heap import heap_variables
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
 from models.commands.memory import PassSizes, held_bytes, pass_bytes
@@ -96,11 +97,9 @@ def measured(uri: str, config: UpdateConfig) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_height_of_an_update_is_foretold_within_15_percent(name, tmp_path):
-    # Without a fixed threshold malloc keeps blocks of up to 32 MiB that were freed: a third more stays resident.
     command = [sys.executable, "-m", __name__, str(tmp_path), name]
-    done = subprocess.run(
-        command, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}, capture_output=True, text=True, check=True
-    )
+    environment = os.environ | heap_variables()  # as workers have them
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     found = int(done.stdout.split()[-1])
     assert foretold(CONFIGS[name]) == pytest.approx(found, rel=0.15)
 

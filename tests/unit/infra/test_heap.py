@@ -1,0 +1,38 @@
+"""Memory of workers on jemalloc."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from infra.processes.heap import heap_variables
+
+PROGRAM = """
+from pathlib import Path
+from infra.processes.heap import return_freed_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+blocks = [b"x" * 2**16 for _ in range(1600)]
+full = resident()
+del blocks[:-1]
+return_freed_memory()
+print(full - resident())
+"""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray has jemalloc on Linux only")
+
+
+def test_a_process_on_it_gives_back_what_it_has_freed():
+    environment = os.environ | heap_variables()
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 99
+    assert done.stderr == ""  # nothing is wrong with its settings
+
+
+def test_what_else_is_preloaded_stays(monkeypatch):
+    assert heap_variables().keys() == {"LD_PRELOAD"}
+    monkeypatch.setenv("LD_PRELOAD", "another.so")
+    assert heap_variables() == {}
