@@ -13,6 +13,7 @@ from infra.store.storage import open_store
 from models.config.algorithms import Grpo
 from models.config.denoising import DenoisingConfig
 from models.config.engines import DiffusersEngine
+from models.config.lora import LoraConfig
 from models.config.objectives import KlPenalty, NoCorrection, PpoClip, UpdateConfig
 from models.config.policy import ScratchDiffusionPolicy
 from models.denoising.pipeline import FrozenParts, load_denoiser
@@ -136,3 +137,20 @@ def test_an_update_of_a_policy_that_draws_has_the_gradient_of_its_loss(drawn):
     assert outcome.metrics["kl"] == pytest.approx(kl_N.mean().item(), rel=1e-5) and kl_N.min() > 0
     assert [outcome.metrics[f"clip_fraction_{side}"] for side in ("low", "high")] == pytest.approx([1 / 6, 1 / 6])
     np.testing.assert_allclose(gradients(uri, outcome), expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "lora"),
+    [
+        (0, "float32", None),
+        (1, "bfloat16", LoraConfig(rank=2)),
+        (2, "bfloat16", None),
+        (3, "float32", None),
+        (3, "float32", LoraConfig(rank=2)),
+    ],
+)
+def test_layers_that_are_computed_again_change_no_bit_of_an_update(drawn, stage, dtype, lora):
+    uri, work, _ = drawn
+    config = CONFIG.model_copy(update={"zero_stage": stage, "dtype": dtype, "lora": lora})
+    kept, again = (learn(uri, work, config.model_copy(update={"activation_checkpointing": on})) for on in (False, True))
+    assert (again.model, again.metrics) == (kept.model, kept.metrics)
