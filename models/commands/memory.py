@@ -66,7 +66,7 @@ def pass_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, h
         "pass_logits": logits,
         "recomputes": float(recomputes),
         "kept_activations_bytes": kept,
-        "update_activations_bytes": inputs + block if recomputes else kept,
+        "update_activations_bytes": inputs + block * model.largest_block if recomputes else kept,
         "update_head_bytes": head_bytes(logits, memory=None),
     }
 

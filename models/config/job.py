@@ -107,7 +107,6 @@ def reasons_against_drawing(
         "update.sequence_parallel": (update.sequence_parallel > 1, "its passes are not cut, use 1"),
         "update.attention": (update.attention is not None, "diffusers computes it, leave it unset"),
         "update.freeze": (bool(update.freeze), "all but its denoiser stays as it is anyway"),
-        "update.activation_checkpointing": (bool(update.activation_checkpointing), "it is for language models"),
     }
     yield from (f"{name} with {kind}: {why}" for name, (is_set, why) in others.items() if is_set)
     for term, reward in zip(job.scoring.terms, job.scoring.rewards, strict=True):

@@ -303,11 +303,13 @@ class ModelOutline:
     blocks: int = 0
     """Blocks of the decoder."""
     hidden_size: int = 0
-    """Numbers of a token's state between blocks."""
+    """Numbers of a token that a block keeps where it is computed again: of its state between blocks."""
     vocab_size: int = 0
     """Outputs of the head."""
     kept_numbers: int = 0
     """Numbers of a token that a block keeps for its backward pass in float32, where all of it is trained."""
+    largest_block: float = 1.0
+    """How many times as many the one of all blocks keeps that keeps most."""
     norm_numbers: int = 0
     """Widths of a block's norms: so many are kept more in bfloat16, and fewer where a norm's weight is not trained."""
     attentions: tuple[str, ...] = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from models.denoising.pipeline import (
 from models.denoising.scratch import scratch_model, word_tokenizer, write_scratch_pipeline
 from models.inspection.directory import Inspected
 from models.modeling.adapters import linear_layers
+from models.modeling.checkpointing import checkpoint_denoiser
 from models.modeling.merging import merge, read_adapter
 from models.modeling.policy import making_models, policy_shape
 from models.modeling.safetensors import save_tensors
@@ -150,21 +151,21 @@ def _check_drawing(model: PictureModel, denoising: DenoisingConfig, prompts: Ite
 def _described(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -> Inspected:
     with making_models(), FakeTensorMode(allow_non_fake_inputs=True):
         model = class_of(family.denoiser).from_config(dict(config))
-        kept, products = _measured(model, family, text=text)
+        measured = _measured(model, family, text=text)
     layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}
-    blocks = len(getattr(model, "transformer_blocks", ())) or len(getattr(model, "down_blocks", ())) or 1
+    blocks = len(measured.layers)
     parameters = sum(weight.numel() for weight in model.parameters())
     hidden = int(getattr(model, "inner_dim", 0)) or max(getattr(model.config, "block_out_channels", (0,)))
     outline = ModelOutline(
         kind=type(model).__name__,
         parameters=parameters,
         layers=layers,
-        matmul_parameters=round(products),
+        matmul_parameters=round(measured.products),
         blocks=blocks,
-        hidden_size=hidden,
+        hidden_size=round(measured.again / blocks),
         vocab_size=0,
-        kept_numbers=round(kept / blocks),
-        recomputes=False,
+        kept_numbers=round(measured.kept / blocks),
+        largest_block=max(measured.layers) * blocks / measured.kept,
     )
     shape = ModelShape(
         parameters=parameters, context=PROMPT_BYTES, layers=blocks, heads=1, kv_heads=1, head_size=hidden
@@ -172,27 +173,51 @@ def _described(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) 
     return Inspected(shape, outline, byte_tokenizer(), _no_critic)
 
 
-def _measured(model: Any, family: DenoiserFamily, *, text: int) -> tuple[float, float]:  # noqa: ANN401
-    """Numbers that autograd keeps, and products that a pass takes, of one token of a picture of the usual size.
+class _Measured(NamedTuple):
+    """What a pass takes of one token of a picture of the usual size."""
 
-    The model is one of fake tensors, which have shapes alone: a pass takes no memory and hardly any time.
-    """
+    kept: float
+    """Numbers that autograd keeps."""
+    layers: list[float]
+    """Of these, those of each layer that can be computed again."""
+    again: float
+    """Numbers that it keeps where these are."""
+    products: float
+
+
+def _measured(model: Any, family: DenoiserFamily, *, text: int) -> _Measured:  # noqa: ANN401
+    """Measure a model of fake tensors, which have shapes alone: a pass takes no memory and hardly any time."""
     own = {each.untyped_storage()._cdata for each in model.parameters()}
+    side, rows = family.side(model.config), 2  # of one row alone layouts need fewer copies
+    states_NCYX, told = torch.zeros(rows, family.channels(model.config), side, side), blank(model.config, text)
+    told, tokens = gather([told], [0] * rows), rows * family.tokens(model.config, side)
     kept: dict[int, Tensor] = {}  # by storage, held so that none is given to another
+    layers: list[float] = []
 
     def keep(each: Tensor) -> Tensor:
         if each.untyped_storage()._cdata not in own:
             kept[each.untyped_storage()._cdata] = each
         return each
 
-    side, rows = family.side(model.config), 2  # of one row alone layouts need fewer copies
-    states_NCYX, told = torch.zeros(rows, family.channels(model.config), side, side), blank(model.config, text)
-    told = gather([told], [0] * rows)
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
-        family.say(model, states_NCYX, torch.ones(rows), told, guidance=1.0)
-    tokens = rows * family.tokens(model.config, side)
-    numbers = sum(each.untyped_storage().nbytes() // each.element_size() for each in kept.values())
-    return numbers / tokens, counter.get_total_flops() / 2 / tokens
+    def numbers() -> float:
+        return sum(each.untyped_storage().nbytes() // each.element_size() for each in kept.values()) / tokens
+
+    def call(layer: nn.Module, *args: Any) -> Any:  # noqa: ANN401
+        before, said = numbers(), layer(*args)
+        layers.append(numbers() - before)
+        return said
+
+    def say() -> float:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
+            family.say(model, states_NCYX, torch.ones(rows), told, guidance=1.0)
+        return numbers()
+
+    model.enable_gradient_checkpointing(call)
+    with FlopCounterMode(display=False) as counter:
+        whole = say()
+    checkpoint_denoiser(model, again=True)
+    return _Measured(whole, layers, again=say(), products=counter.get_total_flops() / 2 / tokens)
 
 
 def _no_critic() -> ModelOutline:

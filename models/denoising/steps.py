@@ -22,6 +22,7 @@ from models.data.images import digest_of
 from models.denoising.families import Condition, DenoiserFamily, gather, takes_guidance
 from models.denoising.pipeline import WEIGHTS, FrozenParts, PromptReader, read_pipeline
 from models.denoising.samplers import NoiseSchedule, noisy_steps, step_divergence, step_logprobs, transition
+from models.modeling.checkpointing import checkpoint_denoiser
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenModule
 from models.modeling.safetensors import TensorOutline, streamed_pieces
@@ -119,6 +120,10 @@ class StepModule(TokenModule):
         self.model = cast(Any, model)
         self.drawing, self.pictures = drawing, pictures
         self.denoising_steps = drawing.learnt(None)
+
+    def checkpoint_layers(self, *, again: bool) -> None:
+        """As of language models."""
+        checkpoint_denoiser(self.model, again=again)
 
     def read(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
         """Bring a pass to the device, with the states of its pictures."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -25,6 +26,23 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     """Have each layer keep its inputs alone for the backward pass; gradients stay as they are, to the bit."""
     for layer in layers_to_recompute(model):
         layer.forward = partial(_recomputed, layer.forward)  # inside the hooks by which ZeRO-3 gathers weights
+
+
+def checkpoint_denoiser(model: Any, *, again: bool) -> None:  # noqa: ANN401 -- diffusers has few types
+    """Do the same of a denoiser of diffusers where `again`; it names a layer that can be computed again as it calls it.
+
+    Else layers are called in the same way: under ZeRO-3, whose hooks see what is given by position alone, gradients of
+    what all layers read would add up in another order.
+    """
+    found = set[nn.Module]()
+
+    def call(layer: nn.Module, *args: Any) -> Any:  # noqa: ANN401
+        if again and layer not in found:
+            found.add(layer)
+            layer.forward = partial(_recomputed, layer.forward)
+        return layer(*args)
+
+    model.enable_gradient_checkpointing(call)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- whatever the model passes on

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from infra.errors import BadInput
 from infra.store.bundles import BundledFile
 from models.config.attention import Attention
+from models.modeling.checkpointing import checkpoint_layers
 from models.modeling.experts import ExpertRouting, watch_routers
 from models.modeling.head import LogprobHead, Slopes
 from models.modeling.layout import MicroBatch, lay_out
@@ -147,6 +148,11 @@ class TokenModule(nn.Module):
     def read_anew(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
         """Bring a pass to the device for a model whose routers choose themselves."""
         return self.read(batch, device)._replace(chosen_LF=None)
+
+    def checkpoint_layers(self, *, again: bool) -> None:
+        """Say whether layers are computed again in the backward pass; gradients are the same either way, to the bit."""
+        if again:
+            checkpoint_layers(self.model)
 
     denoising_steps: range = range(0)
     """Those that may be learnt, of a policy that draws."""

@@ -18,7 +18,6 @@ from infra.store.bundles import BundledFile
 from infra.variants import implementation_of
 from models.config.objectives import UpdateConfig
 from models.modeling.adapters import adapters_off, has_adapters, save_adapters, trained_parameters
-from models.modeling.checkpointing import checkpoint_layers
 from models.modeling.experts import ExpertRouting
 from models.modeling.head import Slopes
 from models.modeling.layout import MicroBatch
@@ -69,8 +68,7 @@ class Trainer:
         self._stage = update.running_stage
         module = module.to(ranks.device)
         module.slice_rows(ranks.slicing)
-        if update.activation_checkpointing:
-            checkpoint_layers(module.model)
+        module.checkpoint_layers(again=bool(update.activation_checkpointing))
         self._module, self._model = module, module.model
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         optimizer = cast(OptimizerFunction, implementation_of(update.optimizer))(module, update, update.optimizer)

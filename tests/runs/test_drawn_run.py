@@ -295,7 +295,7 @@ def engine_tokens(directory, text):
     "changed",
     [
         ("update.zero_stage=2",),
-        ("update.zero_stage=3",),
+        ("update.zero_stage=3", "update.activation_checkpointing=true"),
         ("update.lora={rank=2}", "update.kl={kind='k3', coefficient=0.01}"),
         ("update.kl={kind='k3', coefficient=0.01}", "algorithm={kind='grpo', std='batch', advantage_clip=5}"),
         ("rollout.denoising={steps=6, sampler={kind='sde'}, guidance=2.0, text_tokens=1}",),

@@ -113,6 +113,28 @@ def test_pictures_that_warm_up_imitates_are_as_large_as_those_that_are_drawn():
     assert facts["update_activations_bytes"] > 0 == facts["update_head_bytes"]
 
 
+def test_layers_of_a_denoiser_are_computed_again_from_a_size_on_unless_it_is_said_otherwise():
+    small, large = ScratchDiffusionPolicy(layers=1), ScratchDiffusionPolicy(layers=6, heads=8)
+    denoising = DenoisingConfig(text_tokens=1, window=LearntWindow(size=3, first=0, last=2))
+
+    def found(policy: ScratchDiffusionPolicy, asked: bool | None = None) -> dict[str, float]:
+        return check(
+            inputs(
+                data=PaintingsData(),
+                policy=policy,
+                rollout=RolloutConfig(prompts=16, group_size=64, denoising=denoising, engine=DiffusersEngine()),
+                scoring=ScoringConfig(rewards=(PaintingReward(),)),
+                update=UpdateConfig(activation_checkpointing=asked, minibatches=1, microbatch_tokens=2**16),
+            )
+        )
+
+    kept, again = found(large, asked=False), found(large)
+    assert (found(small)["recomputes"], again["recomputes"]) == (0, 1)
+    assert (found(small, asked=True)["recomputes"], kept["recomputes"]) == (1, 0)
+    assert kept["update_activations_bytes"] == again["kept_activations_bytes"] > 2**30
+    assert 1 / 6 < again["update_activations_bytes"] / kept["update_activations_bytes"] < 1 / 3
+
+
 def test_what_an_update_holds_of_pictures_follows_from_their_own_tokens():
     def facts(steps: int) -> dict[str, float]:
         denoising = DenoisingConfig(text_tokens=1, window=LearntWindow(size=steps, first=0, last=0))

@@ -4,14 +4,26 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from models.commands.memory import PassSizes, pass_bytes
+from models.config.objectives import UpdateConfig
 from models.config.policy import DiffusionPolicy, ScratchDiffusionPolicy
 from models.denoising.families import CLIP_TOKENS, blank, gather
 from models.denoising.pipeline import load_denoiser, read_pipeline
 from models.denoising.policy import inspect_diffusion, inspect_scratch_diffusion, write_scratch_diffusion
+from models.modeling.checkpointing import checkpoint_denoiser
 from tests.support.processes import preload
 
 preload(__name__)
 
+LAYERS = {
+    "JointTransformerBlock",
+    "FluxTransformerBlock",
+    "FluxSingleTransformerBlock",
+    "QwenImageTransformerBlock",
+    "BasicTransformerBlock",
+    "ResnetBlock2D",
+}
+"""Classes of layers that can be computed again."""
 TEXT = {
     "sd3": CLIP_TOKENS + 256,
     "flux": 512,
@@ -46,13 +58,45 @@ def test_what_a_pass_keeps_and_computes_is_what_a_real_one_does(directory, famil
     side = found.side(model.config)
     kept, products = kept_by(model, (found.channels(model.config), side, side), TEXT[family], found)
     tokens = found.tokens(model.config, side)
-    model, found = load_denoiser(directory), read_pipeline(directory).family
-    side = found.side(model.config)
-    kept, products = kept_by(model, (found.channels(model.config), side, side), TEXT[family], found)
-    tokens = found.tokens(model.config, side)
     assert outline.parameters == sum(each.numel() for each in model.parameters())
     assert outline.kept_numbers * outline.blocks * tokens == pytest.approx(kept, rel=0.02)
     assert outline.matmul_parameters * tokens == pytest.approx(products, rel=0.001)
+
+
+def layer_numbers(model, states, text, family):
+    """Numbers that autograd keeps of a state in each layer of a real pass."""
+    kept, counts, rows = {}, [], 3
+
+    def numbers():
+        return sum(each.untyped_storage().nbytes() // each.element_size() for each in kept.values()) / rows
+
+    def keep(each):
+        kept[each.untyped_storage().data_ptr()] = each
+        return each
+
+    for layer in model.modules():
+        if type(layer).__name__ in LAYERS:
+            layer.register_forward_pre_hook(lambda *_: counts.append(-numbers()))
+            layer.register_forward_hook(lambda *_: counts.append(counts.pop() + numbers()))
+    told = gather([blank(model.config, text)], [0] * rows)
+    for each in model.parameters():
+        keep(each)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        family.say(model, torch.randn(rows, *states), torch.full((rows,), 500.0), told, guidance=1.0)
+    return counts
+
+
+def test_what_a_pass_keeps_whose_layers_are_computed_again_is_what_a_real_one_does(directory, family):
+    outline = inspect_diffusion(DiffusionPolicy(path=str(directory)), ()).outline
+    model, found = load_denoiser(directory), read_pipeline(directory).family
+    side = found.side(model.config)
+    states, tokens = (found.channels(model.config), side, side), found.tokens(model.config, side)
+    layers = layer_numbers(load_denoiser(directory), states, TEXT[family], found)
+    checkpoint_denoiser(model, again=True)
+    kept, _ = kept_by(model, states, TEXT[family], found)
+    sizes = PassSizes(7 * tokens)
+    foretold = pass_bytes(UpdateConfig(activation_checkpointing=True), outline, sizes, held=0)
+    assert foretold["update_activations_bytes"] == pytest.approx(4 * 7 * (kept + max(layers)), rel=0.02)
 
 
 def test_a_policy_from_nothing_is_described_as_it_is_built(tmp_path):

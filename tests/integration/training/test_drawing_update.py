@@ -1,0 +1,156 @@
+"""A policy that draws learns from the steps that it drew what the loss, worked out here, has as its gradient."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from infra.store.bundles import fetch_bundle, publish_bundle
+from infra.store.shards import write_shard
+from infra.store.storage import open_store
+from models.config.algorithms import Grpo
+from models.config.denoising import DenoisingConfig
+from models.config.engines import DiffusersEngine
+from models.config.lora import LoraConfig
+from models.config.objectives import KlPenalty, NoCorrection, PpoClip, UpdateConfig
+from models.config.policy import ScratchDiffusionPolicy
+from models.denoising.pipeline import FrozenParts, load_denoiser
+from models.denoising.policy import write_scratch_diffusion
+from models.denoising.steps import Drawing, StepLogprobs
+from models.engines.drawing import PictureEngine
+from models.engines.protocol import Request
+from models.modeling.layout import lay_out
+from models.records.media import MEDIA, Gallery, Media
+from models.records.model_input import ModelInput
+from models.records.pictures import picture_table
+from models.records.schemas import SAMPLE_SCHEMA
+from models.records.versions import ModelVersion
+from models.records.work import UpdateWork
+from models.text.tokenizer import load_tokenizer
+from models.workers.update import UpdateWorker
+from tests.support.processes import preload
+from tests.support.update_workers import free_port, gradients
+
+preload(__name__)
+
+PROMPTS, GROUP, LEARNT = ("red square left", "blue circle"), 3, range(1, 4)
+POLICY = ScratchDiffusionPolicy(layers=2, heads=2, head_size=8)
+DRAWN = DenoisingConfig(steps=6, text_tokens=1)
+MOVED = (-0.5, 0.1, 0.5)
+CLIP, COEFFICIENT = 0.2, 0.1
+CONFIG = UpdateConfig(
+    minibatches=1,
+    microbatch_tokens=2 * 16 * len(LEARNT),  # of two pictures: three passes
+    max_grad_norm=1e9,
+    loss=PpoClip(clip_low=CLIP, clip_high=CLIP),
+    kl=KlPenalty(coefficient=COEFFICIENT),
+    correction=NoCorrection(),
+)
+
+
+def publish(uri: str, *, seed: int) -> ModelVersion:
+    directory = Path(uri, f"scratch-{seed}")
+    write_scratch_diffusion(POLICY, directory, texts=PROMPTS, seed=seed)
+    return ModelVersion(version=0, weights=publish_bundle(open_store(f"{uri}/run"), directory, prefix="policies"))
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """A run with a policy, a reference that is another one, and an update of pictures that the policy drew.
+
+    Log-probs are moved, so that ratios are beyond either clip and between them; advantages take turns in their sign.
+    """
+    uri = str(tmp_path_factory.mktemp("drawn"))
+    store, policy, reference = open_store(f"{uri}/run"), publish(uri, seed=0), publish(uri, seed=1)
+    directory = fetch_bundle(store, policy.weights)
+    engine, tokenizer = PictureEngine(DiffusersEngine()), load_tokenizer(directory)
+    engine.load(directory, policy)
+    asked = [ModelInput.given(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
+    seeds = [tuple(range(GROUP * row, GROUP * row + GROUP)) for row in range(len(PROMPTS))]
+    requests = [Request(row, (each,) * GROUP, seeds[row]) for row, each in enumerate(asked)]
+    rows, pictures = [], []
+    for row, group in enumerate(engine.draw(requests, DRAWN, LEARNT)):
+        for sample, each in enumerate(group):
+            pictures.append((row, each.picture))
+            rows.append(
+                {
+                    "prompt_row": row,
+                    "sample": sample,
+                    "tokens": [*asked[row].prompt.tolist(), *each.tokens],
+                    "num_prompt_tokens": len(asked[row].prompt),
+                    "images": [each.picture.digest],
+                    "logprobs": (np.array(each.logprobs) + MOVED).tolist(),
+                    "advantages": [(-1) ** len(rows) * (0.5 + sample)] * len(LEARNT),
+                    "staleness": [0] * len(LEARNT),
+                }
+            )
+    samples = write_shard(store, pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})
+    media = write_shard(store, picture_table(pictures), kind=MEDIA, metadata={})
+    work = UpdateWork(
+        iteration=0,
+        policy=policy,
+        reference=reference,
+        samples=(samples,),
+        total_iterations=2,
+        seed=0,
+        kl_coefficient=COEFFICIENT,
+        media=(media,),
+    )
+    return uri, work, rows
+
+
+def loaded(uri: str, version: ModelVersion, gallery: Gallery) -> StepLogprobs:
+    directory = fetch_bundle(open_store(f"{uri}/run"), version.weights)
+    return StepLogprobs(load_denoiser(directory), Drawing.of(directory, DRAWN, FrozenParts(device="cpu")), gallery)
+
+
+def learn(uri: str, work: UpdateWork, config: UpdateConfig = CONFIG):
+    worker = UpdateWorker(uri, "run", update=config, algorithm=Grpo(), temperature=1.0, denoising=DRAWN, threads=1)
+    worker.join(0, 1, "127.0.0.1", free_port())
+    return worker.update(work)
+
+
+def test_an_update_of_a_policy_that_draws_has_the_gradient_of_its_loss(drawn):
+    uri, work, rows = drawn
+    outcome, gallery = learn(uri, work), Gallery()
+    gallery.source = Media(open_store(f"{uri}/run"), work.media)
+    policy, reference = (loaded(uri, version, gallery) for version in (work.policy, work.reference))
+    given = [ModelInput.given(row["tokens"][: row["num_prompt_tokens"]], tuple(row["images"])) for row in rows]
+    batch, cpu = lay_out([each.continued(LEARNT) for each in given]), torch.device("cpu")
+    read = policy.read(batch, cpu)
+    mean_ND, std_N = policy.transitions(read)
+    with torch.no_grad():
+        reference_ND, _ = reference.transitions(reference.read(batch, cpu))
+    behaviour_N, advantages_N = (
+        torch.tensor([number for row in rows for number in row[name]]) for name in ("logprobs", "advantages")
+    )
+    logprobs_N = -((read.next_ND - mean_ND).square().mean(1) / (2 * std_N**2))
+    ratio_N = torch.exp(logprobs_N - behaviour_N)
+    gain_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(1 - CLIP, 1 + CLIP) * advantages_N)
+    kl_N = (mean_ND - reference_ND).square().mean(1) / (2 * std_N**2)
+    loss = (-gain_N + COEFFICIENT * kl_N).mean()
+    loss.backward()
+    expected = np.concatenate([each.grad.numpy().ravel() for each in policy.parameters()])
+    assert outcome.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert outcome.metrics["kl"] == pytest.approx(kl_N.mean().item(), rel=1e-5) and kl_N.min() > 0
+    assert [outcome.metrics[f"clip_fraction_{side}"] for side in ("low", "high")] == pytest.approx([1 / 6, 1 / 6])
+    np.testing.assert_allclose(gradients(uri, outcome), expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "lora"),
+    [
+        (0, "float32", None),
+        (1, "bfloat16", LoraConfig(rank=2)),
+        (2, "bfloat16", None),
+        (3, "float32", None),
+        (3, "float32", LoraConfig(rank=2)),
+    ],
+)
+def test_layers_that_are_computed_again_change_no_bit_of_an_update(drawn, stage, dtype, lora):
+    uri, work, _ = drawn
+    config = CONFIG.model_copy(update={"zero_stage": stage, "dtype": dtype, "lora": lora})
+    kept, again = (learn(uri, work, config.model_copy(update={"activation_checkpointing": on})) for on in (False, True))
+    assert (again.model, again.metrics) == (kept.model, kept.metrics)
