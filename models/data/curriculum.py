@@ -90,7 +90,8 @@ def _permutation(epoch: int, *, num_prompts: int, seed: int) -> Sequence[int]:
 
 
 _GOLDEN: Final = (math.sqrt(5) - 1) / 2
-_BLOCK: Final = 2**16  # positions that are looked at together
+_BLOCK: Final = 2**16  # positions that are counted together
+_AHEAD: Final = 2**8  # positions that are drawn together: an iteration asks for dozens
 
 
 def _mixture(position: int, *, parts: Sequence[Part], seed: int) -> Iterator[int]:
@@ -111,8 +112,8 @@ def _mixture(position: int, *, parts: Sequence[Part], seed: int) -> Iterator[int
         _stream(int(before), num_prompts=len(part.rows), seed=derive_seed(seed, "part", number))
         for number, (part, before) in enumerate(zip(parts, drawn, strict=True))
     ]
-    for start in counted(position, _BLOCK):
-        for number in _parts_at(range(start, start + _BLOCK), parts=parts, seed=seed).tolist():
+    for start in counted(position, _AHEAD):
+        for number in _parts_at(range(start, start + _AHEAD), parts=parts, seed=seed).tolist():
             yield parts[number].rows[next(streams[number])]
 
 
@@ -120,7 +121,7 @@ def _parts_at(places: range, *, parts: Sequence[Part], seed: int) -> NDArray[np.
     """Return the number of the part that each place of the stream is of."""
     ends = np.cumsum([part.weight for part in parts])
     first = derive_seed(seed, "mixture") / 2**64
-    points = (first + np.asarray(places, dtype=np.float64) * _GOLDEN) % 1.0
+    points = (first + np.arange(places.start, places.stop, dtype=np.float64) * _GOLDEN) % 1.0
     return np.minimum(np.searchsorted(ends / ends[-1], points, side="right"), len(parts) - 1)
 
 
