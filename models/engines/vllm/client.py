@@ -89,7 +89,7 @@ class Loaded(CompletionLine):
     seconds: float
 
 
-class ChosenExperts(CompletionLine):
+class RoutedRows(CompletionLine):
     """What routers chose for each token of prompt and completion but the last, token after token."""
 
     rows: Base64Bytes
@@ -105,7 +105,7 @@ class Chunk(CompletionLine):
     tokens: Base64Bytes
     logprobs: Base64Bytes
     finish: Literal["stop", "length", "abort"] | None
-    experts: ChosenExperts | None = None
+    experts: RoutedRows | None = None
     """In the last, where they were asked for and a token came."""
 
 

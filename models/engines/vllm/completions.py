@@ -11,7 +11,7 @@ from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion
 from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
-from models.engines.vllm.client import Ask, ChosenExperts, Chunk
+from models.engines.vllm.client import Ask, Chunk, RoutedRows
 from models.records.model_input import Experts
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
@@ -88,7 +88,7 @@ class PendingRequest:
         else:
             self.seams.append(length)
 
-    def _note(self, told: ChosenExperts | None) -> None:
+    def _note(self, told: RoutedRows | None) -> None:
         """Keep what routers chose when a token was first read: the tokens after it follow from that."""
         tokens = len(self.row.input) + len(self.tokens) - 1
         if told is None or len(told.rows) != tokens * told.width * np.dtype(told.dtype).itemsize:
