@@ -37,6 +37,7 @@ Build = Annotated[
 Asked = Annotated[Path | None, Parameter(show_default="the installed one's", help="Python to ask")]
 Port = Annotated[int | None, Parameter(show_default="a free one", help="port on loopback")]
 Rank = Annotated[int, Parameter(metavar="N", help="largest rank of adapters")]
+Experts = Annotated[bool, Parameter(negative="", help="tell what routers choose, as update.router_replay asks")]
 KeyVariable = Annotated[
     str,
     Parameter(metavar="NAME", help="environment variable with the key; a key is made where it is not set"),
@@ -78,6 +79,7 @@ def serve(
     *overrides: EngineOverrides,
     port: Port = None,
     adapter_rank: Rank = 0,
+    experts: Experts = False,
     key_variable: KeyVariable = "RHEOSTAT_ENGINE_KEY",
 ) -> None:
     """Serve a policy's shape here until Ctrl-C, for workers that own no server."""
@@ -90,7 +92,12 @@ def serve(
     key = given or secrets.token_urlsafe(32)
     with contextlib.suppress(KeyboardInterrupt):
         server = start_server(
-            config, directory, adapter_rank=adapter_rank, on_progress=lambda: None, at=Address(port=port, key=key)
+            config,
+            directory,
+            adapter_rank=adapter_rank,
+            tell_experts=experts,
+            on_progress=lambda: None,
+            at=Address(port=port, key=key),
         )
         try:
             write("\n".join(_advice(server, config, variable=key_variable, told=given is None)))

@@ -157,6 +157,7 @@ class VllmEngine(EngineSettings):
     """
 
     implementation = "models.engines.vllm.engine:ServedEngine"
+    notes_experts = True
 
     kind: Literal["vllm"] = "vllm"
     python: Path | None = None
@@ -182,7 +183,8 @@ class VllmEngine(EngineSettings):
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """GPUs that one server spreads a policy over."""
     prefix_caching: bool = True
-    """Compute what prompts share once, such as the prompt of a group."""
+    """Compute what prompts share once, such as the prompt of a group. On a CPU never with `update.router_replay`, on a
+    GPU always."""
     eager: bool = False
     """Run the policy without compilation and CUDA graphs: a faster start, slower steps. On a CPU always."""
     start_seconds: Annotated[float, Field(gt=0)] = 600
@@ -203,6 +205,12 @@ class VllmEngine(EngineSettings):
             yield (
                 "update.lora with rollout.engine.dtype 'float32' on GPUs: vLLM's kernels for adapters take 16 bits, "
                 "set rollout.engine.dtype='bfloat16'"
+            )
+        own = job.pools.gpus_per_worker and not self.base_urls
+        if job.update.router_replay is not None and own and not self.prefix_caching:
+            yield (
+                "update.router_replay with rollout.engine.prefix_caching=false on GPUs: vLLM tells which experts it "
+                "chose only where it caches prefixes, leave the second key out"
             )
 
     def _against_sampling(self, sampling: SamplingConfig) -> Iterator[str]:

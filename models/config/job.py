@@ -159,7 +159,7 @@ def _against_replay(rollout: RolloutConfig) -> Iterator[str]:
     if not rollout.engine.notes_experts:
         yield (
             f"update.router_replay with rollout.engine.kind {rollout.engine.known_as!r}: it does not tell which "
-            "experts it chose; leave the key out, or use rollout.engine.kind='transformers'"
+            "experts it chose; leave the key out, or use rollout.engine.kind='transformers' or 'vllm'"
         )
     if rollout.environment is not None:
         yield (

@@ -139,7 +139,7 @@ class NotesExperts(Protocol):
     """An engine that can tell what the routers of a mixture of experts chose."""
 
     def note_experts(self, wanted: bool, /) -> None:
-        """Say whether the completions that follow are to tell."""
+        """Say whether the completions that follow are to tell; before the first weights, whether any will."""
 
 
 @runtime_checkable

@@ -53,11 +53,14 @@ class RolloutWorker:
         threads: int,
         adapter_rank: int = 0,
         environment: EnvironmentConfig | None = None,
+        notes_experts: bool = False,
     ) -> None:
         torch.set_num_threads(threads)
         self._store = open_store(f"{store_uri}/{run}")
         self._run = run
         self._engine = build_engine(engine, adapter_rank=adapter_rank)
+        if notes_experts and isinstance(self._engine, NotesExperts):
+            self._engine.note_experts(True)
         self._environment = None if environment is None else Scene(environment)
         self._moved_bytes, self._moving_seconds = 0, 0.0
 

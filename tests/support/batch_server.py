@@ -27,6 +27,7 @@ ABOUT = {
     "tensor_parallel": 1,
     "lora_rank": 0,
     "sleeps": False,
+    "tells_experts": True,
 }
 Line = dict[str, object] | bytes | None
 """An object, bytes as they are, or the end of the connection."""
@@ -103,10 +104,22 @@ def completion(asked: dict) -> list[Line]:
     """Write a completion in two chunks."""
     tokens = tokens_of(asked["seed"], asked["max_tokens"])
     half = len(tokens) // 2
+    told = experts(asked["seed"], len(asked["tokens"]) + len(tokens) - 1) if asked["experts"] else {}
     return [
         chunk(asked["id"], tokens[:half], finish=None),
-        chunk(asked["id"], tokens[half:], finish="length"),
+        chunk(asked["id"], tokens[half:], finish="length") | told,
     ]
+
+
+def experts(seed: int, tokens: int, *, width: int = 2) -> dict[str, object]:
+    """Tell the experts of so many tokens, which follow from the seed and the place."""
+    rows = experts_of(seed, tokens, width=width)
+    return {"experts": {"rows": encoded(rows), "width": width, "dtype": "<u1"}}
+
+
+def experts_of(seed: int, tokens: int, *, width: int = 2) -> np.ndarray:
+    rows = [[derive_seed("expert", seed, place, number) % 8 for number in range(width)] for place in range(tokens)]
+    return np.array(rows, np.uint8)
 
 
 def chunk(number: int, tokens: Sequence[int], *, finish: str | None, logprob: float = -0.5) -> dict[str, object]:

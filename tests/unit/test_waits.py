@@ -12,7 +12,7 @@ BOUNDED = {
     "infra/processes/guard.py: guard.communicate": "a guard that is told to end, and kills what is left within limits",
     "tasks/run/preflight.py: process.communicate": "the loop below it looks at the process",
     "tasks/run/preflight.py: checking.result": "is done",
-    "models/engines/vllm/engine.py: future.result": "the executor's end has waited, each request has a limit",
+    "models/engines/vllm/servers.py: future.result": "the executor's end has waited, each request has a limit",
     "models/engines/vllm/plugin/rheostat_completions.py: lines.get": "in vLLM, whose owner watches its progress",
     "models/engines/vllm/plugin/rheostat_completions.py: collector.get": "in vLLM, whose owner watches its progress",
     "models/engines/vllm/plugin/rheostat_http.py: asyncio.wait": "in vLLM, whose owner watches its progress",

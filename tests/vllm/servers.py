@@ -45,8 +45,8 @@ class Answered:
     error: dict[str, object] | None = None
 
 
-def asked(name, tokens, *, seed=0, max_tokens=24):
-    return {"id": name, "tokens": list(tokens), "seed": seed, "max_tokens": max_tokens}
+def asked(name, tokens, *, seed=0, max_tokens=24, experts=False):
+    return {"id": name, "tokens": list(tokens), "seed": seed, "max_tokens": max_tokens, "experts": experts}
 
 
 @dataclass
@@ -120,8 +120,8 @@ def collect(lines):
 
 
 @contextmanager
-def meddling_server(directory, *, adapter_rank=0):
-    """Start a server as workers do, with one more route: it changes parameters behind the server's back."""
+def meddling_server(directory, *, adapter_rank=0, tell_experts=False):
+    """Start a server as workers do, with routes that change parameters behind its back, and count what it notes."""
     python = find_python("vllm", CONFIG.python)
     platform = platform_of(python)
 
@@ -133,6 +133,7 @@ def meddling_server(directory, *, adapter_rank=0):
             platform=platform,
             at=Address(port=port),
             lora_rank=lora_rank(adapter_rank),
+            tell_experts=tell_experts,
         )
         return [word.replace("rheostat_vllm.", "rheostat_meddling.Meddling") for word in words]
 

@@ -43,6 +43,8 @@ class Ask:
     input: ModelInput
     seed: int
     max_tokens: int
+    experts: bool = False
+    """Whether to tell what routers choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class About(CompletionLine):
     tensor_parallel: int
     lora_rank: int
     sleeps: bool
+    tells_experts: bool
+    """Whether it can tell what the routers of its model choose."""
 
 
 class Loaded(CompletionLine):
@@ -85,6 +89,15 @@ class Loaded(CompletionLine):
     seconds: float
 
 
+class RoutedRows(CompletionLine):
+    """What routers chose for each token of prompt and completion but the last, token after token."""
+
+    rows: Base64Bytes
+    width: Annotated[int, Field(gt=0)]
+    """Experts of a token in all layers."""
+    dtype: Literal["<u1", "<u2"]
+
+
 class Chunk(CompletionLine):
     """The next tokens of a completion, and after the last why it ended."""
 
@@ -92,6 +105,8 @@ class Chunk(CompletionLine):
     tokens: Base64Bytes
     logprobs: Base64Bytes
     finish: Literal["stop", "length", "abort"] | None
+    experts: RoutedRows | None = None
+    """In the last, where they were asked for and a token came."""
 
 
 class RequestRefused(CompletionLine):
@@ -243,7 +258,14 @@ class ServerClient:
                 "banned": sight.banned,
             },
             "requests": [
-                {"id": ask.id, **sight.spell(ask.input), "seed": ask.seed, "max_tokens": ask.max_tokens} for ask in asks
+                {
+                    "id": ask.id,
+                    **sight.spell(ask.input),
+                    "seed": ask.seed,
+                    "max_tokens": ask.max_tokens,
+                    "experts": ask.experts,
+                }
+                for ask in asks
             ],
         }
         with self._ask("POST", "/rheostat/generate", body) as response:

@@ -11,7 +11,8 @@ from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion
 from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
-from models.engines.vllm.client import Ask, Chunk
+from models.engines.vllm.client import Ask, Chunk, RoutedRows
+from models.records.model_input import Experts
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 
@@ -33,6 +34,9 @@ class PendingRequest:
     fresh_tokens: list[int] = field(default_factory=list)
     fresh_logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
+    notes_experts: bool = False
+    experts: Experts | None = None
+    """What routers chose for all tokens but the last; those of the request that read them first."""
     seams: list[int] = field(default_factory=list)
     """Lengths, what it already had included, at which another request went on."""
 
@@ -49,6 +53,7 @@ class PendingRequest:
             input=self.row.input.continued(self.tokens),
             seed=derive_seed("continued", self.row.seed, given) if given else self.row.seed,
             max_tokens=self.end - given,
+            experts=self.notes_experts,
         )
 
     def add(self, chunk: Chunk) -> None:
@@ -60,7 +65,10 @@ class PendingRequest:
         self.fresh_tokens += tokens
         self.fresh_logprobs += logprobs
         if chunk.finish is not None:
+            came = bool(self.fresh_tokens)
             self._end(chunk.finish)
+            if self.notes_experts and came:
+                self._note(chunk.experts)
 
     def _end(self, reason: str) -> None:
         self.tokens += self.fresh_tokens
@@ -80,20 +88,32 @@ class PendingRequest:
         else:
             self.seams.append(length)
 
+    def _note(self, told: RoutedRows | None) -> None:
+        """Keep what routers chose when a token was first read: the tokens after it follow from that."""
+        tokens = len(self.row.input) + len(self.tokens) - 1
+        if told is None or len(told.rows) != tokens * told.width * np.dtype(told.dtype).itemsize:
+            found = "none" if told is None else f"{len(told.rows)} bytes for {told.width} of each"
+            raise WorkerFailed(f"vLLM server: expected the experts of {tokens} tokens, found {found}")
+        rows: Experts = np.frombuffer(told.rows, told.dtype).reshape(tokens, told.width)
+        earlier = rows[:0] if self.experts is None else self.experts
+        if earlier.shape[1] != told.width:
+            raise WorkerFailed(f"vLLM server: expected {earlier.shape[1]} experts of a token, found {told.width}")
+        self.experts = np.concatenate([earlier, rows[len(earlier) :]])
+
     def forget_fresh(self) -> None:
         """Drop what a request brought that did not come to its end: asked again, it brings the same."""
         self.fresh_tokens, self.fresh_logprobs = [], []
 
-    def forget(self) -> None:
-        """Begin anew: nothing that came is trusted."""
-        self.forget_fresh()
-        self.tokens, self.logprobs, self.seams, self.finish = [], [], [], None
 
-
-def drafts_of(rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
+def drafts_of(
+    rows: Sequence[CompletionRow], sampling: SamplingConfig, *, notes_experts: bool = False
+) -> list[PendingRequest]:
     """Begin one draft per row."""
     longest = sampling.max_new_tokens
-    return [PendingRequest(row=row, end=row.limit, at_end=unstopped(row.limit, longest)) for row in rows]
+    return [
+        PendingRequest(row=row, end=row.limit, at_end=unstopped(row.limit, longest), notes_experts=notes_experts)
+        for row in rows
+    ]
 
 
 def completions_of(
@@ -114,7 +134,9 @@ def completions_of(
 
 def _completion(draft: PendingRequest, text: str) -> Completion:
     assert draft.finish is not None, "a completion is read when it has ended"
-    return Completion(tuple(draft.tokens), tuple(draft.logprobs), text, draft.finish)
+    read = len(draft.row.input) + len(draft.tokens) - 1
+    experts = None if draft.experts is None else draft.experts[:read]
+    return Completion(tuple(draft.tokens), tuple(draft.logprobs), text, draft.finish, experts)
 
 
 def _cut_at_seams(draft: PendingRequest, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]) -> None:

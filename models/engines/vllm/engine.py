@@ -3,7 +3,6 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +26,13 @@ from models.engines.requests import (
 from models.engines.vllm.client import About, Ask, RequestDone, ServerClient, Stale, Stops
 from models.engines.vllm.completions import PendingRequest, completions_of, drafts_of
 from models.engines.vllm.images import ServedSight
-from models.engines.vllm.servers import find_servers, require_fit
+from models.engines.vllm.servers import find_servers, require_fit, together
 from models.records.media import ImageFiles, ImageSource
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
 from models.vision.processor import load_processor
 
-R = TypeVar("R")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -69,6 +67,7 @@ class ServedEngine:
     def __init__(self, config: VllmEngine, *, adapter_rank: int = 0) -> None:
         self.progress = 0
         self._config, self._adapter_rank = config, adapter_rank
+        self._notes_experts = self._needs_experts = False  # of what follows; of any work so far
         self._servers = find_servers(config, adapter_rank=adapter_rank, on_progress=self._on_progress)
         self._policy: _Policy | None = None
         self._images: ImageFiles | None = None
@@ -117,6 +116,13 @@ class ServedEngine:
         if self._policy is not None:
             self._policy.sight.files = images
 
+    def note_experts(self, wanted: bool, /) -> None:
+        self._notes_experts = wanted
+        if wanted and not self._needs_experts:
+            self._needs_experts = True
+            self._ready.clear()  # servers that cannot tell them do not fit any more
+            self._abouts.clear()
+
     def serves(self) -> str:
         clients = self._servers.running()
         if self._policy is None or not clients:
@@ -148,7 +154,7 @@ class ServedEngine:
         found: dict[int, tuple[float, ...]] = {}
 
         def ask(clients: Sequence[ServerClient]) -> None:
-            for client, done in _together(compare, clients, [part for part in parts if part[0] not in found]):
+            for client, done in together(compare, clients, [part for part in parts if part[0] not in found]):
                 self._count(client, done)
             proven = {client.proof() for client in clients}
             if proven != {self._digest()}:
@@ -205,7 +211,7 @@ class ServedEngine:
         return [[next(completions) for _ in request.seeds] for request in requests]
 
     def _begun(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
-        return drafts_of(rows, sampling)
+        return drafts_of(rows, sampling, notes_experts=self._notes_experts)
 
     def _write(self, drafts: list[PendingRequest], sampling: SamplingConfig, clients: Sequence[ServerClient]) -> None:
         """Bring every draft to its end."""
@@ -213,7 +219,7 @@ class ServedEngine:
             groups: dict[int, list[PendingRequest]] = {}
             for draft in unfinished:  # a group stays together: its prompt is computed once
                 groups.setdefault(draft.row.request, []).append(draft)
-            answered = _together(
+            answered = together(
                 lambda client, mine: self._ask([draft for group in mine for draft in group], sampling, client=client),
                 clients,
                 list(groups.values()),
@@ -292,9 +298,9 @@ class ServedEngine:
     def _loaded(self) -> tuple[ServerClient, ...]:
         """Return the servers, each with the policy loaded."""
         policy = self._served()
-        clients = self._servers.clients(policy.directory)
+        clients = self._servers.clients(policy.directory, tell_experts=self._needs_experts)
         missing = [client for client in clients if client.url not in self._ready]
-        self._moved += sum(_together(lambda client, _: self._load(client, policy), missing, missing))
+        self._moved += sum(together(lambda client, _: self._load(client, policy), missing, missing))
         urls = {client.url for client in clients}
         self._abouts = {url: about for url, about in self._abouts.items() if url in urls}
         return clients
@@ -302,7 +308,7 @@ class ServedEngine:
     def _load(self, client: ServerClient, policy: _Policy) -> int:
         """Return the bytes that were moved."""
         about = self._abouts.get(client.url) or client.about()
-        require_fit(client, about, self._config, adapter_rank=self._adapter_rank)
+        require_fit(client, about, self._config, adapter_rank=self._adapter_rank, tell_experts=self._needs_experts)
         loaded = client.load(policy.directory, policy.adapter)
         self._on_progress()
         if loaded.digest != policy.digest:
@@ -370,24 +376,6 @@ class ServedEngine:
 
     def _on_progress(self) -> None:
         self.progress += 1
-
-
-def _together(
-    ask: Callable[[ServerClient, Sequence[T]], R], clients: Sequence[ServerClient], items: Sequence[T]
-) -> list[R]:
-    """Deal items out to the servers and ask all at once; what one answers is kept though another fails."""
-    shares = [(client, items[index :: len(clients)]) for index, client in enumerate(clients)]
-    shares = [(client, share) for client, share in shares if share]
-    if len(shares) <= 1:
-        return [ask(client, share) for client, share in shares]
-    with ThreadPoolExecutor(len(shares)) as pool:
-        asked = [pool.submit(ask, client, share) for client, share in shares]
-    errors = [error for future in asked if (error := future.exception()) is not None]
-    # What asking again cannot mend comes first.
-    errors.sort(key=lambda error: isinstance(error, EndpointDown | Stale))
-    if errors:
-        raise errors[0]
-    return [future.result() for future in asked]
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Quarantined | None]:

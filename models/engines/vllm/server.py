@@ -93,6 +93,7 @@ def start_server(
     *,
     adapter_rank: int,
     on_progress: Callable[[], None],
+    tell_experts: bool = False,
     at: Address = OWN,
 ) -> Server:
     """Start vLLM for the policy's shape in `directory`, with weights that mean nothing yet, and wait until it answers.
@@ -107,9 +108,15 @@ def start_server(
     launch = Launch(
         what=f"vLLM for {directory}",
         command=lambda port: command(
-            config, directory, python=python, platform=platform, at=replace(at, port=port), lora_rank=rank
+            config,
+            directory,
+            python=python,
+            platform=platform,
+            at=replace(at, port=port),
+            lora_rank=rank,
+            tell_experts=tell_experts,
         ),
-        environment=environment(key, platform=platform),
+        environment=environment(key, platform=platform, tell_experts=tell_experts),
         ready=lambda port: ServerClient(at.url(port), key).ready(),
         start_seconds=config.start_seconds,
         explain=_explain,
@@ -141,9 +148,18 @@ def platform_of(python: Path) -> Platform:
 
 
 def command(
-    config: VllmEngine, directory: Path, *, python: Path, platform: Platform, at: Address, lora_rank: int
+    config: VllmEngine,
+    directory: Path,
+    *,
+    python: Path,
+    platform: Platform,
+    at: Address,
+    lora_rank: int,
+    tell_experts: bool = False,
 ) -> tuple[str, ...]:
     """Return the command line of vLLM's API server; a `lora_rank` of 0 is a server without adapters."""
+    # On a CPU experts are noted as tokens are computed, so each request computes all of its own.
+    caches = config.prefix_caching and not (tell_experts and platform == "cpu")
     length = config.max_model_len or context_of(directory)
     cache_gib = CPU_CACHE_GIB if config.cache_gib is None and platform == "cpu" else config.cache_gib
     options: dict[str, str | int | float | bool] = {
@@ -159,7 +175,7 @@ def command(
         "logprobs-mode": f"{config.logprobs}_logprobs",
         "max-num-seqs": config.max_batch_rows,
         "tensor-parallel-size": config.tensor_parallel,
-        "enable-prefix-caching" if config.prefix_caching else "no-enable-prefix-caching": True,
+        "enable-prefix-caching" if caches else "no-enable-prefix-caching": True,
         "disable-uvicorn-access-log": True,
         "disable-log-stats": True,  # they cost more than all else beside the model; the gateway counts steps itself
         "enforce-eager": config.eager or platform == "cpu",
@@ -167,6 +183,7 @@ def command(
         "no-enable-chunked-prefill": platform == "cpu",
         "enable-sleep-mode": platform == "cuda",
         "enable-lora": lora_rank > 0,
+        "enable-return-routed-experts": tell_experts and platform == "cuda",
     }
     if length is not None:
         options["max-model-len"] = length
@@ -189,7 +206,7 @@ def _words(options: dict[str, str | int | float | bool]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def environment(key: str, *, platform: Platform) -> dict[str, str]:
+def environment(key: str, *, platform: Platform, tell_experts: bool = False) -> dict[str, str]:
     """Return the environment of vLLM's processes: this one's, with its threads and devices, less what is ours alone.
 
     On a CPU nothing is compiled: no graph is, and small functions alone would call g++ for 8 s at every start.
@@ -199,6 +216,7 @@ def environment(key: str, *, platform: Platform) -> dict[str, str]:
     return {
         **({"TORCH_COMPILE_DISABLE": "1"} if platform == "cpu" else {}),
         **kept,
+        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if tell_experts and platform == "cuda" else {}),
         "PYTHONPATH": str(PLUGIN),
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",

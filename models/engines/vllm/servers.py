@@ -3,9 +3,10 @@
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from blake3 import blake3
@@ -13,9 +14,12 @@ from transformers import AutoConfig
 
 from infra.errors import BadInput, EndpointDown
 from models.config.engines import VllmEngine
-from models.engines.vllm.client import About, ServerClient
+from models.engines.vllm.client import About, ServerClient, Stale
 from models.engines.vllm.server import Server, start_server
 from models.vision.processor import SETTINGS
+
+R = TypeVar("R")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +30,11 @@ _PASSING: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_versio
 class Servers(Protocol):
     """Servers that one engine asks."""
 
-    def clients(self, directory: Path) -> tuple[ServerClient, ...]:
-        """Return those that can serve a model of the shape in `directory`, started where need be."""
+    def clients(self, directory: Path, *, tell_experts: bool) -> tuple[ServerClient, ...]:
+        """Return those that can serve a model of the shape in `directory`, started where need be.
+
+        With `tell_experts` they are started so that they can tell what routers choose.
+        """
 
     def running(self) -> tuple[ServerClient, ...]:
         """Return those that run now."""
@@ -51,17 +58,22 @@ class OwnServer:
     def __init__(self, config: VllmEngine, *, adapter_rank: int, on_progress: Callable[[], None]) -> None:
         self._config, self._adapter_rank, self._on_progress = config, adapter_rank, on_progress
         self._server: Server | None = None
-        self._shape = ""
+        self._shape, self._tells_experts = "", False
 
-    def clients(self, directory: Path) -> tuple[ServerClient, ...]:
-        shape = _shape(directory)
-        if self._server is not None and (shape != self._shape or not self._server.alive()):
+    def clients(self, directory: Path, *, tell_experts: bool) -> tuple[ServerClient, ...]:
+        shape, server = _shape(directory), self._server
+        fits = shape == self._shape and self._tells_experts >= tell_experts
+        if server is not None and not (fits and server.alive()):
             self.close()
         if self._server is None:
             self._server = start_server(
-                self._config, directory, adapter_rank=self._adapter_rank, on_progress=self._on_progress
+                self._config,
+                directory,
+                adapter_rank=self._adapter_rank,
+                tell_experts=tell_experts,
+                on_progress=self._on_progress,
             )
-            self._shape = shape
+            self._shape, self._tells_experts = shape, tell_experts
         return self.running()
 
     def running(self) -> tuple[ServerClient, ...]:
@@ -102,7 +114,7 @@ class RunningServers:
                 )
         self._clients = tuple(ServerClient(_address(url), key) for url in config.base_urls)
 
-    def clients(self, directory: Path) -> tuple[ServerClient, ...]:
+    def clients(self, directory: Path, *, tell_experts: bool) -> tuple[ServerClient, ...]:
         return self._clients
 
     def running(self) -> tuple[ServerClient, ...]:
@@ -128,8 +140,10 @@ def find_servers(config: VllmEngine, *, adapter_rank: int, on_progress: Callable
     return OwnServer(config, adapter_rank=adapter_rank, on_progress=on_progress)
 
 
-def require_fit(client: ServerClient, about: About, config: VllmEngine, *, adapter_rank: int) -> None:
-    """Refuse a server that computes otherwise than the configuration says."""
+def require_fit(
+    client: ServerClient, about: About, config: VllmEngine, *, adapter_rank: int, tell_experts: bool
+) -> None:
+    """Refuse a server that computes otherwise than the configuration says, or cannot tell what it is to."""
     for name, expected, found in (
         ("dtype", config.dtype, about.dtype),
         ("logprobs", config.logprobs, about.logprobs),
@@ -140,6 +154,29 @@ def require_fit(client: ServerClient, about: About, config: VllmEngine, *, adapt
         raise BadInput(
             f"update.lora.rank: {client} takes adapters up to rank {about.lora_rank}, expected at least {adapter_rank}"
         )
+    if tell_experts and not about.tells_experts:
+        raise BadInput(
+            f"update.router_replay: {client} does not tell which experts it chose, expected a mixture of experts and "
+            "a server that was started with --experts"
+        )
+
+
+def together(
+    ask: Callable[[ServerClient, Sequence[T]], R], clients: Sequence[ServerClient], items: Sequence[T]
+) -> list[R]:
+    """Deal items out to the servers and ask all at once; what one answers is kept though another fails."""
+    shares = [(client, items[index :: len(clients)]) for index, client in enumerate(clients)]
+    shares = [(client, share) for client, share in shares if share]
+    if len(shares) <= 1:
+        return [ask(client, share) for client, share in shares]
+    with ThreadPoolExecutor(len(shares)) as pool:
+        asked = [pool.submit(ask, client, share) for client, share in shares]
+    errors = [error for future in asked if (error := future.exception()) is not None]
+    # What asking again cannot mend comes first.
+    errors.sort(key=lambda error: isinstance(error, EndpointDown | Stale))
+    if errors:
+        raise errors[0]
+    return [future.result() for future in asked]
 
 
 def _address(url: str) -> str:

@@ -16,7 +16,17 @@ from models.engines.vllm.engine import MAX_LOADS, ServedEngine
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
-from tests.support.batch_server import ABOUT, KEY, BatchServer, Line, batch_server, chunk, tokens_of
+from tests.support.batch_server import (
+    ABOUT,
+    KEY,
+    BatchServer,
+    Line,
+    batch_server,
+    chunk,
+    experts,
+    experts_of,
+    tokens_of,
+)
 from tests.support.engines import Published, policy, request, written_by  # noqa: F401
 from tests.support.inputs import asking, going_on
 from tests.support.policies import small_tokenizer
@@ -268,6 +278,85 @@ def test_a_stop_text_over_the_seam_of_an_interruption_ends_a_completion(serve):
     assert found.text == "Ana has pens"
     assert found.finish_reason is FinishReason.STOP
     assert len(found.logprobs) == len(found.tokens) < len(begun + rest)
+
+
+def test_experts_are_told_of_all_that_is_read_and_only_to_who_asks(serve):
+    engine, [server] = serve()
+    assert all(each.experts is None for group in engine.generate(WORK, SAMPLING) for each in group)
+    engine.note_experts(True)
+    groups = engine.generate(WORK, SAMPLING)
+    assert [{one["experts"] for one in body["requests"]} for body in server.asked] == [{False}, {True}]
+    for asked, group in zip(WORK, groups, strict=True):
+        for seed, found in zip(asked.seeds, group, strict=True):
+            np.testing.assert_array_equal(found.experts, experts_of(seed, 9 + 11))
+            assert found.experts.dtype == np.uint8
+
+
+def test_tokens_keep_the_experts_of_the_request_that_wrote_them_when_another_goes_on(serve):
+    def aborted(number: int, lines: list[Line]) -> list[Line]:
+        parts = {0: chunk(0, [7, 8, 9], finish="abort") | experts(100, 9 + 2), 1: chunk(0, [], finish="abort")}
+        return [parts[number], lines[-1]] if number in parts else lines
+
+    engine, _ = serve(spoil=aborted)
+    engine.note_experts(True)
+    [[found]] = engine.generate([request(0, 9, group=1)], SAMPLING)
+    seed = derive_seed("continued", request(0, 9, group=1).seeds[0], 3)
+    assert found.tokens == (7, 8, 9, *tokens_of(seed, 9))
+    np.testing.assert_array_equal(found.experts[:11], experts_of(100, 11))
+    np.testing.assert_array_equal(found.experts[11:], experts_of(seed, 9 + 11)[11:])
+
+
+def test_a_stop_text_over_a_seam_cuts_the_experts_too(serve):
+    begun, rest = (small_tokenizer()(text)["input_ids"] for text in ("Ana has ", "pens and more"))
+
+    def in_two_parts(number: int, lines: list[Line]) -> list[Line]:
+        read = 9 + len(begun) - 1
+        part = chunk(0, begun, finish="abort") | experts(1, read)
+        if number:
+            part = chunk(0, rest, finish="stop") | experts(2, read + len(rest))
+        return [part, lines[-1]]
+
+    engine, _ = serve(spoil=in_two_parts)
+    engine.note_experts(True)
+    [[found]] = engine.generate([request(0, 9, group=1)], SamplingConfig(max_new_tokens=40, stop=("has pens",)))
+    assert len(found.experts) == 9 + len(found.tokens) - 1 < 9 + len(begun + rest) - 1
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({}, "expected the experts of 20 tokens, found none"),
+        (experts(1, 19), "expected the experts of 20 tokens, found 38 bytes for 2 of each"),
+        ({"experts": experts(1, 20)["experts"] | {"dtype": "<u2"}}, "found 40 bytes for 2 of each"),
+    ],
+)
+def test_experts_of_other_tokens_are_a_failure_of_the_server(serve, told, message):
+    def spoilt(lines: list[Line]) -> list[Line]:
+        return [chunk(0, [5] * 12, finish="length") | told, *lines[2:]]
+
+    engine, _ = serve(spoil=spoil_first(spoilt))
+    engine.note_experts(True)
+    with pytest.raises(WorkerFailed, match=message):
+        engine.generate(WORK, SAMPLING)
+
+
+def test_experts_of_other_layers_than_before_are_a_failure_of_the_server(serve):
+    def spoilt(lines: list[Line]) -> list[Line]:
+        return [chunk(0, [7, 8, 9], finish="abort") | experts(1, 11, width=3), *lines[2:]]
+
+    engine, _ = serve(spoil=spoil_first(spoilt))
+    engine.note_experts(True)
+    with pytest.raises(WorkerFailed, match="expected 3 experts of a token, found 2"):
+        engine.generate(WORK, SAMPLING)
+
+
+def test_a_server_that_does_not_tell_experts_is_refused_where_they_are_wanted(serve):
+    engine, [server] = serve(about=ABOUT | {"tells_experts": False})
+    engine.generate(WORK, SAMPLING)
+    engine.note_experts(True)
+    with pytest.raises(BadInput, match=r"update\.router_replay: vLLM server .* does not tell which experts it chose"):
+        engine.generate(WORK, SAMPLING)
+    assert len(server.asked) == 1
 
 
 def test_a_prefix_is_part_of_the_prompt_and_moves_the_seed(serve):

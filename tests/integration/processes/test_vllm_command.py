@@ -21,10 +21,18 @@ from models.engines.vllm.server import (
 PYTHON = Path("/engines/bin/python")
 
 
-def options(platform, *, adapters=0, **changes):
+def options(platform, *, adapters=0, tell_experts=False, **changes):
     """The options by name; those without a value are true."""
     config = VllmEngine(max_model_len=512, **changes)
-    words = command(config, Path("model"), python=PYTHON, platform=platform, at=Address(port=8123), lora_rank=adapters)
+    words = command(
+        config,
+        Path("model"),
+        python=PYTHON,
+        platform=platform,
+        at=Address(port=8123),
+        lora_rank=adapters,
+        tell_experts=tell_experts,
+    )
     assert words[:3] == (str(PYTHON), "-m", "vllm.entrypoints.openai.api_server")
     found = {}
     for word, following in zip(words[3:], [*words[4:], "--"], strict=True):
@@ -88,6 +96,18 @@ def test_adapters_get_the_next_rank_that_vllm_takes():
     assert options("cpu", adapters=16)["max-lora-rank"] == "16"
     assert options("cpu", adapters=16)["enable-lora"] is True
     assert "enable-lora" not in options("cpu")
+
+
+def test_experts_are_told_by_vllm_on_gpus_and_where_nothing_is_cached_on_a_cpu():
+    found = options("cuda", tell_experts=True)
+    assert found["enable-return-routed-experts"] is True and found["enable-prefix-caching"] is True
+    assert environment("", platform="cuda", tell_experts=True)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    found = options("cpu", tell_experts=True)
+    assert found["no-enable-prefix-caching"] is True and "enable-return-routed-experts" not in found
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in environment("", platform="cpu", tell_experts=True)
+    for platform in ("cpu", "cuda"):
+        assert "enable-return-routed-experts" not in options(platform)
+        assert "VLLM_USE_V2_MODEL_RUNNER" not in environment("", platform=platform)
 
 
 def test_without_a_length_it_is_the_policys_context(tmp_path):

@@ -84,9 +84,14 @@ def test_a_key_is_for_servers_that_run_already():
 def test_experts_are_replayed_of_engines_that_tell_them_and_of_completions_that_are_read_once():
     replay = "update.router_replay=rollout"
     assert accepted(replay).update.router_replay == "rollout"
-    assert refusal(VLLM, replay).endswith(
-        "update.router_replay with rollout.engine.kind 'vllm': it does not tell which experts it chose; leave the key "
-        "out, or use rollout.engine.kind='transformers'"
-    )
+    assert accepted(VLLM, replay).update.router_replay == "rollout"
     told = refusal(replay, "rollout.environment.kind=python")
     assert "update.router_replay with rollout.environment: what is read again in each turn has no one choice" in told
+
+
+def test_experts_are_replayed_of_servers_on_gpus_that_cache_prefixes():
+    uncached = (VLLM, "update.router_replay=rollout", "rollout.engine.prefix_caching=false")
+    told = refusal(*uncached, "pools.gpus_per_worker=1")
+    assert "update.router_replay with rollout.engine.prefix_caching=false on GPUs: vLLM tells which experts" in told
+    accepted(*uncached)
+    accepted(*uncached, "pools.gpus_per_worker=1", 'rollout.engine.base_urls=["http://127.0.0.1:8000"]')

@@ -1,4 +1,4 @@
-"""The server's own parts, and a route that changes parameters without telling them."""
+"""The server's own parts, a route that changes parameters without telling them, and one that counts what is noted."""
 
 import json
 
@@ -10,12 +10,18 @@ class MeddlingGateway(Gateway):
     def __init__(self, app):
         super().__init__(app)
         self._routes[("POST", "/rheostat/meddle")] = self._meddle
+        self._routes[("GET", "/rheostat/noted")] = self._noted
 
     async def _meddle(self, receive, send):
         which = json.loads((await receive())["body"])["which"]
         await self._served.engine.collective_rpc("rheostat_meddle", args=(which,))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
+
+    async def _noted(self, receive, send):
+        [noted] = await self._served.engine.collective_rpc("rheostat_count_noted")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"%d" % noted})
 
 
 class MeddlingWeights(Weights):
@@ -29,3 +35,6 @@ class MeddlingWeights(Weights):
         weight = torch.randn(layer.output_size, layer.input_size_per_partition)
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         layer.quant_method.process_weights_after_loading(layer)
+
+    def rheostat_count_noted(self):
+        return len(self.rheostat_noted._rows_TF)

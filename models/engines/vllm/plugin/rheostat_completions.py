@@ -8,6 +8,7 @@ from array import array
 from collections.abc import AsyncGenerator, Iterable
 from itertools import count
 
+from rheostat_experts import NOTED
 from rheostat_images import render
 from rheostat_requests import Prompt, Questions, Refused, Sampling, Wanted, Work
 from rheostat_serving import Serving
@@ -23,6 +24,9 @@ _names = count()
 async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
     """Yield lines of chunks as completions grow, several at a time, and one line with the step sums at the end."""
     serving.require(work.digest)
+    noted = any(one.experts for one in work.wanted)
+    if noted:
+        await serving.experts.begin()
     lines: asyncio.Queue[bytes | None] = asyncio.Queue()
     collectors: list[RequestOutputCollector] = []
     tasks: list[asyncio.Task[None]] = []
@@ -30,7 +34,7 @@ async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
     try:
         collectors = await _admit(serving, ((one.prompt, _parameters(one, work.sampling)) for one in work.wanted))
         tasks = [
-            asyncio.create_task(_follow(one.name, collector, work.digest, lines=lines))
+            asyncio.create_task(_follow(serving, one, collector, digest=work.digest, lines=lines))
             for one, collector in zip(work.wanted, collectors, strict=True)
         ]
         ended = asyncio.ensure_future(_end(tasks, lines))
@@ -48,6 +52,8 @@ async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
             task.cancel()
         serving.steps.end(len(work.wanted))
         await _abandon(serving, [c for c, task in zip(collectors, tasks, strict=True) if not _finished(task)])
+        if noted:
+            await serving.experts.forget([collector.request_id for collector in collectors])
 
 
 async def _end(tasks: list[asyncio.Task[None]], lines: asyncio.Queue[bytes | None]) -> None:
@@ -123,6 +129,7 @@ def _parameters(one: Wanted, sampling: Sampling) -> SamplingParams:
         include_stop_str_in_output=True,
         output_kind=RequestOutputKind.DELTA,
         stream_interval=CHUNK_TOKENS,
+        extra_args={NOTED: True} if one.experts else None,
         skip_clone=True,
     )
 
@@ -172,26 +179,36 @@ async def _abandon(serving: Serving, collectors: list[RequestOutputCollector]) -
 
 
 async def _follow(
-    name: int, collector: RequestOutputCollector, digest: str, *, lines: asyncio.Queue[bytes | None]
+    serving: Serving,
+    one: Wanted,
+    collector: RequestOutputCollector,
+    *,
+    digest: str,
+    lines: asyncio.Queue[bytes | None],
 ) -> None:
-    finish: str | None = None
+    finish, written = None, 0
     while finish is None:
         output = await collector.get()
         completion = output.outputs[0]
-        finish = completion.finish_reason
+        finish, written = completion.finish_reason, written + len(completion.token_ids)
+        told: dict[str, object] = {}
         if finish is not None:
             try:
                 _require_version(completion, digest)
             except Refused as refused:
-                lines.put_nowait(_line({"id": name, **refused.answer}))
+                lines.put_nowait(_line({"id": one.name, **refused.answer}))
                 return
+            if one.experts and written:  # of all tokens but the last, which nothing was read after
+                read = len(one.prompt.tokens) + written - 1
+                told["experts"] = await serving.experts.of(collector.request_id, completion, read)
         lines.put_nowait(
             _line(
                 {
-                    "id": name,
+                    "id": one.name,
                     "tokens": _base64(array("i", completion.token_ids)),
                     "logprobs": _base64(array("f", completion.logprobs.logprobs)),
                     "finish": finish,
+                    **told,
                 }
             )
         )

@@ -65,6 +65,8 @@ class Wanted:
     prompt: Prompt
     seed: int
     max_tokens: int
+    experts: bool
+    """Whether to tell what routers choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ def read_work(body: bytes) -> Work:
             prompt=_prompt(one),
             seed=_field(one, "seed", int),
             max_tokens=_field(one, "max_tokens", int),
+            experts=one.get("experts", False) is True,
         )
         for one in _field(fields, "requests", list)
     ]

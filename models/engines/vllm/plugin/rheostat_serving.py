@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
+from rheostat_experts import ToldExperts
 from rheostat_requests import Refused
 from rheostat_steps import Steps
 from transformers import AutoConfig
@@ -39,6 +40,7 @@ class Serving:
         self.digest = ""
         self.adapter: LoRARequest | None = None
         self.steps = Steps(engine)
+        self.experts = ToldExperts(engine)
         self._config = engine.vllm_config
         self._shape = _read_shape(Path(self._config.model_config.model))
         self._lock = asyncio.Lock()
@@ -48,7 +50,7 @@ class Serving:
         self._adapters = 0
         self._asleep = False
 
-    def about(self) -> dict[str, object]:
+    async def about(self) -> dict[str, object]:
         """Say how the server was started, as far as its answers depend on it."""
         model, lora = self._config.model_config, self._config.lora_config
         return {
@@ -58,6 +60,7 @@ class Serving:
             "tensor_parallel": self._config.parallel_config.tensor_parallel_size,
             "lora_rank": 0 if lora is None else lora.max_lora_rank,
             "sleeps": model.enable_sleep_mode,
+            "tells_experts": bool(await self.experts.layers()),
         }
 
     def require(self, digest: str) -> None:

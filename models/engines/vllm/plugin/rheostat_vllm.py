@@ -74,7 +74,7 @@ class Gateway:
         return self._serving
 
     async def _about(self, _receive: Receive, send: Send) -> None:
-        await reply(send, 200, _versions() | self._served.about())
+        await reply(send, 200, _versions() | await self._served.about())
 
     async def _proof(self, _receive: Receive, send: Send) -> None:
         await reply(send, 200, {"digest": await self._served.prove()})

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import torch
 from blake3 import blake3
+from rheostat_experts import NotedExperts, expert_layers
 from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 SAMPLED = 64
 """Values of each parameter that the fingerprint looks at, about."""
@@ -18,11 +20,15 @@ SAMPLED = 64
 class Weights:
     """Methods of every rank that the gateway calls; vLLM mixes the class into its own worker."""
 
+    rheostat_noted: NotedExperts | None = None
+
     def rheostat_load(self, files: list[str]) -> None:
         """Replace all parameters by the tensors of safetensors files, which keep vLLM's own layout and storage."""
         model = self.get_model()  # type: ignore[attr-defined]
         runner = self.model_runner  # type: ignore[attr-defined]
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            if current_platform.is_cpu():
+                _forget_packing(model)
             initialize_layerwise_reload(model)
             loaded = model.load_weights(_tensors(files))
             finalize_layerwise_reload(model, self.model_config)  # type: ignore[attr-defined]
@@ -38,6 +44,24 @@ class Weights:
         """Hash a strided sample of every parameter and adapter; what a matrix packed for a CPU does, not its values."""
         samples = [_sample(tensor) for tensor in _served_tensors(self.get_model())]  # type: ignore[attr-defined]
         return blake3(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
+
+    def rheostat_expert_layers(self) -> list[int]:
+        """Number the layers with experts."""
+        return [layer.layer_id for layer in expert_layers(self.get_model())]  # type: ignore[attr-defined]
+
+    def rheostat_note_experts(self) -> None:
+        """Note experts of requests that ask for it, from now on."""
+        self.rheostat_noted = self.rheostat_noted or NotedExperts(self.model_runner)  # type: ignore[attr-defined]
+
+    def rheostat_take_experts(self, wanted: dict[str, int]) -> list[bytes]:
+        """Return the experts of so many tokens of requests, and free what is noted of them."""
+        return [] if self.rheostat_noted is None else self.rheostat_noted.take(wanted)
+
+
+def _forget_packing(model: nn.Module) -> None:
+    """Have experts on a CPU packed when they are loaded again: vLLM packs them once, and would read others wrongly."""
+    for layer in expert_layers(model):
+        layer.routed_experts.quant_method.moe_kernel = None
 
 
 def _tensors(files: list[str]) -> Iterator[tuple[str, Tensor]]:

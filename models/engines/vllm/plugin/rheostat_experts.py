@@ -1,0 +1,125 @@
+"""What the routers of a mixture of experts choose for each token: noted in vLLM's worker, and told by the gateway.
+
+On GPUs vLLM notes it itself (`--enable-return-routed-experts`), by a model runner that wants Triton; on a CPU, where
+there is none, the worker does. L tokens of a pass, T of a sequence, F experts of a token in all layers, layer after
+layer.
+"""
+
+import base64
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from rheostat_requests import Refused
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.outputs import ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+NOTED = "rheostat_experts"
+"""Among the extra arguments of a request: a worker is to note its experts."""
+MOST_IN_8_BITS = 256
+
+
+def expert_layers(model: nn.Module) -> list[MoERunner]:
+    """Return the layers with experts, in order."""
+    return [module for module in model.modules() if isinstance(module, MoERunner)]
+
+
+class NotedExperts:
+    """Experts of all tokens of the requests under way, as a CPU's runner of the model computes them.
+
+    Nothing is cached, so each request is computed from its first token on, and again after it had to make way.
+    """
+
+    def __init__(self, runner: "CPUModelRunner") -> None:
+        self._runner = runner
+        self._dtype = _dtype_of(runner.model_config.get_num_experts())
+        self._rows_TF: dict[str, np.ndarray] = {}
+        self._chosen_LK: dict[int, Tensor] = {}
+        for number, layer in enumerate(expert_layers(runner.get_model())):
+            layer.router.set_capture_fn(partial(self._chosen_LK.__setitem__, number))
+        execute = runner.execute_model
+
+        def execute_and_note(step: SchedulerOutput, *rest: object) -> ModelRunnerOutput | None:
+            said = execute(step, *rest)
+            self._note(step.num_scheduled_tokens)
+            return said
+
+        runner.execute_model = execute_and_note
+
+    def take(self, wanted: dict[str, int]) -> list[bytes]:
+        """Return the experts of the first so many tokens of requests, and let go of all of theirs."""
+        taken = [(self._rows_TF.pop(request, None), tokens) for request, tokens in wanted.items()]
+        return [b"" if rows_TF is None else rows_TF[:tokens].tobytes() for rows_TF, tokens in taken]
+
+    def _note(self, scheduled: dict[str, int]) -> None:
+        """Note a pass over so many tokens of each request."""
+        if not any(map(self._is_wanted, scheduled)):
+            return
+        chosen_LF = torch.cat([each for _, each in sorted(self._chosen_LK.items())], dim=1).numpy()
+        batch, begin = self._runner.input_batch, 0
+        for request, computed in zip(batch.req_ids, batch.num_computed_tokens_cpu.tolist(), strict=False):
+            end = begin + scheduled[request]
+            if self._is_wanted(request):
+                if request not in self._rows_TF:  # memory is taken where it is written
+                    self._rows_TF[request] = np.empty((batch.max_model_len, chosen_LF.shape[1]), self._dtype)
+                self._rows_TF[request][computed : computed + end - begin] = chosen_LF[begin:end]
+            begin = end
+
+    def _is_wanted(self, request: str) -> bool:
+        parameters = self._runner.requests[request].sampling_params
+        return NOTED in (parameters.extra_args or {})
+
+
+class ToldExperts:
+    """What the gateway knows of experts: whether it can tell them, and those of requests that have ended."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        config = engine.vllm_config
+        self._by_vllm = config.aux_output_config.enabled
+        self._by_worker = current_platform.is_cpu() and not config.cache_config.enable_prefix_caching
+        self._layers: list[int] | None = None
+        self._dtype = _dtype_of(config.model_config.get_num_experts())
+        self._experts = config.model_config.get_num_experts_per_tok()
+
+    async def layers(self) -> list[int]:
+        """Return the layers with experts, which it can tell then; none where it cannot."""
+        if self._layers is None:
+            can = self._by_vllm or self._by_worker
+            [self._layers, *_] = await self._engine.collective_rpc("rheostat_expert_layers") if can else [[]]
+        return self._layers
+
+    async def begin(self) -> None:
+        """Have the experts noted of requests that follow. Raises Refused where they cannot be told."""
+        if not await self.layers():
+            raise Refused("experts: this server was not started to tell them, or its model has none")
+        if self._by_worker:
+            await self._engine.collective_rpc("rheostat_note_experts")
+
+    async def of(self, request: str, completion: CompletionOutput, num_tokens: int) -> dict[str, object]:
+        """Tell those of the first tokens of a request that ended."""
+        layers = await self.layers()
+        if self._by_vllm:
+            found = completion.routed_experts[:num_tokens, layers].astype(self._dtype).tobytes()
+        else:
+            [[found], *_] = await self._engine.collective_rpc("rheostat_take_experts", args=({request: num_tokens},))
+        width = len(layers) * self._experts
+        return {"rows": base64.b64encode(found).decode(), "width": width, "dtype": self._dtype}
+
+    async def forget(self, requests: list[str]) -> None:
+        """Free what is noted of requests."""
+        if self._by_worker:
+            await self._engine.collective_rpc("rheostat_take_experts", args=(dict.fromkeys(requests, 0),))
+
+
+def _dtype_of(num_experts: int) -> str:
+    return "<u1" if num_experts <= MOST_IN_8_BITS else "<u2"
