@@ -1,7 +1,7 @@
 """What each rank of the update holds at most, foretold from sizes alone. Torch-free.
 
 Bytes of one rank: what it holds all the time, and what one pass adds between its forward and its backward pass.
-Libraries, what allocators leave between blocks, and weights that are copied to be written are not counted.
+Libraries, and what allocators leave between blocks, are not counted.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,9 @@ MASTER_BYTES: Final = 4
 """DeepSpeed's float32 copy of what a rank steps, from ZeRO-1 on."""
 MUCH: Final = 2**30
 """Bytes of a pass below which no layer is computed again, unless it is asked for."""
+
+WRITING: Final = "update_writing_bytes"
+"""Of a rank on a CPU alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ def held_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> dict
 def pass_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, held: float) -> dict[str, float]:
     """What the largest pass adds at its height, between forward and backward, beside what is `held`.
 
+    Writing on a CPU what was learnt takes a copy of it, when the pass has gone: what that is more is told apart.
+
     `recomputes` says whether its layers are computed again in the backward pass, by choice or by default: where they
     would keep more than all that is held, and more than 1 GiB.
     """
@@ -61,13 +66,17 @@ def pass_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, h
     recomputes = update.activation_checkpointing
     if recomputes is None:
         recomputes = model.recomputes and kept > max(MUCH, held)
+    activations = inputs + block * model.largest_block if recomputes else kept
     logits = sizes.tokens * model.vocab_size
+    head = head_bytes(logits, memory=None)
+    copied = number * (model.parameters if update.lora is None else update.lora.count_trained(model))
     return {
         "pass_logits": logits,
         "recomputes": float(recomputes),
         "kept_activations_bytes": kept,
-        "update_activations_bytes": inputs + block * model.largest_block if recomputes else kept,
-        "update_head_bytes": head_bytes(logits, memory=None),
+        "update_activations_bytes": activations,
+        "update_head_bytes": head,
+        WRITING: max(0.0, copied - activations - head),
     }
 
 
