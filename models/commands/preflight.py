@@ -258,6 +258,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
 def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) -> dict[str, float]:
     """What each rank holds of the policy, of a reference beside it, and of the largest pass."""
     update, ranks = inputs.update, inputs.pools.update_ranks
+    model = model.guided(1 if inputs.rollout.denoising is None else inputs.rollout.denoising.guidance)
     held = held_bytes(update, model, ranks=ranks)
     if update.activation_checkpointing and not model.recomputes:
         raise BadInput(

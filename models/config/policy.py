@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -316,3 +316,10 @@ class ModelOutline:
     """Ways in which its class can compute attention."""
     recomputes: bool = True
     """Whether its blocks can be computed again in the backward pass."""
+    takes_guidance: bool = False
+    """Whether guidance is an input of a denoiser."""
+
+    def guided(self, guidance: float) -> "ModelOutline":
+        """The same as it is with guidance: each state is read without the prompt too, unless guidance is an input."""
+        reads = 1 if guidance == 1 or self.takes_guidance else 2
+        return replace(self, hidden_size=reads * self.hidden_size, kept_numbers=reads * self.kept_numbers)

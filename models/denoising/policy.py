@@ -16,7 +16,7 @@ from infra.errors import BadInput
 from infra.store.inputs import fetched
 from models.config.denoising import DenoisingConfig
 from models.config.policy import DiffusionPolicy, ModelOutline, ModelShape, ScratchDiffusionPolicy
-from models.denoising.families import CLIP_TOKENS, DenoiserFamily, blank, class_of, gather
+from models.denoising.families import CLIP_TOKENS, DenoiserFamily, blank, class_of, gather, takes_guidance
 from models.denoising.pipeline import (
     WEIGHTS,
     PictureModel,
@@ -166,6 +166,7 @@ def _described(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) 
         vocab_size=0,
         kept_numbers=round(measured.kept / blocks),
         largest_block=max(measured.layers) * blocks / measured.kept,
+        takes_guidance=takes_guidance(model),
     )
     shape = ModelShape(
         parameters=parameters, context=PROMPT_BYTES, layers=blocks, heads=1, kv_heads=1, head_size=hidden

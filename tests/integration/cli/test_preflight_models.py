@@ -135,9 +135,10 @@ def test_layers_of_a_denoiser_are_computed_again_from_a_size_on_unless_it_is_sai
     assert 1 / 6 < again["update_activations_bytes"] / kept["update_activations_bytes"] < 1 / 3
 
 
-def test_what_an_update_holds_of_pictures_follows_from_their_own_tokens():
-    def facts(steps: int) -> dict[str, float]:
-        denoising = DenoisingConfig(text_tokens=1, window=LearntWindow(size=steps, first=0, last=0))
+def test_what_an_update_holds_of_pictures_follows_from_their_own_tokens_and_from_guidance():
+    def facts(steps: int, guidance: float = 1.0) -> dict[str, float]:
+        window = LearntWindow(size=steps, first=0, last=0)
+        denoising = DenoisingConfig(text_tokens=1, window=window, guidance=guidance)
         return check(
             inputs(
                 data=PaintingsData(),
@@ -150,3 +151,4 @@ def test_what_an_update_holds_of_pictures_follows_from_their_own_tokens():
 
     one, three = facts(1), facts(3)
     assert three["update_activations_bytes"] == 3 * one["update_activations_bytes"]
+    assert facts(1, guidance=5.0)["update_activations_bytes"] == 2 * one["update_activations_bytes"]

@@ -61,6 +61,9 @@ def test_what_a_pass_keeps_and_computes_is_what_a_real_one_does(directory, famil
     assert outline.parameters == sum(each.numel() for each in model.parameters())
     assert outline.kept_numbers * outline.blocks * tokens == pytest.approx(kept, rel=0.02)
     assert outline.matmul_parameters * tokens == pytest.approx(products, rel=0.001)
+    guided = outline.guided(5.0)  # of these Flux alone takes guidance as an input
+    assert guided.kept_numbers == outline.kept_numbers * (1 if family == "flux" else 2)
+    assert outline.guided(1.0) == outline
 
 
 def layer_numbers(model, states, text, family):
