@@ -1,6 +1,7 @@
 """Small pipelines of every family that can be trained, built from configurations, with weights that are random."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
@@ -28,7 +29,9 @@ from models.denoising.policy import byte_tokenizer
 from models.denoising.scratch import word_tokenizer
 from models.engines.drawing import PictureEngine
 from models.engines.protocol import Completion, Request
+from models.records.media import Gallery
 from models.records.model_input import ModelInput
+from models.records.pictures import Picture
 from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
 
@@ -291,6 +294,34 @@ def drawn(
     engine = PictureEngine(DiffusersEngine(max_batch_rows=rows))
     engine.load(directory, POLICY, adapter=adapter)
     return [each for [each] in engine.draw(requests(directory), config, learnt)]
+
+
+@dataclass
+class Shown:
+    """Pictures by digest, as a run's media show them."""
+
+    pictures: dict[str, Picture]
+
+    def encoded(self, digest: str) -> bytes:
+        return self.pictures[digest].encoded
+
+    def states(self, digest: str, *, steps: int) -> np.ndarray:
+        found = self.pictures[digest].states
+        assert len(found) == steps + 1
+        return found
+
+
+def learnt_from(completions: Sequence[Completion], directory: Path) -> tuple[list[ModelInput], Gallery]:
+    """The rows that a trainer reads, and where their states are."""
+    gallery = Gallery()
+    gallery.source = Shown({each.picture.digest: each.picture for each in completions if each.picture is not None})
+    asked = [each.inputs[0] for each in requests(directory)]
+    rows = [
+        type(each)(each.chunks, (made.picture.digest,)).continued(made.tokens)
+        for each, made in zip(asked, completions, strict=True)
+        if made.picture is not None
+    ]
+    return rows, gallery
 
 
 def noise_of(seed: int, directory: Path, config: DenoisingConfig) -> torch.Tensor:

@@ -79,7 +79,7 @@ def test_a_server_is_told_files_and_one_place_for_each_image(served, policy, med
     assert [bytes_at(image) for image in seeing["images"]] == [PICTURES[d] for d in requests[0].inputs[0].images]
     # The tower has 6 x 6 patches, of which 2 x 2 become a token: the directory does not say so.
     assert seeing["settings"] == {"backend": "pil", "image_seq_len": 9}
-    assert blind.keys() == {"id", "tokens", "seed", "max_tokens"}
+    assert blind.keys() == {"id", "tokens", "seed", "max_tokens", "experts"}
     assert server.asked[0]["sampling"]["banned"] == list(processor.banned)
 
 

@@ -10,8 +10,7 @@ from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.steps import Drawing, StepLogprobs
 from models.modeling.adapters import put_adapters
 from models.modeling.layout import lay_out
-from tests.integration.images.test_learning import learnt_from
-from tests.support.pipelines import config_of, drawn
+from tests.support.pipelines import config_of, drawn, learnt_from
 from tests.support.processes import preload
 
 preload(__name__)

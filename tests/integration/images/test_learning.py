@@ -1,7 +1,5 @@
 """Policies of every family learn from the steps that the engine drew, with adapters too, which others can draw with."""
 
-from dataclasses import dataclass
-
 import diffusers
 import numpy as np
 import pytest
@@ -15,9 +13,8 @@ from models.denoising.policy import write_merged_pipeline
 from models.denoising.steps import Drawing, StepLogprobs
 from models.modeling.adapters import load_trainable, save_adapters, trained_parameters
 from models.modeling.layout import lay_out
-from models.records.media import Gallery
 from models.records.versions import ModelVersion
-from tests.support.pipelines import config_of, drawn, pixels, requests, samplers_of, theirs
+from tests.support.pipelines import config_of, drawn, learnt_from, pixels, samplers_of, theirs
 from tests.support.processes import preload
 
 preload(__name__)
@@ -30,33 +27,6 @@ SILENT = {
     | {f"{_LAST}.txt_mlp.net.{name}" for name in ("0.proj", "2")},
 }
 """Layers whose outputs a picture does not depend on: what becomes of text in the last block."""
-
-
-@dataclass
-class Shown:
-    """States of pictures by digest."""
-
-    pictures: dict
-
-    def encoded(self, digest):
-        return self.pictures[digest].encoded
-
-    def states(self, digest, *, steps):
-        found = self.pictures[digest].states
-        assert len(found) == steps + 1
-        return found
-
-
-def learnt_from(completions, directory):
-    """The rows that a trainer reads, and where their states are."""
-    gallery = Gallery()
-    gallery.source = Shown({each.picture.digest: each.picture for each in completions})
-    asked = [each.inputs[0] for each in requests(directory)]
-    rows = [
-        type(each)(each.chunks, (made.picture.digest,)).continued(made.tokens)
-        for each, made in zip(asked, completions, strict=True)
-    ]
-    return rows, gallery
 
 
 def logprobs_of(module, rows, size):
