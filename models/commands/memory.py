@@ -18,9 +18,6 @@ MASTER_BYTES: Final = 4
 MUCH: Final = 2**30
 """Bytes of a pass below which no layer is computed again, unless it is asked for."""
 
-WRITING: Final = "update_writing_bytes"
-"""Of a rank on a CPU alone."""
-
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
@@ -55,7 +52,6 @@ def pass_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, h
     """What the largest pass adds at its height, between forward and backward, beside what is `held`.
 
     Writing on a CPU what was learnt takes a copy of it, when the pass has gone: what that is more is told apart.
-
     `recomputes` says whether its layers are computed again in the backward pass, by choice or by default: where they
     would keep more than all that is held, and more than 1 GiB.
     """
@@ -76,7 +72,7 @@ def pass_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, h
         "kept_activations_bytes": kept,
         "update_activations_bytes": activations,
         "update_head_bytes": head,
-        WRITING: max(0.0, copied - activations - head),
+        "update_writing_bytes": max(0.0, copied - activations - head),
     }
 
 

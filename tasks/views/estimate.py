@@ -7,7 +7,7 @@ from typing import Final
 from infra.config import Settings
 from infra.errors import BadInput
 from infra.validation_errors import nearest
-from models.commands.memory import WRITING, head_bytes
+from models.commands.memory import head_bytes
 from models.config.engines import BYTES
 from models.config.objectives import UpdateConfig
 from placement.roofline import ACCELERATORS, Accelerator, Device, Generated, Limit, limit_of, shared_flops
@@ -174,8 +174,8 @@ def _memory(role: str, facts: Mapping[str, float], kind: Accelerator) -> MemoryE
 
 def _update_memory(update: UpdateConfig, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
     """A rank's, whose chunks of logits grow with the accelerator; what is offloaded is the machine's to hold."""
-    on_cpu = {name: value for name, value in facts.items() if name != WRITING}
-    parts = held_parts(on_cpu, "update") | {"head": head_bytes(facts["pass_logits"], memory=kind.memory)}
+    parts = held_parts(facts, "update") | {"head": head_bytes(facts["pass_logits"], memory=kind.memory)}
+    parts.pop("writing", None)  # what is copied to be written is in the machine's memory
     away = sum(parts.pop(part) for part in update.offloaded)
     held = sum(parts.values())
     return MemoryEstimate(role="update", gigabytes=held / 1e9, of=kind.memory / 1e9, offloaded=away / 1e9)

@@ -111,7 +111,7 @@ def take_each(
     logits: int | None = None,
 ) -> None:
     """Update the same policy under one configuration after another; rank 0 notes the outcomes. Slices have no more
-    ``logits`` at a time, where they are given."""
+    `logits` at a time, where they are given."""
     found, whole = [], head.elements_on
     for config in configs:
         head.elements_on = whole if logits is None or config.sequence_parallel == 1 else lambda device: logits

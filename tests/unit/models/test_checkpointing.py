@@ -5,7 +5,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
 from infra.store.bundles import BundleRef
@@ -18,6 +17,7 @@ from models.modeling.checkpointing import checkpoint_layers, layers_to_recompute
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.records.model_input import ModelInput
+from tests.support.recomputing import learnt
 
 SHAPE = {
     "vocab_size": 300,
@@ -60,20 +60,8 @@ def batch():
     return lay_out(inputs)
 
 
-def learnt(module, *, shares, read=None):
-    """Log-probs, gradients, and the bytes that were kept from the forward pass to the backward pass."""
-    kept, weights = {}, {each.untyped_storage().data_ptr() for each in module.parameters()}
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        found_N = module(ForwardInput.of(read or batch(), torch.device("cpu"), shares=shares))
-    held = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    (found_N * torch.linspace(-1, 1, len(found_N))).sum().backward()
-    return found_N.detach(), {name: each.grad for name, each in module.named_parameters()}, held
+def given(*, shares):
+    return ForwardInput.of(batch(), torch.device("cpu"), shares=shares)
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -84,7 +72,9 @@ def test_gradients_of_layers_that_are_computed_again_are_the_same_bits(family, a
     if shares and not kept.shares_prompts:
         pytest.skip("it takes padded passes alone")
     assert len(layers_to_recompute(again.model)) == 4
-    (expected_N, gradients, much), (found_N, found, little) = (learnt(each, shares=shares) for each in (kept, again))
+    (expected_N, gradients, much), (found_N, found, little) = (
+        learnt(each, given(shares=shares)) for each in (kept, again)
+    )
     assert torch.equal(found_N, expected_N)
     assert any(gradient is not None and gradient.any() for gradient in gradients.values())
     for name, gradient in gradients.items():
@@ -104,7 +94,7 @@ def test_what_a_pass_keeps_is_foretold(architecture, adapters):
         put_adapters(model, lora, base=BundleRef(key="policies/base", digest="base", bytes=0))
     prompts, rng = [ModelInput.given([5, 6]), ModelInput.given([6, 5])] * 4, np.random.default_rng(0)
     read = lay_out([prompt.continued(rng.integers(2, 300, 60)) for prompt in sorted(prompts, key=str)])
-    *_, held = learnt(TokenLogprobs(model, temperature=0.9), shares=False, read=read)
+    *_, held = learnt(TokenLogprobs(model, temperature=0.9), ForwardInput.of(read, torch.device("cpu"), shares=False))
     found = pass_bytes(UpdateConfig(lora=lora), sizes.outline(), PassSizes(read.tokens_BT.size), held=0)
     head = 4 * 300 * len(read.targets_N)  # its log-softmax, which is counted with the head
     assert found["kept_activations_bytes"] == pytest.approx(held - head, rel=0.1)
@@ -114,4 +104,4 @@ def test_a_pass_without_gradients_is_the_plain_one():
     module = built("llama", again=True)
     with torch.no_grad():
         said_N = module(ForwardInput.of(batch(), torch.device("cpu"), shares=True))
-    assert torch.equal(said_N, learnt(built("llama"), shares=True)[0])
+    assert torch.equal(said_N, learnt(built("llama"), given(shares=True))[0])
