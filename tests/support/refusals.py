@@ -1,0 +1,126 @@
+"""Tables of input that must be refused: the records of `tests/unit/refusals/*.toml`, and the ways to present them.
+
+A table has `[folder.NAME]` sections (a job document and files, shared by cases) and `[[claim]]` sections. A claim has a
+name, defaults for its cases, and `cases`, one inline table per refused input. The `stage` of a case says which part of
+the product must refuse the input:
+
+- `settings`: the validation of the job document with its overrides.
+- `check`: the input check that `rheostat train` runs before it starts, on a valid document.
+- `command`: a `rheostat` command in this process. It must exit with code 2, print one line and write nothing.
+- `call`: any function, named `module:function`.
+"""
+
+import functools
+import importlib
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from flows.cli.app import main
+from models.commands.preflight import Inputs, check
+from tasks.config.run import override_config
+
+TABLES = Path(__file__).parents[1] / "unit/refusals"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Folder(_Record):
+    """Working directory of a case before its own files are written."""
+
+    document: str = ""
+    """Job document in TOML, written to `job.toml`."""
+    files: Mapping[str, str] = {}
+    """Text of each file by its relative path."""
+    build: str = ""
+    """Function `module:function` that gets the directory and adds what TOML cannot hold, such as a model."""
+
+
+class Case(_Record):
+    """One input that must be refused, and the parts of the message that a user needs."""
+
+    names: tuple[str, ...]
+    """Parts that the message must contain: the key or file, what was found, the nearest valid name."""
+    stage: Literal["settings", "check", "command", "call"] = "settings"
+    folder: str = ""
+    document: str = ""
+    """Job document in TOML; it is appended to the document of the folder."""
+    set: tuple[str, ...] = ()
+    """Overrides of the job document, `key=value`."""
+    files: Mapping[str, str] = {}
+    """Files that are added to the folder or replace files of the folder."""
+    remove: tuple[str, ...] = ()
+    """Files of the folder that are deleted."""
+    command: tuple[str, ...] = ()
+    call: str = ""
+    arguments: tuple[object, ...] = ()
+    options: Mapping[str, object] = {}
+    """Keyword arguments of the call."""
+    error: str = "infra.errors:BadInput"
+    """Class of the exception, `module:class` or the name of a built-in class; a subclass is not accepted."""
+
+
+def named(target: str) -> Callable[..., object]:
+    """Return the attribute that `module:attribute` names; `attribute` may have dots."""
+    module, _, path = target.rpartition(":")
+    return functools.reduce(getattr, path.split("."), importlib.import_module(module or "builtins"))
+
+
+def read_cases() -> Iterator[pytest.param]:
+    """Yield the cases of all tables with their folders, named after their tables and claims."""
+    for table in sorted(TABLES.glob("*.toml")):
+        yield from _read_table(table)
+
+
+def _read_table(table: Path) -> Iterator[pytest.param]:
+    document = tomllib.loads(table.read_text())
+    folders = {name: Folder.model_validate(folder) for name, folder in document.get("folder", {}).items()}
+    for claim in document["claim"]:
+        defaults = {key: value for key, value in claim.items() if key not in ("name", "cases")}
+        for number, case in enumerate(claim["cases"], start=1):
+            record = Case.model_validate(defaults | case)
+            folder = folders[record.folder] if record.folder else Folder()
+            yield pytest.param(record, folder, id=f"{table.stem}: {claim['name']}: {number}")
+
+
+def write_folder(case: Case, folder: Folder, place: Path) -> None:
+    """Write the files of a case below a directory."""
+    files = {**folder.files, **case.files, "job.toml": f"{folder.document}\n{case.document}"}
+    for name, text in files.items():
+        if name not in case.remove:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(text)
+    if folder.build:
+        named(folder.build)(place)
+
+
+def refusal(case: Case, place: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Present a case in the current directory and return the message with which it is refused."""
+    if case.stage == "command":
+        before = tree(place)
+        assert main(list(case.command)) == 2
+        assert tree(place) == before
+        out, err = capsys.readouterr()
+        assert out == ""
+        return err.removesuffix("\n")
+    with pytest.raises(named(case.error)) as refused:
+        if case.stage == "call":
+            named(case.call)(*case.arguments, **case.options)
+        else:
+            document = tomllib.loads((place / "job.toml").read_text())
+            settings = override_config(document, case.set, source="job.toml")
+            assert case.stage == "check", "the document with its overrides is valid"
+            check(Inputs.model_validate_json(settings.model_dump_json()))
+    assert type(refused.value) is named(case.error)
+    return str(refused.value)
+
+
+def tree(root: Path) -> dict[str, bytes | None]:
+    """Return the bytes of every file below a directory; a directory has None."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(root.rglob("*"))}

@@ -1,0 +1,14 @@
+"""Every input of the tables in this folder is refused in one line that names what a user needs to fix it."""
+
+import pytest
+
+from tests.support.refusals import read_cases, refusal, write_folder
+
+
+@pytest.mark.parametrize(("case", "folder"), read_cases())
+def test_an_input_of_the_tables_is_refused_and_what_is_wrong_is_named(case, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_folder(case, folder, tmp_path)
+    message = refusal(case, tmp_path, capsys)
+    assert "\n" not in message
+    assert [part for part in case.names if part not in message] == [], message
