@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo sandbox test test-system test-gpu test-slow test-s3 chaos faults test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
+.PHONY: demo sandbox test test-smoke test-system test-gpu test-slow test-s3 chaos faults nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -33,6 +33,10 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.dev  ## the default suite, on all cores, with the CPU seconds of its longest tests
 	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 $(ARGS)
 
+test-smoke: export PYTHONDONTWRITEBYTECODE :=
+test-smoke: $(VENV)/.dev  ## one whole run of each family, most of them killed on the way; vLLM's is `make test-vllm ARGS='-m "vllm and smoke"'`
+	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 -m "smoke and not vllm" $(ARGS)
+
 test-system: export PYTHONDONTWRITEBYTECODE :=
 test-system: $(VENV)/.dev  ## whole runs, real clusters, ranks and servers, most of them killed, on all cores
 	@$(BIN)/python -m pytest $(PARALLEL) --cpu-seconds 5 -m "system and not slow" $(ARGS)
@@ -43,6 +47,9 @@ test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seed
 test-s3: export RHEOSTAT_REQUIRE_S3 := 1
 test-s3: $(VENV)/.dev  ## the store's promises and whole runs on S3 servers: moto's, and Ceph's, which it installs where it may
 	@$(BIN)/python -m pytest $(PARALLEL) -m s3 $(ARGS)
+
+nightly: sandbox  ## all tests, with a table of parts at the end; after an interrupt it goes on (ARGS=--fresh begins again)
+	@RHEOSTAT_REQUIRE_SANDBOX=1 python3 .ci/parts.py nightly $(ARGS)
 
 SEEDS := 1..20
 chaos: $(VENV)/.dev  ## kills and full disks at random writes of a small run, by seeds; a failing one is named

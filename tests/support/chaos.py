@@ -16,6 +16,7 @@ import argparse
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 import tempfile
@@ -363,10 +364,23 @@ def problems_after(
     return problems + checker.problems_of(run)[:5]
 
 
+def read_seeds(text: str) -> range:
+    """Return the seeds that `A..B` (both ends included), `A+N` (N seeds from A on) or `A` stands for."""
+    first, sign, last = re.fullmatch(r"(\d+)(?:(\.\.|\+)(\d+))?", text).groups(default="")
+    end = int(first) + (int(last) if sign == "+" else 1) if sign != ".." else int(last) + 1
+    return range(int(first), end)
+
+
 def main() -> int:
     """Run the schedules side by side; the exit code is 1 where one failed."""
     parser = argparse.ArgumentParser(prog="make chaos", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--seeds", default="1..20", metavar="A..B", help="schedules to run, both ends included")
+    parser.add_argument(
+        "--seeds",
+        default="1..20",
+        type=read_seeds,
+        metavar="A..B",
+        help="seeds of the schedules: A to B, or with A+N the N from A on",
+    )
     parser.add_argument("--on", choices=("threads", "ray"), default="threads", help="what the run's workers are")
     parser.add_argument("--every", type=int, metavar="N", help="one kill at every N-th write and each of its moments")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="change the job")
@@ -375,7 +389,6 @@ def main() -> int:
         "--side-by-side", type=int, default=(os.cpu_count() or 1) + 1, metavar="N", help="runs at a time"
     )
     asked = parser.parse_args()
-    first, _, last = asked.seeds.partition("..")
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         home = Path(folder)
         (home / "prefect").mkdir()
@@ -386,7 +399,7 @@ def main() -> int:
             if code != 0:
                 write((home / "whole/output").read_text(errors="replace")[-2000:])
                 return 1
-            whole, seeds = home / "whole/store/tiny", range(int(first), int(last or first) + 1)
+            whole, seeds = home / "whole/store/tiny", asked.seeds
             check = partial(problems_after, api=api, whole=whole, overrides=asked.override, collects=asked.collect)
             if asked.on == "ray":
                 writes = len(Job(home / "whole").puts())

@@ -1,0 +1,82 @@
+"""The runner of `.ci/run` and `make nightly`: its table, its exit codes, and how it resumes after an interrupt."""
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import wait_for
+
+PARTS = Path(__file__).parents[2] / ".ci/parts.py"
+SUITES = """
+[suite.two]
+lanes = [["first", "second"], ["third"]]
+[part]
+first = "echo started >>starts-first; echo 7 passed in 2 s"
+second = "echo $$ >>starts-second; {second}"
+third = "echo {{seed}} >starts-third"
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start the runner, in a repository of its own, on the suite `two`, whose second part runs the given command."""
+    repository = tmp_path / "repository"
+    (repository / ".ci").mkdir(parents=True)
+    shutil.copy(PARTS, repository / ".ci")
+    (repository / ".gitignore").write_text("build\nsuites.toml\n")
+    git = ["git", "-C", repository, "-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True)
+
+    def start(second: str, *options: str) -> "subprocess.Popen[str]":
+        suites = SUITES.replace("starts-", f"{tmp_path}/starts-").format(second=second)
+        (repository / ".ci/suites.toml").write_text(suites)
+        command = [sys.executable, repository / ".ci/parts.py", "two", *options]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    return start
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_part_that_fails_is_in_the_table_and_the_other_parts_run(start, tmp_path):
+    with start("echo why it failed; exit 3") as runner:
+        output = runner.stdout.read()
+    assert runner.returncode == 1
+    assert "second: FAILED with code 3" in output
+    table = {line.split()[0]: line.split(maxsplit=3)[1:] for line in output.splitlines()[-5:-1]}
+    assert {name: row[0] for name, row in table.items() if name != "part"} == {
+        "first": "passed",
+        "second": "FAILED",
+        "third": "passed",
+    }
+    assert table["first"][2] == "7 passed in 2 s" and table["second"][2] == "why it failed"
+    assert output.splitlines()[-1].startswith("two: 2 of 3 parts passed")
+    [branch] = (tmp_path / "repository/.git/refs/heads").iterdir()
+    assert lines_of(tmp_path / "starts-third") == [str(int(branch.read_text()[:7], 16))]
+
+
+def test_an_interrupted_suite_goes_on_with_the_parts_that_have_not_passed(start, tmp_path):
+    with start("sleep 600") as runner:
+        begun = wait_for(lambda: lines_of(tmp_path / "starts-second") and lines_of(tmp_path / "starts-third"))
+        assert begun, "the second part has not started"
+        runner.send_signal(signal.SIGINT)
+        output = runner.stdout.read()
+    assert runner.returncode == 130
+    assert "not run" in next(line for line in output.splitlines() if line.startswith("second  "))
+    [part] = lines_of(tmp_path / "starts-second")
+    assert not Path(f"/proc/{part}").exists(), "the part outlived its runner"
+    with start("true") as runner:
+        output = runner.stdout.read()
+    assert runner.returncode == 0
+    assert output.splitlines()[-1].startswith("two: 3 of 3 parts passed")
+    assert [len(lines_of(tmp_path / f"starts-{name}")) for name in ("first", "second", "third")] == [1, 2, 1]
+    with start("true", "--fresh") as runner:
+        runner.communicate()
+    assert [len(lines_of(tmp_path / f"starts-{name}")) for name in ("first", "second", "third")] == [2, 3, 1]
