@@ -89,25 +89,38 @@ def locked(path: Path) -> Iterator[None]:
 
 
 FORKING = {"kills": ("chaos",), "forks": ("processes", "update_workers")}
-"""What modules import that fork processes, in two scopes of about the same length."""
+"""Names that modules import which fork processes, in two scopes of about the same length."""
+WHOLE_RUNS = "tests/runs/test_whole_runs.py"
+"""Module whose tests are cases of a table; a family of cases shares an undisturbed run."""
+
+
+def scope_of(nodeid: str) -> str:
+    """Return the scope of a test. All tests of a scope run in one process, so that their fixtures are made once.
+
+    A scope is a module, a family of whole runs, or several modules that fork processes: the process that they fork from
+    takes 9 CPU seconds to start, once.
+    """
+    module, _, name = nodeid.partition("::")
+    if module == WHOLE_RUNS:
+        return name.partition("[")[2].partition(":")[0]
+    return _scope_of_module(module)
 
 
 @functools.cache
-def scope_of(module: str) -> str:
-    """Modules that fork processes go together: what they fork from takes 9 CPU seconds to start, once."""
+def _scope_of_module(module: str) -> str:
     text = Path(__file__).parents[1].joinpath(module).read_text()
     return next((scope for scope, names in FORKING.items() if any(f"tests.support.{n}" in text for n in names)), module)
 
 
 class Spread(LoadScopeScheduling):
-    """Modules go whole to parallel processes, so that no fixture of a module is made twice."""
+    """Scheduler that gives whole scopes to parallel processes."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return scope_of(nodeid.split("::")[0])
+        return scope_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Spread tests by modules, in the order of `pytest_collection_modifyitems`."""
+    """Spread tests by scopes, in the order of `pytest_collection_modifyitems`."""
     return Spread(config, log)
 
 
@@ -123,7 +136,7 @@ LONGEST = (
     "tests/integration/cli/test_cli.py",
     "tests/runs/test_rescoring.py",
 )
-"""Modules, and scopes of several, that begin first, those that take longest: what begins last should be short."""
+"""Scopes that take longest. They begin first, after the families of whole runs: what begins last should be short."""
 
 
 def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
@@ -149,10 +162,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
-    """Where tests spread over processes, begin with the longest modules and end with the shortest."""
+    """If tests spread over processes, begin with the longest scopes and end with the shortest."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: _turn(scope_of(item.nodeid.split("::")[0])))
+        items.sort(key=lambda item: _rank_of(item.nodeid))
 
 
-def _turn(scope: str) -> tuple[int, bool]:
-    return (LONGEST.index(scope) if scope in LONGEST else len(LONGEST), not scope.startswith("tests/runs/"))
+def _rank_of(nodeid: str) -> tuple[bool, int, bool]:
+    scope = scope_of(nodeid)
+    place = LONGEST.index(scope) if scope in LONGEST else len(LONGEST)
+    return (not nodeid.startswith(WHOLE_RUNS), place, not nodeid.startswith("tests/runs/"))
