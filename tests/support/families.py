@@ -21,6 +21,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from infra.store.bundles import BundleRef
+from models.config.lora import LoraConfig
+from models.modeling.adapters import put_adapters
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput
 from models.records.model_input import ModelInput
@@ -67,6 +70,11 @@ def build(config):
     return AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
 
 
+def add_adapters(model, *, rank=4):
+    """Put LoRA adapters into a model that has no stored base."""
+    put_adapters(model, LoraConfig(rank=rank), base=BundleRef(key="policies/base", digest="0" * 64, bytes=0))
+
+
 def batch():
     """Three groups, one of which is a single sequence; some completions say nothing, or one token."""
     rng = np.random.default_rng(0)
@@ -84,3 +92,11 @@ def ask(module, read, *, shares, device="cpu"):
     (found_N * torch.linspace(-1, 1, len(found_N), device=device)).sum().backward()
     gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
     return found_N.detach(), gradients
+
+
+def assert_same_results(found, expected):
+    """Compare log-probs and gradients of two calls of `ask`."""
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=2e-6)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=2e-6 * float(gradient.abs().max() + 1))

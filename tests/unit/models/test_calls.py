@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from functools import cache
 
 import pytest
 from hypothesis import example, given, settings
@@ -119,33 +118,24 @@ PIECES = [
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=25).map("".join) | st.text(max_size=60)
 
 
-def check_turn(parsed, text):
-    for call in parsed.calls:
-        assert bool(call.error) or bool(call.name)
-        assert not (call.error and call.arguments)
-        assert json.loads(json.dumps(call.arguments, allow_nan=False)) == call.arguments
-        call.error.encode()
-    assert len(parsed.text) <= len(text)
+@pytest.fixture(scope="module")
+def parsers():
+    return [*PARSERS.values(), *(build_parser(template) for template in (XML, JSON_REGION))]
 
 
-@settings(max_examples=300)
-@given(st.sampled_from(sorted(PARSERS)), TEXTS)
-@example("hermes", "<tool_call>")
-@example("llama3_json", '{"name":')
-def test_no_text_makes_a_parser_raise(name, text):
-    check_turn(PARSERS[name](text), text)
-
-
-@cache
-def build_parsers():
-    return [build_parser(template) for template in (XML, JSON_REGION)]
-
-
-@settings(max_examples=80)
+@settings(max_examples=100)
 @given(TEXTS)
-def test_no_text_makes_a_response_template_raise(text):
-    for parse in build_parsers():
-        check_turn(parse(text), text)
+@example("<tool_call>")
+@example('{"name":')
+def test_no_text_makes_a_parser_or_a_response_template_raise(parsers, text):
+    for parse in parsers:
+        parsed = parse(text)
+        assert len(parsed.text) <= len(text)
+        for call in parsed.calls:
+            assert bool(call.error) or bool(call.name)
+            assert not (call.error and call.arguments)
+            assert json.loads(json.dumps(call.arguments, allow_nan=False)) == call.arguments
+            call.error.encode()
 
 
 @given(

@@ -5,12 +5,10 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
-from infra.store.bundles import BundleRef
 from models.commands.memory import PassSizes, pass_bytes
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
 from models.inspection.directory import DecoderSizes
-from models.modeling.adapters import put_adapters
 from models.modeling.checkpointing import checkpoint_layers, layers_to_recompute
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
@@ -30,14 +28,10 @@ FAMILIES = {
 }
 
 
-def add_adapters(model, lora):
-    put_adapters(model, lora, base=BundleRef(key="policies/base", digest="base", bytes=0))
-
-
 def build_module(family, *, adapters=False, is_checkpointed=False):
     model = families.build(FAMILIES[family])
     if adapters:
-        add_adapters(model, LoraConfig(rank=4))
+        families.add_adapters(model)
     if is_checkpointed:
         checkpoint_layers(model)
     return TokenLogprobs(model, temperature=0.9).double()
@@ -72,14 +66,15 @@ def test_gradients_of_checkpointed_layers_are_bit_identical(family, adapters, sh
 def test_the_estimate_of_kept_activations_is_within_ten_percent(architecture, config_class, adapters):
     sizes = DecoderSizes(architecture, 300, 256, 768, 4, heads=8, kv_heads=4, head_size=32, context=128)
     wide = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4}
-    model, lora = families.build(config_class(**SHAPE | wide | {"head_dim": 32})), None
+    model, lora = families.build(config_class(**SHAPE | wide | {"head_dim": 32})), LoraConfig(rank=2)
     if adapters:
-        lora = LoraConfig(rank=2)
-        add_adapters(model, lora)
+        families.add_adapters(model, rank=2)
     prompts, rng = [ModelInput.given([5, 6])] * 4 + [ModelInput.given([6, 5])] * 4, np.random.default_rng(0)
     reads = lay_out([prompt.continued(rng.integers(2, 300, 60)) for prompt in prompts])
     *_, kept_bytes = learnt(TokenLogprobs(model, temperature=0.9), ForwardInput.of(reads, CPU, shares=False))
-    estimate = pass_bytes(UpdateConfig(lora=lora), sizes.outline(), PassSizes(reads.tokens_BT.size), held=0)
+    estimate = pass_bytes(
+        UpdateConfig(lora=lora if adapters else None), sizes.outline(), PassSizes(reads.tokens_BT.size), held=0
+    )
     head_bytes = 4 * 300 * len(reads.targets_N)  # the log-softmax, which the estimate counts with the head
     assert estimate["kept_activations_bytes"] == pytest.approx(kept_bytes - head_bytes, rel=0.1)
 

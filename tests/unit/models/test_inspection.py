@@ -47,17 +47,9 @@ def test_the_outline_of_a_decoder_equals_that_of_the_model_of_transformers(
     tied, architecture, layers, heads, kv_heads, head_size
 ):
     decoder = DecoderSizes(architecture, 310, 16, 24, layers, heads, kv_heads, head_size, context=32, tied=tied)
-    config = KINDS[architecture](
-        vocab_size=310,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_size,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"vocab_size": 310, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_size}
+    config = KINDS[architecture](**sizes, max_position_embeddings=32, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert decoder.weights() == {name: tuple(weight.shape) for name, weight in model.named_parameters()}
