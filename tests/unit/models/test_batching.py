@@ -1,7 +1,6 @@
 """Distribution of sequences over optimizer steps, ranks and micro-batches, and the layout of a micro-batch."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +54,8 @@ def test_a_group_is_never_split_over_steps_and_steps_have_about_as_many_groups(l
 def test_fewer_groups_than_steps_make_fewer_steps():
     assert len(split_minibatches([7, 7, 9], [3, 3, 3], minibatches=4, seed=0)) == 2
     assert split_minibatches([], [], minibatches=4, seed=0) == []
+    for ranks in (1, 3):
+        assert plan_steps(Sequences.apart([]), minibatches=4, ranks=ranks, microbatch_tokens=100, seed=0) == []
 
 
 def test_the_seed_decides_which_groups_are_in_a_step():
@@ -87,11 +88,6 @@ def test_groups_are_split_over_ranks_only_if_whole_groups_do_not_balance():
     assert groups_per_rank(plan, group_size=4) in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]])
     (plan,) = plan_steps(even, minibatches=1, ranks=8, microbatch_tokens=9999, seed=0)
     assert [sum(map(len, rank)) for rank in plan.passes] == [2] * 8
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_no_samples_make_no_steps(ranks):
-    assert plan_steps(Sequences.apart([]), minibatches=4, ranks=ranks, microbatch_tokens=100, seed=0) == []
 
 
 # ---- micro-batches

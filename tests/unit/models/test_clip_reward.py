@@ -64,9 +64,10 @@ def copy(clip, tmp_path):
     return shutil.copytree(clip, tmp_path / "copy")
 
 
-def compute_features(directory):
-    """Return the text features, image features and output of transformers for all texts and pictures, padded."""
-    model, processor = CLIPModel.from_pretrained(directory).eval(), CLIPProcessor.from_pretrained(directory)
+@pytest.fixture(scope="module")
+def features(clip):
+    """Text features, image features and output of transformers for all texts and pictures, padded."""
+    model, processor = CLIPModel.from_pretrained(clip).eval(), CLIPProcessor.from_pretrained(clip)
     images = [Image.open(BytesIO(encoded)) for encoded in PICTURES]
     inputs = processor(text=[*TEXTS], images=images, return_tensors="pt", padding=True, truncation=True, max_length=16)
     pixels = inputs.pop("pixel_values")
@@ -87,24 +88,23 @@ def compute_rewards(config):
     return [[reward(text, "", "", images=[encoded]) for text in TEXTS] for encoded in PICTURES]
 
 
-def test_the_reward_is_the_cosine_of_the_features_of_transformers(clip):
-    texts, images, _ = compute_features(clip)
+def test_the_reward_is_the_cosine_of_the_features_of_transformers(clip, features):
+    texts, images, _ = features
     expected = torch.nn.functional.cosine_similarity(images[:, None], texts[None], dim=-1)
     assert len({round(float(each), 3) for each in expected.flatten()}) == 4
     np.testing.assert_allclose(compute_rewards(ClipReward(path=clip)), expected, atol=1e-6)
 
 
-def test_the_logit_is_the_logit_of_the_model_over_100(clip):
-    *_, output = compute_features(clip)
+def test_the_logit_is_the_logit_of_the_model_over_100(clip, features):
     rewards = compute_rewards(ClipReward(path=clip, value="logit"))
-    np.testing.assert_allclose(rewards, output.logits_per_image / 100, atol=1e-6)
+    np.testing.assert_allclose(rewards, features[2].logits_per_image / 100, atol=1e-6)
 
 
-def test_a_head_scores_the_image_alone(clip, tmp_path):
+def test_a_head_scores_the_image_alone(clip, features, tmp_path):
     path, linear_path = tmp_path / "head.safetensors", tmp_path / "linear.safetensors"
     shapes = {"layers.2.weight": (5, WIDTH), "layers.2.bias": (5,), "layers.10.weight": (1, 5), "layers.10.bias": (1,)}
     head, linear = write_head(path, **shapes), write_head(linear_path, weight=(1, WIDTH))
-    _, images, _ = compute_features(clip)
+    images = features[1]
     unit = images / images.norm(dim=-1, keepdim=True)
     inner = unit @ head["layers.2.weight"].T + head["layers.2.bias"]
     expected = inner @ head["layers.10.weight"].T + head["layers.10.bias"]
