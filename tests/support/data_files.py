@@ -1,4 +1,4 @@
-"""Data files that TOML cannot hold: compressed, binary or damaged files, and pictures on both sides of a folder."""
+"""Files of problems: lines of JSON, files that TOML cannot hold because they are binary or damaged, and pictures."""
 
 import gzip
 import json
@@ -37,7 +37,7 @@ def write_damaged_files(folder: Path) -> None:
 
 
 def write_pictures(folder: Path) -> None:
-    """Write a picture into the folder `home`, one outside of that folder, and a link to the latter."""
+    """Write `home/red.png`, `secret.png` outside of the folder `home`, and `home/link.png`, a link to `secret.png`."""
     (folder / "home/red.png").write_bytes(picture("red"))
     (folder / "secret.png").write_bytes(picture("red"))
     (folder / "home/link.png").symlink_to(folder / "secret.png")

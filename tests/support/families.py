@@ -1,4 +1,4 @@
-"""Small random decoders of many families, passes whose prompts are shared, and what a model answers to them."""
+"""Small random decoders of many families, a micro-batch with shared prompts, and its log-probs and gradients."""
 
 import copy
 
@@ -65,7 +65,7 @@ FAMILIES = {
 
 
 def build(config):
-    """A model of it, the same at each call."""
+    """Build a model with the same random weights in each call."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
 
@@ -76,7 +76,7 @@ def add_adapters(model, *, rank=4):
 
 
 def batch():
-    """Three groups, one of which is a single sequence; some completions say nothing, or one token."""
+    """Lay out groups of four, three and one sequences; one completion is empty and one has a single token."""
     rng = np.random.default_rng(0)
     inputs = []
     for lengths in ((9, 1, 24, 13), (0, 30, 6), (11,)):
@@ -86,7 +86,7 @@ def batch():
 
 
 def ask(module, read, *, shares, device="cpu"):
-    """Log-probs of a pass, and the gradients of a sum of them."""
+    """Return the log-probs of a micro-batch and the gradients of a weighted sum of the log-probs."""
     module.zero_grad()
     found_N = module(ForwardInput.of(read, torch.device(device), shares=shares))
     (found_N * torch.linspace(-1, 1, len(found_N), device=device)).sum().backward()

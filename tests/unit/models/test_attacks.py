@@ -1,4 +1,4 @@
-"""A completion that tries to answer in place of the judge stays quoted data and is never read as a verdict."""
+"""A completion that imitates a verdict or closes its quotation stays quoted data and is never read as a verdict."""
 
 import re
 from copy import deepcopy

@@ -4,15 +4,7 @@ import pytest
 
 from models.gate.comparison import PairedDifference
 from models.gate.contamination import Contamination
-from models.gate.verdict import (
-    Evidence,
-    GateVerdict,
-    MeasuredFloor,
-    MeasuredGain,
-    MeasuredGuard,
-    MeasuredLimit,
-    decide,
-)
+from models.gate.verdict import Evidence, GateVerdict, MeasuredFloor, MeasuredGain, MeasuredGuard, MeasuredLimit, decide
 
 
 def difference(mean=0.03, lower=0.012, upper=0.06, *, holm=None, p=0.001, **changes):
