@@ -1,4 +1,4 @@
-"""Small random decoders of many families, passes whose prompts are shared, and what a model answers to them."""
+"""Small random decoders of many families, a micro-batch with shared prompts, and its log-probs and gradients."""
 
 import copy
 
@@ -21,6 +21,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from infra.store.bundles import BundleRef
+from models.config.lora import LoraConfig
+from models.modeling.adapters import put_adapters
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput
 from models.records.model_input import ModelInput
@@ -62,13 +65,18 @@ FAMILIES = {
 
 
 def build(config):
-    """A model of it, the same at each call."""
+    """Build a model with the same random weights in each call."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
 
 
+def add_adapters(model, *, rank=4):
+    """Put LoRA adapters into a model that has no stored base."""
+    put_adapters(model, LoraConfig(rank=rank), base=BundleRef(key="policies/base", digest="0" * 64, bytes=0))
+
+
 def batch():
-    """Three groups, one of which is a single sequence; some completions say nothing, or one token."""
+    """Lay out groups of four, three and one sequences; one completion is empty and one has a single token."""
     rng = np.random.default_rng(0)
     inputs = []
     for lengths in ((9, 1, 24, 13), (0, 30, 6), (11,)):
@@ -78,9 +86,17 @@ def batch():
 
 
 def ask(module, read, *, shares, device="cpu"):
-    """Log-probs of a pass, and the gradients of a sum of them."""
+    """Return the log-probs of a micro-batch and the gradients of a weighted sum of the log-probs."""
     module.zero_grad()
     found_N = module(ForwardInput.of(read, torch.device(device), shares=shares))
     (found_N * torch.linspace(-1, 1, len(found_N), device=device)).sum().backward()
     gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
     return found_N.detach(), gradients
+
+
+def assert_same_results(found, expected):
+    """Compare log-probs and gradients of two calls of `ask`."""
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=2e-6)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=2e-6 * float(gradient.abs().max() + 1))

@@ -9,6 +9,9 @@ from PIL import Image
 
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
+from models.config.judges import DirectoryJudge, JudgeReward, VerdictConfig
+from models.judges.prompts import question_text
+from models.judges.verdicts import Answer, Judgement, read_verdict
 from models.records.schemas import ROLLOUT_SCHEMA
 from tests.support.chat_server import Asked, Reply, says
 
@@ -61,3 +64,19 @@ def looks(asked: Asked, before: int) -> Reply:
 def ignores(asked: Asked, before: int) -> Reply:
     """Answer as servers do that leave images out without a word."""
     return says("I see no image." if "What colour is the square" in asked.text else "yes")
+
+
+def build_question(completion: str, verdict: VerdictConfig, *, answer: str = "4", seed: int = 7) -> str:
+    """Return the question about a completion that a judge with this verdict reads."""
+    reward = JudgeReward(name="judge", model=DirectoryJudge(path=Path("judge")), verdict=verdict)
+    return question_text(reward, prompt="What is 2 + 2?", completion=completion, answer=answer, seed=seed)
+
+
+def find_fences(question: str) -> list[str]:
+    """Return the lines of a question that are fences around quoted text."""
+    return re.findall(r"^fence-[0-9a-f]{16}$", question, re.MULTILINE)
+
+
+def read_answer(text: str, verdict: VerdictConfig, *, error: str | None = None, **options: int) -> Judgement:
+    """Return the judgement in the text of a judge's answer."""
+    return read_verdict(Answer(text=text, probabilities=None, tokens=3, error=error), verdict, **options)

@@ -1,4 +1,4 @@
-"""Calls in what a policy wrote: read as they are meant, refused in words for it, and never an exception."""
+"""Tool calls in the text of a policy: parsed if well-formed, else reported to the policy, and never an exception."""
 
 import json
 import re
@@ -16,120 +16,100 @@ from models.text.chats import CPU_SECONDS
 from tests.support.chat_templates import PUBLISHED, tokenizer_of
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": [2, {"c": None}]}}
-XML = {  # as Qwen 3.5 and its kin write calls
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "thinking": {"open": "<think>", "close_pattern": r"</think>\s*"},
-        "tool_calls": {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
-            "close_pattern": r"</tool_call>\s*",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>",
-                "value_parser": {"name": "json", "args": {"allow_non_json": True}},
-            },
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        },
-        "content": {"close_pattern": r"<\|im_end\|>\s*"},
-    },
+HERMES, LLAMA = json.dumps(ADD), json.dumps({"name": "add", "parameters": ADD["arguments"]})
+PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+CALL_SCHEMA = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+XML_CALLS = {
+    "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+    "close_pattern": r"</tool_call>\s*",
+    "repeats": True,
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": PARAMETER, "value_parser": {"name": "json", "args": {"allow_non_json": True}}},
+    "transform": CALL_SCHEMA,
 }
-JSON_REGION = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {},
-    },
-}
+JSON_CALLS = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
+JSON_CALLS["transform"] = {"type": "function", "function": "{content}"}
+ASSISTANT = "<|im_start|>assistant\n"
+THINKING, CONTENT = {"open": "<think>", "close_pattern": r"</think>\s*"}, {"close_pattern": r"<\|im_end\|>\s*"}
+XML = {"start_anchor": ASSISTANT, "fields": {"thinking": THINKING, "tool_calls": XML_CALLS, "content": CONTENT}}
+"""Response template in the format of Qwen 3.5."""
+JSON_REGION = {"start_anchor": ASSISTANT, "fields": {"tool_calls": JSON_CALLS, "content": {}}}
 
 
-def with_response_template(template, *, tools=()):
-    """The parser of a tokenizer that has this one."""
+def build_parser(response_template, *, tools=()):
+    """Return the parser of a tokenizer that has this response template."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer_of("qwen-2.5").backend_tokenizer,
         chat_template=PUBLISHED["qwen-2.5"].template,
-        response_template=template,
+        response_template=response_template,
     )
     return parser_of("auto", tokenizer, tools=tools)
 
 
-# ---- what is meant
-def test_hermes_reads_several_calls_and_the_text_beside_them():
-    text = f"One.<tool_call>\n{json.dumps(ADD)}\n</tool_call> Two. <tool_call>{json.dumps(ADD)}</tool_call>\n"
+# ---- well-formed calls
+
+
+def test_hermes_reads_the_calls_and_keeps_the_other_text():
+    text = f"One.<tool_call>\n{HERMES}\n</tool_call> Two. <tool_call>{HERMES}</tool_call>\n"
     assert hermes(text) == ParsedTurn("One. Two.", (Call(**ADD), Call(**ADD)))
 
 
-def test_a_call_that_is_quoted_in_thoughts_or_arguments_is_none():
+def test_a_call_that_is_quoted_in_thoughts_or_arguments_is_text():
     call = {"name": "say", "arguments": {"text": "<tool_call>{}</tool_call>"}}
-    text = f"<think>I may write <tool_call>{{}}</tool_call>.</think><tool_call>{json.dumps(call)}</tool_call>"
-    parsed = hermes(text)
-    assert parsed.calls == (Call(**call),)
-    assert parsed.text == "<think>I may write <tool_call>{}</tool_call>.</think>"
+    thoughts = "<think>I may write <tool_call>{}</tool_call>.</think>"
+    assert hermes(f"{thoughts}<tool_call>{json.dumps(call)}</tool_call>") == ParsedTurn(thoughts, (Call(**call),))
 
 
 @pytest.mark.parametrize("before", ["", "\n ", "<|python_tag|>", "<think>Hm {}.</think>\n"])
 def test_llama3_json_reads_a_turn_that_is_a_call(before):
-    written = '{"name": "add", "parameters": {"a": 1, "b": [2, {"c": null}]}}'
-    assert llama3_json(before + written).calls == (Call(**ADD),)
-    assert llama3_json(f"{before}{written}; {written}\n").calls == (Call(**ADD), Call(**ADD))
+    assert llama3_json(before + LLAMA).calls == (Call(**ADD),)
+    assert llama3_json(f"{before}{LLAMA}; {LLAMA}\n").calls == (Call(**ADD), Call(**ADD))
 
 
 @pytest.mark.parametrize("text", ["It is 4.", '{"answer": 4}', "So {x | x > 0}", "{", ""])
-def test_llama3_json_leaves_other_text_alone(text):
+def test_text_without_calls_stays_as_it_is(text):
     assert llama3_json(text) == ParsedTurn(text)
+    assert unparsed(f" <tool_call>{HERMES}{text}") == ParsedTurn(f" <tool_call>{HERMES}{text}")
 
 
-def test_none_reads_nothing():
-    text = ' <tool_call>{"name": "a", "arguments": {}}</tool_call>'
-    assert unparsed(text) == ParsedTurn(text)
+# ---- malformed calls
 
 
-# ---- what is wrong
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        ('{"name": "add", "arguments": {"a": 1}', "found '</tool_call> <tool_c': Expecting ',' delimiter$"),
-        ('{"name": "add"}', r'expected {"name": …, "arguments": {…}}, found no object of arguments'),
-        ('{"name": "add", "arguments": "{}"}', "found no object of arguments"),
-        ('{"name": 3, "arguments": {}}', "found no name"),
-        ('["add"]', r'found \["add"\]'),
-        ("add(1, 2)", r"expected a JSON object, found 'add\(1, 2\)"),
-        ('{"name": "add", "arguments": {"a": 1e999}}', "a number that JSON knows, found 1e999"),
-        ('{"name": "add", "arguments": {"a": NaN}}', "a number that JSON knows, found NaN"),
-        ('{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}", "found 99999999999999999999$"),
-        ('{"name": "add", "arguments": {"a": "\\ud800"}}', "UTF-8 or JSON cannot spell"),
-        ('{"name": "add", "arguments": {"a": ' + "[" * 40 + "]" * 40 + "}}", "nested more than 32 deep"),
-        ("[" * 100000, "nested too deeply"),
-        ("", "found '</tool_call> <tool_c': Expecting value$"),
+        ('{"name": "add", "arguments": {"a": 1}', "'</tool_call> <tool_c'.*delimiter"),
+        ('{"name": "add"}', '"arguments".*no object of arguments'),
+        ('{"name": "add", "arguments": "{}"}', "no object of arguments"),
+        ('{"name": 3, "arguments": {}}', "no name"),
+        ('["add"]', r'\["add"\]'),
+        ("add(1, 2)", r"JSON object.*'add\(1, 2\)"),
+        ('{"name": "add", "arguments": {"a": 1e999}}', "number.* 1e999"),
+        ('{"name": "add", "arguments": {"a": NaN}}', "number.* NaN"),
+        ('{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}", "9{20}$"),
+        ('{"name": "add", "arguments": {"a": "\\ud800"}}', "UTF-8"),
+        ('{"name": "add", "arguments": {"a": ' + "[" * 40 + "]" * 40 + "}}", "32 deep"),
+        ("[" * 100000, "too deeply"),
+        ("", "'</tool_call> <tool_c'.*value"),
     ],
 )
-def test_a_malformed_call_says_what_is_wrong_with_it(body, error):
-    [call, after] = hermes(
-        f'<tool_call>{body}</tool_call> <tool_call>{{"name": "b", "arguments": {{}}}}</tool_call>'
-    ).calls
+def test_the_error_of_a_malformed_call_names_the_fault_and_the_next_call_is_read(body, error):
+    following = '<tool_call>{"name": "b", "arguments": {}}</tool_call>'
+    [call, after] = hermes(f"<tool_call>{body}</tool_call> {following}").calls
     assert re.search(error, call.error)
     assert "\n" not in call.error and len(call.error) < 200
     assert call.arguments == {}
     assert after == Call("b", {})
 
 
-def test_a_call_without_its_end_is_malformed():
-    [call] = hermes('<tool_call>{"name": "a", "arguments": {}}').calls
-    assert call.error == "expected </tool_call> after the call's JSON object, found the end"
+def test_an_incomplete_call_is_malformed():
+    [unclosed] = hermes('<tool_call>{"name": "a", "arguments": {}}').calls
+    assert re.search("</tool_call>.*end", unclosed.error)
+    [python] = llama3_json('<|python_tag|>search.call(query="a")').calls
+    assert re.search(r"JSON object.*'search\.call\(query", python.error)
 
 
-def test_a_call_after_the_python_tag_is_one_even_if_it_is_no_json():
-    [call] = llama3_json('<|python_tag|>search.call(query="a")').calls
-    assert call.error == "expected a JSON object, found 'search.call(query=\"a': Expecting value"
-
-
-# ---- whatever a policy writes
+# ---- arbitrary text
 PIECES = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "</think>", "<think>", '{"name": "a", "arguments": {}}'),
     *('{"name": "a", "parameters": {"b": ', "{", "}", "[", "]", '"', "\\", "\\u12", ",", ":", ";", "1e999", "NaN", "-"),
@@ -138,28 +118,24 @@ PIECES = [
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=25).map("".join) | st.text(max_size=60)
 
 
-def check(parsed, text):
-    for call in parsed.calls:
-        assert bool(call.error) or bool(call.name)
-        assert not (call.error and call.arguments)
-        assert json.loads(json.dumps(call.arguments, allow_nan=False)) == call.arguments
-        call.error.encode()
-    assert len(parsed.text) <= len(text)
+@pytest.fixture(scope="module")
+def parsers():
+    return [*PARSERS.values(), *(build_parser(template) for template in (XML, JSON_REGION))]
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.sampled_from(sorted(PARSERS)), TEXTS)
-@example("hermes", "<tool_call>")
-@example("llama3_json", '{"name":')
-def test_no_text_makes_a_parser_raise(name, text):
-    check(PARSERS[name](text), text)
-
-
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=100)
 @given(TEXTS)
-def test_no_text_makes_a_response_template_raise(text):
-    for template in (XML, JSON_REGION):
-        check(with_response_template(template)(text), text)
+@example("<tool_call>")
+@example('{"name":')
+def test_no_text_makes_a_parser_or_a_response_template_raise(parsers, text):
+    for parse in parsers:
+        parsed = parse(text)
+        assert len(parsed.text) <= len(text)
+        for call in parsed.calls:
+            assert bool(call.error) or bool(call.name)
+            assert not (call.error and call.arguments)
+            assert json.loads(json.dumps(call.arguments, allow_nan=False)) == call.arguments
+            call.error.encode()
 
 
 @given(
@@ -168,26 +144,25 @@ def test_no_text_makes_a_response_template_raise(text):
 )
 @example("", {"a": "</think>"})
 @example("I think.", {"a": "<tool_call></think>", "b": "</think></tool_call>"})
-def test_a_call_that_is_written_is_read(said, arguments):
-    said = said.replace("<", "").replace("{", "")
+def test_any_encoded_call_is_read(before, arguments):
+    before = before.replace("<", "").replace("{", "")
     try:
         json.dumps(arguments, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return
     for ascii_only in (True, False):
-        written = json.dumps({"name": "find", "arguments": arguments}, ensure_ascii=ascii_only)
+        encoded = json.dumps({"name": "find", "arguments": arguments}, ensure_ascii=ascii_only)
         expected = (Call("find", arguments),)
-        assert hermes(f"{said}<tool_call>{written}</tool_call>") == ParsedTurn(said.strip(), expected)
-        assert llama3_json(f"{said}<|python_tag|>{written}") == ParsedTurn(said.strip(), expected)
-        assert llama3_json(written) == ParsedTurn("", expected)
+        assert hermes(f"{before}<tool_call>{encoded}</tool_call>") == ParsedTurn(before.strip(), expected)
+        assert llama3_json(f"{before}<|python_tag|>{encoded}") == ParsedTurn(before.strip(), expected)
+        assert llama3_json(encoded) == ParsedTurn("", expected)
 
 
 @pytest.mark.parametrize(
-    "unit",
-    [*PIECES, "<tool_call>{", '<tool_call>"', '<tool_call>["</tool_call>",', '{"name": ', "<|python_tag|>{"],
+    "unit", [*PIECES, "<tool_call>{", '<tool_call>"', '<tool_call>["</tool_call>",', '{"name": ', "<|python_tag|>{"]
 )
-def test_the_time_that_a_parser_takes_grows_with_the_text_alone(unit):
-    """A hundred times the text takes a hundred times as long, not ten thousand times: seconds tell them apart."""
+def test_the_time_of_a_parser_is_linear_in_the_length_of_the_text(unit):
+    """Quadratic time would take minutes of CPU time for these texts, linear time takes a fraction of a second."""
     for parse in (hermes, llama3_json):
         started = time.process_time()
         parse(unit * (200_000 // len(unit)))
@@ -195,76 +170,76 @@ def test_the_time_that_a_parser_takes_grows_with_the_text_alone(unit):
         assert time.process_time() - started < 5
 
 
-# ---- a tokenizer's own format
+# ---- formats of tokenizers
+
+
 @pytest.mark.parametrize("name", sorted(name for name, known in PUBLISHED.items() if known.parser))
-def test_a_parser_is_found_by_how_the_chat_template_writes_a_call(name):
+def test_the_chat_template_decides_the_parser(name):
     assert parser_of("auto", tokenizer_of(name)) is PARSERS[PUBLISHED[name].parser]
 
 
-@pytest.mark.parametrize("name", ["mistral-v3", "deepseek-v3", "gemma-3", "glm-4"])
-def test_a_chat_template_in_none_of_the_formats_is_refused_with_the_names_of_parsers(name):
-    with pytest.raises(BadInput, match=r"name hermes, llama3_json, none or a target pkg\.mod:function") as refused:
-        parser_of("auto", tokenizer_of(name))
+UNKNOWN = r"hermes, llama3_json, none or a target pkg\.mod:function"
+
+
+@pytest.mark.parametrize(
+    ("parser", "tokenizer", "parts"),
+    [
+        *(("auto", name, UNKNOWN) for name in ("mistral-v3", "deepseek-v3", "gemma-3", "glm-4")),
+        ("herms", "plain", "'herms'.*'hermes'"),
+        (f"{__name__}:digit", "plain", "'digits'"),
+    ],
+)
+def test_a_parser_that_cannot_be_found_is_refused_with_the_known_names(parser, tokenizer, parts):
+    with pytest.raises(BadInput, match=parts) as refused:
+        parser_of(parser, tokenizer_of(tokenizer))
     assert "\n" not in str(refused.value)
 
 
-def test_a_parser_that_there_is_not_is_refused_with_the_nearest():
-    with pytest.raises(BadInput, match="did you mean 'hermes'"):
-        parser_of("herms", tokenizer_of("plain"))
-
-
-def test_a_response_template_reads_what_transformers_reads_with_it():
+def test_a_response_template_reads_the_same_as_transformers():
     text = (
         "<think>So.</think>Yes.<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"
     )
-    parsed = with_response_template(XML)(text)
     message = parse_response(text, XML, prefix="<|im_start|>assistant\n")
-    assert parsed == ParsedTurn(message["content"], (Call("add", {"a": 3}),), {"thinking": "So."})
+    assert build_parser(XML)(text) == ParsedTurn(message["content"], (Call("add", {"a": 3}),), {"thinking": "So."})
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": {"a": 3}}]
 
 
-def test_a_response_template_gives_arguments_the_types_of_the_tools_schema():
-    schema = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+@pytest.mark.parametrize(("kind", "expected"), [("string", "3"), ("integer", 3)])
+def test_a_response_template_gives_arguments_the_types_of_the_tool_schema(kind, expected):
+    schema = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": kind}}}}
     template = json.loads(json.dumps(XML))
-    template["fields"]["tool_calls"]["content_args"].pop("value_parser")
+    del template["fields"]["tool_calls"]["content_args"]["value_parser"]
+    parse = build_parser(template, tools=[{"type": "function", "function": schema}])
     text = "<tool_call>\n<function=add>\n<parameter=a>3</parameter>\n</tool_call>"
-    for kind, expected in (("string", "3"), ("integer", 3)):
-        schema["parameters"]["properties"]["a"]["type"] = kind
-        parse = with_response_template(template, tools=[{"type": "function", "function": schema}])
-        assert parse(text).calls == (Call("add", {"a": expected}),)
+    assert parse(text).calls == (Call("add", {"a": expected}),)
 
 
-def test_what_a_response_template_refuses_is_a_call_with_an_error():
-    parsed = with_response_template(JSON_REGION)("a<tool_call>{</tool_call>")
+def test_text_that_a_response_template_cannot_parse_is_a_call_with_an_error():
+    parsed = build_parser(JSON_REGION)("a<tool_call>{</tool_call>")
     assert parsed.text == "a<tool_call>{</tool_call>"
-    assert [call.error for call in parsed.calls] == [
-        "the parser of calls refuses it: json parser could not parse region as JSON."
-    ]
+    assert [re.search("json parser.* JSON", call.error) is None for call in parsed.calls] == [False]
 
 
-def test_a_response_template_that_does_not_end_is_ended():
-    """Its three runs of white space in a row take the cube of a text's length."""
+def test_a_response_template_that_takes_too_long_is_stopped():
+    """Three adjacent runs of white space in its pattern take time that is cubic in the length of the text."""
     text = "<tool_call><function=add><parameter=a>" + "\n" * 20000 + "</tool_call>"
-    [call] = with_response_template(XML)(text).calls
-    assert call.error == f"the parser of calls does not end: it took more than {CPU_SECONDS} s of CPU time"
+    [call] = build_parser(XML)(text).calls
+    assert f"more than {CPU_SECONDS} s of CPU time" in call.error
 
 
-# ---- a parser of the user's own
+# ---- parsers of users
+
+
 def digits(text):
-    return ParsedTurn(text, tuple(Call("digit", {"of": int(found)}) for found in re.findall(r"\d", text)))
+    return ParsedTurn(text, tuple(Call("digit", {"of": int(digit)}) for digit in re.findall(r"\d", text)))
 
 
 def nothing(text):
     return None
 
 
-def test_a_target_reads_calls_of_its_own():
+def test_a_target_is_called_and_must_return_a_parsed_turn():
     parse = parser_of(f"{__name__}:digits", tokenizer_of("plain"))
     assert parse("4 and 2").calls == (Call("digit", {"of": 4}), Call("digit", {"of": 2}))
-
-
-def test_a_target_that_is_no_parser_is_refused():
-    with pytest.raises(BadInput, match="did you mean 'digits'"):
-        parser_of(f"{__name__}:digit", tokenizer_of("plain"))
-    with pytest.raises(ValueError, match=r"expected models\.text\.calls\.ParsedTurn, found None"):
+    with pytest.raises(ValueError, match=r"models\.text\.calls\.ParsedTurn.* None"):
         parser_of(f"{__name__}:nothing", tokenizer_of("plain"))("a")

@@ -1,6 +1,5 @@
-"""A judge from nothing to verdicts: made, trained by an update rank, asked."""
+"""A small judge is initialized, trained by an update rank, and queried for verdicts."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -34,17 +33,14 @@ REWARD = JudgeReward(
 )
 
 
-def prepare(home: Path, reward: ServedReward = REWARD) -> Outcome:
-    return PreparationWorker(str(home), "run", 1).make_reward_model(
-        RewardModelPreparation(reward=reward, data=DATA, seed=0)
-    )
+def prepare_judge(home: Path, reward: ServedReward = REWARD) -> Outcome:
+    work = RewardModelPreparation(reward=reward, data=DATA, seed=0)
+    return PreparationWorker(str(home), "run", 1).make_reward_model(work)
 
 
-def train(home: Path, judge: ModelVersion, warmup: WarmupConfig = WARMUP) -> Outcome:
+def train_judge(home: Path, judge: ModelVersion, warmup: WarmupConfig = WARMUP) -> Outcome:
     worker = UpdateWorker(str(home), "run", update=UpdateConfig(), algorithm=Grpo(), temperature=1.0, threads=1)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = int(server.getsockname()[1])
-    worker.join(0, 1, "127.0.0.1", port)
+    worker.join(0, 1, "127.0.0.1", 0)
     return worker.warm_judge(JudgeWarmupWork(judge=judge, reward=REWARD, data=DATA, warmup=warmup, seed=0))
 
 
@@ -54,50 +50,54 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(home: Path) -> Outcome:
-    return train(home, prepare(home).model)
+def untrained(home: Path) -> ModelVersion:
+    return prepare_judge(home).model
 
 
-def test_the_same_preparation_gives_the_same_judge(home, tmp_path):
-    assert prepare(home).model == prepare(tmp_path).model
+@pytest.fixture(scope="module")
+def training(home: Path, untrained: ModelVersion) -> Outcome:
+    return train_judge(home, untrained)
 
 
-def test_a_judge_knows_its_questions_and_verdicts_by_token(home):
-    tokenizer = AutoTokenizer.from_pretrained(fetch_bundle(open_store(f"{home}/run"), prepare(home).model.weights))
+def test_the_same_preparation_gives_the_same_judge(untrained, tmp_path):
+    assert prepare_judge(tmp_path).model == untrained
+
+
+def test_the_vocabulary_of_a_judge_has_tokens_for_its_questions_and_verdicts(home, untrained):
+    tokenizer = AutoTokenizer.from_pretrained(fetch_bundle(open_store(f"{home}/run"), untrained.weights))
     assert len(tokenizer("#### 16\n#### 16\n")["input_ids"]) <= 6
 
 
-def test_training_a_judge_lowers_its_loss_and_publishes_it(trained, home):
-    assert trained.model.version == 0
-    assert trained.model.state is None
-    assert trained.metrics["steps"] == 150
-    assert trained.metrics["loss_last"] < 0.6 * trained.metrics["loss_first"]
+def test_training_a_judge_lowers_its_loss_and_publishes_the_weights(training):
+    assert training.model.version == 0
+    assert training.model.state is None
+    assert training.metrics["steps"] == 150
+    assert training.metrics["loss_last"] < 0.6 * training.metrics["loss_first"]
 
 
-def test_training_a_judge_again_gives_the_same_bits(home):
-    judge, few = prepare(home).model, WARMUP.model_copy(update={"steps": 10})
-    once, again = (train(home, judge, few).model for _ in range(2))
-    assert judge.weights != once.weights == again.weights
+def test_training_a_judge_twice_gives_identical_weights(home, untrained):
+    once, again = (train_judge(home, untrained, WARMUP.model_copy(update={"steps": 10})).model for _ in range(2))
+    assert untrained.weights != once.weights == again.weights
     assert once == again
 
 
-def test_a_trained_judge_tells_an_answer_from_none(trained, home):
+def test_a_trained_judge_prefers_an_answer_to_no_answer(training, home):
     shard = rollouts(home, "#### 1", "2+3=")
     outcome = JudgeWorker(str(home), "run", "honest", REWARD, 1).judge(
-        JudgeWork(iteration=0, rollouts=shard, model=trained.model, seed=0)
+        JudgeWork(iteration=0, rollouts=shard, model=training.model, seed=0)
     )
-    right, nothing = read_shard(open_store(f"{home}/run"), outcome.shards[0])["value"].to_pylist()
-    assert right > nothing
+    answer, no_answer = read_shard(open_store(f"{home}/run"), outcome.shards[0])["value"].to_pylist()
+    assert answer > no_answer
 
 
-def test_a_judge_from_a_directory_is_a_copy_of_what_it_consists_of(home, tmp_path):
+def test_a_judge_from_a_directory_is_a_copy_of_the_directory(home, tmp_path):
     policy = PreparationWorker(str(tmp_path), "run", 1).make_policy(PolicyWork(policy=SHAPE, data=DATA, seed=0)).model
     directory = fetch_bundle(open_store(f"{tmp_path}/run"), policy.weights)
     reward = REWARD.model_copy(update={"model": DirectoryJudge(path=directory)})
-    assert prepare(home, reward).model.weights.digest == policy.weights.digest
+    assert prepare_judge(home, reward).model.weights.digest == policy.weights.digest
 
 
-def test_a_judge_behind_an_endpoint_is_not_made(home):
+def test_a_judge_behind_an_endpoint_cannot_be_prepared(home):
     remote = EndpointJudge(base_url="https://judge.example.com/v1", allowed_hosts=("judge.example.com",), model="large")
-    with pytest.raises(BadInput, match="behind an endpoint"):
-        prepare(home, REWARD.model_copy(update={"model": remote}))
+    with pytest.raises(BadInput, match="endpoint"):
+        prepare_judge(home, REWARD.model_copy(update={"model": remote}))

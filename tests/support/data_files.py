@@ -1,0 +1,43 @@
+"""Files of problems: lines of JSON, files that TOML cannot hold because they are binary or damaged, and pictures."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.support.pictures import picture
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    """Write a file with one line per value; a value that is not text is written as JSON."""
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def number_problems(count: int) -> list[dict[str, str]]:
+    """Return rows with one addition each."""
+    return [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(count)]
+
+
+def write_damaged_files(folder: Path) -> None:
+    """Write one file for each way in which a data file can be unreadable."""
+    (folder / "latin.csv").write_bytes(b"prompt,answer\n\xff,1\n")
+    (folder / "latin.jsonl").write_bytes(b'{"prompt": "a", "answer": "b"}\n{"prompt": "\xff"}\n')
+    (folder / "deep.jsonl").write_text("[" * 100_000)
+    (folder / "plain.jsonl.gz").write_bytes(b"plain")
+    (folder / "torn.jsonl.gz").write_bytes(gzip.compress(b"{}" * 99, mtime=0)[:-9])
+    for suffix in ("parquet", "arrow"):
+        (folder / f"torn.{suffix}").write_bytes(b"ARROW1\0\0torn")
+    (folder / "folder.jsonl").mkdir()
+    pq.write_table(pa.table({"prompt": ["a", None], "answer": ["1", "2"]}), folder / "null.parquet")
+    pq.write_table(pa.table({"question": ["a"], "answer": ["1"]}), folder / "question.parquet")
+    pq.write_table(pa.table({"prompt": ["A box."], "answer": ["1"], "size": [b"7"]}), folder / "bytes.parquet")
+
+
+def write_pictures(folder: Path) -> None:
+    """Write `home/red.png`, `secret.png` outside of the folder `home`, and `home/link.png`, a link to `secret.png`."""
+    (folder / "home/red.png").write_bytes(picture("red"))
+    (folder / "secret.png").write_bytes(picture("red"))
+    (folder / "home/link.png").symlink_to(folder / "secret.png")
