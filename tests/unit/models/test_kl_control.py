@@ -13,38 +13,35 @@ ADAPTIVE = AdaptiveKl(target=0.1, horizon=1000)
 
 
 @pytest.mark.parametrize(
-    ("kl", "expected"),
+    ("coefficient", "kl", "completions", "expected"),
     [
-        (0.10, 0.5),  # on target
-        (0.11, 0.5 * math.exp(0.1 * 0.2)),  # a tenth too much, over a fifth of the horizon
-        (0.09, 0.5 * math.exp(-0.1 * 0.2)),
-        (9.00, 0.5 * math.exp(0.2 * 0.2)),  # errors are cut at 0.2
-        (-0.5, 0.5 * math.exp(-0.2 * 0.2)),
+        (0.5, 0.10, 200, 0.5),  # on target
+        (0.5, 0.11, 200, 0.5 * math.exp(0.1 * 0.2)),  # a tenth too much, over a fifth of the horizon
+        (0.5, 0.09, 200, 0.5 * math.exp(-0.1 * 0.2)),
+        (0.5, 9.00, 200, 0.5 * math.exp(0.2 * 0.2)),  # errors are clipped at 0.2
+        (0.5, -0.5, 200, 0.5 * math.exp(-0.2 * 0.2)),
+        (1.0, 0.11, 1, 1 + 1e-3 * 0.1),  # arXiv 1909.08593: beta x (1 + K error), with K = completions / horizon
     ],
 )
-def test_the_coefficient_follows_the_error(kl, expected):
-    assert next_coefficient(0.5, kl=kl, completions=200, adaptive=ADAPTIVE) == pytest.approx(expected)
-
-
-def test_small_changes_are_those_of_the_paper():
-    # arXiv 1909.08593: beta x (1 + K error), with K = completions / horizon
-    assert next_coefficient(1.0, kl=0.11, completions=1, adaptive=ADAPTIVE) == pytest.approx(1 + 1e-3 * 0.1, rel=1e-7)
+def test_the_coefficient_follows_the_error(coefficient, kl, completions, expected):
+    found = next_coefficient(coefficient, kl=kl, completions=completions, adaptive=ADAPTIVE)
+    assert found == pytest.approx(expected, rel=1e-7)
 
 
 @given(kl=st.floats(-1e6, 1e6), completions=st.integers(0, 100_000))
-def test_the_coefficient_stays_positive_whatever_is_measured(kl, completions):
+def test_the_coefficient_stays_positive_for_every_measured_divergence(kl, completions):
     assert next_coefficient(1e-3, kl=kl, completions=completions, adaptive=ADAPTIVE) > 0
 
 
 @given(first=st.integers(0, 5000), second=st.integers(0, 5000), kl=st.floats(-1, 1))
-def test_two_iterations_change_it_as_much_as_one_of_as_many_completions(first, second, kl):
+def test_two_iterations_change_the_coefficient_as_much_as_one_with_all_their_completions(first, second, kl):
     between = next_coefficient(1.0, kl=kl, completions=first, adaptive=ADAPTIVE)
     after = next_coefficient(between, kl=kl, completions=second, adaptive=ADAPTIVE)
     assert after == pytest.approx(next_coefficient(1.0, kl=kl, completions=first + second, adaptive=ADAPTIVE))
 
 
 @given(start=st.floats(1e-4, 10))
-def test_a_divergence_that_falls_with_the_coefficient_is_brought_to_its_target(start):
+def test_a_divergence_that_falls_with_the_coefficient_reaches_its_target(start):
     coefficient = start
     for _ in range(600):
         coefficient = next_coefficient(coefficient, kl=0.02 / coefficient, completions=100, adaptive=ADAPTIVE)
