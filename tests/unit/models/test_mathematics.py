@@ -35,9 +35,12 @@ def judge(completion: str, answer: str) -> float:
         ("£3.20", r"\boxed{3.2}", r"\boxed{3}"),
         ("  5\n", r"\boxed{5}", r"\boxed{6}"),
         ("50%", r"\boxed{50\%}", r"\boxed{5\%}"),
+        (r"\frac{1}{2}", r"so it is \boxed{0.5}", r"$\frac{2}{3}$"),
+        ("1 + x", "$x + 1$", "I do not know"),
+        ("2", "$2$", r"$\frac{1}{$"),
     ],
 )
-def test_references_are_read_with_their_currencies_and_thousands(answer, right, wrong):
+def test_references_are_read_with_currencies_and_thousands_separators(answer, right, wrong):
     assert (judge(right, answer), judge(wrong, answer)) == (1.0, 0.0)
 
 
@@ -77,7 +80,7 @@ SANE = [
 
 
 @pytest.mark.parametrize(("completion", "answer"), SANE)
-def test_what_can_be_evaluated_or_is_spelt_alike_agrees(completion, answer):
+def test_completions_that_evaluate_to_the_reference_or_are_spelled_like_it_are_right(completion, answer):
     assert judge(completion, answer) == 1.0
 
 
@@ -126,15 +129,16 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def evaluator():
+    """Evaluator that judges outside the main thread, where no alarm can interrupt it."""
     started = Evaluator(ScoringConfig(rewards=(MathReward(),)))
     yield started
     started.close()
 
 
 @pytest.mark.parametrize("answer", ["3", r"\frac{3}{4}", "x + 1", r"\{1, 2\}", "9^{9^{8}}"])
-def test_what_nobody_can_evaluate_is_wrong_and_not_missing(evaluator, answer):
-    verdicts = evaluator.evaluate([Case("prompt", completion, answer) for completion in HOSTILE])
-    told = {
-        completion: found for completion, found in zip(HOSTILE, verdicts, strict=True) if found != Verdict((0.0,), None)
-    }
-    assert not told
+def test_completions_that_nobody_can_evaluate_are_wrong_and_not_missing(evaluator, answer):
+    verdicts = evaluator.evaluate([Case("prompt", completion, answer) for completion in (*HOSTILE, f"${answer}$")])
+    expected = [Verdict((0.0,), None)] * len(HOSTILE) + [Verdict((1.0,), None)]
+    assert dict(zip([*HOSTILE, "right"], verdicts, strict=True)) == dict(
+        zip([*HOSTILE, "right"], expected, strict=True)
+    )
