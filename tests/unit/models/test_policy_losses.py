@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from models.config.objectives import Cispo, Gspo, LossConfig, PolicyGradient, PpoClip
-from models.objectives.loss_inputs import LossOutputs
 from models.objectives.losses import policy_loss
 from tests.support.losses import LOSSES, NAMES, doubles, moved, pass_tokens, random_tokens
 
@@ -14,10 +13,10 @@ CLIP = PpoClip(clip_low=0.2, clip_high=0.28)
 DUAL = PpoClip(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
 
 
-def found(
+def compute_terms(
     config: LossConfig, ratios: list[float], advantages: list[float], *, lengths: list[int] | None = None
-) -> tuple[LossOutputs, list[float]]:
-    """Terms of tokens whose old probability is a quarter, and the gradients of their log-probs."""
+):
+    """Return the terms of tokens whose old probability is 1/4, and the gradients of their log-probs."""
     tokens = pass_tokens(lengths or [len(ratios)], behaviour=[0.0] * len(ratios), advantages=advantages)
     old_N = torch.full((len(ratios),), math.log(0.25), dtype=torch.float64)
     logprobs_N = (old_N + doubles(ratios).log()).requires_grad_()
@@ -37,9 +36,9 @@ def found(
         (1.25, 2.0, -1.25 * 2, -1.25 * 2, False, False),  # between 1 + low and 1 + high: clip-higher lets it grow
     ],
 )
-def test_ppo_clips_what_has_moved_far_enough_and_nothing_else(ratio, advantage, loss, gradient, low, high):
+def test_ppo_clips_only_tokens_that_have_moved_far_enough(ratio, advantage, loss, gradient, low, high):
     for config in (CLIP, DUAL):
-        terms, gradients = found(config, [ratio], [advantage])
+        terms, gradients = compute_terms(config, [ratio], [advantage])
         assert (terms.loss_N.item(), gradients) == (pytest.approx(loss), [pytest.approx(gradient)])
         assert (terms.clipped_low_N.item(), terms.clipped_high_N.item()) == (low, high)
         assert terms.ratio_N.item() == pytest.approx(ratio)
@@ -53,16 +52,18 @@ def test_ppo_clips_what_has_moved_far_enough_and_nothing_else(ratio, advantage, 
         (5.0, 2.0, -1.28 * 2, 0.0, False),  # good: the upper bound, as ever
     ],
 )
-def test_the_dual_clip_bounds_the_loss_of_bad_tokens_alone(ratio, advantage, loss, gradient, dual):
-    terms, gradients = found(DUAL, [ratio], [advantage])
+def test_the_dual_clip_bounds_only_the_loss_of_bad_tokens(ratio, advantage, loss, gradient, dual):
+    terms, gradients = compute_terms(DUAL, [ratio], [advantage])
     assert (terms.loss_N.item(), gradients) == (pytest.approx(loss), [pytest.approx(gradient)])
     assert terms.dual_clipped_N.item() is dual
-    assert found(CLIP, [ratio], [advantage])[0].dual_clipped_N is None
+    assert compute_terms(CLIP, [ratio], [advantage])[0].dual_clipped_N is None
 
 
-def test_gspo_takes_one_ratio_for_a_sequence_the_geometric_mean_of_its_tokens():
+def test_gspo_has_one_ratio_per_sequence_the_geometric_mean_over_its_tokens():
     # Sequences of ratios (4, 1) and (1, 8, 1): geometric means 2 and 2, though no token has that ratio.
-    terms, gradients = found(Gspo(clip_low=0.5, clip_high=2.0), [4, 1, 1, 8, 1], [3, 3, -1, -1, -1], lengths=[2, 3])
+    terms, gradients = compute_terms(
+        Gspo(clip_low=0.5, clip_high=2.0), [4, 1, 1, 8, 1], [3, 3, -1, -1, -1], lengths=[2, 3]
+    )
     assert terms.ratio_N.tolist() == pytest.approx([2] * 5)
     assert terms.loss_N.tolist() == pytest.approx([-6, -6, 2, 2, 2])
     assert gradients == pytest.approx([-6, -6, 2, 2, 2])
@@ -70,15 +71,15 @@ def test_gspo_takes_one_ratio_for_a_sequence_the_geometric_mean_of_its_tokens():
 
 def test_gspo_clips_whole_sequences():
     config = Gspo(clip_low=0.5, clip_high=0.5)
-    terms, gradients = found(config, [4, 1, 0.25, 0.25, 4, 1], [1, 1, -1, -1, -1, -1], lengths=[2, 2, 2])
+    terms, gradients = compute_terms(config, [4, 1, 0.25, 0.25, 4, 1], [1, 1, -1, -1, -1, -1], lengths=[2, 2, 2])
     assert terms.loss_N.tolist() == pytest.approx([-1.5, -1.5, 0.5, 0.5, 2, 2])
     assert gradients == pytest.approx([0, 0, 0, 0, 2, 2])  # good and likelier, bad and less likely: cut off
     assert terms.clipped_high_N.tolist() == [True, True, False, False, False, False]
     assert terms.clipped_low_N.tolist() == [False, False, True, True, False, False]
 
 
-def test_gspo_has_value_and_gradient_of_its_form_per_sequence():
-    # The mean over sequences of min(s A, clip(s) A) with s = exp(mean log-ratio), differentiated as it stands.
+def test_gspo_has_the_value_and_gradient_of_its_formula_per_sequence():
+    # The mean over sequences of min(s A, clip(s) A) with s = exp(mean log-ratio), differentiated by autograd.
     lengths, advantages = [3, 1, 5, 2], [0.7, -1.1, -0.4, 1.3]
     per_token = [advantage for advantage, length in zip(advantages, lengths, strict=True) for _ in range(length)]
     config = Gspo(clip_low=0.1, clip_high=0.15)
@@ -98,8 +99,8 @@ def test_gspo_has_value_and_gradient_of_its_form_per_sequence():
     assert ours.grad.count_nonzero() not in (0, 11), "some sequences should be clipped and some not"
 
 
-def test_sequences_without_completion_tokens_do_not_shift_the_others():
-    terms, _ = found(Gspo(clip_low=0.5, clip_high=2.0), [2, 3, 3], [1, 1, 1], lengths=[0, 1, 0, 2, 0])
+def test_sequences_without_completion_tokens_change_no_other_ratio():
+    terms, _ = compute_terms(Gspo(clip_low=0.5, clip_high=2.0), [2, 3, 3], [1, 1, 1], lengths=[0, 1, 0, 2, 0])
     assert terms.ratio_N.tolist() == pytest.approx([2, 3, 3])
 
 
@@ -112,19 +113,19 @@ def test_sequences_without_completion_tokens_do_not_shift_the_others():
         (0.1, 2.0, 0.7, True, False),
     ],
 )
-def test_cispo_clips_the_weight_and_drops_no_token(ratio, advantage, weight, low, high):
-    terms, gradients = found(Cispo(clip_low=0.3, clip_high=0.28), [ratio], [advantage])
+def test_cispo_clips_the_weight_and_keeps_every_gradient(ratio, advantage, weight, low, high):
+    terms, gradients = compute_terms(Cispo(clip_low=0.3, clip_high=0.28), [ratio], [advantage])
     assert terms.loss_N.item() == pytest.approx(-weight * advantage * math.log(0.25 * ratio))
     assert gradients == [pytest.approx(-weight * advantage)]
     assert (terms.clipped_low_N.item(), terms.clipped_high_N.item()) == (low, high)
 
 
 def test_cispo_has_no_lower_bound_by_default():
-    assert found(Cispo(), [1e-6], [1.0])[1] == [pytest.approx(-1e-6)]
+    assert compute_terms(Cispo(), [1e-6], [1.0])[1] == [pytest.approx(-1e-6)]
 
 
-def test_the_policy_gradient_is_log_prob_times_advantage_whatever_the_ratio():
-    terms, gradients = found(PolicyGradient(), [0.5, 2.0], [2.0, -3.0])
+def test_the_policy_gradient_is_log_prob_times_advantage_for_every_ratio():
+    terms, gradients = compute_terms(PolicyGradient(), [0.5, 2.0], [2.0, -3.0])
     assert terms.loss_N.tolist() == pytest.approx([-2 * math.log(0.125), 3 * math.log(0.5)])
     assert gradients == pytest.approx([-2, 3])
     assert terms.ratio_N.tolist() == pytest.approx([0.5, 2.0])
@@ -143,7 +144,7 @@ def test_gradients_are_those_of_finite_differences(config):
     )
 
 
-def test_the_gradient_of_cispo_is_that_of_finite_differences_while_its_weights_are_held():
+def test_the_gradient_of_cispo_is_that_of_finite_differences_with_constant_weights():
     # Finite differences would move the weights too, which count as constants.
     tokens, config = random_tokens([20], seed=0), LOSSES[3]
     logprobs_N = moved(tokens, seed=0)
@@ -151,26 +152,3 @@ def test_the_gradient_of_cispo_is_that_of_finite_differences_while_its_weights_a
     assert torch.autograd.gradcheck(lambda x: -weights_N * tokens.advantages_N * x, (logprobs_N,))
     policy_loss(logprobs_N, tokens.old_N, tokens=tokens, config=config).loss_N.sum().backward()
     torch.testing.assert_close(logprobs_N.grad, -weights_N * tokens.advantages_N)
-
-
-def test_the_gradient_of_gspo_is_that_of_finite_differences_of_its_form_per_sequence():
-    # The token form holds the sequence's ratio, so finite differences apply to the sum over each sequence alone.
-    lengths, config = [4, 9, 1, 6], LOSSES[2]
-    tokens = random_tokens(lengths, seed=2)
-    shared = pass_tokens(
-        lengths,
-        behaviour=[0.0] * 20,
-        advantages=[a for a, n in zip((0.5, -1.0, 2.0, -0.3), lengths, strict=True) for _ in range(n)],
-        old=tokens.old_N.tolist(),
-    )
-    logprobs_N = moved(tokens, seed=2)
-    policy_loss(logprobs_N, shared.old_N, tokens=shared, config=config).loss_N.sum().backward()
-    with torch.no_grad():
-        for token in range(20):
-            up, down = (logprobs_N.detach().clone() for _ in range(2))
-            up[token] += 1e-6
-            down[token] -= 1e-6
-            sums = [
-                policy_loss(side, shared.old_N, tokens=shared, config=config).loss_N.sum().item() for side in (up, down)
-            ]
-            assert logprobs_N.grad[token].item() == pytest.approx((sums[0] - sums[1]) / 2e-6, abs=1e-6)
