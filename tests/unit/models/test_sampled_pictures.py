@@ -109,19 +109,6 @@ def test_steps_without_noise_agree_with_an_integrator():
     assert x_ND.item() == pytest.approx(found.y[0, -1], abs=3e-3)
 
 
-@pytest.mark.parametrize(
-    "sampler", [SdeSampler(), DanceSampler(), CpsSampler(noise=0.04)], ids=lambda found: found.kind
-)
-def test_sampled_images_have_the_moments_of_the_data(sampler):
-    schedule, draw = spaced_schedule(200), torch.Generator().manual_seed(11)
-    x_ND = torch.randn(8000, 1, generator=draw)
-    for k in range(schedule.steps):
-        steps_N = torch.full((len(x_ND),), k)
-        mean_ND, std_N = transition(sampler, x_ND, predict_perfectly(schedule.levels[k], x_ND), steps_N, schedule)
-        x_ND = mean_ND + std_N[:, None] * torch.randn(x_ND.shape, generator=draw)
-    assert (x_ND.mean().item(), x_ND.std().item()) == pytest.approx((MEAN, STD), abs=0.02)
-
-
 @given(
     st.lists(st.floats(0.01, 0.99), min_size=1, max_size=5, unique=True),
     st.floats(0.01, 1.0),

@@ -60,11 +60,7 @@ def test_splitting_a_long_hostile_text_takes_little_time(hostile):
 
 @pytest.mark.parametrize(
     ("pattern", "steps"),
-    [
-        (r"(?<!#) ", ["16+3=19 ", "19-4=15 ", "#### 15"]),
-        ("。", ["まず足す。", "次に引く。"]),
-        (" ", ["a  ", "b "]),
-    ],
+    [(r"(?<!#) ", ["16+3=19 ", "19-4=15 ", "#### 15"]), ("。", ["まず足す。", "次に引く。"]), (" ", ["a  ", "b "])],
 )
 def test_a_step_ends_with_a_match_of_a_pattern(pattern, steps):
     assert segment("".join(steps), PatternSteps(pattern=pattern)) == steps
