@@ -219,14 +219,6 @@ def test_ppo_agrees_with_a_loop_over_tokens(drawn: Drawn, seed: int, gamma: floa
     np.testing.assert_allclose(found.returns_T, returns, atol=1e-9)
 
 
-@given(completions(missing=False, shortest=1), st.integers(0, 99))
-def test_returns_with_lambda_1_are_the_sums_of_later_rewards(drawn: Drawn, seed: int):
-    batch = with_models(drawn, seed)
-    found = token_advantages(batch, Ppo(kl=K1, gamma=1, lam=1))
-    expected = [sum(rewards[token:]) for rewards in loop_over_rewards(drawn, batch) for token in range(len(rewards))]
-    np.testing.assert_allclose(found.returns_T, expected, atol=1e-9)
-
-
 @given(completions(), st.integers(0, 99))
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens(drawn: Drawn, seed: int):
     batch = with_models(drawn, seed)

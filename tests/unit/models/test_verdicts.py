@@ -103,16 +103,6 @@ def test_every_text_has_a_value_or_a_reason_and_garbage_has_no_value(text, verdi
         assert "\n" not in judgement.error
 
 
-@settings(max_examples=200)
-@given(
-    st.lists(st.sampled_from(["score: 5", "score=1", "Score 2.5", "yes", "no", "correct", "10", "<|im_end|>", "\n"]))
-)
-def test_an_answer_with_several_scores_has_no_value(parts):
-    scores = [part for part in parts if "score" in part.casefold()]
-    judgement = read_answer(" | ".join(parts), SCORE)
-    assert (judgement.value is not None) == (len(scores) == 1)
-
-
 def test_long_runs_of_spaces_are_read_quickly():
     assert read_answer("score " * 100 + "score" + " " * (LONGEST - 700), SCORE).value is None
 
