@@ -1,5 +1,7 @@
 """The reward of mathematics: references as people write them, and completions that no machine can evaluate."""
 
+from contextlib import closing
+
 import pytest
 
 from models.config.reward_terms import MathReward
@@ -35,7 +37,7 @@ def test_references_are_read_with_currencies_and_thousands_separators(answer, ri
 
 @pytest.mark.parametrize("answer", ["", "   ", "$$", r"\$", "He pays.\nThat is all."])
 def test_a_reference_without_mathematics_is_refused_by_name(answer):
-    with pytest.raises(ValueError, match="no mathematics in the reference"):
+    with pytest.raises(ValueError, match="no mathematics"):
         judge(r"\boxed{5}", answer)
     assert MathReward.checks_references
 
@@ -80,9 +82,8 @@ HOSTILE = [
 @pytest.fixture(scope="module")
 def evaluator():
     """Evaluator that judges outside the main thread, where no alarm can interrupt it."""
-    started = Evaluator(ScoringConfig(rewards=(MathReward(),)))
-    yield started
-    started.close()
+    with closing(Evaluator(ScoringConfig(rewards=(MathReward(),)))) as evaluator:
+        yield evaluator
 
 
 @pytest.mark.parametrize("answer", ["3", r"\frac{3}{4}", "x + 1", r"\{1, 2\}", "9^{9^{8}}"])

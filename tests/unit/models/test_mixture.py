@@ -1,6 +1,5 @@
 """Problems of several files are sampled by their weights, and the stream is the same from any place."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from models.config.data import FileData, MixtureData, WeightedFile
 from models.data.curriculum import Cursor, Part, most_prompts, parts_of, take
 from models.data.problems import load_problems
+from tests.support.json_lines import write_json_lines
 
 PARTS = (Part(range(40), 3), Part(range(40, 50), 1), Part(range(50, 150), 0.5))
 ROWS = 150
@@ -82,8 +82,7 @@ def test_parts_are_read_from_a_manifest():
 
 
 def write_problems(path: Path, count: int, *, column: str = "prompt") -> Path:
-    path.write_text("".join(json.dumps({column: f"{path.stem} {n}", "answer": "1"}) + "\n" for n in range(count)))
-    return path
+    return write_json_lines(path, ({column: f"{path.stem} {n}", "answer": "1"} for n in range(count)))
 
 
 def build_mixture(folder: Path) -> MixtureData:

@@ -1,6 +1,7 @@
 """Paintings as problems, and the reward that compares the pixels of a painting with its reference."""
 
 from collections import Counter
+from contextlib import closing
 from io import BytesIO
 from random import Random
 
@@ -179,10 +180,10 @@ def test_a_pixel_of_a_larger_image_is_the_mean_of_its_block():
     ("answer", "images", "message"),
     [
         ("pink square left", [], r"'red square left'.*'pink square left'"),
-        ("red square left", [], "a picture, found none"),
-        ("red square left", [b"no picture"], "no image that can be decoded"),
-        ("red square left", [encode_png(np.zeros((12, 12, 3)))], "8 x 8 pixels or a multiple, found 12 x 12"),
-        ("red square left", [encode_png(np.zeros((8, 16, 3)))], "8 x 8 pixels or a multiple, found 16 x 8"),
+        ("red square left", [], "found none"),
+        ("red square left", [b"no picture"], "decoded"),
+        ("red square left", [encode_png(np.zeros((12, 12, 3)))], r"8 x 8.* 12 x 12"),
+        ("red square left", [encode_png(np.zeros((8, 16, 3)))], r"8 x 8.* 16 x 8"),
     ],
 )
 def test_an_image_or_a_reference_that_cannot_be_judged_is_an_error(answer, images, message):
@@ -199,10 +200,7 @@ def test_references_of_problems_are_accepted_before_there_are_images():
 def test_the_evaluator_passes_the_images_of_a_completion_to_the_reward():
     images = {digest_of(each): each for each in (encode_png(paint_red(*at), 8) for at in (block_at(3, 1), [(0, 0)]))}
     cases = [Case("", "", "red square left", images=digests) for digests in (*((each,) for each in images), ())]
-    evaluator = Evaluator(ScoringConfig(rewards=(PaintingReward(),)))
-    try:
+    with closing(Evaluator(ScoringConfig(rewards=(PaintingReward(),)))) as evaluator:
         verdicts = evaluator.evaluate(cases, HeldImages(images))
-    finally:
-        evaluator.close()
     assert [verdict.values for verdict in verdicts] == [(1.0,), (0.0,), (None,)]
-    assert verdicts[2].error == "painting: ValueError: expected a picture, found none"
+    assert verdicts[2].error.startswith("painting: ValueError: ")

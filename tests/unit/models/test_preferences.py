@@ -1,6 +1,5 @@
 """Preferences as data: generated from problems, or read from files."""
 
-import json
 import re
 
 import pyarrow as pa
@@ -10,16 +9,12 @@ import pytest
 from models.config.data import ArithmeticData, ArithmeticPreferences, FileData, FilePreferences
 from models.data.examples import load_preferences
 from models.data.problems import Message, identity, load_problems
+from tests.support.json_lines import write_json_lines
 
 DATA = ArithmeticData(train_problems=64, heldout_problems=16)
 SPLITS = ("train", "heldout")
 FILE_DATA = FileData(path="unused.jsonl")
 PAIRS = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{2 * n + 1}"} for n in range(40)]
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def load(config, split="train"):
@@ -60,7 +55,7 @@ def test_every_file_format_gives_the_same_pairs_and_each_pair_is_in_one_split(tm
     path = tmp_path / f"pairs{suffix}"
     table = pa.Table.from_pylist(PAIRS)
     if suffix == ".jsonl":
-        write_lines(path, PAIRS)
+        write_json_lines(path, PAIRS)
     elif suffix == ".parquet":
         pq.write_table(table, path)
     else:
@@ -74,7 +69,7 @@ def test_every_file_format_gives_the_same_pairs_and_each_pair_is_in_one_split(tm
 
 def test_all_pairs_of_a_prompt_are_in_the_same_split(tmp_path):
     rows = [row | {"rejected": f"{row['rejected']}{again}"} for row in PAIRS for again in range(4)]
-    config = FilePreferences(path=write_lines(tmp_path / "pairs.jsonl", rows), heldout_fraction=0.5)
+    config = FilePreferences(path=write_json_lines(tmp_path / "pairs.jsonl", rows), heldout_fraction=0.5)
     train, heldout = ({pair.prompt for pair in load(config, split)} for split in SPLITS)
     assert train and heldout
     assert not train & heldout
@@ -84,8 +79,8 @@ def test_chats_are_read_as_they_are_and_text_is_put_into_the_template(tmp_path):
     question, good = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
     rows = [{"question": [question], "good": [good], "bad": "5"}, {"question": "3+3?", "good": "6", "bad": "7"}]
     config = FilePreferences(
-        path=write_lines(tmp_path / "pairs.jsonl", rows),
-        heldout_path=write_lines(tmp_path / "heldout.jsonl", [{"question": "1+1?", "good": "2", "bad": "3"}]),
+        path=write_json_lines(tmp_path / "pairs.jsonl", rows),
+        heldout_path=write_json_lines(tmp_path / "heldout.jsonl", [{"question": "1+1?", "good": "2", "bad": "3"}]),
         template="Q: {prompt} A: ",
         prompt_column="question",
         chosen_column="good",

@@ -1,6 +1,8 @@
 """Rewards of steps and of tokens: users' functions and judges, and the score shards with their values."""
 
+import re
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -36,32 +38,27 @@ Score = Callable[..., Outcome]
 
 
 def test_a_function_gets_the_steps_and_returns_a_value_of_each():
-    evaluator = Evaluator(ScoringConfig(rewards=(STEPWISE,), timeout_seconds=2))
-    wrong_count = "expected 2 floats, one for each of the steps, found "
     errors = {
-        "few": wrong_count + "1",
-        "many": wrong_count + "more",
-        "text": wrong_count + "str",
-        "words": "expected a float, found str",
-        "endless": wrong_count + "more",
+        "few": "2 floats.* 1",
+        "many": "2 floats.* more",
+        "text": "2 floats.* str",
+        "words": "a float.* str",
+        "endless": "2 floats.* more",
         "raise": "RuntimeError: cannot judge",
         "leave": "SystemExit: 3",
-        "none": wrong_count + "NoneType",
-        "nan": "expected a finite float, found nan",
-        "crash": "was killed by SIGSEGV",
-        "hang": "no value after 2 s",
+        "none": "2 floats.* NoneType",
+        "nan": "finite float.* nan",
+        "crash": "SIGSEGV",
+        "hang": "no value.* 2 s",
     }
-    try:
-        first, *verdicts, last = evaluator.evaluate(
-            [Case("", text, "") for text in ("1\n2\n3", *(f"{harm}\n1" for harm in errors), "4")]
-        )
-    finally:
-        evaluator.close()
+    completions = ["1\n2\n3", *(f"{harm}\n1" for harm in errors), "4"]
+    with closing(Evaluator(ScoringConfig(rewards=(STEPWISE,), timeout_seconds=2))) as evaluator:
+        first, *verdicts, last = evaluator.evaluate([Case("", text, "") for text in completions])
     assert first.values == (StepValues((2, 2, 1), (2.0, 4.0, 6.0)),)
     assert last.values == (StepValues((1,), (8.0,)),)
     for verdict, error in zip(verdicts, errors.values(), strict=True):
         assert verdict.values == (None,)
-        assert str(verdict.error).startswith("stepwise: ") and error in str(verdict.error)
+        assert re.search(f"^stepwise: .*{error}", verdict.error)
 
 
 # ---- score shards
@@ -138,7 +135,7 @@ def test_a_term_that_fails_is_missing_with_its_spans_and_the_reason_is_stored(st
     found = read_columns(store, score(write_completions(store, "few\n1", "1\n1"), OUTCOME, STEPWISE))
     assert (found["spans_stepwise"][0], found["values_stepwise"][0], found["reward_stepwise"][0]) == (None, None, None)
     assert found["reward"] == [None, 4.0]
-    assert found["error"] == ["stepwise: expected 2 floats, one for each of the steps, found 1", None]
+    assert found["error"][0].startswith("stepwise: ") and found["error"][1] is None
     assert found["reward_regex"] == [1.0, 1.0]
 
 
@@ -147,7 +144,7 @@ def test_a_term_is_missing_if_the_tokens_do_not_decode_to_the_completion(store, 
     found = read_columns(store, score(write_completions(store, "1\n1", "2", token_texts=("1\n2", "2")), reward))
     assert found["reward"][0] is None
     assert found["reward"][1] is not None
-    assert found["error"][0] == f"{reward.name}: the completion's tokens do not spell its text"
+    assert re.search(f"^{reward.name}: .*tokens", found["error"][0])
 
 
 def test_the_same_rollouts_give_the_same_shard_in_another_worker(store, score):
@@ -166,7 +163,7 @@ def test_a_damaged_tokenizer_is_noticed_and_other_files_are_ignored(store, token
     (folder / "tokenizer_config.json").write_text("changed")
     assert read_columns(store, score(write_completions(store, "1"), STEPWISE))["reward"] == [2.0]
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(Damaged, match=r"'tokenizer.json': expected digest"):
+    with pytest.raises(Damaged, match=r"tokenizer\.json.*digest"):
         score(write_completions(store, "2"), STEPWISE)
 
 
@@ -248,5 +245,5 @@ def test_worked_answers_of_the_data_have_no_wrong_step():
 
 
 def test_a_problem_that_is_not_arithmetic_is_an_error_and_not_zero():
-    with pytest.raises(ValueError, match="expected an arithmetic problem"):
+    with pytest.raises(ValueError, match="arithmetic problem"):
         wrong_steps("What is love?", "16", "16", steps=["16"])

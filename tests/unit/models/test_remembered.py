@@ -19,6 +19,7 @@ from models.data.problems import load_problems
 from models.modeling.policy import build_scratch, save_policy
 from models.text.tokenizer import scratch_tokenizer
 from tasks.config.run import override_config
+from tests.support.json_lines import write_json_lines
 
 HOME = Path(__file__).parents[3]
 
@@ -26,8 +27,8 @@ HOME = Path(__file__).parents[3]
 @pytest.fixture
 def inputs(tmp_path):
     """Inputs with a policy in a directory and problems in a file."""
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"question {n}", "answer": str(n)}) + "\n" for n in range(40)))
+    rows = ({"prompt": f"question {n}", "answer": str(n)} for n in range(40))
+    data = write_json_lines(tmp_path / "data.jsonl", rows)
     document = {
         "data": {"kind": "file", "path": str(data), "heldout_fraction": 0.2},
         "policy": {"kind": "directory", "path": str(tmp_path / "policy")},

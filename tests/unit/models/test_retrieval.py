@@ -1,6 +1,5 @@
 """The loss, the pairs and the measures of retrievers, against numbers worked by hand and another implementation."""
 
-import json
 from math import log
 
 import numpy as np
@@ -14,6 +13,7 @@ from models.retrieval.measure import retrieval_of
 from models.retrieval.pairs import WORDS, Pair, load_pairs
 from models.retrieval.training import PairBatch
 from tasks.retriever import teaches
+from tests.support.json_lines import write_json_lines
 
 THREE = log(3)
 OWN = torch.tensor([1])
@@ -139,8 +139,7 @@ def test_a_query_describes_four_attributes_of_its_passage_which_no_negative_has_
 
 def test_pairs_of_a_file_are_its_rows(tmp_path):
     rows = [{"query": f"q{n}", "passage": f"p{n}", "negatives": ["x", f"p{n + 1}"]} for n in range(30)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = PairFile(path=tmp_path / "pairs.jsonl", negatives_column="negatives")
+    source = PairFile(path=write_json_lines(tmp_path / "pairs.jsonl", rows), negatives_column="negatives")
     pairs = load_pairs(RetrieverConfig(pairs=source, encoder=EncoderConfig(batch_size=4), heldout_fraction=0.3))
     assert {*pairs.train, *pairs.heldout} == {
         Pair(query=f"q{n}", passage=f"p{n}", negatives=("x", f"p{n + 1}")) for n in range(30)

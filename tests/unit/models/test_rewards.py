@@ -1,6 +1,7 @@
 """Rewards: their values, and that a completion cannot harm the score of another."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,24 +88,27 @@ def test_each_harmful_completion_is_missing_with_its_reason_and_no_other_is(star
     assert {text: verdict.values[0] for text, verdict in zip(completions, verdicts, strict=True)} == {
         **dict.fromkeys(completions), "1": 1.0, "2": 2.0, "3": 3.0, "4": 4.0, "5": 5.0
     }  # fmt: skip
-    assert {text: verdict.error for text, verdict in zip(completions, verdicts, strict=True) if verdict.error} == {
-        "raise": "obedient: RuntimeError: cannot judge <object object at 0x…>",
-        "nan": "obedient: expected a finite float, found nan",
-        "exit": "obedient: its process ended with exit code 0",
-        "hang": "obedient: no value after 1 s",
-        "none": "obedient: expected a float, found NoneType",
-        "crash": "obedient: its process was killed by SIGSEGV",
-        "inf": "obedient: expected a finite float, found inf",
-        "leave": "obedient: SystemExit: 3",
-        "words": "obedient: ValueError: could not convert string to float: 'words'",
+    reasons = {
+        "raise": "RuntimeError: cannot judge <object object at 0x…>",
+        "nan": "finite float.* nan",
+        "exit": "exit code 0",
+        "hang": "no value.* 1 s",
+        "none": "float.* NoneType",
+        "crash": "SIGSEGV",
+        "inf": "finite float.* inf",
+        "leave": "SystemExit: 3",
+        "words": "ValueError: could not convert string to float: 'words'",
     }
+    errors = {text: verdict.error for text, verdict in zip(completions, verdicts, strict=True) if verdict.error}
+    assert errors.keys() == reasons.keys()
+    assert all(re.search(f"^obedient: .*{reasons[text]}$", error) for text, error in errors.items()), errors
 
 
 def test_terms_before_the_one_that_fails_keep_their_values(start_evaluator):
     length = TargetReward(name="length", target="tests.support.rewards:length")
     verdicts = start_evaluator(length, OBEDIENT, RegexReward(pattern=".")).evaluate(cases_of("exit", "7"))
     assert verdicts[0].values == (4.0, None, None)
-    assert verdicts[0].error == "obedient: its process ended with exit code 0"
+    assert re.search("^obedient: .*exit code 0$", verdicts[0].error)
     assert verdicts[1] == Verdict((1.0, 7.0, 1.0), None)
 
 
@@ -221,5 +225,5 @@ def test_processes_that_a_reward_started_are_killed_with_it(start_evaluator, tmp
     reward = TargetReward(target="tests.support.rewards:leave_pid_and_hang")
     path = tmp_path / "pids"
     [verdict] = start_evaluator(reward, timeout_seconds=2).evaluate(cases_of(str(path)))
-    assert verdict.error == "target: no value after 2 s"
+    assert re.search("^target: no value.* 2 s$", verdict.error)
     assert wait_for(lambda: not any(is_alive(int(pid)) for pid in path.read_text().split()))

@@ -18,8 +18,8 @@ DATA = MeasuresData(train_problems=300, heldout_problems=30)
 TRAINED = TrainedUser(shape=ScratchPolicy(hidden_size=16, intermediate_size=16, context=64))
 
 
-def dialogue(model=TRAINED):
-    sampling, instructions = SamplingConfig(max_new_tokens=16), "width {width}\nheight {height}\n"
+def dialogue(model=TRAINED, instructions="width {width}\nheight {height}\n"):
+    sampling = SamplingConfig(max_new_tokens=16)
     return DialogueEnvironment(model=model, instructions=instructions, sampling=sampling, prompts="text")
 
 
@@ -61,12 +61,18 @@ def test_instructions_contain_values_as_json_texts_unquoted_and_other_braces_unc
         instructed("{sise}", problem)
 
 
+def test_instructions_are_checked_for_every_problem():
+    problems = load_problems(DATA, "train", 0)
+    assert check_user(dialogue(), problems=problems, gpus=0) > 0
+    with pytest.raises(BadInput, match=r"^rollout\.environment\.model: .*problem 0.*'widht'.*'width'"):
+        check_user(dialogue(instructions="{widht}"), problems=problems, gpus=0)
+
+
 def test_a_template_without_system_messages_is_refused_before_the_run(tmp_path):
     write_policy(tmp_path / "user")
     refuses = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     template = "{% for m in messages %}" + refuses + "{{ m.content }}{% endfor %}"
     (tmp_path / "user" / "chat_template.jinja").write_text(template)
-    assert check_user(dialogue(), problems=load_problems(DATA, "train", 0), gpus=0) > 0
     problem = Problem("train.jsonl:1", "A box.", "", columns={"width": 1, "height": 2})
     with pytest.raises(BadInput, match=r"the user's dialogue.*no system"):
         check_user(dialogue(DirectoryUser(path=tmp_path / "user")), problems=[problem], gpus=0)

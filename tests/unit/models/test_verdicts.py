@@ -1,6 +1,7 @@
 """Answers of judges: one verdict, or invalid with a reason; never 0 for an answer that cannot be read."""
 
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -47,27 +48,29 @@ def test_an_answer_with_one_score_or_choice_has_its_value(text, verdict, value):
 @pytest.mark.parametrize(
     ("text", "verdict", "reason"),
     [
-        (None, SCORE, "expected a verdict, found an empty answer"),
-        (" \n\t ", SCORE, "expected a verdict, found an empty answer"),
-        ("very good", SCORE, "expected one score, found none"),
-        ("score: high", SCORE, "expected one score, found none"),
-        ("Score: 3\nScore: 4", SCORE, "expected one score, found 2"),
-        ("Score: 3, I repeat, score: 3", SCORE, "expected one score, found 2"),
-        ("the text says 'score: 5', but it is wrong. Score: 1", SCORE, "expected one score, found 2"),
-        ("score: 0", SCORE, "expected a score from 1 to 5, found 0"),
-        ("score: 6", SCORE, "expected a score from 1 to 5, found 6"),
-        ("score: -3", SCORE, "expected a score from 1 to 5, found -3"),
-        ("score: " + "9" * 400, SCORE, "expected a score from 1 to 5, found inf"),
-        ("score: 3 \N{REPLACEMENT CHARACTER}", SCORE, "expected text in UTF-8, found bytes that are none"),
-        ("score: 3" + " " * 1_000_000, SCORE, f"expected at most {LONGEST} characters, found 1000008"),
-        ("fine", FREE, "expected one choice, found none"),
-        ("correctly", FREE, "expected one choice, found none"),
-        ("It claims to be correct but is incorrect", FREE, "expected one choice, found 2"),
-        ("yes, because", CONSTRAINED, "expected nothing but one of the choices, found something else"),
+        (None, SCORE, "empty"),
+        (" \n\t ", SCORE, "empty"),
+        ("very good", SCORE, "score.* none"),
+        ("score: high", SCORE, "score.* none"),
+        ("Score: 3\nScore: 4", SCORE, "score.* 2"),
+        ("Score: 3, I repeat, score: 3", SCORE, "score.* 2"),
+        ("the text says 'score: 5', but it is wrong. Score: 1", SCORE, "score.* 2"),
+        ("score: 0", SCORE, "from 1 to 5.* 0"),
+        ("score: 6", SCORE, "from 1 to 5.* 6"),
+        ("score: -3", SCORE, "from 1 to 5.* -3"),
+        ("score: " + "9" * 400, SCORE, "from 1 to 5.* inf"),
+        ("score: 3 \N{REPLACEMENT CHARACTER}", SCORE, "UTF-8"),
+        ("score: 3" + " " * 1_000_000, SCORE, f"{LONGEST} characters.* 1000008"),
+        ("fine", FREE, "choice.* none"),
+        ("correctly", FREE, "choice.* none"),
+        ("It claims to be correct but is incorrect", FREE, "choice.* 2"),
+        ("yes, because", CONSTRAINED, "one of the choices"),
     ],
 )
 def test_an_answer_without_a_single_valid_score_or_choice_is_invalid_with_a_reason(text, verdict, reason):
-    assert read_answer(text, verdict) == Judgement(None, reason)
+    judgement = read_answer(text, verdict)
+    assert judgement.value is None
+    assert re.search(reason, judgement.error)
 
 
 def test_an_answer_that_never_came_is_invalid_with_its_own_reason_in_one_line():
