@@ -25,8 +25,8 @@ QUESTION = Message("user", "Hello.")
 CALL = ParsedTurn("", (Call("find", {"what": "it"}),))
 
 
-def exchange(form, turn, text, *said):
-    return Exchange(spelt_turn(form, turn, text, in_calls=takes_calls(form)), tuple(said))
+def exchange(form, turn, text, *answers):
+    return Exchange(spelt_turn(form, turn, text, in_calls=takes_calls(form)), tuple(answers))
 
 
 @pytest.mark.parametrize(("name", "role"), CASES)
@@ -35,10 +35,10 @@ def test_the_prompt_of_a_turn_is_the_rendered_chat_before_it(name, role):
     form, calls = format_of(name), role == "tool" and takes_calls(format_of(name))
     turn = CALL if calls else ParsedTurn("Yes.")
     one, two = (exchange(form, turn, "Yes.", message(role, text)) for text in ("4", "a b"))
-    spelt = call_turn(name) if calls else {"role": "assistant", "content": "Yes."}
+    previous = call_turn(name) if calls else {"role": "assistant", "content": "Yes."}
     chat = [{"role": "user", "content": "Hello."}]
     for done, text in ([one], "4"), ([one, two], "a b"):
-        chat = [*chat, spelt, {"role": role, "content": text}]
+        chat = [*chat, previous, {"role": role, "content": text}]
         assert prompt_of(form, [QUESTION], done) == tuple(templated(name, chat))
 
 

@@ -76,10 +76,10 @@ def test_a_completion_ends_with_eos_unless_it_reaches_the_length_limit(directory
 
 def test_a_completion_that_is_cut_continues_to_the_same_end(directory):
     engine = load_engine(directory)
-    asked = asking(0, [5], [3])
-    whole = engine.generate([asked], SAMPLING)[0][0]
-    cut = engine.generate([replace(asked, budget=10)], SAMPLING)[0][0]
-    rest = engine.generate([going_on(asked, [cut.tokens], budget=500)], SAMPLING)[0][0]
+    request = asking(0, [5], [3])
+    whole = engine.generate([request], SAMPLING)[0][0]
+    cut = engine.generate([replace(request, budget=10)], SAMPLING)[0][0]
+    rest = engine.generate([going_on(request, [cut.tokens], budget=500)], SAMPLING)[0][0]
     assert (cut.finish_reason, rest.finish_reason) == (FinishReason.CUT, FinishReason.STOP)
     assert cut.tokens + rest.tokens == whole.tokens
     assert rest.text == whole.text

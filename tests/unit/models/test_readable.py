@@ -22,7 +22,7 @@ LONG = "a" * 30 + "é" * 1_000_000
 def shards(tmp_path: Path) -> tuple[ScoredShard, ...]:
     """Two shards of two prompts each, two completions of each prompt, with long texts."""
     store = open_store(f"{tmp_path}/run")
-    written = []
+    scored = []
     for begin in (0, 2):
         rows = [
             rollout(row, sample, f"{row}-{sample}", prompt=LONG, answer=None if row else LONG)
@@ -32,8 +32,8 @@ def shards(tmp_path: Path) -> tuple[ScoredShard, ...]:
         scores = [{key: row[key] for key in ("prompt_row", "sample")} | {"reward": row["prompt_row"]} for row in rows]
         table = pa.Table.from_pylist(scores, schema=score_schema(("numeric",)))
         rewards = write_shard(store, table, kind="scores", metadata={})
-        written.append(ScoredShard(rollouts=write_rollouts(store, *rows), scores=rewards))
-    return tuple(written)
+        scored.append(ScoredShard(rollouts=write_rollouts(store, *rows), scores=rewards))
+    return tuple(scored)
 
 
 @pytest.fixture

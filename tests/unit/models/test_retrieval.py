@@ -131,10 +131,10 @@ def test_a_query_describes_four_attributes_of_its_passage_which_no_negative_has_
     meant = {name: value[0] for values in WORDS for value in values for name in value[1:]}
     pairs = load_pairs(TEMPLATED)
     for pair in (*pairs.train, *pairs.heldout):
-        asked = {meant[word] for word in pair.query.split()}
-        assert len(asked) == 4 and asked < set(pair.passage.split())
+        attributes = {meant[word] for word in pair.query.split()}
+        assert len(attributes) == 4 and attributes < set(pair.passage.split())
         for other in pair.negatives:
-            assert len(set(other.split()) & set(pair.passage.split())) >= 3 and not asked <= set(other.split())
+            assert len(set(other.split()) & set(pair.passage.split())) >= 3 and not attributes <= set(other.split())
 
 
 def test_pairs_of_a_file_are_its_rows(tmp_path):

@@ -22,10 +22,10 @@ PRECISIONS = (
 def test_a_streamed_file_has_the_bytes_of_the_library(tmp_path, metadata):
     tensors = {f"layer.{index}": torch.arange(5).to(dtype) for index, dtype in enumerate(PRECISIONS)}
     tensors |= {'Größe "a"': torch.ones(2, 3), "scalar": torch.tensor(1.5), "none": torch.ones(0, 4)}
-    written = save_tensors(tensors, tmp_path / "file", metadata=metadata)
+    file = save_tensors(tensors, tmp_path / "file", metadata=metadata)
     data = (tmp_path / "file").read_bytes()
     assert data == save(tensors, metadata)
-    assert (written.digest, written.bytes) == (blake3(data).hexdigest(), len(data))
+    assert (file.digest, file.bytes) == (blake3(data).hexdigest(), len(data))
 
 
 def test_a_tensor_that_is_not_contiguous_is_written_as_if_it_were(tmp_path):
@@ -38,11 +38,11 @@ def test_a_saved_model_has_the_files_of_transformers_and_the_digests_of_its_weig
     policy = ScratchPolicy(hidden_size=16, intermediate_size=16, layers=1, heads=1, kv_heads=1)
     model = build_scratch(policy, scratch_tokenizer(policy, load_problems(DATA, "train", 0)), seed=0)
     model.save_pretrained(tmp_path / "theirs")
-    written = save_pretrained(model, tmp_path / "ours")
+    files = save_pretrained(model, tmp_path / "ours")
     theirs, ours = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("theirs", "ours")
     )
     assert ours == theirs
-    assert {name: file.digest for name, file in written.items()} == {
+    assert {name: file.digest for name, file in files.items()} == {
         name: blake3(data).hexdigest() for name, data in theirs.items() if name.endswith(".safetensors")
     }

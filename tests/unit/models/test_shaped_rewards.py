@@ -39,7 +39,7 @@ OWN, OTHER = 0.5 / math.sqrt(3 / 16), 0.5 * 2 / math.sqrt(8)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "drawn", "expected"),
+    ("algorithm", "case", "expected"),
     [
         # outcome (1, 0), other term (0, 40) of weight 0.5: the sum is (1, 20), which hides the outcome
         (Grpo(), Drawn([1, 0], [1, 1], terms={"short": (0.5, [0, 40])}), [-1, 1]),
@@ -66,18 +66,18 @@ OWN, OTHER = 0.5 / math.sqrt(3 / 16), 0.5 * 2 / math.sqrt(8)
         ),
     ],
 )
-def test_terms_and_penalties_are_combined_as_worked_by_hand(algorithm, drawn: Drawn, expected):
-    found = token_advantages(experience(drawn, max_new_tokens=10), algorithm).advantages_T
+def test_terms_and_penalties_are_combined_as_worked_by_hand(algorithm, case: Drawn, expected):
+    found = token_advantages(experience(case, max_new_tokens=10), algorithm).advantages_T
     np.testing.assert_allclose(found, expected, rtol=1e-5 if isinstance(algorithm, Grpo) else 1e-12)
 
 
 @pytest.mark.parametrize("kind", [DrGrpo, Rloo])
-@given(drawn=completions(steps=False), data=st.data())
-def test_algorithms_that_only_centre_may_sum_terms_before_or_after(kind, drawn: Drawn, data: st.DataObject):
-    number = len(drawn.rewards)
+@given(case=completions(steps=False), data=st.data())
+def test_algorithms_that_only_centre_may_sum_terms_before_or_after(kind, case: Drawn, data: st.DataObject):
+    number = len(case.rewards)
     other = data.draw(st.lists(st.integers(-8, 8), min_size=number, max_size=number))
     batch = experience(
-        Drawn(drawn.rewards, drawn.lengths, drawn.groups, terms={"other": (-0.75, other)}), max_new_tokens=6
+        Drawn(case.rewards, case.lengths, case.groups, terms={"other": (-0.75, other)}), max_new_tokens=6
     )
     overlong = OVERLONG.model_copy(update={"buffer": 3})
     before, after = (
@@ -98,12 +98,12 @@ def test_a_group_whose_terms_cancel_out_is_informative_only_if_they_are_normalis
 @pytest.mark.parametrize("combine", ["sum_then_normalise", ONE_BY_ONE])
 def test_advantages_are_clipped_on_either_side_before_the_teacher_adds_to_them(combine: str):
     # 1 - 1/3, 0 - 1/3, 0 - 1/3
-    drawn, found = Drawn([1, 0, 0, NAN], [1, 2, 1, 1]), estimates([-1.0] * 5, [-3.0, *[-1.0] * 4])
+    case, found = Drawn([1, 0, 0, NAN], [1, 2, 1, 1]), estimates([-1.0] * 5, [-3.0, *[-1.0] * 4])
     for bound, expected in ((0.5, [0.5, -1 / 3, -1 / 3, -1 / 3, NAN]), (0.25, [0.25, -0.25, -0.25, -0.25, NAN])):
         algorithm = DrGrpo(advantage_clip=bound, combine=combine)
-        np.testing.assert_allclose(token_advantages(experience(drawn), algorithm).advantages_T, expected, rtol=1e-12)
-        taught = algorithm.model_copy(update={"distillation": TEACHER})
-        both = token_advantages(experience(drawn, estimates=found), taught).advantages_T
+        np.testing.assert_allclose(token_advantages(experience(case), algorithm).advantages_T, expected, rtol=1e-12)
+        with_teacher = algorithm.model_copy(update={"distillation": TEACHER})
+        both = token_advantages(experience(case, estimates=found), with_teacher).advantages_T
         np.testing.assert_allclose(both, [expected[0] - 1, *expected[1:]], rtol=1e-12)
 
 
@@ -163,26 +163,26 @@ ALONE = (Grpo(), DrGrpo(), Rloo(), ReinforcePlusPlus(), ReinforcePlusPlusBaselin
 
 @pytest.mark.parametrize("algorithm", ALONE, ids=lambda algorithm: algorithm.kind)
 def test_a_teacher_adds_to_the_advantage_of_every_token(algorithm):
-    drawn, found = Drawn([1, 0], [1, 2]), estimates([-1.0, -2.0, -1.5], [-0.5, -2.0, -3.5])
-    taught = algorithm.model_copy(update={"distillation": TEACHER})
-    alone = token_advantages(experience(drawn, estimates=found), algorithm).advantages_T
-    both = token_advantages(experience(drawn, estimates=found), taught).advantages_T
+    case, found = Drawn([1, 0], [1, 2]), estimates([-1.0, -2.0, -1.5], [-0.5, -2.0, -3.5])
+    with_teacher = algorithm.model_copy(update={"distillation": TEACHER})
+    alone = token_advantages(experience(case, estimates=found), algorithm).advantages_T
+    both = token_advantages(experience(case, estimates=found), with_teacher).advantages_T
     np.testing.assert_allclose(both - alone, [0.25, 0, -1], atol=1e-12)
-    assert taught.keeps_uninformative
+    assert with_teacher.keeps_uninformative
 
 
 def test_a_teacher_that_is_the_policy_gives_advantages_of_exactly_zero():
     policy = np.random.default_rng(0).normal(-1, 1, 6).astype(np.float32).tolist()
-    taught = DistillationOnly(distillation=TEACHER)
+    with_teacher = DistillationOnly(distillation=TEACHER)
     batch = experience(Drawn([1, 0], [2, 4]), estimates=estimates(policy, policy))
-    assert token_advantages(batch, taught).advantages_T.tolist() == [0.0] * 6
+    assert token_advantages(batch, with_teacher).advantages_T.tolist() == [0.0] * 6
 
 
 def test_rewards_change_nothing_if_the_teacher_is_the_only_source_of_advantages():
-    taught = DistillationOnly(distillation=TEACHER)
+    with_teacher = DistillationOnly(distillation=TEACHER)
     for rewards in ([1, 0], [0, 1], [5, 5]):
         batch = experience(Drawn(rewards, [1, 1]), estimates=estimates([-1.0, -1.0], [-2.0, 0.0]))
-        assert token_advantages(batch, taught).advantages_T.tolist() == [-0.5, 0.5]
+        assert token_advantages(batch, with_teacher).advantages_T.tolist() == [-0.5, 0.5]
 
 
 # ---- the controller of the KL coefficient

@@ -64,9 +64,9 @@ def test_hypervolume_of_two_rewards_is_the_area_of_the_staircase():
 def test_hypervolume_of_three_rewards_is_a_volume_without_overlaps():
     # Boxes 2·1·1, 1·2·1, 1·1·2: each pair shares the unit cube, so do all three: 6 − 3 + 1.
     assert hypervolume(np.array([(2, 1, 1), (1, 2, 1), (1, 1, 2)]), np.zeros(3)) == 4
-    drawn = np.random.default_rng(0)
-    some, thrown = drawn.random((6, 3)), drawn.random((200_000, 3))
-    share = (thrown[:, None] <= some[None]).all(axis=2).any(axis=1).mean()
+    random = np.random.default_rng(0)
+    some, samples = random.random((6, 3)), random.random((200_000, 3))
+    share = (samples[:, None] <= some[None]).all(axis=2).any(axis=1).mean()
     assert hypervolume(some, np.zeros(3)) == pytest.approx(share, abs=0.005)
 
 

@@ -39,7 +39,7 @@ def moments(values: list[float]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "drawn", "expected"),
+    ("algorithm", "case", "expected"),
     [
         # tokens count, not completions: rewards (1, 0) on 2 and 6 tokens have mean 2/8 and variance 1/4 · 3/4
         (Capo(), Drawn([1, 0], [2, 6]), [3**0.5] * 2 + [-(3**-0.5)] * 6),
@@ -59,17 +59,17 @@ def moments(values: list[float]) -> tuple[float, float]:
         ),
     ],
 )
-def test_advantages_of_tokens_are_those_worked_by_hand(algorithm, drawn: Drawn, expected):
-    np.testing.assert_allclose(token_advantages(experience(drawn), algorithm).advantages_T, expected, rtol=1e-12)
+def test_advantages_of_tokens_are_those_worked_by_hand(algorithm, case: Drawn, expected):
+    np.testing.assert_allclose(token_advantages(experience(case), algorithm).advantages_T, expected, rtol=1e-12)
 
 
-def loop_over_capo(drawn: Drawn) -> list[list[float]]:
+def loop_over_capo(case: Drawn) -> list[list[float]]:
     values = [
-        [reward + drawn.step_weight * step_of(steps, token) for token in range(length)]
-        for reward, steps, length in zip(drawn.rewards, drawn.steps, drawn.lengths, strict=True)
+        [reward + case.step_weight * step_of(steps, token) for token in range(length)]
+        for reward, steps, length in zip(case.rewards, case.steps, case.lengths, strict=True)
     ]
-    for group in set(drawn.groups):
-        mine = [row for row, other in enumerate(drawn.groups) if other == group]
+    for group in set(case.groups):
+        mine = [row for row, other in enumerate(case.groups) if other == group]
         tokens = [value for row in mine for value in values[row] if not math.isnan(value)]
         mean, std = moments(tokens) if tokens else (0.0, 0.0)
         for row in mine:
@@ -78,18 +78,18 @@ def loop_over_capo(drawn: Drawn) -> list[list[float]]:
 
 
 @given(completions())
-def test_capo_agrees_with_a_loop_over_tokens(drawn: Drawn):
-    found = token_advantages(experience(drawn), Capo())
-    for row, expected in zip(rows(found.advantages_T, drawn.lengths), loop_over_capo(drawn), strict=True):
+def test_capo_agrees_with_a_loop_over_tokens(case: Drawn):
+    found = token_advantages(experience(case), Capo())
+    for row, expected in zip(rows(found.advantages_T, case.lengths), loop_over_capo(case), strict=True):
         np.testing.assert_allclose(row, expected, atol=1e-9)
 
 
 @given(completions(), st.integers(-20, 20), st.integers(1, 16))
-def test_capo_does_not_depend_on_shift_and_scale_of_rewards(drawn: Drawn, shift: int, scale: int):
+def test_capo_does_not_depend_on_shift_and_scale_of_rewards(case: Drawn, shift: int, scale: int):
     moved = Drawn(
-        [shift + scale * reward for reward in drawn.rewards], drawn.lengths, drawn.groups, drawn.steps, float(scale)
+        [shift + scale * reward for reward in case.rewards], case.lengths, case.groups, case.steps, float(scale)
     )
-    plain, other = (token_advantages(experience(each), Capo()).advantages_T for each in (drawn, moved))
+    plain, other = (token_advantages(experience(each), Capo()).advantages_T for each in (case, moved))
     np.testing.assert_allclose(other, plain, atol=1e-7)
 
 
@@ -110,11 +110,11 @@ def test_a_flag_on_a_completion_without_a_reward_makes_no_group_informative():
 
 
 @given(completions())
-def test_groups_that_are_uninformative_for_capo_have_no_advantages(drawn: Drawn):
-    batch = experience(drawn)
+def test_groups_that_are_uninformative_for_capo_have_no_advantages(case: Drawn):
+    batch = experience(case)
     informative_N = informative_groups(batch.scored, Capo())[batch.scored.group_N]
     found_T = token_advantages(batch, Capo()).advantages_T
-    assert not np.nan_to_num(found_T)[~np.repeat(informative_N, drawn.lengths)].any()
+    assert not np.nan_to_num(found_T)[~np.repeat(informative_N, case.lengths)].any()
     if informative_N.any():
         assert np.nan_to_num(found_T).any()
 
@@ -123,10 +123,10 @@ def test_groups_that_are_uninformative_for_capo_have_no_advantages(drawn: Drawn)
 
 
 @given(completions(missing=False), discounts)
-def test_discounted_sums_agree_with_a_loop_from_the_last_token(drawn: Drawn, factor: float):
-    values_T = np.arange(sum(drawn.lengths), dtype=np.float64)
-    found = rows(discounted_sums(values_T, np.array(drawn.lengths), factor), drawn.lengths)
-    for row, values in zip(found, rows(values_T, drawn.lengths), strict=True):
+def test_discounted_sums_agree_with_a_loop_from_the_last_token(case: Drawn, factor: float):
+    values_T = np.arange(sum(case.lengths), dtype=np.float64)
+    found = rows(discounted_sums(values_T, np.array(case.lengths), factor), case.lengths)
+    for row, values in zip(found, rows(values_T, case.lengths), strict=True):
         running, expected = 0.0, []
         for value in reversed(values):
             running = value + factor * running
@@ -159,33 +159,33 @@ def test_reinforce_pp_has_the_advantages_worked_by_hand():
     assert found.metrics == {"kl": 0.5, "kl_coefficient": 0.2}
 
 
-def with_models(drawn: Drawn, seed: int, **settings: object) -> Experience:
+def with_models(case: Drawn, seed: int, **settings: object) -> Experience:
     random = np.random.default_rng(seed)
-    logprobs_T, reference_T, values_T = random.normal(-1, 1, (3, sum(drawn.lengths)))
+    logprobs_T, reference_T, values_T = random.normal(-1, 1, (3, sum(case.lengths)))
     estimates = Estimates(reference_T=reference_T, values_T=values_T)
-    return experience(drawn, logprobs_T=logprobs_T, estimates=estimates, kl_coefficient=0.3, **settings)
+    return experience(case, logprobs_T=logprobs_T, estimates=estimates, kl_coefficient=0.3, **settings)
 
 
-def loop_over_rewards(drawn: Drawn, batch: Experience) -> list[list[float]]:
+def loop_over_rewards(case: Drawn, batch: Experience) -> list[list[float]]:
     """Each token's divergence, a step's value at its last token, the outcome at the end."""
-    kl = rows(batch.logprobs_T - batch.estimates.reference_T, drawn.lengths)
+    kl = rows(batch.logprobs_T - batch.estimates.reference_T, case.lengths)
     walked = []
-    for row, length in enumerate(drawn.lengths):
+    for row, length in enumerate(case.lengths):
         rewards = [-0.3 * kl[row][token] for token in range(length)]
-        ends = [*(start for start, _ in drawn.steps[row][1:]), length]
-        for (_, value), end in zip(drawn.steps[row], ends, strict=False):
-            rewards[end - 1] += drawn.step_weight * value
+        ends = [*(start for start, _ in case.steps[row][1:]), length]
+        for (_, value), end in zip(case.steps[row], ends, strict=False):
+            rewards[end - 1] += case.step_weight * value
         if length:
-            rewards[-1] += drawn.rewards[row]
+            rewards[-1] += case.rewards[row]
         walked.append(rewards)
     return walked
 
 
 @given(completions(), st.integers(0, 99), discounts)
-def test_reinforce_pp_agrees_with_a_loop_over_tokens(drawn: Drawn, seed: int, gamma: float):
-    batch = with_models(drawn, seed)
+def test_reinforce_pp_agrees_with_a_loop_over_tokens(case: Drawn, seed: int, gamma: float):
+    batch = with_models(case, seed)
     expected = []
-    for rewards in loop_over_rewards(drawn, batch):
+    for rewards in loop_over_rewards(case, batch):
         sums = [sum(gamma ** (i - t) * rewards[i] for i in range(t, len(rewards))) for t in range(len(rewards))]
         expected += sums
     trained = [value for value in expected if not math.isnan(value)]
@@ -205,11 +205,11 @@ def test_gae_has_the_advantages_worked_by_hand():
 
 
 @given(completions(), st.integers(0, 99), discounts, discounts)
-def test_ppo_agrees_with_a_loop_over_tokens(drawn: Drawn, seed: int, gamma: float, lam: float):
-    batch = with_models(drawn, seed)
+def test_ppo_agrees_with_a_loop_over_tokens(case: Drawn, seed: int, gamma: float, lam: float):
+    batch = with_models(case, seed)
     advantages, returns = [], []
-    values_of_rows = rows(batch.estimates.values_T, drawn.lengths)
-    for rewards, values in zip(loop_over_rewards(drawn, batch), values_of_rows, strict=True):
+    values_of_rows = rows(batch.estimates.values_T, case.lengths)
+    for rewards, values in zip(loop_over_rewards(case, batch), values_of_rows, strict=True):
         deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=False)]
         row = [sum((gamma * lam) ** (i - t) * deltas[i] for i in range(t, len(deltas))) for t in range(len(deltas))]
         advantages += row
@@ -220,20 +220,20 @@ def test_ppo_agrees_with_a_loop_over_tokens(drawn: Drawn, seed: int, gamma: floa
 
 
 @given(completions(), st.integers(0, 99))
-def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens(drawn: Drawn, seed: int):
-    batch = with_models(drawn, seed)
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens(case: Drawn, seed: int):
+    batch = with_models(case, seed)
     for algorithm in (ReinforcePlusPlus(kl=K1), Ppo(kl=K1)):
-        found_T = token_advantages(batch, algorithm).advantages_T[np.repeat(batch.counted_N, drawn.lengths)]
+        found_T = token_advantages(batch, algorithm).advantages_T[np.repeat(batch.counted_N, case.lengths)]
         if len(found_T) and found_T.any():
             assert found_T.mean() == pytest.approx(0, abs=1e-9)
             assert found_T.std() == pytest.approx(1, abs=1e-9)
 
 
 @given(completions(steps=False), st.integers(-20, 20), st.integers(1, 16))
-def test_a_normalised_batch_does_not_depend_on_shift_and_scale_of_rewards(drawn: Drawn, shift: int, scale: int):
-    moved = Drawn([shift + scale * reward for reward in drawn.rewards], drawn.lengths, drawn.groups)
+def test_a_normalised_batch_does_not_depend_on_shift_and_scale_of_rewards(case: Drawn, shift: int, scale: int):
+    moved = Drawn([shift + scale * reward for reward in case.rewards], case.lengths, case.groups)
     for algorithm in (REINFORCE, ReinforcePlusPlusBaseline()):
-        plain, other = (token_advantages(experience(each), algorithm).advantages_T for each in (drawn, moved))
+        plain, other = (token_advantages(experience(each), algorithm).advantages_T for each in (case, moved))
         np.testing.assert_allclose(np.nan_to_num(other), np.nan_to_num(plain), atol=1e-7)
 
 
