@@ -30,9 +30,10 @@ def exchange(form, turn, text, *answers):
 
 
 @pytest.mark.parametrize(("name", "role"), CASES)
-def test_the_prompt_of_a_turn_is_the_rendered_chat_before_it(name, role):
+def test_a_published_template_is_accepted_and_a_prompt_is_the_rendered_chat_before_the_turn(name, role):
     """Calls are rendered by the template if it supports them; otherwise the prompt has the text of the turn."""
     form, calls = format_of(name), role == "tool" and takes_calls(format_of(name))
+    check_prompts(form, role=role, where="here")
     turn = CALL if calls else ParsedTurn("Yes.")
     one, two = (exchange(form, turn, "Yes.", message(role, text)) for text in ("4", "a b"))
     previous = call_turn(name) if calls else {"role": "assistant", "content": "Yes."}
@@ -94,7 +95,7 @@ def test_messages_of_an_environment_contain_no_control_token(name, role):
 
 # ---- refusals
 @pytest.mark.parametrize(
-    ("condition", "message"),
+    ("condition", "part"),
     [
         ("{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}", "no tools here"),
         (
@@ -105,17 +106,12 @@ def test_messages_of_an_environment_contain_no_control_token(name, role):
         ("{% if m.role != 'tool' %}", "role 'tool'"),
     ],
 )
-def test_a_template_that_does_not_render_messages_of_episodes_is_refused(condition, message):
+def test_a_template_that_does_not_render_messages_of_episodes_is_refused(condition, part):
     end = "{% endif %}" if condition.endswith("'tool' %}") else ""
     template = "{% for m in messages %}" + condition + "{{ m.role }}: {{ m.content }}{{ m.tool_calls }}<|eos|>" + end
     form = turn_format(with_template(template + "{% endfor %}"), tools=[FIND])
-    with pytest.raises(BadInput, match=f"^here.*{message}[^\n]*$"):
+    with pytest.raises(BadInput, match=f"^here.*{part}[^\n]*$"):
         check_prompts(form, role="tool", where="here")
-
-
-@pytest.mark.parametrize(("name", "role"), CASES)
-def test_all_published_templates_can_render_a_chat_before_each_turn(name, role):
-    check_prompts(format_of(name), role=role, where="here")
 
 
 PROBLEM = Problem(source="train.jsonl:1", prompt=(Message("user", "How much is bread?"),), answer="5")
