@@ -31,13 +31,19 @@ PROMPT = [1, 2]
 # Two groups of two episodes. Tokens of the policy are below 50, those of prompts between turns are 50 and more.
 PROMPTS = [PROMPT, [50, 51, 52], [53, 54, 55, 56]]
 TURNS = [[[11, 12, 13], [14]], [[21, 22]], [[31], [32, 33], [34, 35]], [[41, 42, 43, 44]]]
-ALONE = [[(POLICY, turn) for turn in turns] for turns in TURNS]
-WITH_PROMPTS = [
-    [(POLICY, turns[0])]
-    + [s for t, p in zip(turns[1:], PROMPTS[1:], strict=False) for s in ((RENDERED, p), (POLICY, t))]
-    for turns in TURNS
-]
-WITH_ENVIRONMENT = [[(ENVIRONMENT if v == RENDERED else v, t) for v, t in episode] for episode in WITH_PROMPTS]
+
+
+def build_episode(turns: list[list[int]], between: int | None) -> Episode:
+    """Build an episode; `between` is the version of the tokens before each later turn, None for no such tokens."""
+    segments = [(POLICY, turns[0])]
+    for tokens, turn in zip(PROMPTS[1:], turns[1:], strict=False):
+        segments += [(POLICY, turn)] if between is None else [(between, tokens), (POLICY, turn)]
+    return segments
+
+
+ALONE, WITH_PROMPTS, WITH_ENVIRONMENT = (
+    [build_episode(turns, between) for turns in TURNS] for between in (None, RENDERED, ENVIRONMENT)
+)
 REWARDS = [1.0, 0.0, 0.25, 2.0]
 CENTRED = [0.5, -0.5, -0.875, 0.875]
 """Rewards less the mean of the two episodes of the group, for any number of turns."""
@@ -59,13 +65,12 @@ def build_tables(episodes: list[Episode]) -> tuple[pa.Table, pa.Table, pa.Table]
         logprobs, values = np.zeros((2, len(mask)))
         logprobs[mask], values[mask] = (-random.random(20))[: mask.sum()], random.random(20)[: mask.sum()]
         ends = np.cumsum([len(tokens) for _, tokens in segments]).tolist()
-        starts = [0]
-        for (version, _), (after, _), end, after_end in zip(segments, segments[1:], ends, ends[1:], strict=False):
-            # a turn begins with its prompt, or after the tokens of an environment
-            if after == RENDERED or (after == POLICY and version == POLICY):
-                starts.append(end)
-            elif after == ENVIRONMENT:
-                starts.append(after_end)
+        # a turn begins with its prompt, or after the tokens of an environment
+        starts = [0] + [
+            begin
+            for (before, _), (version, _), begin in zip(segments, segments[1:], ends, strict=False)
+            if version == RENDERED or (version == POLICY and before != RENDERED)
+        ]
         rollouts.append(place | {
             "prompt_tokens": PROMPT, "images": [], "finish_reason": "stop", "logprobs": logprobs.tolist(),
             "completion_tokens": [token for _, tokens in segments for token in tokens],
